@@ -1,0 +1,91 @@
+# Every target that runs Python first makes .venv, or brings it up to date with pyproject.toml and constraints.txt.
+# make PYTHON=python3.12 chooses the interpreter of a new .venv. pip's own variables (PIP_EXTRA_INDEX_URL,
+# PIP_FIND_LINKS, ...) reach pip as they are.
+PYTHON ?= python3
+# make reproduce NOTEBOOKS="01 02" takes only these; FORCE=1 trains everything again beside the committed records.
+NOTEBOOKS ?= $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*.ipynb))
+FORCE ?= 0
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
+PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
+
+# One thread a process: parallelism comes from worker processes, and two threads on shared cores are far slower.
+export OMP_NUM_THREADS = 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+export HF_HUB_DISABLE_TELEMETRY = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: quickstart reproduce test smoke paper lint
+.DELETE_ON_ERROR:
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not a command here. Install Python 3.11, 3.12 or 3.13, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d; EvoAlign needs 3.11, 3.12 or 3.13. Name another: make PYTHON=python3.12" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install -c constraints.txt -e ".[notebooks,dev]"
+	@touch $@
+
+# Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Made anew each time.
+quickstart: $(STAMP)
+	@rm -rf runs/quickstart && mkdir -p runs/quickstart
+	EVOALIGN_RUN_DIR="$(CURDIR)/runs/quickstart" $(PAPERMILL) \
+		-p scale tiny -p force true -p seeds 2 -y "{bases: [A0], retrain: [es]}" \
+		notebooks/01_es_countdown.ipynb runs/quickstart/01_es_countdown.ipynb
+	@echo
+	@echo "Executed notebook:"; echo "  runs/quickstart/01_es_countdown.ipynb"
+	@echo "Figures:"; find runs/quickstart -path '*/figures/*.png' | sort | sed 's/^/  /'
+	@echo "Tables:"; find runs/quickstart -path '*/generated/*.csv' | sort | sed 's/^/  /'
+
+# Run what is missing of all notebooks, load the rest, redraw all, check it and compile the paper.
+reproduce: $(STAMP)
+	@mkdir -p runs/reproduce
+	@for notebook in $(CHOSEN); do \
+		echo "== $$notebook"; \
+		if [ "$(FORCE)" = 1 ]; then \
+			EVOALIGN_RUN_DIR="$(CURDIR)/runs/reproduce" $(PAPERMILL) -p scale tiny -p force true \
+				$$notebook runs/reproduce/$${notebook##*/} || exit 1; \
+		else \
+			$(PAPERMILL) -p scale tiny $$notebook runs/reproduce/$${notebook##*/} || exit 1; \
+		fi; \
+	done
+	$(BIN)/evoalign verify
+	@$(MAKE) --no-print-directory paper
+
+# Unit and equivalence tests and doctests; then the notebooks as committed, their marked outputs compared.
+test: $(STAMP)
+	$(BIN)/python -m pytest
+	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
+		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
+
+# Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
+smoke: $(STAMP)
+	@rm -rf runs/smoke && mkdir -p runs/smoke
+	@for notebook in notebooks/*.ipynb; do \
+		start=$$(date +%s); \
+		EVOALIGN_RUN_DIR="$(CURDIR)/runs/smoke" $(PAPERMILL) --no-progress-bar -p scale smoke \
+			$$notebook runs/smoke/$${notebook##*/} || exit 1; \
+		echo "smoke: $$notebook ran in $$(($$(date +%s) - start)) s"; \
+	done
+
+# Compile paper/main.tex. The PDF has the same bytes for the same commit: TeX takes its dates from SOURCE_DATE_EPOCH.
+paper:
+	@if command -v latexmk >/dev/null; then \
+		mkdir -p runs/paper && cd paper && \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 0) FORCE_SOURCE_DATE=1 \
+			latexmk -pdf -interaction=nonstopmode -halt-on-error -outdir=../runs/paper main.tex && \
+		echo "Paper: runs/paper/main.pdf"; \
+	else \
+		echo "SKIPPED: latexmk is not installed, so the paper's PDF was not built."; \
+		echo "On Debian and Ubuntu: apt-get install latexmk texlive-latex-extra texlive-fonts-recommended"; \
+	fi
+
+# Style of code and notebooks, and the notebooks' size.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@large=$$(find notebooks -name '*.ipynb' -size +300000c); \
+		if [ -n "$$large" ]; then echo "Over 300 kB; draw fewer or smaller pictures: $$large" >&2; exit 1; fi

@@ -1,0 +1,22 @@
+"""The repository's folders as absolute paths, whatever the current directory is.
+
+The notebooks, records and figures belong to a checkout, so the package is meant to be installed from one with
+`pip install -e .`, as `make` does.
+"""
+
+from pathlib import Path
+
+ROOT: Path = Path(__file__).resolve().parent.parent
+"""The checkout's top folder."""
+NOTEBOOKS: Path = ROOT / "notebooks"
+"""The numbered notebooks."""
+FIGURES: Path = ROOT / "figures"
+"""What the notebooks draw: NAME.pdf, NAME.png and NAME.csv, the plotted data."""
+PAPER: Path = ROOT / "paper"
+"""The paper's sources and `claims.yaml`."""
+RESULTS: Path = PAPER / "results"
+"""Run records, one JSON line a run: RESULTS / notebook / scale.jsonl."""
+GENERATED: Path = PAPER / "generated"
+"""Tables, number macros and the manifest, all rendered from the records."""
+RUNS: Path = ROOT / "runs"
+"""Run output that git ignores."""

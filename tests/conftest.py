@@ -1,0 +1,33 @@
+"""What every test shares: one thread, no network, the folder of public data."""
+
+import os
+
+# Before torch, transformers or numba are imported: they read these once.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["MPLBACKEND"] = "agg"
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+# The same examples in every run; no deadline, since the first call of a numba function compiles it.
+hypothesis.settings.register_profile("evoalign", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("evoalign")
+
+
+@pytest.fixture(scope="session")
+def external_data() -> Path:
+    """The folder of public data files that EVOALIGN_DATA names; skips where it is not set."""
+    folder = os.environ.get("EVOALIGN_DATA")
+    if not folder:
+        pytest.skip("EVOALIGN_DATA is not set: it names the folder with the public data files (countdown.json, ...)")
+    path = Path(folder)
+    if not path.is_dir():
+        pytest.fail(f"EVOALIGN_DATA={folder} is not a folder; correct it or unset it")
+    return path
