@@ -1,0 +1,302 @@
+"""The noise law's numbers on a CPU: the reference in NumPy, written to be read, and the fast path in numba.
+
+`noise` states the law and checks all arguments; this module and `_noise_triton` only compute. The constants below are
+part of the law, and so is the order of every operation.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+# Philox4x32: multipliers and the key's Weyl increments.
+M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+W0, W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+ROUNDS = 10
+
+
+def _float32s(*values: float) -> tuple[np.float32, ...]:
+    return tuple(map(np.float32, values))
+
+
+# log(1 + f) = f - f^2 / 2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2): P from Cephes' logf, highest power first.
+LOG = _float32s(
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+LN2 = np.float32(0.69314718056)
+SQRT_HALF_BITS = np.int32(0x3F3504F3)
+# sin(pi x) / x and cos(pi x) as polynomials in x^2 for |x| <= 1/4, highest power first.
+SIN = _float32s(0.07747035, -0.59881765, 2.55012280, -5.16771174, 3.14159274)
+COS = _float32s(0.22031199, -1.33268464, 4.05856084, -4.93480149, 1.0)
+# Adding and subtracting 1.5 * 2^23 rounds a small float32 to the nearest integer, ties to even, on every device;
+# the low bits of the sum hold that integer.
+ROUNDER = np.float32(12582912.0)
+_ONE, _HALF, _MINUS_HALF, _MINUS_TWO = np.float32(1.0), np.float32(0.5), np.float32(-0.5), np.float32(-2.0)
+_2_22, _2_24, _2_25 = np.float32(2.0**-22), np.float32(2.0**-24), np.float32(2.0**-25)
+
+# 1 / sqrt(21845): the sum of four uniform bytes has the variance 4 (256^2 - 1) / 12 = 21845 and the mean 510.
+BYTE_SUM_SCALE = np.float32(0.006765875)
+BYTE_SUM_MEAN = 510
+ONE_BITS, SIGN_BIT = np.uint32(0x3F800000), np.uint32(0x80000000)
+
+# Numbers of the distributions, for the kernels.
+GAUSSIAN, BYTE_SUM, RADEMACHER = 0, 1, 2
+
+# What a sum of noise starts from. -0 + x is x for every x, zeros of both signs included; 0 + -0 is 0.
+ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)
+
+ALIGNMENT = 16  # elements: every tensor in a flat buffer starts on a 64-byte line
+_BLOCK = 256  # Philox counters generated at a time: 4 kB of normals, well inside the L1 cache
+
+
+# The reference, in NumPy.
+
+
+def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Philox4x32-10: uint32 (..., 4) counters and two halves of a key to uint32 (..., 4) words."""
+    k0, k1 = (np.uint64(half) for half in key)
+    low, half_width = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * M0, c2 * M1
+        c0, c1, c2, c3 = (p1 >> half_width) ^ c1 ^ k0, p1 & low, (p0 >> half_width) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + W0) & low, (k1 + W1) & low
+    return np.stack((c0, c1, c2, c3), axis=-1).astype(np.uint32)
+
+
+def _box_muller(w: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two uint32 words to (r cos a, r sin a) in float32: step 3 of the law."""
+    u = (w >> 8).astype(np.float32) * _2_24 + _2_25
+    # u = m 2^e with m between sqrt(1/2) and sqrt(2)
+    bits = u.view(np.int32)
+    e = (bits - SQRT_HALF_BITS) >> 23
+    f = (bits - (e << 23)).view(np.float32) - _ONE
+    f2 = f * f
+    log_u = e.astype(np.float32) * LN2 + (f + (f2 * _MINUS_HALF + _horner(LOG, f) * f * f2))
+    r = np.sqrt(_MINUS_TWO * log_u)
+
+    half_turns = (v >> 8).astype(np.float32) * _2_22  # 2 a / pi, from 0 to 4: whole part quadrant, rest angle
+    shifted = half_turns + ROUNDER
+    quadrant = shifted.view(np.uint32)
+    x = (half_turns - (shifted - ROUNDER)) * _HALF
+    x2 = x * x
+    sin, cos = _horner(SIN, x2) * x, _horner(COS, x2)
+    odd = (quadrant & 1) == 1
+    sin, cos = np.where(odd, cos, sin), np.where(odd, sin, cos)
+    sin = (sin.view(np.uint32) ^ ((quadrant & 2) << 30)).view(np.float32)
+    cos = (cos.view(np.uint32) ^ (((quadrant + 1) & 2) << 30)).view(np.float32)
+    return r * cos, r * sin
+
+
+def _horner(coefficients: tuple[np.float32, ...], x: np.ndarray) -> np.ndarray:
+    total = coefficients[0]
+    for i in range(1, len(coefficients)):
+        total = total * x + coefficients[i]
+    return total
+
+
+def _gaussian(words: np.ndarray) -> np.ndarray:
+    pairs = _box_muller(words[..., 0], words[..., 1]) + _box_muller(words[..., 2], words[..., 3])
+    return np.stack(pairs, axis=-1)
+
+
+def _byte_sum(words: np.ndarray) -> np.ndarray:
+    total = sum((words >> shift) & 255 for shift in (0, 8, 16, 24))
+    return (total.astype(np.int32) - BYTE_SUM_MEAN).astype(np.float32) * BYTE_SUM_SCALE
+
+
+def _rademacher(words: np.ndarray) -> np.ndarray:
+    return ((words & SIGN_BIT) | ONE_BITS).view(np.float32)
+
+
+# uint32 (..., 4) words of one counter each to the float32 (..., 4) numbers of its four columns.
+_REFERENCES = {GAUSSIAN: _gaussian, BYTE_SUM: _byte_sum, RADEMACHER: _rademacher}
+
+
+def reference(
+    kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int
+) -> np.ndarray:
+    """The window rows x cols of one tensor's noise, float32, in plain NumPy."""
+    first, last = cols[0] >> 2, (cols[1] + 3) >> 2
+    counter = np.empty((rows[1] - rows[0], last - first, 4), np.uint32)
+    counter[..., 0] = np.arange(first, last)
+    counter[..., 1] = np.arange(*rows)[:, None]
+    counter[..., 2], counter[..., 3] = param_id, stream
+    numbers = _REFERENCES[kind](philox(counter, (key & 0xFFFFFFFF, key >> 32)))
+    whole = numbers.reshape(len(counter), 4 * (last - first))
+    return np.ascontiguousarray(whole[:, cols[0] - 4 * first : cols[1] - 4 * first])
+
+
+# The fast path, in numba: small functions that LLVM compiles into one kernel and turns into vector code. fastmath stays
+# off, and LLVM fuses a multiplication and an addition only under fastmath; a test looks for it in the assembly.
+_inline = njit(error_model="numpy", inline="always")
+
+
+@_inline
+def _philox_words(c0, c1, c2, c3, k0, k1):
+    half_width = np.uint64(32)
+    for _ in range(ROUNDS):
+        p0, p1 = M0 * np.uint64(c0), M1 * np.uint64(c2)
+        c0, c1 = np.uint32(p1 >> half_width) ^ c1 ^ k0, np.uint32(p1)
+        c2, c3 = np.uint32(p0 >> half_width) ^ c3 ^ k1, np.uint32(p0)
+        k0, k1 = np.uint32(k0 + W0), np.uint32(k1 + W1)
+    return c0, c1, c2, c3
+
+
+_horner_inline = _inline(_horner)
+
+
+@_inline
+def _normal_pair(w, v):
+    """_box_muller for one pair of words."""
+    u = np.float32(np.int32(w >> np.uint32(8))) * _2_24 + _2_25
+    bits = np.float32(u).view(np.int32)
+    e = np.int32(bits - SQRT_HALF_BITS) >> np.int32(23)
+    f = np.int32(bits - (e << np.int32(23))).view(np.float32) - _ONE
+    f2 = f * f
+    log_u = np.float32(e) * LN2 + (f + (f2 * _MINUS_HALF + _horner_inline(LOG, f) * f * f2))
+    r = np.sqrt(_MINUS_TWO * log_u)
+
+    half_turns = np.float32(np.int32(v >> np.uint32(8))) * _2_22
+    shifted = half_turns + ROUNDER
+    quadrant = np.float32(shifted).view(np.uint32)
+    x = (half_turns - (shifted - ROUNDER)) * _HALF
+    x2 = x * x
+    near_sin, near_cos = _horner_inline(SIN, x2) * x, _horner_inline(COS, x2)
+    odd = (quadrant & np.uint32(1)) == np.uint32(1)
+    sin = near_cos if odd else near_sin
+    cos = near_sin if odd else near_cos
+    sin = np.uint32(np.float32(sin).view(np.uint32) ^ ((quadrant & np.uint32(2)) << np.uint32(30))).view(np.float32)
+    cos = np.uint32(
+        np.float32(cos).view(np.uint32) ^ (((quadrant + np.uint32(1)) & np.uint32(2)) << np.uint32(30))
+    ).view(np.float32)
+    return r * cos, r * sin
+
+
+@_inline
+def _gaussian_numbers(w0, w1, w2, w3):
+    z0, z1 = _normal_pair(w0, w1)
+    z2, z3 = _normal_pair(w2, w3)
+    return z0, z1, z2, z3
+
+
+@_inline
+def _sum_of_bytes(w):
+    # Two sums of two bytes each, in the halves of one word, then their sum.
+    pairs = (w & np.uint32(0x00FF00FF)) + ((w >> np.uint32(8)) & np.uint32(0x00FF00FF))
+    total = (pairs + (pairs >> np.uint32(16))) & np.uint32(0xFFFF)
+    return np.float32(np.int32(total) - np.int32(BYTE_SUM_MEAN)) * BYTE_SUM_SCALE
+
+
+@_inline
+def _byte_sum_numbers(w0, w1, w2, w3):
+    return _sum_of_bytes(w0), _sum_of_bytes(w1), _sum_of_bytes(w2), _sum_of_bytes(w3)
+
+
+@_inline
+def _random_sign(w):
+    return np.uint32((w & SIGN_BIT) | ONE_BITS).view(np.float32)
+
+
+@_inline
+def _rademacher_numbers(w0, w1, w2, w3):
+    return _random_sign(w0), _random_sign(w1), _random_sign(w2), _random_sign(w3)
+
+
+def _loop_over_counters(four_numbers: Callable) -> Callable:
+    """The loop that takes the time, for one distribution."""
+
+    @_inline
+    def add_member(total, counters, n, param_id, stream, k0, k1, coefficient):
+        # total[i, j] += coefficient * (number i of counter j) for j < n
+        for j in range(n):
+            w0, w1, w2, w3 = _philox_words(counters[0, j], counters[1, j], param_id, stream, k0, k1)
+            z0, z1, z2, z3 = four_numbers(w0, w1, w2, w3)
+            total[0, j] += coefficient * z0
+            total[1, j] += coefficient * z1
+            total[2, j] += coefficient * z2
+            total[3, j] += coefficient * z3
+
+    return add_member
+
+
+_add_gaussian = _loop_over_counters(_gaussian_numbers)
+_add_byte_sum = _loop_over_counters(_byte_sum_numbers)
+_add_rademacher = _loop_over_counters(_rademacher_numbers)
+
+
+def _add_noise_kernel(
+    kind, out, master, start, keys, coefficients, offsets, rows, cols, ids, row0, col0, stream, part, parts
+):
+    """out = master + (start + c_0 eps_0 + c_1 eps_1 + ...), rounded after each operation, for each tensor in a buffer.
+
+    ``row0`` and ``col0`` say which window of the noise a tensor in the buffer gets: (0, 0) for a whole tensor.
+    """
+    counters = np.zeros((2, _BLOCK), np.uint32)
+    total = np.empty((4, _BLOCK), np.float32)
+    line = np.empty(4 * _BLOCK, np.float32)
+    first_quad, lead = col0 >> 2, col0 & 3
+    for i in range(len(offsets)):
+        # The quads of four columns that the rows touch, counted through all rows; a share is a range of them.
+        row_quads = ((col0 + cols[i] + 3) >> 2) - first_quad
+        quads = rows[i] * row_quads
+        stop = quads * (part + 1) // parts
+        for begin in range(quads * part // parts, stop, _BLOCK):
+            n = min(_BLOCK, stop - begin)
+            row, quad = begin // row_quads, begin % row_quads
+            j = 0
+            while j < n:
+                # Slices, because an index with an offset might be negative, which keeps LLVM from vectorising.
+                piece = counters[:, j : j + min(n - j, row_quads - quad)]
+                for x in range(piece.shape[1]):
+                    piece[0, x] = np.uint32(first_quad + quad + x)
+                    piece[1, x] = np.uint32(row0 + row)
+                j, row, quad = j + piece.shape[1], row + 1, 0
+
+            # Whole vectors only: the surplus comes from stale counters and is not used.
+            padded = (n + 15) // 16 * 16
+            total[:] = start
+            for m in range(len(keys)):
+                k0, k1 = np.uint32(keys[m]), np.uint32(keys[m] >> np.uint64(32))
+                if kind == GAUSSIAN:
+                    _add_gaussian(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
+                elif kind == BYTE_SUM:
+                    _add_byte_sum(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
+                else:
+                    _add_rademacher(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
+            for j in range(n):
+                for x in range(4):
+                    line[4 * j + x] = total[x, j]
+
+            row, quad = begin // row_quads, begin % row_quads
+            j = 0
+            while j < n:
+                taken = min(n - j, row_quads - quad)
+                # Columns of this piece within the row, and where they lie in the line.
+                left, right = max(4 * quad - lead, 0), min(4 * (quad + taken) - lead, cols[i])
+                shift, base = 4 * (j - quad) + lead, offsets[i] + row * cols[i]
+                noise = line[shift + left : shift + right]
+                source, target = master[base + left : base + right], out[base + left : base + right]
+                for x in range(right - left):
+                    target[x] = source[x] + noise[x]
+                j, row, quad = j + taken, row + 1, 0
+
+
+def _jit_cached(kernel: Callable) -> Callable:
+    """Compile at the first call and keep the machine code on disk, for worker processes and later runs."""
+    try:
+        return njit(error_model="numpy", nogil=True, cache=True)(kernel)
+    except RuntimeError:
+        # Neither the package's folder nor the user's cache folder can be written: every process compiles for itself.
+        return njit(error_model="numpy", nogil=True)(kernel)
+
+
+add_noise = _jit_cached(_add_noise_kernel)

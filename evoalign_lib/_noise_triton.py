@@ -1,0 +1,415 @@
+"""The noise law's numbers on a GPU: one kernel launch perturbs a whole model and one updates it, in Triton.
+
+`noise` states the law; the operations and their order are those of `_noise_cpu`, so that the bits are the same. A
+launch runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Keys and
+coefficients are read from device memory at fixed addresses and nothing is allocated, so that a launch can be captured
+in a CUDA graph and disturbs none. Without a GPU the same code runs in Triton's interpreter, if TRITON_INTERPRET=1 is
+set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from evoalign_lib import _noise_cpu
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the noise law on a GPU needs Triton, which torch's CUDA wheels bring along (Linux)") from error
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Philox counters a tile, and warps that share a tile. The interpreter pays for each operation, not for its width.
+TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
+
+# Columns of the table of tensors, all int64.
+_ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(tl.constexpr, range(6))
+_ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(tl.constexpr, range(6, 12))
+_WIDTH = tl.constexpr(12)
+
+# The law's constants, as Python numbers, which Triton makes float32 and uint32 again.
+_ROUNDS = tl.constexpr(_noise_cpu.ROUNDS)
+_M0, _M1, _W0, _W1 = (tl.constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
+_LOG, _SIN, _COS = (tl.constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
+_LN2, _ROUNDER, _SCALE = (
+    tl.constexpr(float(n)) for n in (_noise_cpu.LN2, _noise_cpu.ROUNDER, _noise_cpu.BYTE_SUM_SCALE)
+)
+_MEAN = tl.constexpr(_noise_cpu.BYTE_SUM_MEAN)
+_SQRT_HALF_BITS, _ONE_BITS, _SIGN_BIT = (
+    tl.constexpr(int(n)) for n in (_noise_cpu.SQRT_HALF_BITS, _noise_cpu.ONE_BITS, _noise_cpu.SIGN_BIT)
+)
+_2_22, _2_24, _2_25 = tl.constexpr(2.0**-22), tl.constexpr(2.0**-24), tl.constexpr(2.0**-25)
+_GAUSSIAN, _BYTE_SUM = tl.constexpr(_noise_cpu.GAUSSIAN), tl.constexpr(_noise_cpu.BYTE_SUM)
+# The interpreter truncates where a GPU rounds to the nearest bfloat16.
+_ROUND_BY_HAND = tl.constexpr(INTERPRETED)
+
+
+# Numbers.
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    for _ in tl.static_range(_ROUNDS):
+        high0, low0 = tl.umulhi(c0, _M0), c0 * _M0
+        high1, low1 = tl.umulhi(c2, _M1), c2 * _M1
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _W0, k1 + _W1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _horner(coefficients: tl.constexpr, n: tl.constexpr, x):
+    total = x * coefficients[0] + coefficients[1]
+    for i in tl.static_range(2, n):
+        total = total * x + coefficients[i]
+    return total
+
+
+@triton.jit
+def _normal_pair(w, v):
+    u = (w >> 8).to(tl.int32).to(tl.float32) * _2_24 + _2_25
+    bits = u.to(tl.int32, bitcast=True)
+    e = (bits - _SQRT_HALF_BITS) >> 23
+    f = (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0
+    f2 = f * f
+    log_u = e.to(tl.float32) * _LN2 + (f + (f2 * -0.5 + _horner(_LOG, 9, f) * f * f2))
+    r = tl.sqrt_rn(log_u * -2.0)
+
+    half_turns = (v >> 8).to(tl.int32).to(tl.float32) * _2_22
+    shifted = half_turns + _ROUNDER
+    quadrant = shifted.to(tl.uint32, bitcast=True)
+    x = (half_turns - (shifted - _ROUNDER)) * 0.5
+    x2 = x * x
+    near_sin, near_cos = _horner(_SIN, 5, x2) * x, _horner(_COS, 5, x2)
+    odd = (quadrant & 1) == 1
+    sin, cos = tl.where(odd, near_cos, near_sin), tl.where(odd, near_sin, near_cos)
+    sin = (sin.to(tl.uint32, bitcast=True) ^ ((quadrant & 2) << 30)).to(tl.float32, bitcast=True)
+    cos = (cos.to(tl.uint32, bitcast=True) ^ (((quadrant + 1) & 2) << 30)).to(tl.float32, bitcast=True)
+    return r * cos, r * sin
+
+
+@triton.jit
+def _sum_of_bytes(w):
+    pairs = (w & 0x00FF00FF) + ((w >> 8) & 0x00FF00FF)
+    total = (pairs + (pairs >> 16)) & 0xFFFF
+    return (total.to(tl.int32) - _MEAN).to(tl.float32) * _SCALE
+
+
+@triton.jit
+def _random_sign(w):
+    return ((w & _SIGN_BIT) | _ONE_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
+    """Four float32 (tile,): the numbers of the four columns of each counter."""
+    w0, w1, w2, w3 = _philox(c0, c1, c2, c3, key.to(tl.uint32), (key >> 32).to(tl.uint32))
+    if KIND == _GAUSSIAN:
+        z0, z1 = _normal_pair(w0, w1)
+        z2, z3 = _normal_pair(w2, w3)
+    elif KIND == _BYTE_SUM:
+        z0, z1, z2, z3 = _sum_of_bytes(w0), _sum_of_bytes(w1), _sum_of_bytes(w2), _sum_of_bytes(w3)
+    else:
+        z0, z1, z2, z3 = _random_sign(w0), _random_sign(w1), _random_sign(w2), _random_sign(w3)
+    return z0, z1, z2, z3
+
+
+@triton.jit
+def _columns(z0, z1, z2, z3, BLOCK: tl.constexpr):
+    """Four (tile,) to (tile, 4). Each join adds a last axis, so that the last but one tells z0, z1 from z2, z3."""
+    return tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK, 4))
+
+
+@triton.jit
+def _cast(x, like: tl.constexpr):
+    """x in another dtype, to the nearest, ties to even."""
+    if _ROUND_BY_HAND and like == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(like)
+
+
+# Kernels.
+
+
+@triton.jit
+def _place(table, tensor_of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
+    """What this program's tile is.
+
+    Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); where its weights lie in
+    the master and in the working tensor, int64 (BLOCK, 4); and which of them exist.
+    """
+    tile = tl.program_id(0)
+    entry = table + tl.load(tensor_of_tile + tile).to(tl.int64) * _WIDTH
+    inside = tl.arange(0, BLOCK).to(tl.uint32)
+    begin = (tile - tl.load(entry + _FIRST_TILE)).to(tl.uint32) * BLOCK
+    # Divisions of 32 bits are cheap enough, those of 64 bits are not: no tensor has 2**32 quads.
+    row_quads = tl.load(entry + _ROW_QUADS).to(tl.uint32)
+    row, quad = (begin + inside) // row_quads, (begin + inside) % row_quads
+    c0 = tl.load(entry + _FIRST_QUAD).to(tl.uint32) + quad
+    c1 = tl.load(entry + _FIRST_ROW).to(tl.uint32) + row
+    c2, c3 = tl.load(entry + _ID).to(tl.uint32), tl.load(entry + _STREAM).to(tl.uint32)
+    exists = (begin + inside < tl.load(entry + _QUADS).to(tl.uint32))[:, None]
+    master, working = tl.load(entry + _MASTER), tl.load(entry + _WORKING)
+    fours = tl.arange(0, 4)[None, :]
+    if LINEAR:
+        # Whole quads one after the other, on multiples of four elements: four are loaded and stored at a time.
+        first, column = begin.to(tl.int64) * 4, (inside.to(tl.int32) * 4)[:, None] + fours
+        master = tl.multiple_of(master + first, 4) + column
+        working = tl.multiple_of(working + first, 4) + column
+    else:
+        column = (quad.to(tl.int64) * 4 - tl.load(entry + _LEAD))[:, None] + fours
+        row = row.to(tl.int64)[:, None]
+        exists = exists & (column >= 0) & (column < tl.load(entry + _COLS))
+        master = master + row * tl.load(entry + _COLS) + column
+        working = working + row * tl.load(entry + _STRIDE) + column
+    return c0, c1, c2, c3, master, working, exists
+
+
+@triton.jit
+def _perturb_kernel(
+    target,
+    master,
+    table,
+    tensor_of_tile,
+    key,
+    scale,
+    KIND: tl.constexpr,
+    LINEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """target = cast(master + scale * eps), rounded after each operation."""
+    c0, c1, c2, c3, source, sink, exists = _place(table, tensor_of_tile, LINEAR, BLOCK)
+    z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(key), KIND)
+    s = tl.load(scale)
+    noise = _columns(s * z0, s * z1, s * z2, s * z3, BLOCK)
+    weights = tl.load(master + source, exists, 0.0)
+    tl.store(target + sink, _cast(weights + noise, target.dtype.element_ty), exists)
+
+
+@triton.jit
+def _update_kernel(
+    master,
+    table,
+    tensor_of_tile,
+    keys,
+    coefficients,
+    members,
+    KIND: tl.constexpr,
+    LINEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """master = master + (0 + c_0 eps_0 + c_1 eps_1 + ...), rounded after each operation."""
+    c0, c1, c2, c3, source, _, exists = _place(table, tensor_of_tile, LINEAR, BLOCK)
+    t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for m in range(tl.load(members)):
+        z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(keys + m), KIND)
+        s = tl.load(coefficients + m)
+        t0, t1, t2, t3 = t0 + s * z0, t1 + s * z1, t2 + s * z2, t3 + s * z3
+    weights = tl.load(master + source, exists, 0.0)
+    tl.store(master + source, weights + _columns(t0, t1, t2, t3, BLOCK), exists)
+
+
+# A model on a device.
+
+
+class _Launch(NamedTuple):
+    """The tensors that one launch serves: those of one dtype, and either all linear (see `_place`) or not."""
+
+    target: torch.Tensor  # any of them: the table's addresses count from it
+    linear: bool
+    table: torch.Tensor  # int64 (tensors, _WIDTH)
+    tensor_of_tile: torch.Tensor  # int32 (tiles,)
+
+
+class DeviceWeights:
+    """A float32 master on a device, and the tensors there that the members' weights are written to.
+
+    Made by `noise.device_weights`, which checks the arguments.
+
+    Args:
+        matrices: the working tensors as (rows, cols), columns adjacent, one device.
+        windows: (parameter id, first row, first column) of each in its parameter.
+        kind: number of the distribution.
+        most_members: largest population of an update.
+        stream: the noise law's stream.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        windows: Sequence[tuple[int, int, int]],
+        kind: int,
+        most_members: int,
+        stream: int = 0,
+    ):
+        device = matrices[0].device
+        if not (INTERPRETED or device.type == "cuda"):
+            raise RuntimeError(
+                f"Triton's kernels need a GPU, got tensors on {device}; to run them in Triton's interpreter, set "
+                "TRITON_INTERPRET=1 before Triton is imported"
+            )
+        self.most_members = most_members
+        self._kind, self._matrices = kind, list(matrices)
+        self._offsets, size = [], 0
+        for matrix in matrices:
+            self._offsets.append(size)
+            size = -(-(size + matrix.numel()) // _noise_cpu.ALIGNMENT) * _noise_cpu.ALIGNMENT
+        self.master = torch.zeros(size, dtype=torch.float32, device=device)
+        """float32 (size,): the tensors one after the other, as a `noise.Layout` of them in this order has them"""
+        for view, matrix in zip(self.views(), matrices, strict=True):
+            view.copy_(matrix)
+        self._launches = self._plan(windows, stream)
+        # What the kernels read at fixed addresses: one member, and a population.
+        self._key = torch.zeros(1, dtype=torch.int64, device=device)
+        self._scale = torch.zeros(1, dtype=torch.float32, device=device)
+        self._keys = torch.zeros(most_members, dtype=torch.int64, device=device)
+        self._coefficients = torch.zeros(most_members, dtype=torch.float32, device=device)
+        self._members = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def views(self) -> list[torch.Tensor]:
+        """The master of each working tensor, float32 (rows, cols), without a copy."""
+        return [
+            self.master[offset : offset + matrix.numel()].view(matrix.shape)
+            for offset, matrix in zip(self._offsets, self._matrices, strict=True)
+        ]
+
+    def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
+        """Write one member's weights, cast(fl(master + fl(fl32(sign * sigma) * eps))), in one launch.
+
+        Args:
+            key: 64-bit member key.
+            sigma: standard deviation of the perturbation, weight units.
+            sign: -1 for the second member of an antithetic pair.
+
+        Raises:
+            ValueError: a bad key, sigma or sign.
+        """
+        self.set_member(key, sigma, sign)
+        self.write_member()
+
+    def set_member(self, key: int, sigma: float, sign: int = 1) -> None:
+        """Choose the member that `write_member` writes; arguments and errors are those of `perturb`."""
+        from evoalign_lib.noise import _signed_sigma, _unsigned
+
+        key, scale = _unsigned("key", key, 64), _signed_sigma(sigma, sign)
+        self._key.copy_(torch.from_numpy(np.array([key], np.uint64).view(np.int64)))
+        self._scale.copy_(torch.from_numpy(np.array([scale])))
+
+    def write_member(self) -> None:
+        """The launch of `perturb` alone: it can be captured in a CUDA graph and replayed after each `set_member`."""
+        for launch, grid, options in self._each_launch():
+            _perturb_kernel[grid](
+                launch.target,
+                self.master,
+                launch.table,
+                launch.tensor_of_tile,
+                self._key,
+                self._scale,
+                **options,
+            )
+
+    def restore(self) -> None:
+        """Write the master itself, cast to the working tensors' dtypes."""
+        for view, matrix in zip(self.views(), self._matrices, strict=True):
+            matrix.copy_(view)
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
+
+        The working tensors stay as they are until the next `perturb` or `restore`.
+
+        Args:
+            keys: uint64 (members,), member keys.
+            coefficients: float32 (members,), weight units.
+
+        Raises:
+            TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, or more
+                members than `most_members`.
+        """
+        self.set_population(keys, coefficients)
+        self.apply_population()
+
+    def set_population(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Choose what `apply_population` adds; arguments and errors are those of `update`."""
+        from evoalign_lib.noise import _check_members
+
+        _check_members(keys, coefficients)
+        n = len(keys)
+        if n > self.most_members:
+            raise ValueError(f"{n} members, but these weights were made for most_members={self.most_members}")
+        self._keys[:n].copy_(torch.from_numpy(keys.view(np.int64)))
+        self._coefficients[:n].copy_(torch.from_numpy(coefficients))
+        self._members.fill_(n)
+
+    def apply_population(self) -> None:
+        """The launch of `update` alone: it can be captured in a CUDA graph and replayed after each `set_population`."""
+        for launch, grid, options in self._each_launch():
+            _update_kernel[grid](
+                self.master,
+                launch.table,
+                launch.tensor_of_tile,
+                self._keys,
+                self._coefficients,
+                self._members,
+                **options,
+            )
+
+    def _each_launch(self) -> Iterator[tuple[_Launch, tuple[int], dict[str, int]]]:
+        """Each launch with its grid and its options, on the device of the weights."""
+        # the law: no fused multiply-add
+        common = {"KIND": self._kind, "BLOCK": TILE, "num_warps": WARPS, "enable_fp_fusion": False}
+        with torch.cuda.device_of(self.master):
+            for launch in self._launches:
+                yield launch, (len(launch.tensor_of_tile),), common | {"LINEAR": launch.linear}
+
+    def _plan(self, windows: Sequence[tuple[int, int, int]], stream: int) -> list[_Launch]:
+        groups: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+        targets: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
+        for matrix, offset, (param_id, row0, col0) in zip(self._matrices, self._offsets, windows, strict=True):
+            rows, cols = matrix.shape
+            if not matrix.numel():
+                continue
+            first_quad, lead, size = col0 >> 2, col0 & 3, matrix.element_size()
+            row_quads = ((col0 + cols + 3) >> 2) - first_quad
+            if rows * row_quads + TILE >= 1 << 32:
+                raise ValueError(f"a tensor of {rows} x {cols} has too many elements for one launch; cut it in pieces")
+            in_fours = all(number % 4 == 0 for number in (lead, cols, matrix.data_ptr() // size))
+            group = matrix.dtype, in_fours and matrix.is_contiguous()
+            target = targets.setdefault(group, matrix)
+            place = (matrix.data_ptr() - target.data_ptr()) // size
+            row = [param_id, stream, row0, first_quad, lead, cols, row_quads, rows * row_quads, 0, offset, place]
+            groups.setdefault(group, []).append([*row, matrix.stride(0)])
+        launches = []
+        for group, rows in groups.items():
+            table = torch.tensor(rows, dtype=torch.int64)
+            tiles = -(-table[:, _QUADS.value] // TILE)
+            table[:, _FIRST_TILE.value] = tiles.cumsum(0) - tiles
+            tensor_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), tiles)
+            device = self.master.device
+            launches.append(_Launch(targets[group], group[1], table.to(device), tensor_of_tile.to(device)))
+        return launches
+
+
+def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:
+    """The window rows x cols of one tensor's noise, float32."""
+    device = "cpu" if INTERPRETED else "cuda"
+    if not INTERPRETED and not torch.cuda.is_available():
+        raise RuntimeError(
+            "backend 'triton' needs a GPU; to run it in Triton's interpreter, set TRITON_INTERPRET=1 before Triton is "
+            "imported"
+        )
+    out = torch.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=torch.float32, device=device)
+    weights = DeviceWeights([out], [(param_id, rows[0], cols[0])], kind, 1, stream)
+    weights.master.fill_(float(_noise_cpu.NOTHING))
+    weights.perturb(key, 1.0)
+    return out.cpu().numpy()

@@ -1,0 +1,603 @@
+"""Noise law, version 1: every perturbation of every weight as one pure function of key, name, row and column.
+
+A CPU, a GPU, an engine with sharded tensors and a replay years later regenerate the same float32 numbers from the same
+64-bit member key, so nothing but keys and coefficients is ever stored or sent. The law is part of the run log's format:
+a change of a single bit makes a version 2.
+
+1. Keys. ``run_key = BLAKE2b-64(u32 length of arm, arm in UTF-8, u64 seed)`` and ``member_key = BLAKE2b-64("v1", u64 run
+   key, u32 step, u32 pair)``; all integers little endian, digests read as little-endian integers.
+2. Words. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); its key is the member key's
+   low and high half, its counter (column >> 2, row, parameter id, stream). A tensor is seen as
+   [shape[0], product of the rest]; a tensor of one dimension is one row, one without dimensions is one element.
+3. Numbers. The four words of a counter give columns 4q, ..., 4q + 3, by one of these distributions, all of zero mean
+   and unit variance:
+
+   - ``gaussian``, the default. Box-Muller on the words (w0, w1) gives columns 4q and 4q + 1 as r cos a and r sin a;
+     (w2, w3) gives the next two. With the first word w and the second w': u = (w >> 8) 2^-24 + 2^-25,
+     r = sqrt(-2 log u), a = pi (w' >> 8) 2^-23.
+   - ``byte_sum``. A word w_i for column 4q + i, with the bytes b0 to b3: (b0 + b1 + b2 + b3 - 510) / sqrt(21845), the
+     integer made a float32 and multiplied by the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
+   - ``rademacher``. The highest bit of word w_i is the sign bit of column 4q + i, which is 1 or -1.
+   - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as released
+     codes do by seeding anew for each tensor. It exists to reproduce and measure that.
+4. Arithmetic. IEEE 754 float32 with + - * sqrt and bit operations only, in the order written here, never a fused
+   multiply-add, with the polynomials of ``_noise_cpu``. Each operation is then correctly rounded everywhere, which
+   makes the results equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is further
+   than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
+
+The numbers are made three times, with the same bits: by the reference in NumPy, written to be read (``_noise_cpu``), by
+numba on a CPU (same file), and by Triton on a GPU (``_noise_triton``; ``device_weights`` holds a model there). Known
+answers for every backend are in ``noise_vectors.json`` beside this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from evoalign_lib import _noise_cpu
+
+if TYPE_CHECKING:
+    import torch
+
+    from evoalign_lib._noise_triton import DeviceWeights
+
+NOISE_VERSION = 1
+# The distribution of each name, and whether tensors keep ids of their own.
+_LAWS = {
+    "gaussian": (_noise_cpu.GAUSSIAN, True),
+    "byte_sum": (_noise_cpu.BYTE_SUM, True),
+    "rademacher": (_noise_cpu.RADEMACHER, True),
+    "tied": (_noise_cpu.GAUSSIAN, False),
+}
+DISTRIBUTIONS = tuple(_LAWS)
+BACKENDS = ("numba", "numpy", "triton")
+
+
+# Keys and parameter ids.
+
+
+def run_key(arm: str, seed: int) -> int:
+    """Key of one run, the root of all its noise.
+
+    Args:
+        arm: name of the arm, such as ``"es"``; two arms with one seed share no draws.
+        seed: run seed, an unsigned 64-bit integer.
+
+    Returns:
+        BLAKE2b-64 of (u32 byte length of the arm's UTF-8 form, these bytes, u64 seed), little endian.
+
+    Raises:
+        ValueError: the arm is empty or the seed is out of range.
+
+    >>> hex(run_key("es", 0))
+    '0xdebd773ecefc2c89'
+    """
+    if not arm:
+        raise ValueError(f"arm must be a non-empty name, got {arm!r}")
+    name = arm.encode()
+    return _digest(struct.pack("<I", len(name)) + name + struct.pack("<Q", _unsigned("seed", seed, 64)), 8)
+
+
+def member_key(run_key: int, step: int, pair: int) -> int:
+    """Key of one population member, or of one antithetic pair, at one step.
+
+    Args:
+        run_key: the run's 64-bit key.
+        step: index of the step, an unsigned 32-bit integer.
+        pair: index of the member (of the pair, if members come as antithetic pairs) in its population, 32 bits.
+
+    Returns:
+        BLAKE2b-64 of ("v1", u64 run key, u32 step, u32 pair), little endian. Philox takes the low half as k0.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    >>> hex(member_key(run_key("es", 0), step=0, pair=0))
+    '0x55360781ffe7ef06'
+    """
+    numbers = (_unsigned("run_key", run_key, 64), _unsigned("step", step, 32), _unsigned("pair", pair, 32))
+    return _digest(struct.pack("<2sQII", b"v1", *numbers), 8)
+
+
+def parameter_id(name: str) -> int:
+    """BLAKE2b-32 of a parameter's canonical Hugging Face name (tied weights have one name).
+
+    >>> hex(parameter_id("model.embed_tokens.weight"))
+    '0x126f5613'
+    """
+    return _digest(name.encode(), 4)
+
+
+def parameter_ids(names: Iterable[str]) -> dict[str, int]:
+    """Ids of all parameters of a model, checked to be distinct.
+
+    Args:
+        names: canonical Hugging Face names.
+
+    Returns:
+        The id of each name.
+
+    Raises:
+        ValueError: two names share an id and would share their noise.
+    """
+    ids = {name: parameter_id(name) for name in names}
+    owners: dict[int, str] = {}
+    for name, number in ids.items():
+        owner = owners.setdefault(number, name)
+        if owner != name:
+            raise ValueError(
+                f"parameters {owner!r} and {name!r} share the noise id {number:#010x}; rename one of them in the model"
+            )
+    return ids
+
+
+def _digest(message: bytes, size: int) -> int:
+    return int.from_bytes(blake2b(message, digest_size=size).digest(), "little")
+
+
+def _unsigned(name: str, value: int, bits: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"{name} must be from 0 to 2**{bits} - 1, got {number}")
+    return number
+
+
+# Numbers.
+
+
+def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Philox4x32-10, the counter-based generator of Salmon et al. (2011).
+
+    Args:
+        counter: uint32 (..., 4).
+        key: (k0, k1), two unsigned 32-bit integers.
+
+    Returns:
+        uint32 (..., 4), four random words a counter.
+
+    Raises:
+        TypeError, ValueError: the counter is not uint32 (..., 4), or a key half is out of range.
+
+    >>> [f"{word:08x}" for word in philox4x32(np.zeros(4, np.uint32), (0, 0))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    if counter.dtype != np.uint32:
+        raise TypeError(f"counter must be uint32, got {counter.dtype}")
+    if counter.shape[-1:] != (4,):
+        raise ValueError(f"counter must have the shape (..., 4), got {counter.shape}")
+    k0, k1 = (_unsigned("key half", half, 32) for half in key)
+    return _noise_cpu.philox(counter, (k0, k1))
+
+
+def normals(
+    key: int,
+    param_id: int,
+    shape: Sequence[int],
+    *,
+    rows: tuple[int, int] | None = None,
+    cols: tuple[int, int] | None = None,
+    stream: int = 0,
+    distribution: str = "gaussian",
+    backend: Literal["numba", "numpy", "triton"] = "numba",
+) -> np.ndarray:
+    """Noise of one tensor, or of a window of it: standard normals, or an alternative with the same two moments.
+
+    Args:
+        key: 64-bit member key.
+        param_id: the tensor's 32-bit parameter id.
+        shape: the whole tensor's shape, which makes it [shape[0], product of the rest] (one row if one-dimensional).
+        rows: (start, stop) of the window's rows; all of them if None.
+        cols: (start, stop) of the window's columns; all of them if None.
+        stream: 0 full-rank noise, 1 and 2 low-rank factors A and B, 3 stochastic rounding, 4 sampling.
+        distribution: "gaussian", "byte_sum", "rademacher" or "tied": step 3 of the law.
+        backend: "numba"; the reference "numpy"; "triton" on a GPU, or in Triton's interpreter. All give the same bits.
+
+    Returns:
+        float32: the tensor in its shape, or the window as a matrix if rows or cols is given.
+
+    Raises:
+        ValueError: a window outside the tensor, a number out of range, an unknown distribution or backend.
+        RuntimeError: "triton" without a GPU and without its interpreter.
+
+    >>> tensor = normals(7, 1, (4, 6))
+    >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
+    True
+    """
+    key, param_id = _unsigned("key", key, 64), _unsigned("param_id", param_id, 32)
+    stream = _unsigned("stream", stream, 32)
+    n_rows, n_cols = _matrix_shape(shape)
+    (r0, r1), (c0, c1) = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
+    _choose("backend", backend, BACKENDS)
+    kind, ids = _law(distribution, np.array([param_id], np.uint32))
+    if backend == "numpy":
+        window = _noise_cpu.reference(kind, key, int(ids[0]), (r0, r1), (c0, c1), stream)
+    elif backend == "numba":
+        window = np.empty((r1 - r0, c1 - c0), np.float32)
+        table = (*(np.array([number], np.int64) for number in (0, *window.shape)), ids)
+        nothing = np.full(window.size, _noise_cpu.NOTHING)
+        _add_noise(
+            kind, window.reshape(-1), nothing, _noise_cpu.NOTHING, key, np.ones(1, np.float32), table, (r0, c0), stream
+        )
+    else:
+        from evoalign_lib import _noise_triton
+
+        window = _noise_triton.window(kind, key, int(ids[0]), (r0, r1), (c0, c1), stream)
+    return window.reshape(tuple(shape)) if rows is None and cols is None else window
+
+
+def _law(distribution: str, ids: np.ndarray) -> tuple[int, np.ndarray]:
+    """The number of the distribution in the kernels, and the ids that they shall use."""
+    _choose("distribution", distribution, DISTRIBUTIONS)
+    kind, own_ids = _LAWS[distribution]
+    return kind, ids if own_ids else np.zeros_like(ids)
+
+
+def _choose(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+
+
+def _add_noise(
+    kind: int,
+    out: np.ndarray,
+    source: np.ndarray,
+    start: np.float32,
+    keys: int | np.ndarray,
+    coefficients: np.ndarray,
+    table: tuple[np.ndarray, ...],
+    first: tuple[int, int] = (0, 0),
+    stream: int = 0,
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    """out = source + (start + sum of c_n eps_n) for each tensor of the table, in numba."""
+    # Always read-only, always an array: numba compiles once more for each kind of argument that it meets.
+    source = source.view()
+    source.flags.writeable = False
+    keys = np.array([keys], np.uint64) if isinstance(keys, int) else keys
+    _noise_cpu.add_noise(kind, out, source, start, keys, coefficients, *table, *first, np.uint32(stream), *part)
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor as the noise law sees it."""
+    n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+    if not (0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34):
+        raise ValueError(
+            f"shape {tuple(shape)} is {n_rows} x {n_cols}; the noise law holds 2**32 rows of 2**34 columns"
+        )
+    return n_rows, n_cols
+
+
+def _window(name: str, window: tuple[int, int] | None, length: int, shape: Sequence[int]) -> tuple[int, int]:
+    if window is None:
+        return 0, length
+    start, stop = (operator.index(end) for end in window)
+    if not 0 <= start <= stop <= length:
+        raise ValueError(
+            f"{name}=({start}, {stop}) is no range within 0 to {length}, the {name} of shape {tuple(shape)}"
+        )
+    return start, stop
+
+
+class Entry(NamedTuple):
+    """One parameter of a Layout."""
+
+    name: str  # canonical Hugging Face name
+    shape: tuple[int, ...]
+    rows: int  # of the matrix that the noise law sees
+    cols: int
+    offset: int  # position of the first element in the flat buffer
+    id: int  # parameter id
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each parameter of a model lies in one flat float32 buffer."""
+
+    entries: tuple[Entry, ...]
+    """the parameters in buffer order, each starting at a multiple of 16 elements"""
+    size: int
+    """length of the buffer, elements, padding included"""
+    d: int
+    """number of parameters, elements without padding"""
+    table: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    """offsets, rows, cols (int64) and ids (uint32) of the entries as arrays, for the kernels"""
+    padding: np.ndarray
+    """int64 (size - d,), the buffer's positions that belong to no parameter"""
+
+    @classmethod
+    def from_shapes(cls, shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+        """Lay out parameters one after the other.
+
+        Args:
+            shapes: (canonical Hugging Face name, shape) of each parameter, tied weights once.
+
+        Returns:
+            The layout, parameters in the given order.
+
+        Raises:
+            ValueError: a name twice, two names with one parameter id, or no parameter at all.
+
+        >>> layout = Layout.from_shapes([("weight", (3, 5)), ("bias", (3,))])
+        >>> layout.size, layout.d, [entry.offset for entry in layout.entries]
+        (32, 18, [0, 16])
+        """
+        named = [(name, tuple(operator.index(n) for n in shape)) for name, shape in shapes]
+        ids = parameter_ids(name for name, _ in named)
+        if not named:
+            raise ValueError("a layout needs at least one parameter, got none")
+        if len(ids) < len(named):
+            raise ValueError(f"names must differ, got {[name for name, _ in named]}; give tied weights one name")
+        entries, padding, size = [], [], 0
+        for name, shape in named:
+            rows, cols = _matrix_shape(shape)
+            entries.append(Entry(name, shape, rows, cols, size, ids[name]))
+            end = size + rows * cols
+            size = -(-end // _noise_cpu.ALIGNMENT) * _noise_cpu.ALIGNMENT
+            padding.extend(range(end, size))
+        _, _, *numbers, id_column = zip(*entries, strict=True)
+        rows, cols, offsets = (np.array(column, np.int64) for column in numbers)
+        return cls(
+            entries=tuple(entries),
+            size=size,
+            d=size - len(padding),
+            table=(offsets, rows, cols, np.array(id_column, np.uint32)),
+            padding=np.array(padding, np.int64),
+        )
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """The parameters in a buffer, without a copy.
+
+        Args:
+            buffer: (size,), any dtype.
+
+        Returns:
+            For each name a view of the buffer in the parameter's shape.
+
+        Raises:
+            ValueError: the buffer is not (size,).
+        """
+        if buffer.shape != (self.size,):
+            raise ValueError(f"the buffer must have the layout's shape ({self.size},), got {buffer.shape}")
+        return {e.name: buffer[e.offset : e.offset + e.rows * e.cols].reshape(e.shape) for e in self.entries}
+
+
+def perturb(
+    out: np.ndarray,
+    master: np.ndarray,
+    layout: Layout,
+    key: int,
+    sigma: float,
+    sign: Literal[1, -1] = 1,
+    distribution: str = "gaussian",
+) -> None:
+    """Write one member's weights, out = fl(master + fl(fl32(sign * sigma) * eps)), in one pass; the master never moves.
+
+    Args:
+        out: float32 (layout.size,), overwritten; its padding is copied from the master.
+        master: float32 (layout.size,), not overlapping out.
+        layout: the parameters in both buffers.
+        key: 64-bit member key.
+        sigma: standard deviation of the perturbation, weight units.
+        sign: -1 for the second member of an antithetic pair.
+        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+
+    Raises:
+        TypeError, ValueError: a buffer of another dtype or length, overlapping buffers, or a bad key, sigma, sign or
+            distribution.
+    """
+    _check_buffer("out", out, layout, written=True)
+    _check_buffer("master", master, layout)
+    if np.may_share_memory(out, master):
+        raise ValueError("out and master overlap; perturb into a buffer of its own, since the master must not move")
+    key, scale = _unsigned("key", key, 64), np.array([_signed_sigma(sigma, sign)])
+    kind, ids = _law(distribution, layout.table[-1])
+    _add_noise(kind, out, master, _noise_cpu.NOTHING, key, scale, (*layout.table[:-1], ids))
+    out[layout.padding] = master[layout.padding]
+
+
+def update(
+    master: np.ndarray,
+    layout: Layout,
+    keys: np.ndarray,
+    coefficients: np.ndarray,
+    part: tuple[int, int] = (0, 1),
+    distribution: str = "gaussian",
+) -> None:
+    """Add the members' noise to the master, in place and in one pass over it.
+
+    For each weight acc = 0; for n in order acc = fl(acc + fl(c_n * eps_n)); then master = fl(master + acc). By the
+    rules of IEEE 754 a weight of -0 becomes 0, even if every c_n is 0.
+
+    Args:
+        master: float32 (layout.size,), changed in place, padding excepted.
+        layout: the parameters in it.
+        keys: uint64 (members,), member keys.
+        coefficients: float32 (members,), weight units; fl32(alpha * z_n / N) in an ES step.
+        part: (i, n) does the i-th of n equal shares only. Shares touch different weights, so n threads or processes
+            with one shared master get the bits of a single call.
+        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+
+    Raises:
+        TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, no such part or
+            distribution.
+    """
+    _check_buffer("master", master, layout, written=True)
+    _check_members(keys, coefficients)
+    index, count = (operator.index(number) for number in part)
+    if not 0 <= index < count:
+        raise ValueError(f"part must be (i, n) with 0 <= i < n, got {part}")
+    # acc starts at +0 and a sum is -0 only if both terms are, so adding 0 * eps = +-0 never changes acc.
+    used = coefficients != 0
+    keys, coefficients = keys[used], coefficients[used]
+    kind, ids = _law(distribution, layout.table[-1])
+    table = (*layout.table[:-1], ids)
+    _add_noise(kind, master, master, _noise_cpu.ZERO, keys, coefficients, table, part=(index, count))
+
+
+def noise_vector(layout: Layout, key: int, distribution: str = "gaussian") -> np.ndarray:
+    """One member's noise in a flat buffer.
+
+    Args:
+        layout: the parameters.
+        key: 64-bit member key.
+        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+
+    Returns:
+        float32 (layout.size,), zero mean and unit variance, 0 in the padding.
+
+    Raises:
+        ValueError: the key is out of range, or there is no such distribution.
+    """
+    vector = np.zeros(layout.size, np.float32)
+    for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):
+        view[...] = normals(key, entry.id, entry.shape, distribution=distribution)
+    return vector
+
+
+def reference_perturb(
+    master: np.ndarray,
+    layout: Layout,
+    key: int,
+    sigma: float,
+    sign: Literal[1, -1] = 1,
+    distribution: str = "gaussian",
+) -> np.ndarray:
+    """What perturb writes to its first argument, in plain NumPy; arguments and errors are perturb's."""
+    _check_buffer("master", master, layout)
+    out, scale = master.copy(), _signed_sigma(sigma, sign)
+    for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
+        eps = normals(key, entry.id, entry.shape, distribution=distribution, backend="numpy")
+        weights[...] = weights + scale * eps
+    return out
+
+
+def reference_update(
+    master: np.ndarray, layout: Layout, keys: np.ndarray, coefficients: np.ndarray, distribution: str = "gaussian"
+) -> np.ndarray:
+    """What update makes of the master, in plain NumPy and in a new buffer; arguments and errors are update's."""
+    _check_buffer("master", master, layout)
+    _check_members(keys, coefficients)
+    updated = master.copy()
+    for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
+        total = np.zeros(entry.shape, np.float32)
+        for key, coefficient in zip(keys, coefficients, strict=True):
+            eps = normals(int(key), entry.id, entry.shape, distribution=distribution, backend="numpy")
+            total = total + coefficient * eps
+        weights[...] = weights + total
+    return updated
+
+
+class Piece(NamedTuple):
+    """A tensor on a device, and the part of a parameter that it holds."""
+
+    tensor: torch.Tensor
+    """float32, bfloat16 or float16; a view into a fused tensor is fine if its columns are adjacent"""
+    name: str
+    """canonical Hugging Face name of the parameter"""
+    row0: int = 0
+    """the tensor's first row and column in that parameter, seen as a matrix: not 0 in a sharded model"""
+    col0: int = 0
+
+
+def device_weights(
+    pieces: Iterable[Piece | tuple[torch.Tensor, str]], distribution: str = "gaussian", most_members: int = 4096
+) -> DeviceWeights:
+    """Put a model under the noise law on a GPU: its tensors become the working copy, a float32 master is made of them.
+
+    The master costs 4 bytes a parameter. Afterwards no address changes and nothing is allocated: captured graphs of the
+    model stay valid.
+
+    Args:
+        pieces: all tensors that are to be perturbed, on one device, tied weights once.
+        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        most_members: largest population of an update.
+
+    Returns:
+        The weights, with `perturb`, `restore`, `update` and `master`. A whole model's master has the order and the
+        positions of `Layout.from_shapes` for the same names.
+
+    Raises:
+        ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, or
+            two tensors at one address.
+        RuntimeError: tensors that are not on a GPU, without Triton's interpreter.
+    """
+    from evoalign_lib import _noise_triton
+
+    pieces = [Piece(*piece) for piece in pieces]
+    if not pieces:
+        raise ValueError("device_weights needs at least one tensor, got none")
+    ids = parameter_ids(piece.name for piece in pieces)
+    matrices, owners = [], {}
+    for tensor, name, row0, col0 in pieces:
+        if tensor.dtype not in _noise_triton.DTYPES:
+            raise ValueError(f"{name!r} is {tensor.dtype}; the kernels write {_noise_triton.DTYPES}")
+        if tensor.device != pieces[0].tensor.device:
+            raise ValueError(f"{name!r} is on {tensor.device}, {pieces[0].name!r} on {pieces[0].tensor.device}")
+        matrices.append(_matrix(name, tensor.detach()))
+        rows, cols = matrices[-1].shape
+        if not (row0 >= 0 and row0 + rows <= 1 << 32 and col0 >= 0 and col0 + cols <= 1 << 34 and cols < 1 << 33):
+            raise ValueError(
+                f"{name!r}: {rows} rows from {row0} and {cols} columns from {col0} are beyond the noise law"
+            )
+        if tensor.numel() and (owner := owners.setdefault(tensor.data_ptr(), name)) != name:
+            raise ValueError(f"{owner!r} and {name!r} are at one address; list tied weights once")
+    kind, numbers = _law(distribution, np.array([ids[piece.name] for piece in pieces], np.uint32))
+    windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
+    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members)
+
+
+def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the matrix that the noise law sees, sharing its memory."""
+    matrix = (
+        tensor if tensor.ndim == 2 else tensor.view(_matrix_shape(tensor.shape)) if tensor.is_contiguous() else None
+    )
+    if matrix is None or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
+        raise ValueError(f"{name!r} has the strides {tensor.stride()}; its columns must be adjacent in memory")
+    return matrix
+
+
+def _check_buffer(name: str, buffer: np.ndarray, layout: Layout, written: bool = False) -> None:
+    if buffer.dtype != np.float32:
+        raise TypeError(f"{name} must be float32, got {buffer.dtype}")
+    if buffer.shape != (layout.size,):
+        raise ValueError(f"{name} must have the layout's shape ({layout.size},), got {buffer.shape}")
+    if not buffer.flags.c_contiguous:
+        raise ValueError(f"{name} must be contiguous, got strides {buffer.strides}; copy it first")
+    if written and not buffer.flags.writeable:
+        raise ValueError(f"{name} is read-only; pass a copy of it")
+
+
+def _check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
+    if keys.dtype != np.uint64:
+        raise TypeError(f"keys must be uint64, got {keys.dtype}")
+    if coefficients.dtype != np.float32:
+        raise TypeError(f"coefficients must be float32, got {coefficients.dtype}")
+    if keys.ndim != 1 or keys.shape != coefficients.shape:
+        raise ValueError(
+            f"keys and coefficients must be one list of members, got {keys.shape} and {coefficients.shape}"
+        )
+    if not np.isfinite(coefficients).all():
+        member = int(np.flatnonzero(~np.isfinite(coefficients))[0])
+        raise ValueError(f"coefficients must be finite, got {coefficients[member]} for member {member}")
+
+
+def _signed_sigma(sigma: float, sign: int) -> np.float32:
+    if sign not in (1, -1):
+        raise ValueError(f"sign must be 1 or -1, got {sign!r}")
+    if not (0 < sigma <= float(np.finfo(np.float32).max) and np.float32(sigma) > 0):
+        raise ValueError(f"sigma must be positive and finite in float32, got {sigma!r}")
+    return np.float32(sign * sigma)

@@ -1,0 +1,355 @@
+"""Triton's kernels give the bits of the reference: on a GPU, and in Triton's interpreter on any machine."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evoalign_lib import _noise_cpu, noise
+from evoalign_lib.noise import DISTRIBUTIONS, Layout, Piece, device_weights, member_key, normals, parameter_id, run_key
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
+
+from evoalign_lib import _noise_triton  # noqa: E402
+
+DEVICE = "cpu" if _noise_triton.INTERPRETED else "cuda"
+gpu = pytest.mark.skipif(
+    _noise_triton.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU that torch sees"
+)
+kernels = pytest.mark.skipif(
+    not _noise_triton.INTERPRETED and not torch.cuda.is_available(),
+    reason="no GPU here: test_all_of_this_in_the_interpreter runs it",
+)
+VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_text())
+KEY = member_key(run_key("test", 0), step=3, pair=1)
+# One row, many rows, columns that are no multiple of four, one element, three dimensions, more than one tile.
+SHAPES = [
+    ("embed", (300, 64)),
+    ("norm", (64,)),
+    ("odd", (33, 171)),
+    ("long", (70003,)),
+    ("scale", ()),
+    ("column", (37, 1)),
+    ("conv", (6, 3, 5)),
+    ("wide", (40, 2052)),
+]
+LAYOUT = Layout.from_shapes(SHAPES)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit."""
+    assert a.dtype == b.dtype
+    return a.shape == b.shape and bool(
+        (a.cpu().reshape(-1).view(torch.uint8) == b.cpu().reshape(-1).view(torch.uint8)).all()
+    )
+
+
+def model(dtype: torch.dtype, seed: int = 0) -> list[Piece]:
+    """Tensors of their own, as a Hugging Face model has them; a third of the weights are zeros of either sign."""
+    generator, pieces = np.random.default_rng(seed), []
+    for name, shape in SHAPES:
+        weights = generator.normal(0, 0.02, shape).astype(np.float32)
+        weights.reshape(-1)[::7], weights.reshape(-1)[3::7] = 0.0, -0.0
+        pieces.append(Piece(torch.from_numpy(weights).to(DEVICE, dtype), name))
+    return pieces
+
+
+def members(n: int) -> tuple[np.ndarray, np.ndarray]:
+    keys = np.array([member_key(run_key("test", 1), 0, i) for i in range(n)], np.uint64)
+    return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
+
+
+def test_all_of_this_in_the_interpreter():
+    if _noise_triton.INTERPRETED:
+        pytest.skip("this is the interpreter")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip(f"the interpreter of Triton {triton.__version__} converts arrays in a way that NumPy deprecates")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 30
+
+
+@kernels
+@pytest.mark.parametrize("case", VECTORS["normals"] + VECTORS["alternatives"], ids=lambda case: case["about"])
+def test_known_answers(case):
+    z = normals(
+        int(case["key"], 16),
+        int(case["param_id"], 16),
+        case["shape"],
+        rows=case["rows"],
+        cols=case["cols"],
+        stream=case["stream"],
+        distribution=case.get("distribution", "gaussian"),
+        backend="triton",
+    )
+    assert z.dtype == np.float32
+    assert [f"{word:08x}" for word in bits(z).ravel()] == case["normals"].split()
+
+
+@kernels
+@pytest.mark.parametrize(("distribution", "n"), [("gaussian", 2**22), ("byte_sum", 2**19), ("rademacher", 2**19)])
+def test_numbers_of_mixed_shapes(distribution, n):
+    part = n // 4
+    shapes = [(part // 1024, 1024), (part // 2050 + 1, 2050), (part + 3,), (3, 7, 9, 101), (part // 5 + 1, 5), (1, 1)]
+    assert sum(math.prod(shape) for shape in shapes) > n
+    for i, shape in enumerate(shapes):
+        # numba, whose equality with the slower reference has a test of its own
+        here, there = (normals(KEY + i, i, shape, distribution=distribution, backend=b) for b in ("triton", "numba"))
+        assert here.shape == there.shape == shape
+        assert (bits(here) == bits(there)).all()
+
+
+@kernels
+@given(
+    shape=st.lists(st.integers(1, 23), min_size=0, max_size=3).map(tuple) | st.tuples(st.just(3), st.integers(1, 1200)),
+    distribution=st.sampled_from(DISTRIBUTIONS),
+    tile=st.sampled_from([16, 64, _noise_triton.TILE]),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_a_window_is_a_slice_of_the_whole_in_tiles_of_any_size(shape, distribution, tile, data):
+    n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
+    c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
+    whole = normals(KEY, 9, shape, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_noise_triton, "TILE", tile)
+        window = normals(KEY, 9, shape, rows=(r0, r1), cols=(c0, c1), distribution=distribution, backend="triton")
+    assert (bits(window) == bits(whole[r0:r1, c0:c1])).all()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_perturb_writes_the_references_bits_in_every_dtype(dtype, distribution):
+    pieces = model(dtype)
+    start = [piece.tensor.clone() for piece in pieces]
+    weights = device_weights(pieces, distribution)
+    master = weights.master.cpu().numpy().copy()
+    assert master.shape == (LAYOUT.size,)
+    for sign in (1, -1):
+        weights.perturb(KEY, 1e-3, sign)
+        expected = noise.reference_perturb(master, LAYOUT, KEY, 1e-3, sign, distribution)
+        for piece, view in zip(pieces, LAYOUT.views(expected).values(), strict=True):
+            assert same(piece.tensor, torch.from_numpy(view).to(dtype)), piece.name
+    assert (bits(weights.master.cpu().numpy()) == bits(master)).all()
+    weights.restore()
+    assert all(same(piece.tensor, before) for piece, before in zip(pieces, start, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_update_has_the_references_bits(n, distribution):
+    pieces, (keys, coefficients) = model(torch.bfloat16), members(n)
+    weights = device_weights(pieces, distribution, most_members=4)
+    start = [piece.tensor.clone() for piece in pieces]
+    coefficients[3:4] = 0.0
+    expected = noise.reference_update(weights.master.cpu().numpy(), LAYOUT, keys, coefficients, distribution)
+    weights.update(keys, coefficients)
+    assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
+    assert all(same(piece.tensor, before) for piece, before in zip(pieces, start, strict=True))
+    # A smaller population after a larger one takes nothing from it.
+    expected = noise.reference_update(expected, LAYOUT, keys[:1], coefficients[:1], distribution)
+    weights.update(keys[:1], coefficients[:1])
+    assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
+
+
+@kernels
+def test_rounding_to_bfloat16_at_ties_and_ends():
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x3FFF8000, 0x00008000, 0x00018000], np.uint32)
+    edges = np.array([0x7F7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x00000001, 0x80000000], np.uint32)
+    values = np.concatenate([ties, ties ^ 0x80000000, edges, edges ^ 0x80000000]).view(np.float32)
+    out = torch.zeros(len(values), dtype=torch.bfloat16, device=DEVICE)
+    weights = device_weights([(out, "weight")])
+    weights.master[: len(values)] = torch.from_numpy(values)
+    weights.perturb(KEY, 1e-44)  # less than half a unit of every value here but the subnormal ones
+    expected = torch.from_numpy(values + np.float32(1e-44) * normals(KEY, parameter_id("weight"), out.shape))
+    nan = expected.isnan()
+    assert same(out[~nan], expected[~nan].bfloat16())
+    assert out[nan].isnan().all()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_and_sharded_tensors_get_the_noise_of_the_whole(dtype):
+    shapes = {"q": (48, 64), "k": (16, 64), "v": (16, 64), "down": (32, 70)}
+    generator = np.random.default_rng(0)
+    whole = {name: generator.normal(0, 0.02, shape).astype(np.float32) for name, shape in shapes.items()}
+    # The second of two ranks: half the heads in one fused tensor, columns from 35 (and from 36) of a row-parallel one,
+    # in a buffer with longer rows.
+    fused = torch.zeros(40, 64, dtype=dtype, device=DEVICE)
+    buffers = {35: torch.zeros(32, 40, dtype=dtype, device=DEVICE), 36: torch.zeros(32, 40, dtype=dtype, device=DEVICE)}
+    pieces = [Piece(fused[:24], "q", 24), Piece(fused[24:32], "k", 8), Piece(fused[32:], "v", 8)]
+    pieces += [Piece(buffer[:, : 70 - first], "down", 0, first) for first, buffer in buffers.items()]
+    for tensor, name, row0, col0 in pieces:
+        part = whole[name][row0 : row0 + tensor.shape[0], col0 : col0 + tensor.shape[1]]
+        tensor.copy_(torch.from_numpy(part))
+    weights, (keys, coefficients) = device_weights(pieces), members(3)
+    layout = Layout.from_shapes(shapes.items())
+    master = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(master).items():
+        view[...] = torch.from_numpy(whole[name]).to(dtype).float()
+
+    def holds(buffer: np.ndarray, tensors: list[torch.Tensor]) -> None:
+        views = layout.views(buffer)
+        for (tensor, name, row0, col0), found in zip(pieces, tensors, strict=True):
+            part = views[name][row0 : row0 + tensor.shape[0], col0 : col0 + tensor.shape[1]]
+            assert same(found, torch.from_numpy(part).to(found.dtype)), (name, col0)
+
+    holds(master, weights.views())
+    weights.perturb(KEY, 1e-2)
+    holds(noise.reference_perturb(master, layout, KEY, 1e-2), [piece.tensor for piece in pieces])
+    assert all((buffer[:, 70 - first :] == 0).all() for first, buffer in buffers.items()), "wrote beyond the columns"
+    weights.update(keys, coefficients)
+    holds(noise.reference_update(master, layout, keys, coefficients), weights.views())
+
+
+@kernels
+def test_dtypes_may_be_mixed_and_tensors_empty():
+    pieces = [(piece.tensor.to(DTYPES[i % 3]), piece.name) for i, piece in enumerate(model(torch.float32))]
+    pieces.insert(2, (torch.zeros(0, 8, device=DEVICE), "empty"))
+    weights = device_weights(pieces)
+    weights.perturb(KEY, 1e-3)
+    for (tensor, name), view in zip(pieces, weights.views(), strict=True):
+        eps = normals(KEY, parameter_id(name), tuple(tensor.shape))
+        expected = np.asarray(view.cpu().numpy().reshape(eps.shape) + np.float32(1e-3) * eps)
+        assert same(tensor, torch.from_numpy(expected).to(tensor.dtype))
+
+
+@kernels
+def test_one_launch_serves_all_tensors_whose_columns_come_in_fours():
+    tensors = [torch.zeros(size, dtype=torch.bfloat16, device=DEVICE) for size in [(4, 8), (64,), (3, 4, 7), (96, 16)]]
+    pieces = [(tensor, str(i)) for i, tensor in enumerate(tensors)]
+    assert len(device_weights(pieces)._launches) == 1
+    assert len(device_weights([*pieces, (torch.zeros_like(tensors[0][:, 1:4]), "odd")])._launches) == 2
+
+
+TENSOR = torch.zeros(8, 8, device="cpu" if DEVICE == "cpu" or not torch.cuda.is_available() else DEVICE)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: device_weights([]), ValueError, "at least one"),
+        (lambda: device_weights([(TENSOR.double(), "a")]), ValueError, "'a' is torch.float64"),
+        (lambda: device_weights([(TENSOR.T, "a")]), ValueError, r"'a' has the strides \(1, 8\)"),
+        (lambda: device_weights([(TENSOR[0, ::2], "a")]), ValueError, r"'a' has the strides \(2,\)"),
+        (lambda: device_weights([(TENSOR, "a"), (TENSOR, "b")]), ValueError, "'a' and 'b' are at one address.*tied"),
+        (lambda: device_weights([(TENSOR, "a"), (torch.zeros(8, device="meta"), "b")]), ValueError, "'b' is on meta"),
+        (lambda: device_weights([(TENSOR, "a", -1)]), ValueError, "'a': 8 rows from -1"),
+        (lambda: device_weights([(TENSOR, "a", 0, 2**34)]), ValueError, f"columns from {2**34}"),
+        (lambda: device_weights([(TENSOR, "a")], "gauss"), ValueError, "'gauss'; did you mean 'gaussian'"),
+        (lambda: device_weights([(TENSOR, "a")]).perturb(2**64, 1.0), ValueError, f"key.*{2**64}"),
+        (lambda: device_weights([(TENSOR, "a")]).perturb(0, 0.0), ValueError, "sigma.*0.0"),
+        (lambda: device_weights([(TENSOR, "a")]).perturb(0, 1.0, 0), ValueError, "sign.*0"),
+        (lambda: device_weights([(TENSOR, "a")], most_members=2).update(*members(3)), ValueError, "3 members.*2"),
+        (lambda: device_weights([(TENSOR, "a")]).update(members(3)[0], np.ones(3)), TypeError, "float64"),
+    ],
+)
+def test_errors_name_the_value(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# What only a real GPU shows, and what its compiler shows without one.
+
+
+@pytest.mark.skipif(
+    _noise_triton.INTERPRETED or torch.cuda.is_available(), reason="the other way round: kernels can run here"
+)
+def test_without_a_gpu_the_error_names_the_interpreter():
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        normals(0, 0, (4,), backend="triton")
+    with pytest.raises(RuntimeError, match="got tensors on cpu.*TRITON_INTERPRET=1"):
+        device_weights([(torch.zeros(4), "a")])
+
+
+def compiled(kernel, pointers: dict[str, str], distribution: int, **options) -> str:
+    """PTX of a kernel for a Hopper GPU, tensors linear; the compiler needs no GPU."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = pointers | {"KIND": "constexpr", "LINEAR": "constexpr", "BLOCK": "constexpr"}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={"KIND": distribution, "LINEAR": True, "BLOCK": 512},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))},
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.skipif(_noise_triton.INTERPRETED, reason="the interpreter compiles nothing")
+def test_compiled_kernels_fuse_nothing_and_move_four_weights_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    perturb = {"target": "*bf16", "master": "*fp32", "table": "*i64", "tensor_of_tile": "*i32"}
+    perturb |= {"key": "*i64", "scale": "*fp32"}
+    update = {"master": "*fp32", "table": "*i64", "tensor_of_tile": "*i32", "keys": "*i64"}
+    update |= {"coefficients": "*fp32", "members": "*i32"}
+    for kernel, pointers, store in (
+        (_noise_triton._perturb_kernel, perturb, "st.global.v2.b32"),
+        (_noise_triton._update_kernel, update, "st.global.v4.b32"),
+    ):
+        ptx = compiled(kernel, pointers, _noise_cpu.GAUSSIAN, enable_fp_fusion=False)
+        assert "sqrt.rn.f32" in ptx
+        assert "fma" not in ptx
+        assert "sqrt.approx" not in ptx
+        assert "ld.global.v4.b32" in ptx
+        assert store in ptx
+        # The same check finds the fusion that the launches' option forbids.
+        assert "fma.rn.f32" in compiled(kernel, pointers, _noise_cpu.GAUSSIAN, enable_fp_fusion=True)
+
+
+@gpu
+def test_launches_survive_a_cuda_graph():
+    pieces = model(torch.bfloat16)
+    weights, (keys, coefficients) = device_weights(pieces), members(4)
+    weights.perturb(KEY, 1e-3)  # compiles
+    weights.update(keys, np.zeros(4, np.float32))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights.apply_population()
+        weights.write_member()
+    master = weights.master.cpu().numpy().copy()
+    for key in (KEY, KEY + 1):
+        weights.set_population(keys, coefficients)
+        weights.set_member(key, 2e-3)
+        graph.replay()
+        noise.update(master, LAYOUT, keys, coefficients)
+        expected = noise.reference_perturb(master, LAYOUT, key, 2e-3)
+        assert (bits(weights.master.cpu().numpy()) == bits(master)).all()
+        for piece, view in zip(pieces, LAYOUT.views(expected).values(), strict=True):
+            assert same(piece.tensor, torch.from_numpy(view).bfloat16()), piece.name
+
+
+@gpu
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_perturb_and_update_allocate_nothing(distribution):
+    weights, (keys, coefficients) = device_weights(model(torch.bfloat16), distribution), members(30)
+    weights.perturb(KEY, 1e-3)
+    weights.update(keys, coefficients)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    weights.perturb(KEY, 1e-3)
+    weights.apply_population()
+    assert torch.cuda.max_memory_allocated() == before

@@ -1,0 +1,51 @@
+"""Small models and trainers that several test files use."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from evoalign_lib import tiny
+
+PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> Any:
+    """Family A's tokenizer: about 280 tokens."""
+    return tiny.tokenizer()
+
+
+def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **config: Any) -> Any:
+    """A model of 20,000 parameters with random weights, large enough for its greedy outputs to differ by prompt.
+
+    With seed 2 no completion of PROMPTS ends within 12 tokens.
+    """
+    tok = tokenizer()
+    settings = {
+        "vocab_size": len(tok),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": spread,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "bos_token_id": None,
+    } | config
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**settings)).eval()
+        with torch.no_grad():  # biases and norms would start at 0 and 1, where a mistake in them does not show
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * spread)
+    return model

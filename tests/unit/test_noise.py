@@ -1,0 +1,540 @@
+"""The noise law gives the same bits on every backend, window and share, and behaves like independent normals."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import njit
+from scipy import stats
+
+from evoalign_lib import _noise_cpu, noise
+from evoalign_lib.noise import DISTRIBUTIONS, Layout, member_key, normals, parameter_id, philox4x32, run_key
+
+VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_text())
+BACKENDS = ("numpy", "numba")
+KEY = member_key(run_key("test", 0), step=3, pair=1)
+# Rows of one vector, many vectors and broken vectors; more and fewer quads than one block of the kernel.
+SHAPES = [
+    ("embed", (300, 64)),
+    ("norm", (64,)),
+    ("odd", (33, 171)),
+    ("long", (5003,)),
+    ("scale", ()),
+    ("one", (1,)),
+    ("column", (37, 1)),
+    ("conv", (6, 3, 5)),
+    ("block", (16, 64)),
+    ("wide", (3, 2052)),
+]
+LAYOUT = Layout.from_shapes(SHAPES)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def words(text: str) -> np.ndarray:
+    return np.array([int(word, 16) for word in text.split()], np.uint32)
+
+
+def master_weights(seed: int = 0) -> np.ndarray:
+    """Weights of the usual size, zeros of both signs among them, and something recognisable in the padding."""
+    master = np.random.default_rng(seed).normal(0, 0.02, LAYOUT.size).astype(np.float32)
+    master[::7], master[3::7] = 0.0, -0.0
+    master[LAYOUT.padding] = 5.0
+    return master
+
+
+def members(n: int) -> tuple[np.ndarray, np.ndarray]:
+    keys = np.array([member_key(run_key("test", 1), 0, i) for i in range(n)], np.uint64)
+    return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
+
+
+# Known answers
+
+
+@pytest.mark.parametrize("case", VECTORS["philox"], ids=lambda case: case["words"])
+def test_philox_known_answers(case):
+    k0, k1 = words(case["key"])
+    assert (philox4x32(words(case["counter"]), (k0, k1)) == words(case["words"])).all()
+
+
+@pytest.mark.parametrize("case", VECTORS["keys"], ids=lambda case: case["member_key"])
+def test_keys_known_answers(case):
+    run = run_key(case["arm"], case["seed"])
+    assert f"{run:016x}" == case["run_key"]
+    assert f"{member_key(run, case['step'], case['pair']):016x}" == case["member_key"]
+
+
+def test_key_bytes_are_those_documented():
+    run = blake2b(b"\x02\x00\x00\x00es" + b"\x07\x01" + bytes(6), digest_size=8).digest()
+    assert run_key("es", 0x0107) == int.from_bytes(run, "little")
+    member = blake2b(b"v1" + run + b"\x05\x00\x00\x00" + b"\x02\x01\x00\x00", digest_size=8).digest()
+    assert member_key(run_key("es", 0x0107), step=5, pair=0x0102) == int.from_bytes(member, "little")
+
+
+def test_parameter_ids_known_answers():
+    assert {name: f"{number:08x}" for name, number in noise.parameter_ids(VECTORS["parameter_ids"]).items()} == (
+        VECTORS["parameter_ids"]
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", VECTORS["normals"] + VECTORS["alternatives"], ids=lambda case: case["about"])
+def test_normals_known_answers(case, backend):
+    z = normals(
+        int(case["key"], 16),
+        int(case["param_id"], 16),
+        case["shape"],
+        rows=case["rows"],
+        cols=case["cols"],
+        stream=case["stream"],
+        distribution=case.get("distribution", "gaussian"),
+        backend=backend,
+    )
+    assert z.dtype == np.float32
+    assert z.shape == tuple(case["shape"]) or z.ndim == 2
+    assert (bits(z).ravel() == words(case["normals"])).all()
+
+
+def test_the_vectors_are_of_this_version():
+    assert VECTORS["noise_version"] == noise.NOISE_VERSION == 1
+
+
+# The law
+
+
+def philox_in_integers(key: int, param_id: int, row: int, column: int, stream: int) -> list[int]:
+    """The four words of a column's counter, in Python's integers."""
+    c, k = [column >> 2, row, param_id, stream], [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def number_by_the_text(distribution: str, key: int, param_id: int, row: int, column: int, stream: int) -> float:
+    """One number from the law's text, in Python's integers and libm's functions."""
+    c = philox_in_integers(key, 0 if distribution == "tied" else param_id, row, column, stream)
+    if distribution == "byte_sum":
+        return (sum(c[column % 4].to_bytes(4, "little")) - 510) / math.sqrt(21845)
+    if distribution == "rademacher":
+        return -1.0 if c[column % 4] >= 2**31 else 1.0
+    w, v = c[0:2] if column % 4 < 2 else c[2:4]
+    u = float(np.float32((w >> 8) * 2.0**-24 + 2.0**-25))
+    angle = math.pi * (v >> 8) * 2.0**-23
+    return math.sqrt(-2 * math.log(u)) * (math.sin(angle) if column % 2 else math.cos(angle))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("distribution", "error"), [("gaussian", 2e-6), ("byte_sum", 3e-7), ("rademacher", 0), ("tied", 2e-6)]
+)
+def test_numbers_are_those_of_the_text(distribution, error, backend):
+    key, param_id, stream = KEY, parameter_id("odd"), 2
+    z = normals(key, param_id, (33, 171), stream=stream, distribution=distribution, backend=backend)
+    exact = [
+        [number_by_the_text(distribution, key, param_id, row, column, stream) for column in range(171)]
+        for row in range(33)
+    ]
+    assert np.abs(z - np.array(exact)).max() <= error
+
+
+def test_byte_sums_at_the_ends_of_their_range():
+    w = np.array([[0, 2**32 - 1, 0x00FF00FF, 0xFF00FF00]], np.uint32)
+    z = _noise_cpu._byte_sum(w)
+    assert (z == np.float32([-510, 510, 0, 0]) * np.float32(21845**-0.5)).all()
+    assert np.abs(z).max() < 3.451
+
+
+def edge_words() -> tuple[np.ndarray, np.ndarray]:
+    """Words at the ends of their range, at ties of the rounding, and where the logarithm changes its branch."""
+    ends = [0, 255, 256, 511, 2**32 - 1, 2**32 - 256, 2**32 - 257, 2**32 - 512]
+    eighths = [(i << 29) + delta for i in range(8) for delta in (-256, 0, 256) if i or delta >= 0]
+    branches = [((int(2.0**24 * math.sqrt(0.5) / 2**i) + delta) << 8) for i in range(4) for delta in range(-2, 3)]
+    w, v = np.meshgrid(np.array(ends + eighths + branches, np.uint32), np.array(ends + eighths, np.uint32))
+    return w.ravel(), v.ravel()
+
+
+def test_edge_words_are_accurate_finite_and_equal_on_both_backends():
+    w, v = edge_words()
+    normal_pair = _noise_cpu._normal_pair
+
+    @njit(error_model="numpy")
+    def pairs(w, v):
+        out = np.empty((2, len(w)), np.float32)
+        for i in range(len(w)):
+            out[0, i], out[1, i] = normal_pair(w[i], v[i])
+        return out
+
+    reference = np.stack(_noise_cpu._box_muller(w, v))
+    u = ((w >> 8) * 2.0**-24 + 2.0**-25).astype(np.float32).astype(np.float64)
+    r, angle = np.sqrt(-2 * np.log(u)), np.pi * (v >> 8) * 2.0**-23
+    assert np.abs(reference - [r * np.cos(angle), r * np.sin(angle)]).max() < 2e-6
+    assert np.abs(reference).max() < 5.89
+    assert (bits(pairs(w, v)) == bits(reference)).all()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_backends_agree_bit_for_bit_on_four_million_numbers(distribution):
+    shapes = [(1024, 1024), (684, 2050), (2**20 + 3,), (3, 7, 36, 101), (128001, 5), (1, 1), ()]
+    assert sum(math.prod(shape) for shape in shapes) > 2**22
+    for i, shape in enumerate(shapes):
+        fast, reference = (normals(KEY + i, i, shape, distribution=distribution, backend=b) for b in BACKENDS)
+        assert fast.shape == reference.shape == shape
+        assert (bits(fast) == bits(reference)).all()
+
+
+@given(
+    shape=st.lists(st.integers(1, 23), min_size=0, max_size=3).map(tuple) | st.tuples(st.just(3), st.integers(1, 1200)),
+    key=st.integers(0, 2**64 - 1),
+    backend=st.sampled_from(BACKENDS),
+    distribution=st.sampled_from(DISTRIBUTIONS),
+    data=st.data(),
+)
+def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, data):
+    n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
+    c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
+    whole = normals(key, 9, shape, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    law = {"distribution": distribution, "backend": backend}
+    window = normals(key, 9, shape, rows=(r0, r1), cols=(c0, c1), **law)
+    assert window.shape == (r1 - r0, c1 - c0)
+    assert (bits(window) == bits(whole[r0:r1, c0:c1])).all()
+    assert (bits(normals(key, 9, shape, rows=(r0, r1), **law)) == bits(whole[r0:r1])).all()
+    assert (bits(normals(key, 9, shape, cols=(c0, c1), **law)) == bits(whole[:, c0:c1])).all()
+
+
+def test_no_fused_multiply_add_in_the_machine_code():
+    fused = re.compile(r"\b(vfn?m(?:add|sub)\w*|fmla|fmls|fn?m(?:add|sub))\b")
+
+    @njit(fastmath={"contract"})
+    def contracted(x, y, z):
+        return x * y + z
+
+    contracted(1.0, 2.0, 3.0)
+    if not fused.search("".join(contracted.inspect_asm().values())):
+        pytest.skip("this CPU has no fused multiply-add, so no code for it can show one")
+    # Compiled afresh, since numba does not show code from its cache. All multiplications of the kernel are in here.
+    two, four, one = np.zeros((2, 16), np.uint32), np.zeros((4, 16), np.float32), np.uint32(1)
+    for inner in (_noise_cpu._add_gaussian, _noise_cpu._add_byte_sum, _noise_cpu._add_rademacher):
+        loop = njit(error_model="numpy")(inner.py_func)
+        loop(four, two, 16, one, one, one, one, np.float32(1e-3))
+        assembly = "".join(loop.inspect_asm().values())
+        assert "mul" in assembly
+        assert not fused.findall(assembly)
+
+
+# Independence and distribution. The keys are fixed: a bound that holds once holds always.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moments_and_tails_are_those_of_a_normal(seed):
+    n = 2**20
+    z = normals(member_key(run_key("es", seed), 0, 0), 1, (1024, 1024)).ravel().astype(np.float64)
+    assert abs(z.mean()) < 5 / math.sqrt(n)
+    assert abs(z.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs(stats.skew(z)) < 5 * math.sqrt(6 / n)
+    assert abs(stats.kurtosis(z)) < 5 * math.sqrt(24 / n)
+    for limit in (2.0, 3.0, 4.0):
+        expected = n * 2 * stats.norm.sf(limit)
+        assert abs((np.abs(z) > limit).sum() - expected) < 5 * math.sqrt(expected)
+    assert stats.kstest(z, "norm").pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+    ("distribution", "kurtosis", "largest"), [("byte_sum", -0.30001, 3.4507), ("rademacher", -2.0, 1.0)]
+)
+def test_moments_of_the_alternatives(distribution, kurtosis, largest):
+    n = 2**20
+    z = normals(member_key(run_key("es", 0), 0, 0), 1, (1024, 1024), distribution=distribution).ravel().astype(float)
+    assert abs(z.mean()) < 5 / math.sqrt(n)
+    assert abs(z.var() - 1) < 5 * math.sqrt((kurtosis + 2) / n) + 1e-6
+    assert abs(stats.skew(z)) < 5 * math.sqrt(6 / n)
+    assert abs(stats.kurtosis(z) - kurtosis) < 5 * math.sqrt(24 / n)
+    assert np.abs(z).max() <= largest
+
+
+def test_tied_noise_is_the_same_in_tensors_of_equal_shape():
+    tied = [normals(KEY, number, (64, 48), distribution="tied") for number in (0, 1, 2**32 - 1)]
+    assert (tied[0] == tied[1]).all()
+    assert (tied[0] == tied[2]).all()
+    assert (bits(tied[0]) == bits(normals(KEY, 0, (64, 48)))).all()
+    own = [normals(KEY, number, (64, 48)).ravel() for number in (1, 2)]
+    assert abs(np.corrcoef(*own)[0, 1]) < 5 / math.sqrt(64 * 48)
+
+
+def correlation_partners(distribution: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    shape = (256, 256)
+    run = run_key("es", 0)
+    normals = partial(noise.normals, distribution=distribution)
+    one = normals(member_key(run, 0, 0), 1, shape)
+    return {
+        "tensors": (one, normals(member_key(run, 0, 0), 2, shape)),
+        "streams": (one, normals(member_key(run, 0, 0), 1, shape, stream=1)),
+        "members": (one, normals(member_key(run, 0, 1), 1, shape)),
+        "steps": (one, normals(member_key(run, 1, 0), 1, shape)),
+        "seeds": (one, normals(member_key(run_key("es", 1), 0, 0), 1, shape)),
+        "arms": (one, normals(member_key(run_key("null", 0), 0, 0), 1, shape)),
+        "transposed": (one, one.T),
+        **{f"rows {lag} apart": (one[lag:], one[:-lag]) for lag in (1, 2, 8)},
+        **{f"columns {lag} apart": (one[:, lag:], one[:, :-lag]) for lag in (1, 2, 3, 4, 8)},
+    }
+
+
+PARTNERS = {
+    (distribution, name): pair
+    for distribution in ("gaussian", "byte_sum", "rademacher")
+    for name, pair in correlation_partners(distribution).items()
+}
+
+
+@pytest.mark.parametrize("partners", PARTNERS, ids=" ".join)
+def test_no_correlation(partners):
+    x, y = (side.ravel().astype(np.float64) for side in PARTNERS[partners])
+    assert abs(np.corrcoef(x, y)[0, 1]) < 5 / math.sqrt(x.size)
+    if partners[0] != "rademacher":  # whose squares are all 1
+        # r cos a and r sin a share a radius and must not show it.
+        assert abs(np.corrcoef(x**2, y**2)[0, 1]) < 5 / math.sqrt(x.size)
+
+
+def test_no_two_members_share_a_key():
+    keys = {
+        member_key(run_key("es", seed), step, pair) for seed in range(3) for step in range(200) for pair in range(100)
+    }
+    assert len(keys) == 3 * 200 * 100
+
+
+def test_the_seed_changes_the_noise_and_repetition_does_not():
+    first, again, other = (noise.noise_vector(LAYOUT, member_key(run_key("es", seed), 0, 0)) for seed in (0, 0, 1))
+    assert (bits(first) == bits(again)).all()
+    assert (first == other).sum() <= LAYOUT.padding.size + 1
+
+
+# Layout
+
+
+def test_layout_places_tensors_on_multiples_of_16():
+    layout = Layout.from_shapes([("a", (3, 5)), ("b", ()), ("c", (2, 4, 2)), ("d", (17,))])
+    assert [(e.name, e.shape, e.rows, e.cols, e.offset) for e in layout.entries] == [
+        ("a", (3, 5), 3, 5, 0),
+        ("b", (), 1, 1, 16),
+        ("c", (2, 4, 2), 2, 8, 32),
+        ("d", (17,), 1, 17, 48),
+    ]
+    assert (layout.size, layout.d, len(layout.padding)) == (80, 15 + 1 + 16 + 17, 80 - 49)
+    assert layout.padding.tolist() == [15, *range(17, 32), *range(65, 80)]
+    offsets, rows, cols, ids = layout.table
+    assert (offsets.tolist(), rows.tolist(), cols.tolist()) == ([0, 16, 32, 48], [3, 1, 2, 1], [5, 1, 8, 17])
+    assert ids.tolist() == [parameter_id(name) for name in "abcd"] == [e.id for e in layout.entries]
+
+
+def test_views_share_memory_with_the_buffer():
+    buffer = np.zeros(LAYOUT.size, np.float32)
+    views = LAYOUT.views(buffer)
+    assert {name: view.shape for name, view in views.items()} == dict(SHAPES)
+    for view in views.values():
+        view[...] = 1.0
+    assert buffer.sum() == LAYOUT.d == sum(math.prod(shape) for _, shape in SHAPES)
+    assert (buffer[LAYOUT.padding] == 0).all()
+
+
+def test_noise_vector_holds_each_parameters_noise():
+    vector = noise.noise_vector(LAYOUT, KEY)
+    assert (bits(vector[LAYOUT.padding]) == 0).all()
+    for name, view in LAYOUT.views(vector).items():
+        assert (bits(view) == bits(normals(KEY, parameter_id(name), view.shape, backend="numpy"))).all()
+
+
+# Perturbation and update
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_perturb_equals_the_reference_and_leaves_the_master(sign, distribution):
+    master = master_weights()
+    before, out = master.copy(), np.full(LAYOUT.size, np.nan, np.float32)
+    noise.perturb(out, master, LAYOUT, KEY, 1e-3, sign, distribution)
+    expected = noise.reference_perturb(master, LAYOUT, KEY, 1e-3, sign, distribution)
+    assert (bits(out) == bits(expected)).all()
+    assert (bits(master) == bits(before)).all()
+    by_hand = master + np.float32(sign * 1e-3) * noise.noise_vector(LAYOUT, KEY, distribution)
+    by_hand[LAYOUT.padding] = master[LAYOUT.padding]
+    assert (bits(out) == bits(by_hand)).all()
+
+
+def test_perturb_reads_a_read_only_master():
+    master, out = master_weights(), np.empty(LAYOUT.size, np.float32)
+    master.setflags(write=False)
+    noise.perturb(out, master, LAYOUT, KEY, 1e-3)
+    assert (bits(out) == bits(noise.reference_perturb(master, LAYOUT, KEY, 1e-3))).all()
+    assert len(_noise_cpu.add_noise.signatures) == 1, "this call compiled the kernel a second time"
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("n", [0, 1, 2, 30])
+def test_update_equals_the_reference(n, distribution):
+    master, (keys, coefficients) = master_weights(), members(n)
+    expected = noise.reference_update(master, LAYOUT, keys, coefficients, distribution)
+    before = master.copy()
+    noise.update(master, LAYOUT, keys, coefficients, distribution=distribution)
+    assert (bits(master) == bits(expected)).all()
+    assert (bits(master[LAYOUT.padding]) == bits(before[LAYOUT.padding])).all()
+    assert (n == 0) == (master == before).all()
+
+
+def test_update_rounds_after_every_member_in_order():
+    keys, coefficients = members(3)
+    master, eps = master_weights(), [noise.noise_vector(LAYOUT, int(key)) for key in keys]
+    total = np.float32(0) + coefficients[0] * eps[0]
+    total = total + coefficients[1] * eps[1]
+    total = total + coefficients[2] * eps[2]
+    expected = master + total
+    expected[LAYOUT.padding] = master[LAYOUT.padding]
+    noise.update(master, LAYOUT, keys, coefficients)
+    assert (bits(master) == bits(expected)).all()
+    # The order is part of the law: another one gives other bits.
+    reordered = master_weights()
+    noise.update(reordered, LAYOUT, keys[::-1].copy(), coefficients[::-1].copy())
+    assert (bits(reordered) != bits(expected)).any()
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_members_with_coefficient_zero_change_no_bit(zero):
+    # The reference adds c * eps for every member, zeros of both signs included; the fast path skips these members.
+    keys, coefficients = members(9)
+    coefficients[[0, 4, 8]] = zero
+    for chosen in (coefficients, np.full(9, zero, np.float32)):
+        master = master_weights()
+        expected = noise.reference_update(master, LAYOUT, keys, chosen)
+        noise.update(master, LAYOUT, keys, chosen)
+        assert (bits(master) == bits(expected)).all()
+
+
+@pytest.mark.parametrize("count", [2, 3, 50])
+def test_parts_of_an_update_add_up_to_the_whole(count):
+    keys, coefficients = members(4)
+    whole, shared = master_weights(), master_weights()
+    noise.update(whole, LAYOUT, keys, coefficients)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda i: noise.update(shared, LAYOUT, keys, coefficients, part=(i, count)), range(count)))
+    assert (bits(shared) == bits(whole)).all()
+
+
+def test_antithetic_members_are_mirror_images():
+    zero, plus, minus = (np.zeros(LAYOUT.size, np.float32) for _ in range(3))
+    noise.perturb(plus, zero, LAYOUT, KEY, 0.5)
+    noise.perturb(minus, zero, LAYOUT, KEY, 0.5, sign=-1)
+    assert plus.any()
+    assert (plus == -minus).all()
+
+
+# Errors
+
+
+def test_colliding_names_are_refused():
+    names = ["layers.69912.weight", "layers.83063.weight"]
+    assert parameter_id(names[0]) == parameter_id(names[1])
+    with pytest.raises(ValueError, match=r"layers\.69912\.weight.*layers\.83063\.weight"):
+        noise.parameter_ids(["other", *names])
+    with pytest.raises(ValueError, match=r"layers\.69912\.weight.*layers\.83063\.weight"):
+        Layout.from_shapes([(name, (2,)) for name in names])
+
+
+BUFFER = np.zeros(LAYOUT.size, np.float32)
+OTHER = np.zeros(LAYOUT.size, np.float32)
+FROZEN = np.zeros(LAYOUT.size, np.float32)
+FROZEN.setflags(write=False)
+ONE_KEY, ONE = np.ones(1, np.uint64), np.ones(1, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: run_key("", 0), ValueError, "arm"),
+        (lambda: run_key("es", -1), ValueError, "seed.*-1"),
+        (lambda: run_key("es", 2**64), ValueError, f"seed.*{2**64}"),
+        (lambda: run_key("es", 0.5), TypeError, "seed.*0.5"),
+        (lambda: member_key(0, 2**32, 0), ValueError, f"step.*{2**32}"),
+        (lambda: member_key(0, -1, 0), ValueError, "step.*-1"),
+        (lambda: member_key(0, 0, 2**32), ValueError, f"pair.*{2**32}"),
+        (lambda: member_key(2**64, 0, 0), ValueError, f"run_key.*{2**64}"),
+        (lambda: philox4x32(np.zeros(4, np.int64), (0, 0)), TypeError, "int64"),
+        (lambda: philox4x32(np.zeros(3, np.uint32), (0, 0)), ValueError, r"\(3,\)"),
+        (lambda: philox4x32(np.zeros(4, np.uint32), (2**32, 0)), ValueError, f"{2**32}"),
+        (lambda: normals(-5, 0, (4,)), ValueError, "key.*-5"),
+        (lambda: normals(0, 2**32, (4,)), ValueError, f"param_id.*{2**32}"),
+        (lambda: normals(0, 0, (4,), stream=-2), ValueError, "stream.*-2"),
+        (lambda: normals(0, 0, (4, 6), rows=(0, 5)), ValueError, r"rows=\(0, 5\).*\(4, 6\)"),
+        (lambda: normals(0, 0, (4, 6), rows=(-1, 2)), ValueError, r"rows=\(-1, 2\)"),
+        (lambda: normals(0, 0, (4, 6), cols=(3, 2)), ValueError, r"cols=\(3, 2\)"),
+        (lambda: normals(0, 0, (4,), rows=(0, 4)), ValueError, r"rows=\(0, 4\).*\(4,\)"),
+        (lambda: normals(0, 0, (4, 6), cols=(0, 7), backend="numpy"), ValueError, r"cols=\(0, 7\)"),
+        (lambda: normals(0, 0, (4,), backend="cuda"), ValueError, "'numba', 'numpy', 'triton', got 'cuda'"),
+        (lambda: normals(0, 0, (4,), distribution="gausian"), ValueError, "'gausian'; did you mean 'gaussian'"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, 1.0, 1, "bytesum"), ValueError, "did you mean 'byte_sum'"),
+        (lambda: noise.update(BUFFER, LAYOUT, ONE_KEY, ONE, distribution="x"), ValueError, "distribution.*'x'$"),
+        (lambda: noise.noise_vector(LAYOUT, 0, "Rademacher"), ValueError, "did you mean 'rademacher'"),
+        (lambda: noise.reference_perturb(BUFFER, LAYOUT, 0, 1.0, 1, "tie"), ValueError, "did you mean 'tied'"),
+        (lambda: noise.reference_update(BUFFER, LAYOUT, ONE_KEY, ONE, "tie"), ValueError, "did you mean 'tied'"),
+        (lambda: normals(0, 0, (2**33, 1), rows=(0, 1)), ValueError, f"{2**33}"),
+        (lambda: normals(0, 0, (-1, 4)), ValueError, "-1"),
+        (lambda: Layout.from_shapes([]), ValueError, "at least one"),
+        (lambda: Layout.from_shapes([("a", (2,)), ("a", (3,))]), ValueError, "'a'.*tied"),
+        (lambda: LAYOUT.views(BUFFER[:-1]), ValueError, f"{LAYOUT.size - 1}"),
+        (lambda: noise.perturb(BUFFER[1:], OTHER, LAYOUT, 0, 1.0), ValueError, f"out.*{LAYOUT.size - 1}"),
+        (lambda: noise.perturb(BUFFER, OTHER.astype(float), LAYOUT, 0, 1.0), TypeError, "master.*float64"),
+        (lambda: noise.perturb(np.zeros(2 * LAYOUT.size, "f4")[::2], OTHER, LAYOUT, 0, 1.0), ValueError, "contiguous"),
+        (lambda: noise.perturb(FROZEN, OTHER, LAYOUT, 0, 1.0), ValueError, "out is read-only"),
+        (lambda: noise.perturb(BUFFER, BUFFER, LAYOUT, 0, 1.0), ValueError, "overlap"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 2**64, 1.0), ValueError, f"key.*{2**64}"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, 0.0), ValueError, "sigma.*0.0"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, -0.1), ValueError, "sigma.*-0.1"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, math.nan), ValueError, "sigma.*nan"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, 1e39), ValueError, r"sigma.*1e\+39"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, 1e-60), ValueError, "sigma.*1e-60"),
+        (lambda: noise.perturb(BUFFER, OTHER, LAYOUT, 0, 1.0, 2), ValueError, "sign.*2"),
+        (lambda: noise.update(FROZEN, LAYOUT, ONE_KEY, ONE), ValueError, "master is read-only"),
+        (lambda: noise.update(BUFFER[:8], LAYOUT, ONE_KEY, ONE), ValueError, r"master.*\(8,\)"),
+        (lambda: noise.update(BUFFER, LAYOUT, ONE_KEY.astype(np.int64), ONE), TypeError, "keys.*int64"),
+        (lambda: noise.update(BUFFER, LAYOUT, ONE_KEY, ONE.astype(float)), TypeError, "coefficients.*float64"),
+        (lambda: noise.update(BUFFER, LAYOUT, ONE_KEY, np.ones(2, np.float32)), ValueError, r"\(1,\) and \(2,\)"),
+        (lambda: noise.update(BUFFER, LAYOUT, ONE_KEY, ONE * np.float32(np.nan)), ValueError, "nan for member 0"),
+        (lambda: noise.update(BUFFER, LAYOUT, ONE_KEY, ONE, part=(2, 2)), ValueError, r"part.*\(2, 2\)"),
+        (lambda: noise.reference_update(BUFFER[:8], LAYOUT, ONE_KEY, ONE), ValueError, r"master.*\(8,\)"),
+    ],
+)
+def test_errors_name_the_value(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# The compiled code's cache
+
+
+@pytest.mark.parametrize("user_cache_is_writable", [True, False])
+def test_a_read_only_package_folder_is_no_hindrance(tmp_path, user_cache_is_writable):
+    # A file where the cache folder should be keeps everyone out, the super-user of a container included.
+    (tmp_path / "noise_copy.py").write_text(Path(_noise_cpu.__file__).read_text())
+    (tmp_path / "__pycache__").write_text("")
+    user_cache = tmp_path / "cache"
+    if not user_cache_is_writable:
+        user_cache.write_text("")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    environment |= {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(user_cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = "import noise_copy; print(noise_copy.add_noise.stats.cache_path)"
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found = answer.stdout.strip()
+    assert Path(found).is_relative_to(user_cache) if user_cache_is_writable else found == "None"
