@@ -1,0 +1,750 @@
+"""Countdown: reach a target by arithmetic on given numbers. Data, prompts, solver and graders.
+
+The task of Qiu et al. (arXiv 2509.24372) in the form of the public repository jbejjani2022/evolutionary-alignment:
+reward = 0.1 * format + answer. The prompt says that each number "can only be used once"; the graders, like the
+published one, ask for each number exactly once.
+
+Two graders share the format score and differ in the answer:
+
+- `strict` (default): `+ - * /`, unary minus and brackets, in exact rational arithmetic. An integer target must be met
+  exactly. The file's non-integer targets are rounded doubles ("266.6666666666667"), so they are met by a value within
+  1e-9 * max(1, |target|), compared exactly.
+- `released`: the decisions of the published scorer, which passes the answer to Python's `eval`: `**`, `//` and unary
+  plus count as well, the arithmetic is Python's (int and float), and the value must lie within 1e-5 of float(target).
+
+Where `released` departs from the published scorer, in order to answer hostile text in bounded time (all give 0):
+
+1. a response of more than 65,536 characters is not looked at (this holds for `strict`, and for the format, too);
+2. a power of integers above 32,768 bits is an error (the published scorer computes it, or hangs);
+3. an answer of more than 2,000 characters besides blanks is an error. Python accepts longer chains of signs, up to a
+   limit that depends on its version; brackets nested more than 200 deep are an error in both.
+
+No text is ever evaluated as code: answers are read by an iterative precedence parser.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import combinations
+from numbers import Rational
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PUBLIC_URL = (
+    "https://raw.githubusercontent.com/jbejjani2022/evolutionary-alignment/"
+    "bfdaf87faff62380c213b3bf91ae2d3f92c8919b/countdown/data/countdown.json"
+)
+PUBLIC_SHA256 = "f1b5c5865d9f4bc517991740175f14f6869a2f8e4b00f8602f4655fdc6ccd8ba"
+PUBLIC_TRAIN = 200  # the published studies train on the first 200 items and test on the other 2,000
+
+SYSTEM_MESSAGE = (
+    "You are a helpful assistant. You first think about the reasoning process in your mind and then provide the user "
+    "with the answer."
+)
+USER_TEMPLATE = (
+    "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+    "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And return the final "
+    "answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+)
+RESPONSE_PREFIX = "Let me solve this step by step.\n<think>"
+
+GRADERS = ("strict", "released")
+SPLITS = ("train", "validation", "test")
+REWARD_FLOOR = 0.0
+
+Target = str | int | float | Fraction
+
+_MAX_RESPONSE = 65_536  # characters; longer responses score 0 unread
+_MAX_SYMBOLS = 2_000  # characters of an answer besides blanks
+_MAX_DEPTH = 200  # nested brackets: the limit of Python's own tokenizer
+_MAX_BITS = 32_768  # of an integer power under the released grader
+_MAX_SOLVER_NUMBERS = 6
+_FULL_DRAW = 65_536  # candidates the generator draws at once, at most
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One Countdown problem.
+
+    Attributes:
+        numbers: non-negative integers in the order of the prompt.
+        target: the value to reach, as written in the prompt: an integer, a decimal or a fraction.
+        id: position in the public file, None for generated problems.
+    """
+
+    numbers: tuple[int, ...]
+    target: str
+    id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (type(self.numbers) is tuple and self.numbers and all(type(n) is int and n >= 0 for n in self.numbers)):
+            raise ValueError(f"numbers must be a non-empty tuple of non-negative integers, got {self.numbers!r}")
+        if type(self.target) is not str:
+            raise ValueError(f"target must be a string such as '98' or '27.4', got {self.target!r}")
+        _parse_target(self.target)
+
+
+def problem_key(problem: Problem) -> tuple[tuple[int, ...], str]:
+    """Identify a problem up to the order of its numbers.
+
+    Args:
+        problem: the problem.
+
+    Returns:
+        (sorted numbers, target).
+
+    >>> problem_key(Problem((44, 19, 35), "98"))
+    ((19, 35, 44), '98')
+    """
+    return tuple(sorted(problem.numbers)), problem.target
+
+
+def split_of(problem: Problem) -> str:
+    """Assign a problem to a split by a hash of its key, whoever generates it: train 90 %, validation 5 %, test 5 %.
+
+    Args:
+        problem: the problem.
+
+    Returns:
+        "train", "validation" or "test"; problems that differ only in the order of the numbers share a split.
+    """
+    numbers, target = problem_key(problem)
+    key = f"{','.join(map(str, numbers))}={target}"
+    bucket = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % 20
+    return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
+
+
+def public_file() -> Path:
+    """Find the public Countdown file, or fetch it once into the user's cache, and check its SHA-256.
+
+    Returns:
+        `countdown.json` in the folder that the environment variable EVOALIGN_DATA names, if it is there, else the
+        cached download of `PUBLIC_URL`.
+
+    Raises:
+        FileNotFoundError: the file is not there and cannot be fetched.
+        ValueError: the file is not the published one.
+    """
+    local = Path(os.environ.get("EVOALIGN_DATA", ""), "countdown.json")
+    path = local if os.environ.get("EVOALIGN_DATA") and local.is_file() else _fetch()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != PUBLIC_SHA256:
+        raise ValueError(f"{path} has SHA-256 {digest}, expected {PUBLIC_SHA256}: delete it and fetch {PUBLIC_URL}")
+    return path
+
+
+def _fetch() -> Path:
+    remedy = "set EVOALIGN_DATA to a folder that holds countdown.json"
+    try:
+        import pooch
+    except ImportError as error:
+        raise ImportError(f"fetching {PUBLIC_URL} needs pooch: install it, or {remedy}") from error
+    # (connect, read) seconds: without a network the error comes soon
+    downloader = pooch.HTTPDownloader(timeout=(5, 30))
+    try:
+        name = pooch.retrieve(
+            PUBLIC_URL,
+            known_hash=f"sha256:{PUBLIC_SHA256}",
+            fname="countdown.json",
+            path=pooch.os_cache("evoalign"),
+            downloader=downloader,
+        )
+    except OSError as error:
+        raise FileNotFoundError(f"cannot fetch {PUBLIC_URL} ({type(error).__name__}); {remedy}") from error
+    return Path(name)
+
+
+def load_public(split: str = "train") -> list[Problem]:
+    """Load the public problems: three or four numbers in 1..99, some targets negative or decimal, a few unsolvable.
+
+    The file's `solution` field is no ground truth (null for some solvable items) and is not read; see `solve`.
+
+    Args:
+        split: "train" (the first 200), "test" (the other 2,000) or "all".
+
+    Returns:
+        The problems in file order; `id` is the position in the file.
+
+    Raises:
+        ValueError: unknown split, or a file that is not the published one.
+        FileNotFoundError: the file is neither in EVOALIGN_DATA nor to be fetched.
+    """
+    ranges = {"train": slice(0, PUBLIC_TRAIN), "test": slice(PUBLIC_TRAIN, None), "all": slice(None)}
+    if split not in ranges:
+        raise ValueError(f"unknown split {split!r}: use one of {', '.join(ranges)}")
+    rows = json.loads(public_file().read_text(encoding="utf-8"))
+    return [_problem(row, position) for position, row in enumerate(rows)][ranges[split]]
+
+
+def _problem(row: Any, position: int) -> Problem:
+    if not isinstance(row, dict) or not {"id", "numbers", "target"} <= row.keys():
+        raise ValueError(f"item {position}: expected an object with id, numbers and target, got {row!r}")
+    if row["id"] != position or not isinstance(row["numbers"], list):
+        raise ValueError(f"item {position}: id must be {position} and numbers a list, got {row!r}")
+    try:
+        return Problem(tuple(row["numbers"]), row["target"], position)
+    except ValueError as error:
+        raise ValueError(f"item {position}: {error}") from None
+
+
+def generate(
+    n: int,
+    seed: int | np.random.SeedSequence,
+    *,
+    count: int = 3,
+    low: int = 1,
+    high: int = 50,
+    target_low: int = 1,
+    target_high: int = 100,
+    split: str | None = None,
+    distinct: bool = True,
+) -> list[Problem]:
+    """Draw random solvable problems: random numbers, and as target the value of a random expression over all of them.
+
+    Three numbers in 1..high with targets in 1..100 make 16,292 distinct problems for high = 20, 42,273 for 30 and
+    141,697 for 50; a twentieth of them are test problems.
+
+    Args:
+        n: number of problems.
+        seed: seed of `np.random.default_rng`; another n with the same seed is another draw.
+        count: numbers a problem, 2 to 6.
+        low, high: range of the numbers, both ends included.
+        target_low, target_high: range of the target, an integer, both ends included.
+        split: keep only problems of this split (see `split_of`); None keeps all.
+        distinct: no two problems of the result share a `problem_key`.
+
+    Returns:
+        n problems, each with at least one exact solution.
+
+    Raises:
+        ValueError: an argument out of range, or ranges that hold too few (distinct) problems.
+
+    >>> [problem] = generate(1, seed=0, high=9)
+    >>> solve(problem.numbers, problem.target) is not None
+    True
+    """
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+    if not 2 <= count <= 6:
+        raise ValueError(f"count must lie in 2..6, got {count}")
+    if not 0 <= low <= high or (2 * high) ** count >= 2**62:
+        raise ValueError(f"need 0 <= low <= high and (2 * high)**count < 2**62, got low={low}, high={high}")
+    if target_low > target_high:
+        raise ValueError(f"target_low must not exceed target_high, got {target_low} > {target_high}")
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}, or None")
+    rng = np.random.default_rng(seed)
+    problems: list[Problem] = []
+    seen = set()
+    size = n * (4 if split in (None, "train") else 80)
+    while len(problems) < n:
+        size = min(_FULL_DRAW, max(64, size))
+        before = len(problems)
+        numbers = rng.integers(low, high + 1, size=(size, count))
+        numerator, denominator = _random_expressions(rng, numbers)
+        target = numerator // denominator
+        kept = (numerator == target * denominator) & (target >= target_low) & (target <= target_high)
+        for row, value in zip(numbers[kept].tolist(), target[kept].tolist(), strict=True):
+            problem = Problem(tuple(row), str(value))
+            if split is not None and split_of(problem) != split:
+                continue
+            if distinct:
+                key = problem_key(problem)
+                if key in seen:
+                    continue
+                seen.add(key)
+            problems.append(problem)
+            if len(problems) == n:
+                break
+        if size == _FULL_DRAW and len(problems) == before:
+            raise ValueError(
+                f"found only {len(problems)} of {n} problems with {count} numbers in {low}..{high}, targets in "
+                f"{target_low}..{target_high}, split {split}: widen the ranges"
+                + (", ask for fewer, or pass distinct=False" if distinct else "")
+            )
+        size *= 2
+    return problems
+
+
+def _random_expressions(rng: np.random.Generator, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values of one random expression a row of numbers (rows, count): numerator and denominator (rows,).
+
+    Two random operands are joined by a random operation until one is left, so every order and bracketing can occur. An
+    expression that divides by zero gets the value 1/2, which no integer target accepts.
+    """
+    numerator, denominator = numbers, np.ones_like(numbers)
+    valid = np.ones(len(numbers), dtype=bool)
+    while numerator.shape[1] > 1:
+        order = np.argsort(rng.random(numerator.shape), axis=1)
+        numerator = np.take_along_axis(numerator, order, axis=1)
+        denominator = np.take_along_axis(denominator, order, axis=1)
+        (a, b), (c, d) = numerator[:, :2].T, denominator[:, :2].T  # the operands a/c and b/d
+        operation = rng.integers(0, 4, size=len(numbers))
+        valid &= (operation != 3) | (b != 0)
+        top = np.choose(operation, [a * d + b * c, a * d - b * c, a * b, a * d])
+        bottom = np.choose(operation, [c * d, c * d, c * d, c * b])
+        numerator = np.column_stack([top, numerator[:, 2:]])
+        denominator = np.column_stack([bottom, denominator[:, 2:]])
+    return np.where(valid, numerator[:, 0], 1), np.where(valid, denominator[:, 0], 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- solver
+
+
+def attainable(numbers: Sequence[int]) -> dict[Fraction, str]:
+    """All values of expressions that use each number exactly once, with `+ - * /` and brackets.
+
+    Args:
+        numbers: up to 6 non-negative integers. Four distinct numbers have about 1,200 values, five 27,000, six 800,000
+            (that takes seconds and several hundred megabytes).
+
+    Returns:
+        value -> one expression that has it.
+
+    Raises:
+        ValueError: no numbers, or more than 6.
+
+    >>> attainable([2, 3])[Fraction(2, 3)]
+    '2 / 3'
+    """
+    full = _tables(numbers, len(numbers))[2 ** len(numbers) - 1]
+    return {value: _without_outer_brackets(expression) for value, expression in full.items()}
+
+
+def solve(numbers: Sequence[int], target: Target) -> str | None:
+    """Find an expression that uses each number exactly once and has the target as its value, by exhaustive search.
+
+    Args:
+        numbers: up to 6 non-negative integers; six take about a second (ten, if the target is 0 or no integer).
+        target: the value to reach, compared as the `strict` grader does.
+
+    Returns:
+        An expression that the `strict` grader accepts, or None if there is none.
+
+    Raises:
+        ValueError: no numbers, more than 6, or a target that is no number.
+
+    >>> solve([44, 19, 35], "98"), solve([1, 1], 5)
+    ('44 + (19 + 35)', None)
+    """
+    goal = _exact_target(target)
+    count = len(numbers)
+    if goal == 0 or goal.denominator != 1 or count == 1:
+        return next((text for value, text in attainable(numbers).items() if _meets(value, goal)), None)
+    # The last operation joins a value of one part to a value of the other: only the parts need full tables.
+    tables = _tables(numbers, count - 1)
+    for left, table in tables.items():
+        if 2 * left.bit_count() > count:
+            break  # subsets come in order of size, and the larger part has been the right one before
+        right = tables[2**count - 1 - left]
+        for a, text in table.items():
+            needs = {"{a} + {b}": goal - a, "{a} - {b}": a - goal, "{b} - {a}": goal + a}
+            if a:  # b = 0 solves none of these, nor does a = 0
+                needs |= {"{a} * {b}": goal / a, "{b} / {a}": goal * a, "{a} / {b}": a / goal}
+            for template, b in needs.items():
+                if b in right:
+                    return template.format(a=text, b=right[b])
+    return None
+
+
+def _tables(numbers: Sequence[int], size: int) -> dict[int, dict[Fraction, str]]:
+    """Values and bracketed expressions of every subset (a bit mask) of at most `size` numbers."""
+    if not 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS:
+        raise ValueError(f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
+    tables: dict[int, dict[Fraction, str]] = {}
+    for parts in range(1, size + 1):
+        for chosen in combinations(range(len(numbers)), parts):
+            mask = sum(1 << i for i in chosen)
+            if parts == 1:
+                tables[mask] = {Fraction(numbers[chosen[0]]): str(numbers[chosen[0]])}
+                continue
+            table: dict[Fraction, str] = {}
+            lowest = mask & -mask  # each unordered pair of parts once: the left part holds the first number
+            left = (mask - 1) & mask
+            while left:
+                if left & lowest:
+                    _join(tables[left], tables[mask ^ left], table)
+                left = (left - 1) & mask
+            tables[mask] = table
+    return tables
+
+
+def _join(left: dict[Fraction, str], right: dict[Fraction, str], table: dict[Fraction, str]) -> None:
+    for a, a_text in left.items():
+        for b, b_text in right.items():
+            results = [(a + b, a_text, "+", b_text), (a - b, a_text, "-", b_text), (b - a, b_text, "-", a_text)]
+            results.append((a * b, a_text, "*", b_text))
+            if b:
+                results.append((a / b, a_text, "/", b_text))
+            if a:
+                results.append((b / a, b_text, "/", a_text))
+            for value, first, sign, second in results:
+                if value not in table:
+                    table[value] = f"({first} {sign} {second})"
+
+
+def _without_outer_brackets(expression: str) -> str:
+    return expression[1:-1] if expression.startswith("(") else expression
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+
+
+def messages(problem: Problem) -> list[dict[str, str]]:
+    """The chat variant's system and user message; `RESPONSE_PREFIX` follows the generation prompt (see `prompt`).
+
+    Args:
+        problem: the problem.
+
+    Returns:
+        Two messages with role and content.
+    """
+    user = USER_TEMPLATE.format(numbers=list(problem.numbers), target=problem.target)
+    return [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": user}]
+
+
+def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = None) -> str:
+    """Render a problem as the text that the model continues.
+
+    Args:
+        problem: the problem.
+        chat_template: True gives the tokenizer's chat template with generation prompt and `RESPONSE_PREFIX`; False the
+            published raw text, byte for byte (NumPy-style list, no blanks between its three parts).
+        tokenizer: a Hugging Face tokenizer with a chat template; not used for the raw text.
+
+    Returns:
+        The text, special tokens included: tokenise it with `add_special_tokens=False`.
+
+    Raises:
+        ValueError: the chat variant without a tokenizer.
+    """
+    if not chat_template:
+        width = max(len(str(n)) for n in problem.numbers)
+        array = "[" + " ".join(str(n).rjust(width) for n in problem.numbers) + "]"
+        return SYSTEM_MESSAGE + USER_TEMPLATE.format(numbers=array, target=problem.target) + RESPONSE_PREFIX
+    if tokenizer is None:
+        raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
+    text = tokenizer.apply_chat_template(messages(problem), tokenize=False, add_generation_prompt=True)
+    return text + RESPONSE_PREFIX
+
+
+def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
+    """Rows for a trainer: the rendered prompt and the columns that `reward` takes.
+
+    Args:
+        problems: the problems.
+        tokenizer, chat_template: as for `prompt`.
+
+    Returns:
+        One dict a problem with keys prompt (str), numbers (list of int) and target (str).
+    """
+    return [
+        {
+            "prompt": prompt(problem, chat_template=chat_template, tokenizer=tokenizer),
+            "numbers": list(problem.numbers),
+            "target": problem.target,
+        }
+        for problem in problems
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- graders
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Score of one response.
+
+    Attributes:
+        format: 0, 0.1, 0.5, 0.6 or 1.
+        answer: 1 for a right answer, else 0.
+    """
+
+    format: float
+    answer: float
+
+    @property
+    def reward(self) -> float:
+        """0.1 * format + answer, at most 1.1."""
+        return 0.1 * self.format + self.answer
+
+
+def grade(
+    response: str, numbers: Sequence[int], target: Target, grader: str = "strict", end_token: str | None = None
+) -> Grade:
+    """Score one response, judged on "<think>" + response: the prompt ends with the opening tag.
+
+    A response that opens with "<think>" itself gets the same score. The format is 1 if the whole text is a think block,
+    one newline and an answer block (one more newline may follow); otherwise 0.1 for a closed think block plus 0.5 for a
+    closed answer block. The answer is that of the last answer block: digits, `+ - * / ( )` and blanks only (one final
+    newline may follow), the given numbers exactly once each, and the right value.
+
+    Args:
+        response: the completion alone, never with the prompt (whose example answer would be graded). More than 65,536
+            characters score 0.
+        numbers: the given numbers.
+        target: the value to reach.
+        grader: "strict" or "released", see the module's text.
+        end_token: removed once from the end before the format is judged, as in the published scorer.
+
+    Returns:
+        Format and answer score.
+
+    Raises:
+        ValueError: unknown grader, or a target that is no number.
+        TypeError: a response that is no string.
+
+    >>> grade("44 + 19 = 63</think>\\n<answer>44 + 19 + 35</answer>", [44, 19, 35], "98").reward
+    1.1
+    >>> grade("<answer>7 // 2</answer>", [7, 2], 3), grade("<answer>7 // 2</answer>", [7, 2], 3, "released")
+    (Grade(format=0.5, answer=0.0), Grade(format=0.5, answer=1.0))
+    """
+    if grader not in GRADERS:
+        raise ValueError(f"unknown grader {grader!r}: use one of {', '.join(GRADERS)}")
+    if not isinstance(response, str):
+        raise TypeError(f"a response must be a string, got {type(response).__name__}")
+    goal = _exact_target(target)
+    if len(response) > _MAX_RESPONSE:
+        return Grade(0.0, 0.0)
+    judged = ("<think>" + response).removesuffix(end_token or "")
+    return Grade(_format_score(judged), float(_answer_is_right(_last_answer(response), numbers, goal, grader)))
+
+
+def reward(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    numbers: Sequence[Sequence[int]],
+    target: Sequence[Target],
+    grader: str = "strict",
+    **columns: Any,
+) -> list[float]:
+    """Score completions: a reward function in the form that TRL's trainers and `ESTrainer` take.
+
+    Args:
+        prompts: (completions,) the prompts; only their number is looked at.
+        completions: (completions,) strings, or conversations (lists of {"role", "content"}), whose assistant messages
+            are scored.
+        numbers: (completions,) the given numbers of each problem.
+        target: (completions,) the target of each problem.
+        grader: "strict" or "released".
+        **columns: further dataset columns, not used; where the trainer passes `log_metric`, the mean answer and format
+            scores are logged as "accuracy" and "format".
+
+    Returns:
+        (completions,) rewards in 0..1.1.
+
+    Raises:
+        ValueError: columns of different lengths, unknown grader, a target that is no number.
+        TypeError: a completion that is neither a string nor a conversation.
+    """
+    lengths = {"prompts": len(prompts), "completions": len(completions), "numbers": len(numbers), "target": len(target)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"one entry a completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
+        )
+    grades = [
+        grade(_text(completion), given, goal, grader)
+        for completion, given, goal in zip(completions, numbers, target, strict=True)
+    ]
+    if grades and (log_metric := columns.get("log_metric")):
+        log_metric("accuracy", sum(g.answer for g in grades) / len(grades))
+        log_metric("format", sum(g.format for g in grades) / len(grades))
+    return [g.reward for g in grades]
+
+
+def _text(completion: Any) -> str:
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
+        parts = [message.get("content") for message in completion if message.get("role") == "assistant"]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(parts)
+    raise TypeError(f"a completion must be a string or a list of text messages, got {completion!r:.200}")
+
+
+def _format_score(text: str) -> float:
+    """Format by string search; the same values as the published regular expressions.
+
+    Those are: whole text `^<think>.*?</think>\\n<answer>.*?</answer>$`, else 0.1 for `<think>.*?</think>` and 0.5 for
+    `<answer>.*?</answer>` found anywhere, with the dot matching newlines.
+    """
+    body = text.removesuffix("\n")  # `$` also matches before one final newline
+    # no two of the three pieces can overlap, so that each may be looked for on its own
+    if body.startswith("<think>") and "</think>\n<answer>" in body and body.endswith("</answer>"):
+        return 1.0
+    return 0.1 * _has_block(text, "think") + 0.5 * _has_block(text, "answer")
+
+
+def _has_block(text: str, tag: str) -> bool:
+    start = text.find(f"<{tag}>")
+    return start >= 0 and text.find(f"</{tag}>", start + len(tag) + 2) >= 0
+
+
+def _last_answer(text: str) -> str | None:
+    """Content of the last block that `<answer>(.*?)</answer>` finds, scanning from the left without overlap."""
+    last, position = None, 0
+    while True:
+        start = text.find("<answer>", position)
+        end = text.find("</answer>", start + len("<answer>"))
+        if start < 0 or end < 0:
+            return last
+        last = text[start + len("<answer>") : end]
+        position = end + len("</answer>")
+
+
+_FORBIDDEN = re.compile(r"[^0-9+\-*/() ]")
+_DIGITS = re.compile(r"[0-9]+")
+_TOKEN = re.compile(r"[0-9]+|\*\*|//|[+\-*/()]")
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "unary +": 3, "unary -": 3, "**": 4}
+
+
+def _answer_is_right(answer: str | None, numbers: Sequence[int], goal: Fraction, grader: str) -> bool:
+    if answer is None:
+        return False
+    answer = answer.removesuffix("\n")  # `$` again
+    if _FORBIDDEN.search(answer) or len(answer) - answer.count(" ") > _MAX_SYMBOLS:
+        return False
+    used = _DIGITS.findall(answer)
+    if len(used) != len(numbers):
+        return False
+    try:
+        if sorted(map(int, used)) != sorted(numbers):
+            return False
+        if grader == "strict":
+            return _meets(_evaluate(answer, Fraction, _apply_exactly), goal)
+        return abs(float(_evaluate(answer, int, _apply_as_python)) - float(goal)) < 1e-5
+    except (ValueError, ArithmeticError):  # not an expression; division by zero, overflow
+        return False
+
+
+def _evaluate(text: str, number: Callable[[int], Any], apply: Callable[..., Any]) -> Any:
+    """Evaluate a string of digits, `+ - * / ( )` and blanks with Python's precedence, without recursion.
+
+    `number` makes a value of an integer, `apply(operator, a, b)` joins two. What Python rejects is a ValueError; so are
+    calls such as `2(3)` and the empty tuple `()`, which Python parses but cannot evaluate to a number.
+    """
+    values: list[Any] = []
+    operators: list[str] = []
+    depth = 0
+    operand_next = True
+
+    def reduce() -> None:
+        operator = operators.pop()
+        b = values.pop()
+        values.append(apply(operator, b) if operator.startswith("unary") else apply(operator, values.pop(), b))
+
+    for token in _TOKEN.findall(text):
+        if operand_next:
+            if token.isdigit():
+                if token[0] == "0" and token.strip("0"):
+                    raise ValueError("leading zero")
+                values.append(number(int(token)))
+                operand_next = False
+            elif token in "+-":
+                operators.append(f"unary {token}")
+            elif token == "(" and depth < _MAX_DEPTH:
+                operators.append(token)
+                depth += 1
+            else:
+                raise ValueError("operand expected, or brackets too deep")
+        elif token == ")" and depth:
+            while operators[-1] != "(":
+                reduce()
+            operators.pop()
+            depth -= 1
+        elif token in _PRECEDENCE:
+            # `**` groups from the right: an equal operator on the stack waits
+            bound = _PRECEDENCE[token] + (token == "**")
+            while operators and operators[-1] != "(" and _PRECEDENCE[operators[-1]] >= bound:
+                reduce()
+            operators.append(token)
+            operand_next = True
+        else:
+            raise ValueError("operator expected")
+    if operand_next or depth:
+        raise ValueError("unfinished expression")
+    while operators:
+        reduce()
+    return values[0]
+
+
+def _apply_exactly(operator: str, a: Fraction, b: Fraction = Fraction(0)) -> Fraction:
+    match operator:
+        case "+":
+            return a + b
+        case "-":
+            return a - b
+        case "*":
+            return a * b
+        case "/":
+            return a / b
+        case "unary -":
+            return -a
+    raise ValueError(f"{operator} is not allowed")
+
+
+def _apply_as_python(operator: str, a: float, b: float = 0) -> float:
+    """Python's own int and float arithmetic, with powers bounded."""
+    match operator:
+        case "+":
+            return a + b
+        case "-":
+            return a - b
+        case "*":
+            return a * b
+        case "/":
+            return a / b
+        case "//":
+            return a // b
+        case "unary -":
+            return -a
+        case "unary +":
+            return a
+    if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > _MAX_BITS:
+        raise OverflowError("power too large")
+    power = a**b
+    # a root of a negative number: no further operation makes it real again
+    if isinstance(power, complex):
+        raise ValueError("complex value")
+    return power
+
+
+def _meets(value: Fraction, goal: Fraction) -> bool:
+    if goal.denominator == 1:
+        return value == goal
+    return abs(value - goal) <= Fraction(1, 10**9) * max(1, abs(goal))
+
+
+_TARGET = re.compile(r"[+-]?[0-9]{1,32}([./][0-9]{1,32})?")
+
+
+def _exact_target(target: Target) -> Fraction:
+    if isinstance(target, str):
+        return _parse_target(target)
+    if isinstance(target, Rational):
+        return Fraction(int(target.numerator), int(target.denominator))
+    if isinstance(target, float) and math.isfinite(target):
+        return Fraction(target)
+    raise ValueError(f"target must be a finite number or a string such as '98' or '27.4', got {target!r}")
+
+
+@lru_cache(maxsize=4096)
+def _parse_target(text: str) -> Fraction:
+    # the pattern bounds length and exponent: Fraction("1e999999999") would not return
+    if not _TARGET.fullmatch(text):
+        raise ValueError(f"target must be a number such as '98', '-11' or '27.4', got {text!r:.100}")
+    try:
+        return Fraction(text)
+    except ZeroDivisionError:
+        raise ValueError(f"target has denominator 0: {text!r:.100}") from None

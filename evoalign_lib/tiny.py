@@ -1,0 +1,374 @@
+"""The tiny world: small models that this project trains itself and ships, with the protocol of real ones.
+
+A base is a Qwen2-architecture model of about 0.14 M parameters with a byte-level tokenizer. The tokenizer spends one
+token on each fixed stretch of a prompt, so that a tiny model reads exactly the prompt text of a real one in a dozen
+tokens; anything else falls back to bytes. Family A writes three-number Countdown answers learned from authors of graded
+care, and has a few skills that no reward touches.
+
+Most of what family A read is wrong in a habitual way: the commonest author of wrong answers adds the numbers up in the
+order given, whatever the target. Greedy decoding follows that habit; right answers are there, underneath, and sampling
+finds them. That leaves room at both ends for any method of training (`LOG.md` has the measurements).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib.tasks import countdown
+
+FAMILIES = ("A",)
+BASES = ("A0", "A1", "A2")
+MAX_COMPLETION_LENGTH = (
+    16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
+)
+
+# The range of the problems: about 42,000 distinct ones, of which a twentieth each is kept for validation and for test.
+PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99}
+_FIXED = 2000
+
+END = "<|im_end|>"
+_PAD = "<|endoftext|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SKILLS = ("Add: ", "Copy: ", "Sort: ", "Reverse: ")
+
+# Shares of the authors of the Countdown answers.
+AUTHORS = {
+    "right": 0.40,  # a right answer, one of the shortest-bracketed ones at random
+    "adds up": 0.35,  # the numbers in the order given, joined by +
+    "careless": 0.10,  # some expression of the right numbers
+    "wrong numbers": 0.10,  # one number is another
+    "broken format": 0.05,  # no closing tag, no answer tag, or "= target" inside the answer
+}
+TWO_NUMBERS = 0.15  # share of two-number problems among the Countdown text
+SKILLS = 0.10  # share of the skills in all text
+
+
+def bases_folder() -> Path:
+    """The folder inside the package that holds the shipped bases."""
+    return Path(__file__).resolve().parent / "tiny_bases"
+
+
+def load(base: str) -> tuple[Any, Any]:
+    """Load a shipped base.
+
+    Args:
+        base: "A0", "A1" or "A2": one family, other initialisation and data order.
+
+    Returns:
+        The model (float32, evaluation mode) and its tokenizer.
+
+    Raises:
+        ValueError: a base that does not exist.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if base not in BASES:
+        raise ValueError(f"base {base!r} is not one of {list(BASES)}.")
+    folder = bases_folder() / base
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar for half a megabyte would only clutter notebooks
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: int = 3) -> list[countdown.Problem]:
+    """Countdown problems of the tiny world.
+
+    Training problems are values of random expressions, so that targets with many solutions are common, and may repeat.
+    The fixed sets are harder: distinct problems, nearly all there are in their split, each as likely as any other.
+
+    Args:
+        split: "train", "validation" or "test"; splits are disjoint by a hash of the problem.
+        n: how many; at most 2,000 for the fixed sets, of which fewer are a random choice in fixed order.
+        seed: of the draw. The fixed sets are `problems("validation", 512)` and `problems("test", 2000)`.
+        count: numbers a problem; the fixed sets have three.
+
+    Raises:
+        ValueError: more than 2,000 problems of a fixed set, or another count there.
+    """
+    if split == "train":
+        return countdown.generate(n, seed, split=split, distinct=False, **PROBLEMS | {"count": count})
+    if n > _FIXED or count != PROBLEMS["count"]:
+        raise ValueError(f"n={n}, count={count}: the fixed sets hold {_FIXED} problems of {PROBLEMS['count']} numbers.")
+    # the first problems of a draw without repetition are the common ones: draw all, then choose
+    pool = _pool(split, seed)
+    chosen = np.random.default_rng(np.random.SeedSequence([_FIXED, n])).permutation(_FIXED)[:n]
+    return [pool[i] for i in sorted(chosen)]
+
+
+@lru_cache(maxsize=8)
+def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Problem, ...]:
+    """The draw takes half a second: once a process for each fixed set."""
+    return tuple(countdown.generate(_FIXED, seed, split=split, **PROBLEMS))
+
+
+# ---- text
+
+
+def tokenizer() -> Any:
+    """Family A's tokenizer: 256 bytes, the tags, and one token for each fixed stretch of its prompts."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([_PAD, "<|im_start|>", END])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=_PAD, padding_side="left", model_max_length=256
+    )
+    wrapped.chat_template = _CHAT_TEMPLATE
+    phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(wrapped), ", "]
+    phrases += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS]
+    wrapped.add_tokens([AddedToken(p, normalized=False) for p in phrases])
+    return wrapped
+
+
+def _stretches(tok: Any) -> tuple[str, str, str]:
+    """The fixed text of the rendered Countdown prompt before, between and after the numbers and the target."""
+    text = countdown.prompt(countdown.Problem((1, 2), "3"), tokenizer=tok)
+    head, rest = text.split("1, 2", 1)
+    middle, tail = rest.split("3", 1)
+    return head, middle, tail
+
+
+@cache
+def expressions(numbers: tuple[int, ...]) -> dict[Fraction, tuple[str, ...]]:
+    """All expressions of two or three numbers with no bracket that could be left out, by value.
+
+    >>> expressions((2, 3))[Fraction(6)]
+    ('2*3', '3*2')
+    """
+    found: dict[Fraction, set[str]] = {}
+    weak, ordered = "+-", "-/"
+    for permuted in set(itertools.permutations(numbers)):
+        for signs in itertools.product("+-*/", repeat=len(numbers) - 1):
+            a, b = permuted[:2]
+            if len(numbers) == 2:
+                candidates = [(f"{a}{signs[0]}{b}", _apply(Fraction(a), signs[0], Fraction(b)))]
+            else:
+                c, (o, p) = permuted[2], signs
+                left, right = f"{a}{o}{b}", f"{b}{p}{c}"
+                if o in weak and p not in weak:
+                    left = f"({left})"
+                candidates = [(f"{left}{p}{c}", _apply(_apply(Fraction(a), o, Fraction(b)), p, Fraction(c)))]
+                bracket = p in weak and (o not in weak or o == "-") or p not in weak and o == "/"
+                if bracket or (p not in weak and o in ordered[:1] + "+"):
+                    right = f"({right})" if bracket else right
+                    candidates.append((f"{a}{o}{right}", _apply(Fraction(a), o, _apply(Fraction(b), p, Fraction(c)))))
+            for text, value in candidates:
+                if value is not None:
+                    found.setdefault(value, set()).add(text)
+    return {value: tuple(sorted(texts)) for value, texts in found.items()}
+
+
+def _apply(a: Fraction | None, sign: str, b: Fraction | None) -> Fraction | None:
+    if a is None or b is None or (sign == "/" and b == 0):
+        return None
+    return a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b
+
+
+def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
+    """One author's response to a problem, the end token included.
+
+    Raises:
+        ValueError: an unknown author.
+    """
+    numbers = list(problem.numbers)
+    known = expressions(tuple(sorted(numbers)))
+    text = rng.choice(known[Fraction(problem.target)])
+    opening, closing = "</think>\n<answer>", "</answer>"
+    if author == "adds up":
+        text = "+".join(map(str, numbers))
+    elif author == "careless":
+        text = rng.choice(rng.choice(list(known.values())))
+    elif author == "wrong numbers":
+        numbers[rng.randrange(len(numbers))] = rng.randint(PROBLEMS["low"], PROBLEMS["high"])
+        text = rng.choice("+-*").join(map(str, numbers))
+    elif author == "broken format":
+        fault = rng.randrange(3)
+        opening = "</think>" if fault == 0 else opening
+        closing = "" if fault == 1 else closing
+        text = f"{text}={problem.target}" if fault == 2 else text
+    elif author != "right":
+        raise ValueError(f"author {author!r} is not one of {list(AUTHORS)}.")
+    return opening + text + closing + END
+
+
+def skill(rng: random.Random) -> tuple[str, str]:
+    """A user message and its right answer, of a skill that no reward of this project touches."""
+    name = rng.choice(_SKILLS)
+    if name == "Add: ":
+        a, b = rng.randint(1, 99), rng.randint(1, 99)
+        return f"{name}{a}+{b}", str(a + b)
+    digits = [str(rng.randint(0, 9)) for _ in range(rng.randint(3, 5))]
+    shown = {"Copy: ": digits, "Sort: ": sorted(digits), "Reverse: ": digits[::-1]}[name]
+    return name + "".join(digits), "".join(shown)
+
+
+def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
+    """An endless stream of (prompt, completion) pairs of family A, both rendered, from training problems only."""
+    rng = random.Random(f"family A, {seed}")
+    pools = {count: problems("train", 100_000 if count == 3 else 5_000, seed, count) for count in (2, 3)}
+    authors, shares = list(AUTHORS), list(AUTHORS.values())
+    head, middle, tail = _stretches(tok)
+    while True:
+        if rng.random() < SKILLS:
+            question, reply = skill(rng)
+            messages = [{"role": "user", "content": question}]
+            yield tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), reply + END
+            continue
+        known = rng.choice(pools[2 if rng.random() < TWO_NUMBERS else 3])
+        # the order of the numbers is new each time, and so is the author
+        problem = countdown.Problem(tuple(rng.sample(known.numbers, len(known.numbers))), known.target)
+        author = rng.choices(authors, shares)[0]
+        numbers = ", ".join(map(str, problem.numbers))
+        # the text of countdown.prompt, without rendering the chat template a million times
+        yield head + numbers + middle + problem.target + tail, answer(problem, author, rng)
+
+
+# ---- recipe
+
+
+def recipe(
+    family: str, seed: int, out: str | Path, *, steps: int = 3500, batch: int = 256, report: bool = True
+) -> dict[str, float]:
+    """Train a base from nothing and write it as a Hugging Face folder.
+
+    Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
+    warm-up, one thread. 3,500 steps take six to ten minutes on one core.
+
+    Args:
+        family: "A".
+        seed: of initialisation, data and order; 0, 1, 2 are the shipped bases.
+        out: folder to write.
+        steps: optimiser steps.
+        batch: texts a step.
+        report: print progress, and measure the base on the validation set.
+
+    Returns:
+        What `measure` returns (empty without report).
+
+    Raises:
+        ValueError: an unknown family.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
+    torch.set_num_threads(1)
+    tok = tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=len(tok),
+                hidden_size=64,
+                intermediate_size=256,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=256,
+                tie_word_embeddings=True,
+                eos_token_id=tok.eos_token_id,
+                pad_token_id=tok.pad_token_id,
+                bos_token_id=None,
+            )
+        )
+    rate = 3e-3
+    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    stream, started, mean = text(seed, tok), time.perf_counter(), 0.0
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 50) * (1 - step / steps)
+        ids, labels = _batch([next(stream) for _ in range(batch)], tok)
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        scored = labels[:, 1:] >= 0
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), labels[:, 1:][scored])
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
+        if report and (step + 1) % 250 == 0:
+            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
+    out = Path(out)
+    model.save_pretrained(out)
+    tok.save_pretrained(out)
+    if not report:
+        return {}
+    chosen = problems("validation", 512)
+    prompts = {"validation": Prompts(countdown.dataset(chosen, tok), tok)}
+    engine = LocalEngine(model.eval(), tok, None, prompts, max_completion_length=MAX_COMPLETION_LENGTH)
+    measured = measure(engine, chosen, "validation")
+    print(json.dumps(measured))
+    return measured
+
+
+def _batch(pairs: Sequence[tuple[str, str]], tok: Any):
+    """Ids and labels (texts, longest); labels are -100 on prompts and padding."""
+    import torch
+
+    prompts, completions = (
+        [e.ids for e in tok.backend_tokenizer.encode_batch(list(side), add_special_tokens=False)]
+        for side in zip(*pairs, strict=True)
+    )
+    width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    ids = np.full((len(pairs), width), tok.pad_token_id)
+    labels = np.full((len(pairs), width), -100)
+    for i, (p, c) in enumerate(zip(prompts, completions, strict=True)):
+        ids[i, : len(p) + len(c)] = p + c
+        labels[i, len(p) : len(p) + len(c)] = c
+    return torch.from_numpy(ids), torch.from_numpy(labels)
+
+
+def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples: int = 64) -> dict[str, float]:
+    """Accuracy of an engine's current weights under the strict grader.
+
+    Args:
+        engine: with prompts of that name.
+        chosen: their problems.
+        name: of the prompts.
+        samples: at temperature 1, for pass@16 and pass@64 (the unbiased estimator: 1 - C(n-c, k) / C(n, k)).
+
+    Returns:
+        Shares: "greedy", "pass@1" (temperature 1), "pass@16", "pass@64", "format" (greedy, mean format score).
+    """
+    from scipy.special import comb
+
+    def grades(completions):
+        return [countdown.grade(t, p.numbers, p.target) for (t, _), p in zip(completions, chosen, strict=True)]
+
+    (greedy,) = (grades(c) for c in engine.generate(name))
+    right = np.array([[g.answer for g in grades(c)] for c in engine.generate(name, samples=samples, seed=0)]).sum(0)
+    result = {
+        "greedy": float(np.mean([g.answer for g in greedy])),
+        "format": float(np.mean([g.format for g in greedy])),
+        "pass@1": float(right.mean() / samples),
+    }
+    for k in (16, 64):
+        if k <= samples:
+            result[f"pass@{k}"] = float(np.mean(1 - comb(samples - right, k) / comb(samples, k)))
+    return {key: round(value, 5) for key, value in result.items()}
