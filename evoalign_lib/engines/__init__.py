@@ -1,0 +1,1 @@
+"""Engines: who generates the completions of a population."""

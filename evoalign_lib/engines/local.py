@@ -1,0 +1,437 @@
+"""Generate for a population on this machine's CPU cores, members in parallel worker processes.
+
+The float32 master lies in memory that the workers share. A worker writes a member's weights from the master into its
+own working copy (one pass, the master never moves), decodes the prompts, scores the completions and sends back rewards;
+no weights travel. Workers are forked, so the reward functions need not be picklable, and use one torch thread each: two
+threads on two shared cores are many times slower than two processes. A reward function that keeps a state keeps one in
+each worker.
+
+Completions of one member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
+Floating-point results depend on that plan and on nothing else, not on the number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from evoalign_lib import noise
+from evoalign_lib.engines.decode import Decoder, supports
+from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
+
+DECODERS = ("auto", "loop", "generate")
+
+
+class Member(NamedTuple):
+    """One member of a population: the key of its noise, the sign of the perturbation."""
+
+    key: int
+    sign: int = 1
+
+
+@dataclass
+class Evaluation:
+    """What one member did on the prompts of a step."""
+
+    scored: Scored
+    """rewards of its completions, (prompts,)"""
+    lengths: np.ndarray
+    """(prompts,) generated tokens, the end token included"""
+    clipped: np.ndarray
+    """(prompts,) bool: no end token within the limit"""
+    core_seconds: float
+    """CPU time of the worker"""
+
+
+class Prompts:
+    """Tokenised prompts, padded on the left to one width.
+
+    Args:
+        rows: the data set: mappings with "prompt" (a string, or a list of messages) and further columns.
+        tokenizer: the model's tokenizer.
+
+    Raises:
+        ValueError: no rows, rows without "prompt", or rows of different columns.
+        TypeError: something that is not a sequence of rows, or prompts of different types.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer):
+        if isinstance(rows, Mapping):
+            raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: give one split, a list of rows.")
+        rows = list(rows)
+        for i, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {i} of the data set is {row!r:.200}: give mappings with a 'prompt'.")
+        if not rows:
+            raise ValueError("the data set is empty: give at least one row with a 'prompt'.")
+        names = set(rows[0])
+        for i, row in enumerate(rows):
+            if "prompt" not in row:
+                raise ValueError(f"row {i} of the data set has no 'prompt', only {sorted(row)}.")
+            if set(row) != names:
+                raise ValueError(f"row {i} of the data set has the columns {sorted(row)}, row 0 has {sorted(names)}.")
+        if taken := sorted(names & set(ARGUMENTS)):
+            raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: give it another name.")
+        self.prompts = [row["prompt"] for row in rows]
+        self.conversational = not isinstance(self.prompts[0], str)
+        for i, prompt in enumerate(self.prompts):
+            if not isinstance(prompt, list if self.conversational else str):
+                raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: give strings everywhere, or message lists.")
+        texts = self.prompts
+        if self.conversational:
+            texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in texts]
+        self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        # a rendered chat template already holds its special tokens; any other text gets those the tokenizer adds
+        rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
+        ids = tokenizer(texts, add_special_tokens=not rendered, padding=False)["input_ids"]
+        for i, row in enumerate(ids):
+            if not row:
+                raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
+        self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+        self.lengths = np.array([len(row) for row in ids])
+        self.width = int(self.lengths.max())
+        self.ids = np.full((len(ids), self.width), tokenizer.pad_token_id, dtype=np.int64)
+        self.mask = np.zeros_like(self.ids)
+        for i, row in enumerate(ids):
+            self.ids[i, self.width - len(row) :] = row
+            self.mask[i, self.width - len(row) :] = 1
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class LocalEngine:
+    """A population on CPU cores.
+
+    Args:
+        model: a Hugging Face decoder-only model; its parameters become the master at the start.
+        tokenizer: its tokenizer, with a padding token.
+        rewards: scores completions, in the workers.
+        prompts: name -> prompts (for example "train" and "eval").
+        max_completion_length: new tokens at most.
+        chunk_rows: rows decoded at once.
+        workers: processes; 1 works in this process.
+        decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model.
+
+    Raises:
+        ValueError: a decoder that does not exist or does not cover the model, workers or chunk_rows below 1.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        max_completion_length: int,
+        chunk_rows: int = 256,
+        workers: int = 1,
+        decoder: str = "auto",
+    ):
+        if workers < 1 or chunk_rows < 1:
+            raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
+        if decoder not in DECODERS:
+            raise ValueError(f"decoder {decoder!r} is not one of {DECODERS}.")
+        if workers > 1 and not sys.platform.startswith("linux"):
+            raise ValueError(f"workers={workers} needs Linux (processes are forked); set workers=1 on {sys.platform}.")
+        self.model, self.tokenizer, self.rewards, self.prompts = model, tokenizer, rewards, dict(prompts)
+        self.max_completion_length, self.chunk_rows, self.workers = max_completion_length, chunk_rows, workers
+        self.eos_ids = _eos_ids(model, tokenizer)
+        parameters = dict(model.named_parameters())
+        self.layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in parameters.items())
+        # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
+        self._memory = mmap.mmap(-1, 4 * self.layout.size)
+        self.master = np.frombuffer(self._memory, dtype=np.float32)
+        for name, view in self.layout.views(self.master).items():
+            view[...] = parameters[name].detach().float().numpy()
+        self._working: np.ndarray | None = None
+        self._pool: ProcessPoolExecutor | None = None
+        reason = supports(model.config)
+        if not reason and "model.embed_tokens.weight" not in parameters:
+            reason = f"the parameters of {type(model).__name__} have other names"
+        if not reason and model.dtype != torch.float32:
+            reason = f"its dtype is {model.dtype}, the loop computes in float32"
+        if decoder == "loop" and reason:
+            raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
+        self.decoder = "generate" if decoder == "generate" or reason else "loop"
+        self._id = next(_IDS)
+        _ENGINES[self._id] = self
+
+    # ---- what the trainer calls
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The batch plan of training, on which floating-point results depend."""
+        return {"decoder": self.decoder, "chunk_rows": self.chunk_rows, "width": self.prompts["train"].width}
+
+    def evaluate(
+        self,
+        members: Sequence[Member],
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+    ) -> list[Evaluation]:
+        """Evaluate a population; every member decodes the same prompts greedily.
+
+        Args:
+            members: (members,) keys and signs.
+            sigma: standard deviation of the perturbation, weight units.
+            name: which prompts.
+            indices: rows of them.
+            trainer_state: passed to the reward functions.
+
+        Returns:
+            (members,) in the order of `members`.
+        """
+        tasks = [(_evaluate, (i, m, sigma, name, indices, trainer_state)) for i, m in enumerate(members)]
+        return self._run(tasks)
+
+    def generate(
+        self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
+    ) -> list[list[tuple[str, list[int]]]]:
+        """Completions of the master itself.
+
+        Args:
+            name: which prompts.
+            indices: rows of them (default: all).
+            samples: 0 for greedy decoding, else the number of samples a prompt at temperature 1 (plain: no top-k,
+                top-p or repetition penalty).
+            seed: of the samples; row i of the prompts gets the same numbers in any chunk.
+
+        Returns:
+            (max(1, samples)) lists of (prompts) pairs of text and token ids.
+        """
+        indices = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        chunks = [indices[i : i + self.chunk_rows] for i in range(0, len(indices), self.chunk_rows)]
+        draws: list[int | None] = list(range(samples)) if samples else [None]
+        tasks = [(_generate, (name, chunk, seed, draw)) for draw in draws for chunk in chunks]
+        done = iter(self._run(tasks))
+        return [[pair for _ in chunks for pair in next(done)] for _ in draws]
+
+    def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add a set of prompts for `generate`; before the first call that uses worker processes.
+
+        Raises:
+            RuntimeError: the workers run already and would not see it.
+        """
+        if self._pool is not None:
+            raise RuntimeError(f"prompts {name!r} come too late: add them before the workers start.")
+        self.prompts[name] = Prompts(rows, self.tokenizer)
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Move the master: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
+        noise.update(self.master, self.layout, keys, coefficients)
+
+    def write_model(self) -> None:
+        """Copy the master into the model's parameters, in the model's dtype."""
+        self._write(self.master)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    # ---- processes
+
+    def _run(self, tasks: list[tuple[Callable, tuple]]) -> list:
+        if self.workers == 1 or len(tasks) == 1:
+            return [function(self._id, *arguments) for function, arguments in tasks]
+        if self._pool is None:
+            context = multiprocessing.get_context("fork")
+            self._pool = ProcessPoolExecutor(
+                self.workers, mp_context=context, initializer=_start_worker, initargs=(os.getpid(),)
+            )
+            weakref.finalize(self, self._pool.shutdown, wait=False)  # at the latest before the interpreter ends
+        futures = []
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forking a process with threads; the workers only compute and never touch them
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for function, arguments in tasks:  # the first one forks the workers
+                    futures.append(self._pool.submit(function, self._id, *arguments))
+            for future in as_completed(futures):
+                future.result()  # the first failure is raised at once, whoever's it is
+        except BrokenProcessPool as error:
+            self._pool = None
+            raise RuntimeError(
+                "a worker process ended unexpectedly (killed, or out of memory). Saved checkpoints are intact: call "
+                "train(resume_from_checkpoint=True), with fewer workers if memory was short."
+            ) from error
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return [future.result() for future in futures]
+
+    # ---- work on one member, in a worker or here
+
+    def _write(self, weights: np.ndarray) -> None:
+        views = self.layout.views(weights)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(torch.from_numpy(views[name]))
+
+    def _decode(self, weights: np.ndarray, name: str, indices: np.ndarray, uniforms: np.ndarray | None):
+        """Decode rows of the prompts with the given flat weights; returns (rows, max_completion_length) ids."""
+        prompts, rows = self.prompts[name], len(indices)
+        if self.decoder == "loop":
+            views = {n: torch.from_numpy(v) for n, v in self.layout.views(weights).items()}
+            decoder = Decoder(self.model.config, views, self.eos_ids, self.tokenizer.pad_token_id)
+        else:
+            self._write(weights)
+        out = []
+        for start in range(0, rows, self.chunk_rows):
+            chunk = np.arange(start, start + self.chunk_rows)
+            # a short last chunk is filled up with its last row, so that every product has the planned shape
+            chunk = np.minimum(chunk, rows - 1) if rows > self.chunk_rows else np.arange(rows)
+            ids, mask = (torch.from_numpy(a[indices[chunk]]) for a in (prompts.ids, prompts.mask))
+            u = None if uniforms is None else torch.from_numpy(uniforms[chunk])
+            if self.decoder == "loop":
+                new = decoder.generate(ids, mask, self.max_completion_length, u)
+            else:
+                new = self._transformers_generate(ids, mask, u)
+            out.append(new[: min(self.chunk_rows, rows - start)].numpy())
+        return np.concatenate(out)
+
+    @torch.inference_mode()
+    def _transformers_generate(self, ids, mask, uniforms):
+        from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+        class _Invert(LogitsProcessor):
+            """Sampling by inversion of the distribution function with given numbers, as the loop does."""
+
+            def __call__(self, input_ids, scores):
+                cumulative = scores.float().softmax(-1).cumsum(-1)
+                u = uniforms[:, input_ids.shape[1] - ids.shape[1], None] * cumulative[:, -1:]
+                token = (cumulative <= u).sum(-1).clamp_(max=scores.shape[-1] - 1)
+                return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+
+        settings = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self.max_completion_length,
+            eos_token_id=self.eos_ids,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        processors = LogitsProcessorList([] if uniforms is None else [_Invert()])
+        # generate() fills whatever the settings leave open from the model's own, such as a ban of repeated n-grams
+        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            new = self.model.generate(
+                input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=processors
+            )[:, ids.shape[1] :]
+        finally:
+            self.model.generation_config = own
+        out = torch.full((len(ids), self.max_completion_length), self.tokenizer.pad_token_id)
+        out[:, : new.shape[1]] = new
+        return out
+
+    def _completions(self, ids: np.ndarray) -> list[tuple[str, list[int]]]:
+        """Texts without special tokens, and raw ids up to and with the end token."""
+        ends = np.isin(ids, self.eos_ids)
+        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
+        raw = [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
+            texts = backend.decode_batch(raw, skip_special_tokens=True)
+        else:
+            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
+        return list(zip(texts, raw, strict=True))
+
+
+def default_workers() -> int:
+    """One single-thread worker for each core this process may use (1 where processes cannot be forked)."""
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
+
+
+_IDS = itertools.count()
+# Forked workers find their engine here; nothing is pickled. An engine that nobody uses any more ends with its workers.
+_ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDictionary()
+
+
+def start_worker(parent: int) -> None:
+    """Set up a worker process: one thread, and it ends with its parent, even with one that is killed.
+
+    Args:
+        parent: process id of the parent.
+    """
+    torch.set_num_threads(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: it is the trainer's to handle
+    start_worker(parent)
+
+
+def _evaluate(
+    engine_id: int, index: int, member: Member, sigma: float, name: str, indices: np.ndarray, state: Any
+) -> Evaluation:
+    engine, started = _ENGINES[engine_id], time.process_time()
+    if engine._working is None:
+        engine._working = np.empty_like(engine.master)
+    noise.perturb(engine._working, engine.master, engine.layout, member.key, sigma, member.sign)
+    ids = engine._decode(engine._working, name, indices, None)
+    completions = engine._completions(ids)
+    try:
+        scored = score(engine.rewards, engine.prompts[name], indices, completions, state)
+    except RewardError as error:
+        raise RewardError(f"member {index}: {error}") from error
+    lengths = np.array([len(raw) for _, raw in completions])
+    clipped = np.array([raw[-1] not in engine.eos_ids for _, raw in completions])
+    return Evaluation(scored, lengths, clipped, time.process_time() - started)
+
+
+def _generate(engine_id: int, name: str, indices: np.ndarray, seed: int, draw: int | None) -> list:
+    engine, uniforms = _ENGINES[engine_id], None
+    if draw is not None:
+        rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
+        uniforms = rng.random((len(engine.prompts[name]), engine.max_completion_length), dtype=np.float32)[indices]
+    return engine._completions(engine._decode(engine.master, name, indices, uniforms))
+
+
+def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:
+    """Score completions of rows of the prompts, in the form (strings or messages) of the prompts themselves."""
+    texts = [text for text, _ in completions]
+    if prompts.conversational:
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {key: [values[i] for i in indices] for key, values in prompts.columns.items()}
+    chosen = [prompts.prompts[i] for i in indices]
+    return rewards(chosen, texts, [raw for _, raw in completions], columns, trainer_state)
+
+
+def _eos_ids(model, tokenizer) -> list[int]:
+    """The end tokens of the model's configurations and of its tokenizer."""
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found |= set() if value is None else {value} if isinstance(value, int) else set(value)
+    if not found:
+        raise ValueError("neither the model nor the tokenizer declares an end token: set tokenizer.eos_token.")
+    return sorted(found)

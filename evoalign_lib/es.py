@@ -1,0 +1,731 @@
+"""Evolution Strategies for language models: `ESConfig` and `ESTrainer`, with the surface of TRL's trainers.
+
+One step (Qiu et al., arXiv 2509.24372, Algorithm 1): draw a key for each of the N members; evaluate the mean reward r_n
+of the model with weights master + sigma * eps_n on the step's prompts, decoding greedily; standardise the rewards over
+the population to z_n; move the master by (alpha / N) * sum_n z_n * eps_n.
+
+Numbered differences from the released code of that study:
+
+1. The master is float32 and does not move during evaluation: members are written from it, never restored by
+   subtraction.
+2. eps is the project's noise law, version 1 (`evoalign_lib.noise`): independent over tensors, regenerated from a key.
+3. A population whose rewards are all tied moves nothing; elsewhere z is divided by the standard deviation alone,
+   without the 1e-8 of the released code, which only matters for ties.
+4. The reward is that of the completion; the prompt is never scored.
+5. Members are evaluated from a queue by single-thread worker processes; results are ordered by member index, so the
+   number of workers changes nothing.
+
+alpha is "digested" as in the study's table and code: 1/sigma is part of it (the text's gradient step would be
+alpha_text = sigma * alpha).
+
+Metrics logged at each step: `reward`, `reward_std` (over members, population standard deviation), `reward_max`,
+`tied` (1 if the population was tied), `rewards/<function>/mean`, metrics that the reward function logs (`accuracy`),
+`completions/mean_length` and `completions/clipped_ratio` (tokens, share), `num_tokens` (prompt and new tokens so far),
+`completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far).
+
+Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
+step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
+only save the time of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from evoalign_lib import ledger, noise
+from evoalign_lib.engines import local
+from evoalign_lib.rewards import RewardFunction, Rewards, Scored
+
+logger = logging.getLogger(__name__)
+
+FITNESS = ("reward", "shuffled", "random")
+
+# TrainingArguments that only make sense for a gradient: setting one is an error, not a silence.
+_NO_EFFECT = {
+    "learning_rate": "the step size of ES is alpha",
+    "per_device_train_batch_size": "the number of prompts a step is prompts_per_step",
+    "gradient_accumulation_steps": "all prompts of a step are evaluated for every member",
+    "max_grad_norm": "ES has no gradient norm; the update norm is about alpha * sqrt(d / N)",
+    "weight_decay": "ES has no optimiser",
+    "optim": "ES has no optimiser",
+    "lr_scheduler_type": "alpha is constant",
+    "warmup_steps": "alpha is constant",
+    "gradient_checkpointing": "ES stores no activations",
+    "bf16": "the master is float32 and the working copy has the model's own dtype",
+    "fp16": "the master is float32 and the working copy has the model's own dtype",
+    "load_best_model_at_end": "a checkpoint in output_dir is loaded by its path",
+    "push_to_hub": "save_model() writes a folder, which huggingface_hub uploads",
+    "eval_on_start": "evaluate() before train() does it",
+}
+
+
+@dataclass
+class ESConfig(TrainingArguments):
+    """Settings of an ES run: those below, and the general ones of `transformers.TrainingArguments`.
+
+    Defaults are those of Qiu et al. (arXiv 2509.24372: "population size N = 30, sigma = 0.001, alpha = 5e-4", greedy
+    decoding, z-scored rewards). `max_steps` or `num_train_epochs`, `seed`, `output_dir`, `save_steps`, `eval_steps`,
+    `logging_steps`, `report_to`, `disable_tqdm` mean what they mean for any trainer. A setting that has no effect on ES
+    (such as learning_rate) is an error.
+
+    Raises:
+        ValueError: a value out of range, an unknown choice, or a setting without effect; the message says which.
+    """
+
+    population_size: int = field(default=30, metadata={"help": "N, members a step; at least 2"})
+    """N, members a step; at least 2 (Qiu et al.: 30)"""
+    sigma: float = field(default=1e-3, metadata={"help": "standard deviation of the perturbation"})
+    """standard deviation of the perturbation, in weight units"""
+    alpha: float = field(default=5e-4, metadata={"help": "step size, 1/sigma digested"})
+    """step size with 1/sigma digested: theta += alpha / N * sum z eps"""
+    prompts_per_step: int | None = field(default=None, metadata={"help": "prompts a step; None: all"})
+    """prompts a step, the same for every member; None: the whole training set, as Qiu et al."""
+    max_completion_length: int = field(default=1024, metadata={"help": "new tokens a completion at most"})
+    """new tokens a completion at most (Qiu et al.: 1024)"""
+    fitness: str = field(default="reward", metadata={"help": "reward, shuffled or random"})
+    """"reward"; or a null arm: "shuffled" permutes the rewards over the members, "random" draws them, no text"""
+    arm: str = field(default="es", metadata={"help": "name that enters the run key"})
+    """name of the arm: part of the run key, so that arms never share noise by accident"""
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "a weight a reward function"})
+    """one weight a reward function (default: all 1)"""
+    reward_floor: float | None = field(default=None, metadata={"help": "score of a failed reward"})
+    """what a NaN or an exception of a reward function scores; None: the floor that its module declares"""
+    workers: int | None = field(default=None, metadata={"help": "worker processes; None: one a core"})
+    """worker processes; None: one for each core; 1: work in this process"""
+    chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
+    """rows decoded at once; part of the batch plan, on which floating-point results depend"""
+    decoder: str = field(default="auto", metadata={"help": "auto, loop or generate"})
+    """"loop" (own decoding loop), "generate" (transformers), "auto": the loop where it covers the model"""
+    model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for from_pretrained"})
+    """arguments of from_pretrained when the model is given by name or path (on a command line, as JSON)"""
+    logging_steps: float = field(default=1, metadata={"help": "steps between logs"})
+    """steps between logs"""
+    remove_unused_columns: bool | None = field(default=False, metadata={"help": "keep all columns"})
+    """False: every column reaches the reward function"""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    def __post_init__(self):
+        _at_least("population_size", self.population_size, 2, "z-scores need two members")
+        for name in ("sigma", "alpha"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a positive number, for example {_DEFAULTS[name]}.")
+        if self.prompts_per_step is not None:
+            _at_least("prompts_per_step", self.prompts_per_step, 1, "or None for the whole training set")
+        _at_least("max_completion_length", self.max_completion_length, 1, "new tokens a completion")
+        _at_least("chunk_rows", self.chunk_rows, 1, "rows decoded at once")
+        if self.workers is not None:
+            _at_least("workers", self.workers, 1, "or None for one a core")
+        choose("fitness", self.fitness, FITNESS)
+        choose("decoder", self.decoder, local.DECODERS)
+        if self.fitness != "reward" and self.arm == "es":
+            # a null arm draws other noise than the arm it is compared with
+            self.arm = f"es_{self.fitness}"
+        for name, why in _NO_EFFECT.items():
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect on ES: {why}. Remove it.")
+        super().__post_init__()
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
+
+
+class ESTrainer:
+    """Train a language model by an Evolution Strategy, where TRL's `GRPOTrainer` stood.
+
+    Args:
+        model: a Hugging Face decoder-only model, a folder, or a name on the Hub.
+        reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`).
+        args: an `ESConfig`.
+        train_dataset: rows with "prompt" (a string or messages) and further columns for the reward functions: a
+            `datasets.Dataset`, or any finite sequence of mappings.
+        eval_dataset: the same, for `evaluate()`.
+        processing_class: the tokenizer (default: the one saved with the model).
+        callbacks: `transformers.TrainerCallback`s.
+
+    Raises:
+        ValueError: an empty data set, a model that cannot be found, or more prompts a step than there are.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: RewardFunction | Sequence[RewardFunction],
+        args: ESConfig | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ):
+        self.args = ESConfig() if args is None else args
+        self.rewards = Rewards(reward_funcs, self.args.reward_weights, self.args.reward_floor)
+        if train_dataset is None:
+            raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
+        self.model, self.processing_class = load_model(model, processing_class, self.args.model_init_kwargs)
+        prompts = {"train": local.Prompts(train_dataset, self.processing_class)}
+        if eval_dataset is not None:
+            prompts["eval"] = local.Prompts(eval_dataset, self.processing_class)
+        elif self.args.eval_strategy != "no":
+            raise ValueError(f"eval_strategy={self.args.eval_strategy.value!r} needs an eval_dataset: give one.")
+        self.train_prompts, self.eval_prompts = prompts["train"], prompts.get("eval")
+        self.prompts_per_step = self.args.prompts_per_step or len(self.train_prompts)
+        if self.prompts_per_step > len(self.train_prompts):
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
+                "lower it, or set None for all."
+            )
+        self.engine = local.LocalEngine(
+            self.model,
+            self.processing_class,
+            self.rewards,
+            prompts,
+            max_completion_length=self.args.max_completion_length,
+            chunk_rows=self.args.chunk_rows,
+            workers=self.args.workers or local.default_workers(),
+            decoder=self.args.decoder,
+        )
+        self.run_key = noise.run_key(self.args.arm, self.args.seed)
+        self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
+        self.counts = {"tied": 0, "none": 0, "nan": 0, "exception": 0}
+        self.ledger: ledger.Ledger | None = None
+        self._replayed = 0  # steps that are taken from the ledger
+        self._moving = False  # an update began and its step is not counted yet
+        self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
+        self.control = TrainerControl()
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback, *_reporters(self.args), *(callbacks or [])],
+            self.model,
+            self.processing_class,
+            None,
+            None,
+        )
+        if not self.args.disable_tqdm:
+            self.callback_handler.add_callback(ESProgress)
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    # ---- the loop
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainerState:
+        """Run to `max_steps` (or `num_train_epochs`), recording each step in `output_dir/ledger.jsonl`.
+
+        Args:
+            resume_from_checkpoint: True: go on with the run in output_dir, from its newest checkpoint (from the
+                starting model if there is none); or a checkpoint's folder. The steps after the checkpoint that the
+                ledger has are gone through with its rewards: no member is evaluated again, while evaluate(), logs and
+                callbacks come as in the run itself. It ends with the same bits as an uninterrupted one.
+
+        Returns:
+            The trainer's state; `state.log_history` holds the metrics. The model holds the final weights.
+
+        Raises:
+            ValueError: nothing to resume from, or a run with other settings, prompts or starting weights; without
+                resume_from_checkpoint, an output_dir that holds the ledger of another run.
+            OSError: a step that cannot be recorded (a full disk). Nothing recorded is lost.
+        """
+        per_epoch = math.ceil(len(self.train_prompts) / self.prompts_per_step)
+        epochs = self.args.num_train_epochs
+        max_steps = self.args.max_steps if self.args.max_steps > 0 else math.ceil(epochs * per_epoch)
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
+            self._resume(resume_from_checkpoint)
+        elif self.ledger is None:
+            ledger.refuse_existing(self._ledger_path)
+        self._check_continuity()
+        self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(max_steps / per_epoch)
+        self.state.compute_steps(self.args, max_steps)
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        while self.state.global_step < max_steps and not self.control.should_training_stop:
+            if self.state.global_step % per_epoch == 0:
+                self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            metrics = self._step(recording=True)
+            self.engine.write_model()  # callbacks find the current weights in the model
+            self.state.epoch = self.state.global_step / per_epoch
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            if self.state.global_step % per_epoch == 0:
+                self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            if self.control.should_log:
+                self.log(metrics)
+            if self.control.should_evaluate:
+                self.evaluate()
+            if self.control.should_save:
+                self._save_checkpoint()
+        self.engine.write_model()
+        if self.ledger is not None and len(self.ledger.steps) == self.state.global_step and not self.ledger.ended:
+            self.ledger.end(self._digest())
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return self.state
+
+    def step(self) -> dict[str, float]:
+        """One ES step (ask, evaluate, tell) that no ledger records. Returns its metrics; see the module's docstring."""
+        return self._step(recording=False)
+
+    def _step(self, recording: bool) -> dict[str, float]:
+        started, step = time.perf_counter(), self.state.global_step
+        members = self.ask(step)
+        known = recording and step < self._replayed
+        record = self.ledger.steps[step] if known else self._evaluate_members(step, members)
+        if known:
+            ledger.check_weights(self.ledger, step, self.engine.layout, self.engine.master)
+        elif recording:
+            self._record(record)
+        self._moving = recording
+        self._count(record)
+        cpu = time.process_time()
+        tied = self.tell(members, record.rewards)
+        self.budget["core_seconds"] += time.process_time() - cpu
+        if recording:
+            self.state.global_step += 1
+            self._moving = False
+        return self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
+
+    def _evaluate_members(self, step: int, members: Sequence[local.Member]) -> ledger.Step:
+        """Evaluate the population: all that a step adds to the run before the weights move."""
+        started, n = time.perf_counter(), self.args.population_size
+        core, tokens, counts, log = self.budget["core_seconds"], 0, {}, {}
+        if self.args.fitness == "random":
+            fitness = _generator(self.args.seed, step, "random").standard_normal(n)
+        else:
+            indices = self._indices(step)
+            evaluations = self.engine.evaluate(members, self.args.sigma, "train", indices, self.state)
+            fitness = np.array([member_fitness(e.scored) for e in evaluations])
+            missing = np.flatnonzero(np.isnan(fitness))
+            if len(missing):
+                raise ValueError(
+                    f"member {missing[0]} of step {step} has no reward: every reward function returned None on all of "
+                    f"its {len(indices)} prompts. Give at least one function that applies to each step's prompts."
+                )
+            if self.args.fitness == "shuffled":
+                fitness = _generator(self.args.seed, step, "shuffled").permutation(fitness)
+            tokens = int(sum(e.lengths.sum() for e in evaluations))
+            core += sum(e.core_seconds for e in evaluations)
+            counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in ("none", "nan", "exception")}
+            log = self._logged(evaluations)
+        coefficients(fitness, self.args.alpha)  # what cannot be told is an error before it is recorded
+        seconds = float(f"{time.perf_counter() - started:.4g}")
+        return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log)
+
+    def _record(self, record: ledger.Step) -> None:
+        if self.ledger is None:
+            layout, master = self.engine.layout, self.engine.master
+            header = ledger.header(self._settings(), self.run_key, self.model, layout, master)
+            self.ledger = ledger.Ledger.create(self._ledger_path, header)
+        due = record.step > 0 and record.step % ledger.DIGEST_EVERY == 0
+        self.ledger.append(record, self._digest() if due else None)
+
+    def _indices(self, step: int) -> np.ndarray:
+        return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
+
+    def _digest(self) -> str:
+        return ledger.digest(self.engine.layout, self.engine.master)
+
+    def ask(self, step: int) -> list[local.Member]:
+        """The members of a step: (N) keys, each with sign +1; no two alike."""
+        return population(self.run_key, step, self.args.population_size)
+
+    def tell(self, members: Sequence[local.Member], fitness: np.ndarray) -> bool:
+        """Move the master by (alpha / N) sum_n z_n eps_n. fitness: (N,) reward units. Returns whether it was tied."""
+        c = coefficients(fitness, self.args.alpha)
+        self.counts["tied"] += int(c is None)
+        if c is not None:
+            self.engine.update(np.array([m.key for m in members], dtype=np.uint64), c)
+        return c is None
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward (and logged metrics) of the current weights on the evaluation set, decoding greedily.
+
+        Raises:
+            ValueError: the trainer has no eval_dataset.
+        """
+        if self.eval_prompts is None:
+            raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer.")
+        (completions,) = self.engine.generate("eval")
+        scored = local.score(
+            self.rewards, self.eval_prompts, np.arange(len(self.eval_prompts)), completions, self.state
+        )
+        metrics = {"eval_reward": member_fitness(scored)}
+        metrics |= {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._keep_best(metrics)
+        return metrics
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it."""
+        if self.args.metric_for_best_model is None:
+            return
+        name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model: {name!r} is not one of the evaluation's {sorted(metrics)}.")
+        value, best = metrics[name], self.state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
+        logs = {**logs, "epoch": round(self.state.epoch or 0.0, 4)}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    # ---- files
+
+    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
+        """Write a Hugging Face folder: weights in the model's dtype, configuration, tokenizer."""
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        self.engine.write_model()
+        self.model.save_pretrained(output_dir)
+        self.processing_class.save_pretrained(output_dir)
+
+    def _save_checkpoint(self) -> None:
+        from safetensors.numpy import save_file
+
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        # renamed when complete: never half a checkpoint
+        partial = folder.with_name(f"partial-{self.state.global_step}")
+        self.save_model(partial)
+        save_file(dict(self.engine.layout.views(self.engine.master)), partial / "master.safetensors")
+        self.state.save_to_json(str(partial / "trainer_state.json"))
+        state = {"settings": self._settings(), "budget": self.budget, "counts": self.counts, "weights": self._digest()}
+        state["line"] = self.ledger.tips[self.state.global_step]  # the checkpoint belongs to this ledger
+        (partial / "es_state.json").write_text(json.dumps(state, indent=1))
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        self._rotate_checkpoints(folder)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _rotate_checkpoints(self, newest: Path) -> None:
+        """Keep the newest checkpoint, whatever its number, and the save_total_limit - 1 before it."""
+        if not self.args.save_total_limit:
+            return
+        steps = {p: p.name.removeprefix("checkpoint-") for p in newest.parent.glob("checkpoint-*") if p != newest}
+        others = sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]))
+        for old in others[: max(0, len(others) + 1 - self.args.save_total_limit)]:
+            shutil.rmtree(old)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run must share with the run it continues."""
+        names = ("population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed")
+        settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
+        settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
+        return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
+
+    @property
+    def _ledger_path(self) -> Path:
+        return Path(self.args.output_dir) / ledger.NAME
+
+    def _resume(self, checkpoint: bool | str | os.PathLike) -> None:
+        """Open the ledger, and start from a checkpoint's weights or from the model."""
+        if checkpoint is True:
+            found = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
+            folder = Path(found) if found else None
+        else:
+            folder = Path(checkpoint)
+            if not (folder / "es_state.json").is_file():
+                raise ValueError(f"{str(folder)!r} is not a checkpoint of ESTrainer: it has no es_state.json.")
+        path = self._ledger_path
+        source = path if folder is None else folder.parent / ledger.NAME
+        if not ledger.recorded(source):
+            if folder is not None:
+                raise ValueError(f"{str(folder)!r} has no ledger beside it: copy {ledger.NAME} of its run there.")
+            if source.exists():
+                logger.warning("%s: the run was killed before its first step was recorded, and starts anew.", source)
+                return
+            raise ValueError(
+                f"no ledger and no checkpoint to resume from in {self.args.output_dir!r}: call train() to start anew."
+            )
+        if source.resolve() != path.resolve():  # the run goes on in another folder
+            ledger.refuse_existing(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+        run = ledger.Ledger.open(path)
+        if run.torn:
+            logger.warning(
+                "%s: a torn last line of %d bytes was cut off; its step is computed again.", path, len(run.torn)
+            )
+        here = self._settings()
+        for name, value in run.header["settings"].items():
+            if here.get(name) != value:
+                raise ValueError(
+                    f"{str(path)!r} is of a run with {name}={value!r}, this one has {here.get(name)!r}: use the same "
+                    "settings to resume, or another output_dir to start anew."
+                )
+        if folder is None:
+            ledger.check_model(run, self.engine.layout, self.engine.master)
+        else:
+            self._load_checkpoint(folder, run)
+        self.ledger, self._replayed, self._moving = run, len(run.steps), False
+
+    def _load_checkpoint(self, folder: Path, run: ledger.Ledger) -> None:
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
+        try:
+            saved = json.loads((folder / "es_state.json").read_text())
+            state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+            weights = load_file(folder / "master.safetensors")
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
+        if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
+            raise ValueError(f"{str(folder)!r} is not of the run that {run.path} records: {remedy}")
+        for name, view in self.engine.layout.views(self.engine.master).items():
+            view[...] = weights[name]
+        if self._digest() != saved["weights"]:
+            raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
+        self.state, self.budget, self.counts = state, saved["budget"], saved["counts"]
+
+    def _check_continuity(self) -> None:
+        """Raise RuntimeError if weights and ledger have parted: an interrupted update, or a step() in between."""
+        if self.ledger is None:
+            return
+        step, recorded = self.state.global_step, len(self.ledger.steps)
+        stray = recorded != step and step >= self._replayed
+        changed = self.ledger.ended and recorded == step and self._digest() != self.ledger.weights[step]
+        if self._moving or stray or changed:
+            raise RuntimeError(
+                f"the weights are not those after step {step} of {self.ledger.path}: the run was interrupted while "
+                "they moved, or they were changed outside train(). Make a new trainer from the starting model and call "
+                "train(resume_from_checkpoint=True)."
+            )
+
+    # ---- bookkeeping
+
+    def _count(self, record: ledger.Step) -> None:
+        if self.args.fitness != "random":
+            prompts = int(self.train_prompts.lengths[self._indices(record.step)].sum())
+            self.budget["completions"] += self.args.population_size * self.prompts_per_step
+            self.budget["prompt_tokens"] += self.args.population_size * prompts
+        self.budget["generated_tokens"] += record.tokens
+        self.budget["core_seconds"] = record.core
+        for name, count in record.counts.items():
+            self.counts[name] += count
+
+    def _logged(self, evaluations: list[local.Evaluation]) -> dict[str, float]:
+        """Metrics of a step that do not follow from its rewards."""
+        log = {}
+        # what the reward functions log themselves, over the members that logged it
+        for name in sorted({name for e in evaluations for name in e.scored.metrics}):
+            log[name] = float(
+                np.mean([np.mean(e.scored.metrics[name]) for e in evaluations if name in e.scored.metrics])
+            )
+        log["completions/clipped_ratio"] = float(np.mean([e.clipped.mean() for e in evaluations]))
+        for name in self.rewards.names:
+            means = [e.scored.functions[name][0] for e in evaluations if name in e.scored.functions]
+            if means:
+                log[f"rewards/{name}/mean"] = float(np.mean(means))
+        return log
+
+    def _metrics(self, record: ledger.Step, tied: bool, seconds: float) -> dict[str, float]:
+        n, fitness = self.args.population_size, record.rewards
+        metrics = {
+            "reward": float(np.mean(fitness)),
+            "reward_std": float(np.std(fitness)),
+            "reward_max": float(np.max(fitness)),
+            "tied": float(tied),
+            "completions": self.budget["completions"],
+            "num_tokens": self.budget["generated_tokens"] + self.budget["prompt_tokens"],
+            "members_per_second": n / seconds,
+            "step_time": seconds,
+            "core_seconds": self.budget["core_seconds"],
+        }
+        if self.args.fitness != "random":
+            metrics["completions/mean_length"] = record.tokens / (n * self.prompts_per_step)
+        return record.log | metrics  # never over a metric of ours
+
+
+class ESProgress(TrainerCallback):
+    """A bar over steps with reward, accuracy (where the reward logs it), members a second and time left."""
+
+    def __init__(self):
+        self._bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._bar is None or not logs or "reward" not in logs:
+            return
+        shown = {"reward": f"{logs['reward']:.3f}", "members/s": f"{logs['members_per_second']:.1f}"}
+        if "accuracy" in logs:
+            shown["accuracy"] = f"{logs['accuracy']:.3f}"
+        self._bar.set_postfix(shown, refresh=False)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._bar.update(state.global_step - self._bar.n)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._bar.close()
+        self._bar = None
+
+
+# ---- pure parts of the step
+
+
+def population(run_key: int, step: int, n: int) -> list[local.Member]:
+    """The members of a step.
+
+    Args:
+        run_key: of the run's noise.
+        step: 0, 1, ...
+        n: N, members.
+    """
+    return [local.Member(noise.member_key(run_key, step, i)) for i in range(n)]
+
+
+def coefficients(fitness: np.ndarray, alpha: float) -> np.ndarray | None:
+    """What each member's noise is multiplied by in the update, fl32(alpha z_n / N); None for a tied population.
+
+    Args:
+        fitness: (members,) reward units.
+        alpha: step size, 1/sigma digested.
+
+    Returns:
+        (members,) float32, weight units.
+
+    Raises:
+        ValueError: a coefficient that is not finite.
+
+    >>> coefficients(np.array([1.0, 3.0]), alpha=0.5), coefficients(np.array([2.0, 2.0]), alpha=0.5)
+    (array([-0.25,  0.25], dtype=float32), None)
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = standardise(fitness)
+        c = (alpha * z / len(z)).astype(np.float32)
+        finite = np.isfinite(c).all() and np.isfinite(np.var(fitness))
+    if not finite:
+        raise ValueError(f"the rewards {fitness.tolist()!s:.200} give no finite coefficients: scale the rewards down.")
+    return c if z.any() else None
+
+
+def standardise(fitness: np.ndarray) -> np.ndarray:
+    """z-scores over the population, in float64 with the population standard deviation; all zero if it is tied.
+
+    Args:
+        fitness: (members,) reward units.
+
+    >>> standardise(np.array([1.0, 3.0])), standardise(np.array([0.1 + 0.2, 0.3]))
+    (array([-1.,  1.]), array([0., 0.]))
+    """
+    fitness = np.asarray(fitness, dtype=np.float64)
+    deviation, scale = fitness.std(), np.abs(fitness).max()
+    if deviation <= 1e-12 * scale:  # differences of this size are rounding: a tie, whatever the reward's unit
+        return np.zeros_like(fitness)
+    return (fitness - fitness.mean()) / deviation
+
+
+def member_fitness(scored: Scored) -> float:
+    """Mean reward over the prompts to which a reward function applied; NaN if there is none."""
+    applied = scored.rewards[~np.isnan(scored.rewards)]
+    return float(applied.mean()) if len(applied) else math.nan
+
+
+def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
+    """Which rows of the training set a step uses: consecutive stretches of a new permutation each epoch.
+
+    Args:
+        n: rows of the training set.
+        per_step: prompts a step; n or fewer.
+        seed: of the run.
+        step: 0, 1, ...
+
+    Returns:
+        (per_step,) int64. When a stretch crosses an epoch's end, it goes on in the next permutation.
+    """
+    if per_step == n:
+        return np.arange(n)  # all of them: the order would only change floating-point results
+    first, out = step * per_step, []
+    while len(out) < per_step:
+        epoch, offset = divmod(first + len(out), n)
+        order = _generator(seed, epoch, "order").permutation(n)
+        out.extend(order[offset : offset + per_step - len(out)].tolist())
+    return np.array(out)
+
+
+_PURPOSES = {"order": 0, "shuffled": 1, "random": 2}
+
+
+def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
+    """A branch of the run's one tree of seeds; member noise has its own law and is not part of it."""
+    return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))
+
+
+def choose(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ValueError unless value is one of the choices, suggesting the nearest."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}={value!r} is not one of {list(choices)}.{hint}")
+
+
+def _at_least(name: str, value: Any, least: int, why: str) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}: {why}.")
+
+
+def _reporters(args: ESConfig) -> list[Callable]:
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    return get_reporting_integration_callbacks(args.report_to)
+
+
+def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """A model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
+
+    Args:
+        model: a model object, a folder, or a name on the Hub (float32 unless keywords say otherwise; weights from
+            safetensors, no code from the Hub).
+        tokenizer: its tokenizer; None: the one saved with the model.
+        keywords: further arguments of from_pretrained.
+
+    Raises:
+        ValueError: the model cannot be found, or keywords are given for an object.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if isinstance(model, (str, os.PathLike)):
+        name = str(model)
+        looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if looks_like_path and not Path(name).is_dir():
+            raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
+        settings = {"dtype": torch.float32, "use_safetensors": True} | (keywords or {})
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, **settings)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    elif keywords:
+        raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
+    if tokenizer is None:
+        origin = model.config._name_or_path
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(origin)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no tokenizer lies beside the model {origin!r}: give it as processing_class.") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to("cpu").eval(), tokenizer

@@ -1,0 +1,667 @@
+"""The ledger of an ES run: every weight of the run in some 200 kB, and the point from which a killed run goes on.
+
+The noise is a function of keys (`evoalign_lib.noise`), so that the rewards of the members are all that a run adds to
+its settings: keys and coefficients are computed again from them. A ledger is a file of JSON lines.
+
+Line 1, the header: versions of format and noise law, the run key, the settings (the batch plan included), and of the
+model its name, dtype, parameters and digest. A digest is the SHA-256 of the float32 weights with their names, sorted by
+canonical name. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers # = 0 .. n - 1.
+
+Then a line a step, synced to disk before the weights move:
+
+- `step`: 0, 1, ...
+- `rewards`: those that the step was computed with (permuted in the null arm "shuffled"), exactly, member by member.
+  "17 23-1" with `of` D means 17 / D, and the float64 one unit in the last place nearer to 0 than 23 / D: a mean over
+  prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
+- `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
+- `log`: further metrics of the step; `names` of them, where they differ from those of the line before.
+- `weights`, every `digest_every` steps: the digest before the step.
+- `prev`: the first 128 bits of the SHA-256 of the previous line (without its newline). The chain finds accidents and
+  careless edits, which 128 bits do as well as 256; it has no secret, so that no length would stop a forger. Over 500
+  steps the other half would cost 16 kB.
+
+When `train()` returns, a line with `end` (steps so far) and `weights` (the digest after them) closes the ledger; a run
+that goes on continues below it.
+
+A line counts once its newline is there. The torn last line of a killed run is cut off when the run resumes, and the
+step is computed again, with the same result. Anything else that is wrong is an error that names the line.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import noise
+
+FORMAT = 1
+NAME = "ledger.jsonl"
+DIGEST_EVERY = 10  # steps
+_PREV = 32  # hexadecimal digits
+_HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
+
+
+class LedgerError(ValueError):
+    """A ledger that cannot be read, continued or replayed; the message says where and what to do."""
+
+
+@dataclass
+class Step:
+    """One step of a run, as its line holds it."""
+
+    step: int
+    """0, 1, ..."""
+    rewards: np.ndarray
+    """(members,) float64, reward units: what the coefficients were computed from"""
+    tokens: int = 0
+    """generated in this step"""
+    seconds: float = 0.0
+    """wall time of the evaluation"""
+    core: float = 0.0
+    """CPU seconds of the run, this evaluation included"""
+    counts: dict[str, int] = field(default_factory=dict)
+    """failed rewards of this step, by kind"""
+    log: dict[str, float] = field(default_factory=dict)
+    """metrics that do not follow from the rewards"""
+
+
+@dataclass
+class Report:
+    """What `verify` found."""
+
+    steps: int
+    """recorded"""
+    ended: bool
+    """whether the last line closes the ledger"""
+    torn: int
+    """bytes of a torn last line, which do not count"""
+    digests: int
+    """digests of weights in the ledger, that of the model included"""
+    recomputed: bool
+    """whether all of them were computed again"""
+    weights: str | None
+    """digest of the last weights, if the ledger or a replay gave it"""
+
+    def text(self) -> str:
+        """The report in a few lines."""
+        torn = f", and a torn last line of {self.torn} bytes, which does not count" if self.torn else ""
+        chain = f"{self.steps} steps, chain intact, {'closed' if self.ended else 'not closed'}{torn}"
+        done = "all computed again, equal" if self.recomputed else "not computed again: give the model"
+        return f"{chain}\n{self.digests} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
+
+
+class Ledger:
+    """A ledger in memory and, for a run that writes it, on disk; made by `create`, `open` or `read`."""
+
+    def __init__(self, path: Path, header: dict[str, Any], line: bytes):
+        self.path = path
+        self.header = header
+        """line 1"""
+        self.steps: list[Step] = []
+        """the recorded steps"""
+        self.weights: dict[int, str] = {0: header["model"]["digest"]}
+        """digest of the weights after so many steps, where the ledger has it"""
+        self.tips = [_sha(line)]
+        """hash of the line of the last of so many steps"""
+        self.ended = False
+        """whether the last line closes the ledger"""
+        self.torn = b""
+        """a torn last line, which does not count"""
+        self._last, self._names = self.tips[0], []
+        self._size = len(line) + 1
+
+    @classmethod
+    def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
+        """Begin a ledger with the line of `header`, synced to disk. A file in which no step is recorded is replaced.
+
+        Raises:
+            LedgerError: the file holds steps of a run.
+            OSError: it cannot be written.
+        """
+        path = Path(path)
+        refuse_existing(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        line = _dump(header)
+        path.touch(exist_ok=False)
+        try:
+            _append(path, 0, line + b"\n", "the start of the run")
+        except OSError:
+            path.unlink()
+            raise
+        if os.name == "posix":
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the new name
+            finally:
+                os.close(folder)
+        return cls(path, header, line)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike) -> Ledger:
+        """Read a ledger to go on with it. A torn last line is cut off the file and kept in `torn`.
+
+        Raises:
+            LedgerError: as for `read`.
+        """
+        ledger = read(path)
+        if ledger.path.suffix == ".gz":
+            raise LedgerError(f"{ledger.path} is compressed: unpack it (gunzip) to go on with it.")
+        if ledger.torn:
+            os.truncate(ledger.path, ledger._size)
+        return ledger
+
+    def append(self, step: Step, weights: str | None = None) -> None:
+        """Add one step, synced to disk.
+
+        Args:
+            step: the next one.
+            weights: digest of the weights before it.
+
+        Raises:
+            LedgerError: a step out of order, a wrong number of rewards or one that is not finite, or a file that
+                something else has written to.
+            OSError: the line cannot be written (a full disk); the file is then as it was before.
+        """
+        self._check(step)
+        settings = self.header["settings"]
+        line: dict[str, Any] = {"step": step.step}
+        line |= encode_rewards(step.rewards, settings["prompts_per_step"])
+        line |= {"tokens": step.tokens, "seconds": step.seconds, "core": step.core}
+        if counts := {name: n for name, n in step.counts.items() if n}:
+            line["counts"] = counts
+        if (names := list(step.log)) != self._names:
+            line["names"] = names
+        if names:
+            # JSON has no NaN: such values become texts that float() reads
+            line["log"] = [x if math.isfinite(x) else str(float(x)) for x in step.log.values()]
+        if weights is not None:
+            line["weights"] = weights
+        self._add(line, f"step {step.step}")
+        self.steps.append(step)
+        self.tips.append(self._last)
+        self._names, self.ended = names, False
+        if weights is not None:
+            self.weights[step.step] = weights
+
+    def end(self, weights: str) -> None:
+        """Close the ledger with the digest of the weights after its last step; errors as for `append`."""
+        self._add({"end": len(self.steps), "weights": weights}, "the end of the run")
+        self.weights[len(self.steps)], self.ended = weights, True
+
+    def _add(self, line: dict[str, Any], what: str) -> None:
+        text = _dump(line | {"prev": self._last})
+        _append(self.path, self._size, text + b"\n", what)
+        self._size, self._last = self._size + len(text) + 1, _sha(text)
+
+    def _check(self, step: Step) -> None:
+        if step.step != len(self.steps):
+            raise LedgerError(f"step {step.step} is out of order: the next one in {self.path} is {len(self.steps)}.")
+        n = self.header["settings"]["population_size"]
+        if step.rewards.shape != (n,):
+            raise LedgerError(
+                f"step {step.step} has rewards of shape {step.rewards.shape}, the population has N = {n}."
+            )
+        if not np.isfinite(step.rewards).all():
+            member = int(np.flatnonzero(~np.isfinite(step.rewards))[0])
+            raise LedgerError(
+                f"member {member} of step {step.step} has the reward {step.rewards[member]}: rewards must be finite; "
+                "return None where a reward does not apply."
+            )
+
+
+def recorded(path: str | os.PathLike) -> bool:
+    """Whether a file holds a ledger with at least one step (a killed run may leave less than a header)."""
+    path = Path(path)
+    return path.is_file() and path.read_bytes().count(b"\n") > 1
+
+
+def refuse_existing(path: str | os.PathLike) -> None:
+    """Raise LedgerError if a file holds recorded steps, which a new run would destroy."""
+    if recorded(path):
+        raise LedgerError(
+            f"{path} is the ledger of another run: use another output_dir, or train(resume_from_checkpoint=True) to "
+            "go on with that run."
+        )
+
+
+def read(path: str | os.PathLike) -> Ledger:
+    """Read a ledger (also one compressed with gzip) and check its chain; the file does not change.
+
+    Returns:
+        The ledger, with `header`, `steps`, `weights`, and in `torn` the last line of a killed run.
+
+    Raises:
+        LedgerError: no such file, no header, another format or noise law, or a line that is damaged, was edited, or
+            does not follow from the one before; the message names the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise LedgerError(f"there is no ledger {str(path)!r}.")
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError) as error:
+            raise LedgerError(f"{path} is damaged ({error}): restore it from a copy.") from error
+    *lines, torn = data.split(b"\n")
+    ledger = None
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) > 1 and not torn:  # the machine stopped before all of the line was on disk
+                torn = text + b"\n"
+                break
+            raise _damaged(path, number, f"is not JSON ({error})") from error
+        try:
+            if ledger is None:
+                _check_header(line)
+                ledger = Ledger(path, line, text)
+            else:
+                _take(ledger, line, text)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, LedgerError):
+                raise LedgerError(f"{path}, line {number}: {error}") from error
+            raise _damaged(path, number, f"is no line of a ledger ({type(error).__name__}: {error})") from error
+    if ledger is None:
+        raise LedgerError(f"{path} has no header: no step was recorded in it, so nothing is lost if it is deleted.")
+    ledger.torn = torn
+    return ledger
+
+
+def _damaged(path: Path, number: int, what: str) -> LedgerError:
+    return LedgerError(
+        f"{path}, line {number} {what}: restore the file from a copy, or cut it off before this line (head -n "
+        f"{number - 1}) and resume the run."
+    )
+
+
+def _check_header(line: Any) -> None:
+    if not isinstance(line, dict) or not line.keys() >= _HEADER:
+        raise LedgerError("this is not the header of a ledger: the file has lost its first line, or is something else.")
+    for what, found, known in (
+        ("format", line["evoalign_ledger"], FORMAT),
+        ("noise law", line["noise"], noise.NOISE_VERSION),
+    ):
+        if found != known:
+            raise LedgerError(
+                f"the run has version {found!r} of the {what}, this evoalign has version {known}: use an evoalign that "
+                f"has version {found!r}."
+            )
+    int(line["run_key"], 16), line["model"]["digest"].encode()
+    settings = line["settings"]
+    for name, least in (("population_size", 2), ("prompts_per_step", 1)):
+        if not (isinstance(settings[name], int) and settings[name] >= least):
+            raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
+    if not (isinstance(settings["alpha"], float | int) and settings["alpha"] > 0):
+        raise LedgerError(f"alpha is {settings['alpha']!r}: the header was edited.")
+
+
+def _take(ledger: Ledger, line: Any, text: bytes) -> None:
+    """Check a line of a file and take it into the ledger."""
+    if line["prev"] != ledger._last:
+        raise LedgerError(
+            "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore the "
+            "file from a copy."
+        )
+    n = len(ledger.steps)
+    if "end" in line:
+        if line["end"] != n:
+            raise LedgerError(f"it closes the ledger after {line['end']!r} steps, but {n} are recorded.")
+        ledger.weights[n] = str(line["weights"])
+    else:
+        rewards = decode_rewards(line)
+        names = line.get("names", ledger._names if "log" in line else [])
+        log = dict(zip(map(str, names), map(float, line.get("log", [])), strict=True))
+        counts = {str(name): int(count) for name, count in line.get("counts", {}).items()}
+        step = Step(
+            line["step"], rewards, int(line["tokens"]), float(line["seconds"]), float(line["core"]), counts, log
+        )
+        ledger._check(step)
+        ledger.steps.append(step)
+        ledger.tips.append(_sha(text))
+        ledger._names = names
+        if "weights" in line:
+            ledger.weights[n] = str(line["weights"])
+    ledger.ended = "end" in line
+    ledger._last = _sha(text)
+    ledger._size += len(text) + 1
+
+
+# ---- replay
+
+
+def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> np.ndarray:
+    """The weights of a run after any step, computed again with the same bits.
+
+    Args:
+        source: a ledger, or its path.
+        model: the model that the run started from: an object (not changed), a folder, or a name.
+        step: how many steps to replay; None: all.
+
+    Returns:
+        The master, float32 in the order of `noise.Layout` over the model's parameters, padding included.
+
+    Raises:
+        LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
+            digest of the ledger.
+    """
+    ledger = source if isinstance(source, Ledger) else read(source)
+    n = len(ledger.steps) if step is None else step
+    if not 0 <= n <= len(ledger.steps):
+        raise LedgerError(
+            f"step {n} is not in {ledger.path}, which has {len(ledger.steps)} steps: choose one of 0 to these."
+        )
+    if isinstance(model, (str, os.PathLike)):
+        model, _ = _load(ledger, model)
+    layout, master = _master(model)
+    check_model(ledger, layout, master)
+    for record in ledger.steps[:n]:
+        check_weights(ledger, record.step, layout, master)
+        _move(ledger, record, layout, master)
+    check_weights(ledger, n, layout, master)
+    return master
+
+
+def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
+    """Check the form and the chain of a ledger and, given the model, every digest in it by a replay.
+
+    Args:
+        source: a ledger, or its path.
+        model: the model that the run started from, as for `replay`; None: no replay.
+
+    Raises:
+        LedgerError: what is wrong, and where.
+    """
+    ledger = source if isinstance(source, Ledger) else read(source)
+    last = ledger.weights.get(len(ledger.steps))
+    if model is not None:
+        if isinstance(model, (str, os.PathLike)):
+            model, _ = _load(ledger, model)
+        last = digest(_master(model)[0], replay(ledger, model))
+    return Report(
+        steps=len(ledger.steps),
+        ended=ledger.ended,
+        torn=len(ledger.torn),
+        digests=len(ledger.weights),
+        recomputed=model is not None,
+        weights=last,
+    )
+
+
+def write_model(
+    source: str | os.PathLike | Ledger, out: str | os.PathLike, model: str | None = None, step: int | None = None
+) -> str:
+    """Write the Hugging Face folder of any step of a run, with the weights that `ESTrainer.save_model` wrote then.
+
+    Args:
+        source: a ledger, or its path.
+        out: a new folder.
+        model: folder or name of the model that the run started from; None: the name in the ledger.
+        step: how many steps to replay; None: all.
+
+    Returns:
+        The digest of the float32 weights. (The folder holds them in the model's dtype.)
+
+    Raises:
+        LedgerError: as for `replay`; or the folder exists.
+    """
+    import torch
+
+    ledger = source if isinstance(source, Ledger) else read(source)
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LedgerError(f"{str(out)!r} exists: give a new folder.")
+    loaded, tokenizer = _load(ledger, model or ledger.header["model"]["name"])
+    master = replay(ledger, loaded, step)
+    layout, _ = _master(loaded)
+    views = layout.views(master)
+    with torch.no_grad():
+        for name, parameter in loaded.named_parameters():
+            parameter.copy_(torch.from_numpy(views[name]))
+    loaded.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return digest(layout, master)
+
+
+def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.Layout, master: np.ndarray) -> dict:
+    """The header of a run that starts now.
+
+    Args:
+        settings: of the run; population_size, alpha and prompts_per_step are read again.
+        run_key: of its noise.
+        model: the Hugging Face model, for name and dtype.
+        layout: of its parameters.
+        master: float32 (layout.size,), the starting weights.
+    """
+    return {
+        "evoalign_ledger": FORMAT,
+        "noise": noise.NOISE_VERSION,
+        "run_key": f"{run_key:#018x}",
+        "settings": dict(settings),
+        "digest_every": DIGEST_EVERY,
+        "model": {
+            "name": _origin(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "digest": digest(layout, master),
+            "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
+        },
+    }
+
+
+def digest(layout: noise.Layout, master: np.ndarray) -> str:
+    """SHA-256 of float32 weights: of (name, zero byte, little-endian values) of each parameter, sorted by name.
+
+    Args:
+        layout: of the parameters.
+        master: float32 (layout.size,).
+    """
+    found = hashlib.sha256()
+    for name, view in sorted(layout.views(master).items()):
+        found.update(name.encode() + b"\0")
+        found.update(view.astype("<f4", copy=False).data)
+    return found.hexdigest()
+
+
+def check_model(ledger: Ledger, layout: noise.Layout, master: np.ndarray) -> None:
+    """Raise LedgerError unless these are the weights that the run started from."""
+    model = ledger.header["model"]
+    name = f" ({model['name']})" if model["name"] else ""
+    recorded_shapes = {n: tuple(shape) for n, shape in unpack_shapes(model["parameters"])}
+    shapes = {e.name: e.shape for e in layout.entries}
+    if shapes != recorded_shapes:
+        other = sorted(n for n in shapes.keys() | recorded_shapes.keys() if shapes.get(n) != recorded_shapes.get(n))[0]
+        raise LedgerError(
+            f"this is not the model that the run started from{name}: {other!r} has the shape {shapes.get(other)}, in "
+            f"the run {recorded_shapes.get(other)}."
+        )
+    if (found := digest(layout, master)) != model["digest"]:
+        raise LedgerError(
+            f"these are not the weights that the run started from{name}: their digest is {found:.16}..., in the ledger "
+            f"{model['digest']:.16}... Load that model anew (a trained model object has moved on)."
+        )
+
+
+def check_weights(ledger: Ledger, step: int, layout: noise.Layout, master: np.ndarray) -> None:
+    """Raise LedgerError if the ledger has a digest of the weights after so many steps and these have another one."""
+    expected = ledger.weights.get(step)
+    if expected is not None and (found := digest(layout, master)) != expected:
+        raise LedgerError(
+            f"after {step} steps the weights have the digest {found:.16}..., in {ledger.path} it is {expected:.16}...: "
+            "rewards or digest were edited, or this machine computes the noise differently (its tests tell)."
+        )
+
+
+def _move(ledger: Ledger, record: Step, layout: noise.Layout, master: np.ndarray) -> None:
+    from evoalign_lib.es import coefficients, population
+
+    settings, key = ledger.header["settings"], int(ledger.header["run_key"], 16)
+    c = coefficients(record.rewards, settings["alpha"])
+    if c is not None:
+        members = population(key, record.step, settings["population_size"])
+        noise.update(master, layout, np.array([m.key for m in members], np.uint64), c)
+
+
+def _master(model: Any) -> tuple[noise.Layout, np.ndarray]:
+    parameters = dict(model.named_parameters())
+    layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in parameters.items())
+    master = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(master).items():
+        view[...] = parameters[name].detach().float().numpy()
+    return layout, master
+
+
+def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
+    import torch
+
+    from evoalign_lib import tiny
+    from evoalign_lib.es import load_model
+
+    if name is None:
+        raise LedgerError(
+            f"{ledger.path} has no name of the model that the run started from: give its folder or name (--model)."
+        )
+    if str(name) in tiny.BASES:
+        return tiny.load(str(name))
+    dtype = getattr(torch, ledger.header["model"]["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise LedgerError(f"{ledger.path} has the dtype {ledger.header['model']['dtype']!r}: the header was edited.")
+    return load_model(name, None, {"dtype": dtype})
+
+
+def _origin(model: Any) -> str | None:
+    """The name or folder that a model was loaded from; of a shipped base the name, its folder being this machine's."""
+    from evoalign_lib import tiny
+
+    origin = getattr(model.config, "_name_or_path", "")
+    return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
+
+
+# ---- lines
+
+
+def encode_rewards(rewards: np.ndarray, prompts: int) -> dict[str, Any]:
+    """Rewards as the shorter of the two exact forms that the module's docstring describes.
+
+    Args:
+        rewards: (members,) float64.
+        prompts: over which they are means, which says where to look for fractions.
+
+    >>> encode_rewards(np.array([0.5, 0.1 + 0.2, 0.25]), 2)
+    {'of': 20, 'rewards': '10 6+1 5'}
+    """
+    exact = base64.b64encode(rewards.astype("<f8").tobytes()).decode()
+    for places in range(5):
+        of = prompts * 10**places
+        with np.errstate(over="ignore"):
+            scaled = rewards * of
+        if not (np.abs(scaled) < 2**53).all():
+            break
+        k = np.rint(scaled).astype(np.int64)
+        # neighbouring floats are neighbours as integers, and integer arithmetic is exact both ways
+        off = rewards.view(np.int64) - (k / of).view(np.int64)
+        if ((off >= -9) & (off <= 9)).all():
+            text = " ".join(f"{a}{b:+d}" if b else str(a) for a, b in zip(k.tolist(), off.tolist(), strict=True))
+            return {"of": of, "rewards": text} if len(text) + len(f'"of":{of},') < len(exact) else {"rewards": exact}
+    return {"rewards": exact}
+
+
+_FRACTION = re.compile(r"(-?[0-9]{1,16})([+-][1-9])?", re.ASCII)
+
+
+def decode_rewards(line: Mapping[str, Any]) -> np.ndarray:
+    """The rewards (members,) float64 of a line, with the bits that `encode_rewards` was given.
+
+    Raises:
+        LedgerError: neither of the two forms.
+
+    >>> decode_rewards({"of": 20, "rewards": "10 6+1 5"}).tolist()
+    [0.5, 0.30000000000000004, 0.25]
+    """
+    text, of = line["rewards"], line.get("of")
+    if of is None:
+        data = base64.b64decode(text, validate=True)
+        if len(data) % 8:
+            raise LedgerError(f"rewards has {len(data)} bytes, which are no float64s.")
+        return np.frombuffer(data, "<f8").astype(np.float64)
+    found = [_FRACTION.fullmatch(part) for part in text.split(" ")]
+    if not (isinstance(of, int) and 0 < of < 2**53) or None in found:
+        raise LedgerError(f"rewards {text:.80} of {of!r} are no fractions.")
+    k = np.array([int(m[1]) for m in found], np.int64)
+    return ((k / of).view(np.int64) + np.array([int(m[2] or 0) for m in found])).view(np.float64)
+
+
+def pack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[list]:
+    """Names and shapes of parameters, layers of one form written once.
+
+    >>> pack_shapes([("embed", (5, 2)), ("h.0.w", (3,)), ("h.1.w", (3,)), ("h.2.w", (4,))])
+    [['embed', [5, 2]], ['h.#.w', [3], 2], ['h.2.w', [4]]]
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes:
+        template = name if "#" in name else re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", name, count=1)
+        groups.setdefault((template, tuple(shape)), []).append(name)
+    packed: list[list] = []
+    for (template, shape), names in groups.items():
+        n = len(names)
+        if n > 1 and set(names) == {template.replace("#", str(i)) for i in range(n)}:
+            packed.append([template, list(shape), n])
+        else:
+            packed += [[name, list(shape)] for name in names]
+    return packed
+
+
+def unpack_shapes(packed: Iterable[Sequence]) -> list[tuple[str, list[int]]]:
+    """The (name, shape) of each parameter from what `pack_shapes` made, in any order."""
+    return [
+        (name.replace("#", str(i)) if n else name, shape) for name, shape, *n in packed for i in range(n[0] if n else 1)
+    ]
+
+
+def _dump(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _sha(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:_PREV]
+
+
+def _append(path: Path, size: int, data: bytes, what: str) -> None:
+    """Add bytes to a file of a known size and sync it; a file that cannot take them all is left as it was."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            if (found := file.seek(0, os.SEEK_END)) != size:
+                raise LedgerError(
+                    f"{path} has {found} bytes, this run left it with {size}: another process writes to it, or it was "
+                    "edited. End the other run, and resume this one in a new process."
+                )
+            try:
+                _write(file, data)
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(size)
+                raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{what} could not be recorded ({error.strerror}): the run stops, and what is recorded stays. Make room, "
+            "then call train(), or train(resume_from_checkpoint=True) in a new process",
+            str(path),
+        ) from error
+
+
+def _write(file: Any, data: bytes) -> None:
+    while data:  # a disk that is nearly full takes a part first
+        data = data[file.write(data) :]

@@ -1,0 +1,238 @@
+"""Reward functions, called in one way for every arm.
+
+A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyword with `prompts`, `completions`,
+`completion_ids`, `trainer_state`, `log_metric`, `log_extra` and every other column of the data set, and returns a
+number (or None: not applicable) for each completion. Rewards are maximised. `log_extra`, which fills TRL's table of
+completions, does nothing here: no such table is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+# what a reward function is called with besides the columns of the data set
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+
+
+class RewardError(RuntimeError):
+    """A reward function failed where no floor is declared for it."""
+
+
+@dataclass
+class Scored:
+    """The rewards of one batch of completions.
+
+    Attributes:
+        rewards: (completions,) float64; NaN where no function applied (all returned None).
+        functions: name -> (mean, population standard deviation) of each function's own rewards.
+        metrics: what the functions logged by `log_metric`: name -> values, in call order.
+        counts: how many single rewards were "nan" (or infinite) or "exception", which score the floor, or "none", which
+            are left out.
+    """
+
+    rewards: np.ndarray
+    functions: dict[str, tuple[float, float]]
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class Rewards:
+    """One or several reward functions with weights and a floor.
+
+    Args:
+        functions: a reward function or a list of them.
+        weights: one weight a function (default: all 1); the reward is the weighted sum over the functions that applied.
+        floor: what a NaN, an infinity or an exception scores. None: the function, or its module, declares
+            `REWARD_FLOOR`, as every task of this library does; a function without one stops the run at its first
+            failure, naming the prompt.
+
+    Raises:
+        TypeError: something that is not callable was given, or an asynchronous function.
+        ValueError: no function, as many weights as functions were not given, or a weight or floor is not finite.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunction | Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        floor: float | None = None,
+    ):
+        several = isinstance(functions, Sequence) and not isinstance(functions, str)
+        self.functions = list(functions) if several else [functions]
+        if not self.functions:
+            raise ValueError("reward_funcs is empty: give at least one reward function.")
+        for function in self.functions:
+            if not callable(function):
+                raise TypeError(
+                    f"reward function {function!r} is not callable: give a Python function "
+                    "reward(prompts, completions, **columns) -> list[float | None]."
+                )
+            if inspect.iscoroutinefunction(function):
+                raise TypeError(f"reward function {function!r} is asynchronous: give a plain one, without 'async'.")
+        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
+        if len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward_weights has {len(self.weights)} entries for {len(self.functions)} functions: give one each."
+            )
+        self.floors = [_declared_floor(f) if floor is None else float(floor) for f in self.functions]
+        for name, numbers in (("reward_weights", self.weights), ("reward_floor", self.floors)):
+            for number in numbers:
+                if number is not None and not math.isfinite(number):
+                    raise ValueError(f"{name} holds {number}: give finite numbers.")
+        self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        trainer_state: Any = None,
+    ) -> Scored:
+        """Score completions.
+
+        Args:
+            prompts: (completions,) the prompt of each.
+            completions: (completions,) texts, or message lists for conversational prompts.
+            completion_ids: (completions,) token ids without padding.
+            columns: further columns of the data set, (completions,) each.
+            trainer_state: passed through.
+
+        Raises:
+            ValueError: a function returned another number of rewards than it got completions.
+            TypeError: a function does not take the columns, or returned something that is no list of numbers.
+            RewardError: a function failed and no floor is declared.
+        """
+        n = len(completions)
+        metrics: dict[str, list[float]] = {}
+        counts = {"none": 0, "nan": 0, "exception": 0}
+        total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
+
+        for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
+
+            def call(items: slice, function=function) -> Sequence[float | None]:
+                logged = []
+                result = function(
+                    prompts=list(prompts[items]),
+                    completions=list(completions[items]),
+                    completion_ids=list(completion_ids[items]),
+                    trainer_state=trainer_state,
+                    log_metric=lambda metric, value: logged.append((metric, float(value))),
+                    log_extra=lambda *arguments, **keywords: None,
+                    **{key: list(values[items]) for key, values in columns.items()},
+                )
+                # only a call that succeeded counts: the completions of one that failed are scored once more, singly
+                for metric, value in logged:
+                    metrics.setdefault(metric, []).append(value)
+                return result
+
+            _check_signature(function, name, columns)
+            values = _call_batch(call, n, name, floor, prompts, counts)
+            has = ~np.isnan(values)
+            total[has] += weight * values[has]
+            applied |= has
+            if has.any():
+                functions[name] = (float(values[has].mean()), float(values[has].std()))
+        return Scored(np.where(applied, total, np.nan), functions, metrics, counts)
+
+
+def _unwrapped(function: RewardFunction) -> RewardFunction:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _declared_floor(function: RewardFunction) -> float | None:
+    function = _unwrapped(function)
+    floor = getattr(function, "REWARD_FLOOR", getattr(inspect.getmodule(function), "REWARD_FLOOR", None))
+    return None if floor is None else float(floor)
+
+
+def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
+    """Raise TypeError if the function cannot take the call: that is no failure of a reward, to be scored the floor."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not tell
+        return
+    try:
+        signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
+    except TypeError as error:
+        raise TypeError(
+            f"reward function {name!r} does not fit its call ({error}): let it take the columns it reads among "
+            f"{sorted(columns)} and **columns for the rest, as in reward(prompts, completions, **columns)."
+        ) from None
+
+
+def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: dict[str, int]) -> np.ndarray:
+    """The rewards of one function: NaN stands for None, failures have become the floor and are counted."""
+    try:
+        raw = call(slice(0, n))
+    except Exception as error:
+        raw = []
+        for i in range(n):  # one completion at a time, to score the others or to name the prompt that failed
+            try:
+                single = call(slice(i, i + 1))
+            except Exception as failure:
+                if floor is None:
+                    raise RewardError(_failure(name, _shown(prompts[i]), repr(failure))) from failure
+                counts["exception"] += 1
+                single = [floor]
+            raw += _checked_length(single, 1, name)
+        if floor is None:
+            raise RewardError(_failure(name, f"on {n} prompts at once, though on none alone", repr(error))) from error
+    values = np.empty(n)
+    for i, value in enumerate(_checked_length(raw, n, name)):
+        if value is None:
+            counts["none"] += 1
+            values[i] = np.nan
+            continue
+        values[i] = _number(value, name, prompts[i])
+        if not math.isfinite(values[i]):
+            if floor is None:
+                raise RewardError(_failure(name, _shown(prompts[i]), str(value)))
+            counts["nan"] += 1
+            values[i] = floor
+    return values
+
+
+def _checked_length(raw: Any, n: int, name: str) -> list:
+    if isinstance(raw, str) or not hasattr(raw, "__iter__"):
+        raise TypeError(f"reward function {name!r} returned {raw!r}: return a list, one number (or None) a completion.")
+    raw = list(raw)
+    if len(raw) != n:
+        raise ValueError(
+            f"reward function {name!r} returned {len(raw)} rewards for {n} completions: return a number (or None) each."
+        )
+    return raw
+
+
+def _number(value: Any, name: str, prompt: Any) -> float:
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(
+        f"reward function {name!r} returned {value!r} {_shown(prompt)}: return a number, or None if it does not apply."
+    )
+
+
+def _failure(name: str, where: str, what: str) -> str:
+    return (
+        f"reward function {name!r} gave {what} {where}. Mend it, or set reward_floor in the config so that failures "
+        "score the floor and are counted."
+    )
+
+
+def _shown(prompt: Any) -> str:
+    return f"on prompt {str(prompt)[:200]!r}"

@@ -1,0 +1,275 @@
+"""What must be equal is: the loop and transformers, the step and its formula, workers, chunks and resumed runs."""
+
+import math
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, random_model, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evoalign_lib import noise
+from evoalign_lib.engines.decode import Decoder
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.es import ESConfig, ESTrainer
+
+ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
+
+
+# ---- the decoding loop and transformers
+
+
+def logits(model, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0, -1].double()
+
+
+def assert_same_tokens(model, prompt: str, one: list[int], other: list[int]) -> None:
+    """Equal token by token; a first difference is forgiven where the two logits are equal up to float32 rounding."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            scores = logits(model, tokenizer()(prompt)["input_ids"] + one[:i])
+            assert abs(scores[a] - scores[b]) < 1e-4 * scores.abs().max(), (prompt, one, other)
+            return
+    assert len(one) == len(other), (prompt, one, other)
+
+
+@st.composite
+def models(draw):
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    config = {
+        "num_attention_heads": draw(st.sampled_from([4, 8] if kv_heads < 4 else [4])),
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": draw(st.integers(1, 2)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-2])),
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([10.0, 1e4, 1e6]))},
+    }
+    kind = draw(st.sampled_from(["qwen2", "llama"]))
+    if kind == "llama":
+        config["attention_bias"] = draw(st.booleans())
+        config["head_dim"] = draw(st.sampled_from([None, 6]))
+    return random_model(kind, seed=draw(st.integers(0, 100)), **config)
+
+
+@settings(max_examples=40)
+@given(
+    model=models(),
+    prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=6),
+    length=st.integers(1, 10),
+    ends=st.integers(0, 60),
+    chunk_rows=st.integers(1, 4),
+)
+def test_the_loop_is_generate(model, prompts, length, ends, chunk_rows):
+    # many end tokens: rows of a batch end early, and not together
+    model.generation_config.eos_token_id = list(range(0, ends + 1))
+    rows = [{"prompt": p} for p in prompts]
+    results = []
+    for decoder in ("loop", "generate"):
+        engine = LocalEngine(
+            model,
+            tokenizer(),
+            None,
+            {"train": Prompts(rows, tokenizer())},
+            max_completion_length=length,
+            chunk_rows=chunk_rows,
+            decoder=decoder,
+        )
+        results.append([ids for _, ids in engine.generate("train")[0]])
+    for prompt, one, other in zip(prompts, *results, strict=True):
+        assert_same_tokens(model, prompt, one, other)
+
+
+@settings(max_examples=15)
+@given(model=models(), seed=st.integers(0, 1000), length=st.integers(1, 6))
+def test_sampling_is_the_same_in_loop_and_generate(model, seed, length):
+    samples = []
+    for decoder in ("loop", "generate"):
+        train = {"train": Prompts(ROWS, tokenizer())}
+        engine = LocalEngine(model, tokenizer(), None, train, max_completion_length=length, decoder=decoder)
+        samples.append(engine.generate("train", samples=2, seed=seed))
+    different = sum(a != b for one, other in zip(*samples, strict=True) for a, b in zip(one, other, strict=True))
+    assert different <= 1  # of 16: a number may fall on the edge between two tokens
+
+
+def test_logits_of_the_loop_against_float64():
+    """The loop's choice is never far below the best logit of a float64 model."""
+    for kind in ("qwen2", "llama"):
+        model = random_model(kind)
+        prompts = Prompts(ROWS, tokenizer())
+        decoder = Decoder(model.config, dict(model.named_parameters()), [tokenizer().eos_token_id], 0)
+        new = decoder.generate(torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask), 12)
+        exact = random_model(kind).double()
+        for row, tokens in zip(ROWS, new.tolist(), strict=True):
+            ids = tokenizer()(row["prompt"])["input_ids"]
+            with torch.inference_mode():
+                scores = exact(torch.tensor([ids + tokens[:-1]])).logits[0, len(ids) - 1 :]
+            chosen = scores[torch.arange(12), tokens]
+            assert (scores.max(-1).values - chosen).max() < 1e-4
+
+
+# ---- the step and its formula
+
+
+def token_sum(completion_ids, **columns):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def trainer(tmp_path, reward=token_sum, callbacks=None, model=None, **changed) -> ESTrainer:
+    config = {
+        "output_dir": str(tmp_path / "run"),
+        "population_size": 6,
+        "sigma": 0.05,
+        "alpha": 0.05,
+        "max_steps": 3,
+        "prompts_per_step": 3,
+        "max_completion_length": 5,
+        "workers": 1,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "seed": 5,
+    } | changed
+    return ESTrainer(
+        random_model() if model is None else model, reward, ESConfig(**config), ROWS, None, tokenizer(), callbacks
+    )
+
+
+def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha: float, rows_of) -> np.ndarray:
+    """The run in NumPy and transformers: nothing of the trainer, the engine or the noise's fast path."""
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    layout = noise.Layout.from_shapes(shapes)
+    master = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(master).items():
+        view[...] = dict(model.named_parameters())[name].detach().numpy()
+    # the run key, spelled out
+    name = arm.encode()
+    run = blake2b(len(name).to_bytes(4, "little") + name + seed.to_bytes(8, "little"), digest_size=8).digest()
+    for step in range(steps):
+        keys, fitness = [], []
+        for i in range(n):
+            message = b"v1" + run + step.to_bytes(4, "little") + i.to_bytes(4, "little")
+            keys.append(int.from_bytes(blake2b(message, digest_size=8).digest(), "little"))
+            member = noise.reference_perturb(master, layout, keys[-1], sigma)
+            with torch.no_grad():
+                for name, view in layout.views(member).items():
+                    dict(model.named_parameters())[name].copy_(torch.from_numpy(view))
+            rewards = []
+            for row in rows_of(step):
+                ids = tokenizer()(ROWS[row]["prompt"])["input_ids"]
+                new = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, len(ids) :]
+                rewards.append(float(new.sum()))
+            fitness.append(math.fsum(rewards) / len(rewards))
+        mean = math.fsum(fitness) / n
+        deviation = math.sqrt(math.fsum((f - mean) ** 2 for f in fitness) / n)
+        c = np.array([np.float32(alpha * ((f - mean) / deviation) / n) for f in fitness], np.float32)
+        master = noise.reference_update(master, layout, np.array(keys, np.uint64), c)
+    return master
+
+
+@pytest.mark.parametrize("decoder", ["loop", "generate"])
+def test_three_steps_by_hand(tmp_path, decoder):
+    tested = trainer(tmp_path, decoder=decoder)
+    order = [np.random.default_rng(np.random.SeedSequence([5, 0, epoch])).permutation(8) for epoch in (0, 1)]
+    stream = np.concatenate(order)
+    start = tested.engine.master.copy()
+    tested.train()
+    expected = by_hand(random_model(), 5, "es", 3, 6, 0.05, 0.05, lambda step: stream[3 * step : 3 * step + 3])
+    assert tested.engine.master.tobytes() == expected.tobytes()
+    assert np.linalg.norm(expected - start) > 1
+
+
+def test_the_update_against_float64(tmp_path):
+    tested = trainer(tmp_path, population_size=16, alpha=0.5)
+    layout, before = tested.engine.layout, tested.engine.master.astype(np.float64)
+    fitness = np.random.default_rng(0).normal(100, 3, 16)
+    members = tested.ask(7)
+    assert tested.tell(members, fitness) is False
+    z = (fitness - fitness.mean()) / fitness.std()
+    eps = np.array([noise.noise_vector(layout, member.key) for member in members], np.float64)
+    exact = before + 0.5 / 16 * (z @ eps)
+    assert np.abs(tested.engine.master - exact).max() < 1e-6
+    # the norm that DESIGN and the null arms are read against: alpha * sqrt(d / N)
+    moved = np.linalg.norm(exact - before)
+    assert moved == pytest.approx(0.5 * math.sqrt(layout.d / 16), rel=0.02)
+
+
+# ---- workers and chunks
+
+
+def test_two_workers_are_one(tmp_path):
+    ends = []
+    for workers, chunk_rows in ((1, 256), (2, 256), (2, 2), (1, 1)):
+        folder = tmp_path / f"{workers}-{chunk_rows}"
+        tested = trainer(folder, workers=workers, chunk_rows=chunk_rows, reward=lambda **kw: token_sum(**kw))
+        tested.train()
+        history = [(log["reward"], log["reward_std"], log["reward_max"]) for log in tested.state.log_history]
+        ends.append((history, tested.engine.master.tobytes(), tested.counts))
+        tested.engine.close()
+    assert len(ends[0][0]) == 3 and ends[0][0][0][1] > 0
+    # chunks change rounding, not tokens: the rewards are made of tokens
+    assert all(end == ends[0] for end in ends[1:])
+
+
+# ---- resuming
+
+
+class Kill(Exception):
+    pass
+
+
+class StopAfter:
+    """A reward that fails once a step is reached, as a killed process would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, completion_ids, trainer_state, **columns):
+        if trainer_state.global_step == self.step:
+            raise Kill
+        return token_sum(completion_ids)
+
+
+def sometimes(completion_ids, number, **columns):
+    """A reward that applies to some prompts only, so that there is something to count."""
+    return [None if n == 3 else float(sum(ids)) for n, ids in zip(number, completion_ids, strict=True)]
+
+
+@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
+@pytest.mark.parametrize("how", [True, "path"])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, how, fitness):
+    whole = trainer(tmp_path / "whole", sometimes, max_steps=6, fitness=fitness)
+    whole.train()
+    settings = {"fitness": fitness, "save_strategy": "steps", "save_steps": 2}
+    trainer(tmp_path / "cut", sometimes, max_steps=4, **settings).train()
+    resumed = trainer(tmp_path / "cut", sometimes, max_steps=6, model=random_model(seed=9), **settings)
+    resumed.train(resume_from_checkpoint=True if how is True else str(tmp_path / "cut/run/checkpoint-2"))
+    assert resumed.engine.master.tobytes() == whole.engine.master.tobytes()
+    assert resumed.state.global_step == 6 and resumed.state.epoch == whole.state.epoch
+    timing = {"step_time", "members_per_second", "core_seconds"}
+    for one, other in zip(resumed.state.log_history, whole.state.log_history, strict=True):
+        assert {k: v for k, v in one.items() if k not in timing} == {k: v for k, v in other.items() if k not in timing}
+    assert resumed.counts == whole.counts and (whole.counts["none"] > 6 or fitness == "random")
+    assert {k: v for k, v in resumed.budget.items() if k != "core_seconds"} == {
+        k: v for k, v in whole.budget.items() if k != "core_seconds"
+    }
+
+
+def test_a_run_that_dies_in_a_step_resumes_from_its_last_checkpoint(tmp_path):
+    whole = trainer(tmp_path / "whole", max_steps=5)
+    whole.train()
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    with pytest.raises(Exception, match="Kill"):
+        trainer(tmp_path / "cut", StopAfter(3), **settings).train()
+    resumed = trainer(tmp_path / "cut", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.engine.master.tobytes() == whole.engine.master.tobytes()
+    # and in the same process, without any checkpoint: the master had not moved in the step that died
+    again = trainer(tmp_path / "again", StopAfter(3), max_steps=5)
+    with pytest.raises(Exception, match="Kill"):
+        again.train()
+    again.rewards.functions[0].step = None
+    again.train()
+    assert again.engine.master.tobytes() == whole.engine.master.tobytes()

@@ -1,0 +1,288 @@
+"""Reward functions: one way of calling them, floors for failures, and errors that name what went wrong."""
+
+import functools
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import tasks
+from evoalign_lib.rewards import RewardError, Rewards
+from evoalign_lib.tasks import countdown
+
+
+def score(rewards, completions, columns=None, prompts=None, ids=None, state=None):
+    prompts = [f"prompt {i}" for i in range(len(completions))] if prompts is None else prompts
+    ids = [[1, 2]] * len(completions) if ids is None else ids
+    return rewards(prompts, completions, ids, {} if columns is None else columns, state)
+
+
+def length(completions, **columns):
+    return [float(len(c)) for c in completions]
+
+
+def only_upper(completions, **columns):
+    return [1.0 if c.isupper() else None for c in completions]
+
+
+def parse(completions, **columns):
+    """Fails with ValueError on a completion that is no number, as most users' functions do."""
+    return [float(c) for c in completions]
+
+
+# ---- what a function is given, and what it may return
+
+
+def test_the_call_is_that_of_trl():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+        seen.update(locals())
+        log_extra("column", ["a", "b"])
+        return [0.0, 0.0]
+
+    state = object()
+    columns = {"numbers": ([1], [2]), "target": np.array([3, 4])}
+    score(Rewards(reward), ["x", "y"], columns, ids=[[7], [8, 9]], state=state)
+    assert seen["prompts"] == ["prompt 0", "prompt 1"] and seen["completions"] == ["x", "y"]
+    assert seen["completion_ids"] == [[7], [8, 9]] and seen["trainer_state"] is state
+    assert seen["columns"] == {"numbers": [[1], [2]], "target": [3, 4]}
+    # columns of any kind arrive as lists of their own, so that a function may change them
+    assert all(type(value) is list for value in seen["columns"].values())
+
+
+def test_rewards_may_be_any_sequence_of_numbers():
+    for returned in ([1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [True, np.float32(0.5)]):
+        assert score(Rewards(lambda returned=returned, **kw: returned), ["a", "b"]).rewards.tolist() == [1.0, 0.5]
+
+
+def test_mean_and_deviation_of_each_function():
+    scored = score(Rewards([length, only_upper]), ["a", "BB", "cccc"])
+    assert scored.functions["length"] == (pytest.approx(7 / 3), pytest.approx(np.std([1, 2, 4])))
+    assert scored.functions["only_upper"] == (1.0, 0.0)
+    assert scored.rewards.dtype == np.float64
+
+
+def test_no_completions():
+    scored = score(Rewards(length), [])
+    assert scored.rewards.shape == (0,) and scored.functions == {} and sum(scored.counts.values()) == 0
+
+
+# ---- None: not applicable
+
+
+def test_none_is_left_out_of_the_sum_and_counted():
+    scored = score(Rewards([length, only_upper], weights=[2.0, 10.0]), ["aa", "BB"])
+    assert scored.rewards.tolist() == [4.0, 14.0]
+    assert scored.counts == {"none": 1, "nan": 0, "exception": 0}
+
+
+def test_none_from_every_function_is_nan_even_with_a_floor():
+    scored = score(Rewards(only_upper, floor=-1.0), ["aa", "BB"])
+    assert math.isnan(scored.rewards[0]) and scored.rewards[1] == 1.0
+    assert scored.functions["only_upper"] == (1.0, 0.0)
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.one_of(st.none(), st.floats(-1e3, 1e3))] * 3),
+        min_size=1,
+        max_size=6,
+    ),
+    st.tuples(*[st.floats(-10, 10)] * 3),
+)
+def test_weighted_sum_over_the_functions_that_apply(table, weights):
+    functions = [lambda j=j, **kw: [row[j] for row in table] for j in range(3)]
+    scored = score(Rewards(functions, weights), ["x"] * len(table))
+    for row, reward in zip(table, scored.rewards, strict=True):
+        applied = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
+        assert reward == pytest.approx(sum(applied), abs=1e-9) if applied else math.isnan(reward)
+    assert scored.counts["none"] == sum(r is None for row in table for r in row)
+
+
+# ---- failures and floors
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.nan)])
+def test_a_reward_that_is_not_finite_scores_the_floor(bad):
+    scored = score(Rewards(lambda **kw: [1.0, bad], floor=-0.5), ["a", "b"])
+    assert scored.rewards.tolist() == [1.0, -0.5]
+    assert scored.counts == {"none": 0, "nan": 1, "exception": 0}
+
+
+def test_an_exception_costs_only_the_completion_that_raised_it():
+    # a ValueError among them: a parser's commonest, and no error of the run
+    scored = score(Rewards(parse, floor=-1.0), ["1.5", "x", "2", "", "nan"])
+    assert scored.rewards.tolist() == [1.5, -1.0, 2.0, -1.0, -1.0]
+    assert scored.counts == {"none": 0, "nan": 1, "exception": 2}
+
+
+def test_the_floor_is_weighted_like_any_reward():
+    scored = score(Rewards([parse, length], weights=[3.0, 1.0], floor=-1.0), ["x"])
+    assert scored.rewards.tolist() == [-3.0 + 1.0]
+
+
+def test_without_a_floor_a_failure_stops_the_run_and_names_the_prompt():
+    with pytest.raises(RewardError, match=r"'parse' gave ValueError.*on prompt 'prompt 1'.*reward_floor"):
+        score(Rewards(parse), ["1", "x", "y"])
+    with pytest.raises(RewardError, match=r"gave nan on prompt 'prompt 2'"):
+        score(Rewards(parse), ["1", "2", "nan"])
+
+
+def test_a_failure_of_the_batch_alone_is_named_as_such():
+    def at_most_one(completions, **columns):
+        if len(completions) > 1:
+            raise MemoryError("too many")
+        return [1.0]
+
+    with pytest.raises(RewardError, match="on 2 prompts at once, though on none alone"):
+        score(Rewards(at_most_one), ["a", "b"])
+    scored = score(Rewards(at_most_one, floor=0.0), ["a", "b"])
+    assert scored.rewards.tolist() == [1.0, 1.0] and scored.counts["exception"] == 0
+
+
+def test_a_long_prompt_is_not_printed_whole():
+    with pytest.raises(RewardError) as error:
+        score(Rewards(parse), ["x"], prompts=["p" * 10_000])
+    assert len(str(error.value)) < 600
+
+
+def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
+    def reward(completions, **columns):
+        return [1 / 0 for _ in completions]
+
+    monkeypatch.setitem(sys.modules, "a_task", types.ModuleType("a_task"))
+    reward.__module__ = "a_task"
+    assert Rewards(reward).floors == [None]
+    sys.modules["a_task"].REWARD_FLOOR = -2
+    assert score(Rewards(reward), ["x"]).rewards.tolist() == [-2.0]
+    reward.REWARD_FLOOR = -3
+    assert score(Rewards(reward), ["x"]).rewards.tolist() == [-3.0]
+    # what the run is configured with goes before what a task declares
+    assert score(Rewards(reward, floor=-4.0), ["x"]).rewards.tolist() == [-4.0]
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_task_declares_a_floor_that_its_variants_keep(name):
+    task = tasks.get(name)
+    assert Rewards(task.reward).floors == [task.REWARD_FLOOR]
+    variant = functools.partial(functools.partial(task.reward))
+    assert Rewards(variant).floors == [task.REWARD_FLOOR]
+    assert Rewards(variant).names == ["reward"]
+
+
+def test_a_callable_object_and_a_lambda():
+    class Judge:
+        REWARD_FLOOR = -1.0
+
+        def __call__(self, completions, **columns):
+            return [1 / len(c) for c in completions]
+
+    assert score(Rewards(Judge()), ["ab", ""]).rewards.tolist() == [0.5, -1.0]
+    assert Rewards(Judge()).names == ["Judge"]
+    assert Rewards(lambda **kw: [0.0]).names == ["<lambda>"]
+
+
+# ---- mistakes of a function's author stop the run, floor or no floor
+
+
+@pytest.mark.parametrize("floor", [None, 0.0])
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        ([1.0], ValueError, "'reward' returned 1 rewards for 2 completions"),
+        ([1.0] * 3, ValueError, "'reward' returned 3 rewards for 2 completions"),
+        ([], ValueError, "returned 0 rewards"),
+        (None, TypeError, "'reward' returned None: return a list"),
+        (0.5, TypeError, "'reward' returned 0.5: return a list"),
+        ("ab", TypeError, "'reward' returned 'ab': return a list"),
+        ([0.5, "1"], TypeError, "'reward' returned '1' on prompt 'prompt 1'"),
+        ([0.5, [1.0]], TypeError, r"'reward' returned \[1.0\] on prompt"),
+        ([torch.ones(2), 1.0], TypeError, "'reward' returned tensor"),
+    ],
+)
+def test_wrong_results(floor, returned, error, message):
+    def reward(**columns):
+        return returned
+
+    with pytest.raises(error, match=message):
+        score(Rewards(reward, floor=floor), ["a", "b"])
+
+
+@pytest.mark.parametrize("floor", [None, 0.0])
+def test_a_function_that_does_not_take_the_columns(floor):
+    def narrow(prompts, completions):
+        return [0.0] * len(completions)
+
+    def needs(prompts, completions, answer, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(TypeError, match=r"'narrow' does not fit its call .*\*\*columns"):
+        score(Rewards(narrow, floor=floor), ["a"], {"target": ["1"]})
+    with pytest.raises(TypeError, match=r"'needs' does not fit its call .*'answer'.*\['target'\]"):
+        score(Rewards(needs, floor=floor), ["a"], {"target": ["1"]})
+
+
+def test_bad_lists_of_functions():
+    with pytest.raises(ValueError, match="reward_funcs is empty"):
+        Rewards([])
+    for bad in ("my/reward-model", ["my/reward-model"], 7):
+        with pytest.raises(TypeError, match="is not callable"):
+            Rewards(bad)
+
+    async def slow(**columns):
+        return [0.0]
+
+    with pytest.raises(TypeError, match="asynchronous"):
+        Rewards(slow)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
+def test_one_weight_a_function(weights):
+    with pytest.raises(ValueError, match=f"reward_weights has {len(weights)} entries for 2"):
+        Rewards([length, parse], weights)
+
+
+def test_weights_and_floor_are_finite():
+    with pytest.raises(ValueError, match="reward_weights holds nan"):
+        Rewards(length, [math.nan])
+    with pytest.raises(ValueError, match="reward_floor holds -inf"):
+        Rewards(length, floor=-math.inf)
+
+
+# ---- metrics
+
+
+def test_metrics_are_collected_in_order():
+    def reward(completions, log_metric, **columns):
+        log_metric("accuracy", np.mean([c == "a" for c in completions]))
+        log_metric("accuracy", 1)
+        return [0.0] * len(completions)
+
+    assert score(Rewards(reward), ["a", "b"]).metrics == {"accuracy": [0.5, 1.0]}
+
+
+def test_a_failed_call_leaves_no_metrics():
+    def reward(completions, log_metric, **columns):
+        log_metric("seen", len(completions))
+        return [float(c) for c in completions]
+
+    assert score(Rewards(reward, floor=0.0), ["1", "x", "2"]).metrics == {"seen": [1.0, 1.0]}
+
+
+# ---- conversations
+
+
+def test_conversational_completions_reach_the_function_as_they_are():
+    answers = ["</think>\n<answer>1 + 2</answer>", "no"]
+    completions = [[{"role": "assistant", "content": a}] for a in answers]
+    columns = {"numbers": [[1, 2], [1, 2]], "target": ["3", "3"]}
+    prompts = [[{"role": "user", "content": "?"}]] * 2
+    scored = score(Rewards(countdown.reward), completions, columns, prompts=prompts)
+    assert scored.rewards.tolist() == [1.1, 0.0]
+    assert scored.functions == {"reward": (pytest.approx(0.55), pytest.approx(0.55))}
