@@ -1,0 +1,125 @@
+"""The text forms of tables and numbers: LaTeX, CSV, GitHub Markdown and JSON; the same bytes for the same values."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+
+def canonical_json(value: Any) -> str:
+    """Return the one JSON text of a value: sorted keys, no spaces. Raises ValueError for NaN and infinities.
+
+    >>> canonical_json({"b": 1, "a": [0.5, None]})
+    '{"a":[0.5,null],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def tex_escape(text: str) -> str:
+    r"""Return plain text as LaTeX: specials escaped, minus signs, comparison signs and some symbols set as maths.
+
+    >>> print(tex_escape("-3.1 % of A_0 at σ ≤ 0.1"))
+    $-$3.1 \% of A\_0 at $\sigma$ $\le$ 0.1
+    """
+    text = re.sub(r"(?<![\w.)-])-(?=\d)", "\N{MINUS SIGN}", text)
+    return "".join(_TEX.get(character, character) for character in text)
+
+
+def cell_text(frame: DataFrame, formats: dict[str, str]) -> DataFrame:
+    """Return a table as text, every cell as it is printed."""
+    unknown = [column for column in formats if column not in frame]
+    if unknown:
+        raise ValueError(f"formats names {unknown[0]!r}, which is no column of the table: {', '.join(frame)}")
+    return frame.apply(lambda column: _column_text(column, formats.get(column.name)))
+
+
+def _column_text(column: Series, fmt: str | None) -> Series:
+    import pandas as pd
+
+    if fmt is None and pd.api.types.is_float_dtype(column):
+        raise ValueError(
+            f'column {column.name!r} holds floats: say how to print them, formats={{"{column.name}": ".1f"}}'
+        )
+    return column.map(lambda cell: "" if pd.isna(cell) else format(cell, fmt or "")).astype(object)
+
+
+def csv_text(frame: DataFrame) -> str:
+    """Return a frame as CSV: floats with 4 significant digits, no negative zero."""
+    import pandas as pd
+
+    columns = {c: frame[c] + 0.0 if pd.api.types.is_float_dtype(frame[c]) else frame[c] for c in frame}
+    return pd.DataFrame(columns).to_csv(index=False, float_format="%.4g", lineterminator="\n")
+
+
+def tex_table(cells: DataFrame, name: str, caption: str, columns: str | None = None) -> str:
+    """Return caption, label and a booktabs tabular; columns that hold only numbers are set flush right."""
+    alignment = columns or "".join("r" if cells[c].str.match(r"^([-+\d].*)?$").all() else "l" for c in cells)
+    rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
+    lines = [r"\centering", rf"\caption{{{tex_escape(caption)}}}", rf"\label{{tab:{name}}}"]
+    lines += [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\"]
+    return "\n".join([*lines, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def tex_numbers(numbers: dict[str, str]) -> str:
+    """Return one macro definition a number, sorted by name."""
+    return "".join(rf"\newcommand{{\{name}}}{{{tex_escape(numbers[name])}}}" + "\n" for name in sorted(numbers))
+
+
+def markdown_table(cells: DataFrame, caption: str) -> str:
+    """Return a GitHub table with its caption below."""
+    rows = [list(cells), ["---"] * len(cells.columns), *cells.itertuples(index=False)]
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+    return "\n".join([*lines, "", f"*{caption}*"]) + "\n"
+
+
+def pretty_json(value: Any) -> str:
+    """Return JSON of one line a value, keys sorted, so that a change shows as a changed line."""
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def first_difference(committed: str, drawn: str) -> str | None:
+    """Return the first line that differs, or None."""
+    if committed == drawn:
+        return None
+    ours, theirs = committed.splitlines(), drawn.splitlines()
+    for number in range(max(len(ours), len(theirs))):
+        here, there = (lines[number] if number < len(lines) else None for lines in (ours, theirs))
+        if here != there:
+            return f"line {number + 1}: committed {_short(here)}, drawn {_short(there)}"
+    return "line ends"
+
+
+def _short(text: str | None) -> str:
+    return "has no such line" if text is None else repr(text if len(text) <= 160 else text[:157] + "...")
+
+
+def readme_block(readme: str, name: str) -> str | None:
+    """Return what stands between <!-- NAME --> and <!-- /NAME -->, or None."""
+    found = re.search(rf"<!-- {re.escape(name)} -->\n(.*?)<!-- /{re.escape(name)} -->", readme, re.DOTALL)
+    return found.group(1) if found else None
+
+
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: "\\" + character for character in "&%$#_{}"},
+    "<": "$<$",
+    ">": "$>$",
+    "|": r"\textbar{}",
+    "\N{MINUS SIGN}": "$-$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "≤": r"$\le$",
+    "≥": r"$\ge$",
+    "√": r"$\surd$",
+    "α": r"$\alpha$",
+    "β": r"$\beta$",
+    "ε": r"$\epsilon$",
+    "ρ": r"$\rho$",
+    "σ": r"$\sigma$",
+}

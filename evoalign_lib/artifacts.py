@@ -1,0 +1,390 @@
+"""Figures, tables and numbers with their provenance, and the check that they agree with the committed records.
+
+Every artefact is written from records by a `Store`, and named in manifest.json with the records behind it, the
+versions of the packages and the commits at which their runs were started. Text artefacts (csv, tex, md, json) are the
+same bytes whenever they are drawn from the same records; `verify` draws them again and compares. Pictures are not
+compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evoalign_lib import _render, paths
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from evoalign_lib.claims import Verdict
+
+VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
+"""Packages whose versions, as stored in the records, the manifest names."""
+
+_TEXT = (".csv", ".tex", ".md", ".json")
+_SMOKE = "smoke run: numbers mean nothing"
+
+
+class Store:
+    """Writes the artefacts of one notebook at one scale.
+
+    Committed records at their own scale are drawn into the repository (figures/, paper/generated/); fresh records and
+    smoke runs go to the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
+    everything. Artefacts of scale "full" get the suffix _full (numbers: Full), so that they stand beside the tiny ones.
+    """
+
+    figures: Path
+    """Folder of the pictures and of the plotted data."""
+    generated: Path
+    """Folder of tables, captions, number macros and the manifest."""
+
+    def __init__(self, notebook: str, scale: str, records: list[dict[str, Any]], fresh: bool) -> None:
+        """Prepare to write; nothing is written yet.
+
+        notebook: name without suffix, such as "01_es_countdown". scale: "smoke", "tiny" or "full".
+        records: all run records that the artefacts are drawn from. fresh: whether any of them was run just now.
+        Raises ValueError for an unknown scale or no records, KeyError for a record without provenance.
+        """
+        if scale not in ("smoke", "tiny", "full"):
+            raise ValueError(f'unknown scale {scale!r}: use "smoke", "tiny" or "full"')
+        if not records:
+            raise ValueError(f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
+        self.notebook, self.scale = notebook, scale
+        redirect = os.environ.get("EVOALIGN_ARTIFACTS")
+        self._in_repository = not redirect and not fresh and scale != "smoke"
+        if self._in_repository:
+            self.figures, self.generated = paths.FIGURES, paths.GENERATED
+        else:
+            run = os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}"
+            folder = Path(redirect or run)
+            self.figures, self.generated = folder / "figures", folder / "generated"
+        self._record_hash, self._provenance = _provenance(records)
+
+    def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str) -> None:
+        """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
+
+        data: one row a plotted point; floats are written with 4 significant digits. caption: plain text.
+        """
+        name = self._name(name)
+        if self.scale == "smoke":
+            fig.text(0.5, 0.5, _SMOKE, ha="center", va="center", rotation=20, color="red", alpha=0.6, fontsize=11)
+        files = [f"figures/{name}.{suffix}" for suffix in ("csv", "pdf", "png")] + [f"generated/{name}.tex"]
+        self._register(name, "figure", files)
+        self.figures.mkdir(parents=True, exist_ok=True)
+        # without dates the same records give the same bytes
+        fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
+        fig.savefig(self.figures / f"{name}.png", dpi=200, metadata={"Software": None})
+        _write(self.figures / f"{name}.csv", _render.csv_text(data))
+        head = rf"\centering\includegraphics{{{name}.pdf}}"
+        tex = [head, rf"\caption{{{_render.tex_escape(self._caption(caption))}}}", rf"\label{{fig:{name}}}"]
+        _write(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
+
+    def save_table(
+        self,
+        frame: DataFrame,
+        name: str,
+        caption: str,
+        formats: dict[str, str] | None = None,
+        readme: bool = False,
+        published: bool = False,
+    ) -> None:
+        """Write generated/NAME.tex (caption, label and booktabs tabular, to stand in a table environment) and .csv.
+
+        frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
+        caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
+        readme: write NAME.md too, and in the repository the README's block of this name, if there is one.
+        published: the table quotes the literature; it is said to be so and names no records.
+        Raises ValueError for a float column without format.
+        """
+        name = self._name(name)
+        cells = _render.cell_text(frame, formats or {})
+        text = self._caption(caption, published)
+        suffixes = ("csv", "md", "tex") if readme else ("csv", "tex")
+        self._register(name, "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
+        _write(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
+        _write(self.generated / f"{name}.csv", _render.csv_text(frame))
+        if readme:
+            markdown = _render.markdown_table(cells, text)
+            _write(self.generated / f"{name}.md", markdown)
+            if self._in_repository:
+                render_readme_block(name, markdown)
+
+    def save_number(self, name: str, value: float | str, fmt: str) -> None:
+        r"""Define the TeX macro \NAME in generated/numbers_<notebook>.tex, and in the .json beside it.
+
+        name: letters only (TeX allows no others). value: number or text. fmt: format specification, such as ".1f".
+        """
+        if not re.fullmatch("[A-Za-z]+", name):
+            raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
+        name += "Full" if self.scale == "full" else ""
+        stem = f"numbers_{self.notebook}" + ("_full" if self.scale == "full" else "")
+        numbers = _read_json(self.generated / f"{stem}.json") | {name: format(value, fmt)}
+        self._register(name, "number", [f"generated/{stem}.json", f"generated/{stem}.tex"])
+        _write(self.generated / f"{stem}.json", _render.pretty_json(numbers))
+        _write(self.generated / f"{stem}.tex", _render.tex_numbers(numbers))
+
+    def _name(self, name: str) -> str:
+        if not re.fullmatch("[a-z0-9_]+", name):
+            raise ValueError(f"artefact name {name!r}: use lower-case letters, digits and _, it becomes a file name")
+        if name in ("claims", "manifest") or name.startswith("numbers_"):
+            raise ValueError(f"artefact name {name!r} belongs to a generated file of that name: use another")
+        return name + ("_full" if self.scale == "full" else "")
+
+    def _caption(self, caption: str, published: bool = False) -> str:
+        number = self.notebook.split("_")[0]
+        if published:
+            return f"{caption} (published, other models; notebook {number})"
+        warning = f" {_SMOKE.upper()}." if self.scale == "smoke" else ""
+        return f"{caption}{warning} (notebook {number}, scale {self.scale})"
+
+    def _register(self, name: str, kind: str, files: list[str], published: bool = False) -> None:
+        """Put one artefact, and the records behind it, into the manifest."""
+        path = self.generated / "manifest.json"
+        manifest = _read_manifest(path)
+        owner = manifest["artefacts"].get(name, {"notebook": self.notebook, "scale": self.scale, "kind": kind})
+        if (owner["notebook"], owner["scale"], owner["kind"]) != (self.notebook, self.scale, kind):
+            raise ValueError(
+                f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use another name"
+            )
+        entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
+        manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
+        manifest["records"][self._record_hash] = self._provenance
+        _write_manifest(path, manifest)
+
+
+def render_readme_block(name: str, markdown: str) -> bool:
+    """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md; return whether it has that block."""
+    old = _render.readme_block(_readme(), name)
+    if old is None:
+        return False
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    _write(paths.ROOT / "README.md", _readme().replace(start + old + end, start + markdown + end))
+    return True
+
+
+def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
+    """Write the ledger of claims as claims.csv, .tex and .md into a folder; return the Markdown."""
+    from pandas import DataFrame
+
+    rows = [
+        {"claim": v.id, "statement": v.statement, "verdict": v.verdict, "result": v.text, "n": v.n, "rule": v.rule_hash}
+        for v in verdicts
+    ]
+    _write(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    caption = (
+        "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
+        "scale tiny (tiny models, trained from scratch)."
+    )
+    columns = r"lp{0.32\linewidth}lp{0.38\linewidth}"
+    _write(generated / "claims.tex", _render.tex_table(cells, "claims", caption, columns))
+    markdown = _render.markdown_table(cells, caption)
+    _write(generated / "claims.md", markdown)
+    return markdown
+
+
+def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]:
+    """Draw every text artefact again from the committed records and compare it, byte for byte, with the committed one.
+
+    Each notebook is executed as committed, by this interpreter, into a temporary folder. Compared are csv, tex, md and
+    json, the notebook's part of the manifest, the README's blocks, and the ledger of claims. Pictures are not compared.
+
+    notebooks: names without suffix; None for all that have committed records (and then stray files are reported too).
+    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
+    Returns one line a problem; an empty list means agreement (or, with write, that everything was drawn).
+    Raises FileNotFoundError for a named notebook without committed records.
+    """
+    from evoalign_lib import claims
+
+    committed = sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl"))
+    missing = sorted(set(notebooks or []) - set(committed))
+    if missing:
+        raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
+    problems = [] if committed else ["paper/results holds no records of scale tiny: nothing to compare with"]
+    for notebook in notebooks or committed:
+        with tempfile.TemporaryDirectory() as folder:
+            failure = _execute(notebook, Path(folder))
+            if failure:
+                problems.append(failure)
+            elif write:
+                _adopt(notebook, Path(folder))
+            else:
+                problems += _compare(notebook, Path(folder))
+    verdicts = claims.evaluate_all("tiny")
+    if write:
+        render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            save_claims(verdicts, Path(folder) / "generated")
+            problems += _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
+        if notebooks is None:
+            problems += _strays()
+    return problems
+
+
+def _execute(notebook: str, folder: Path) -> str | None:
+    """Execute a notebook as committed with its artefacts redirected; return what failed."""
+    import nbformat
+    from ipykernel.kernelspec import get_kernel_dict
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import KernelSpec
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    class ThisInterpreter(AsyncKernelManager):
+        # an installed kernel called python3 may belong to another environment
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            return KernelSpec(**get_kernel_dict())
+
+    path = paths.NOTEBOOKS / f"{notebook}.ipynb"
+    if not path.exists():
+        return f"notebooks/{notebook}.ipynb is missing, though it has committed records"
+    content = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(paths.NOTEBOOKS)}}
+    client = NotebookClient(content, kernel_manager_class=ThisInterpreter, timeout=600, resources=resources)
+    try:
+        client.execute(env={**os.environ, "EVOALIGN_ARTIFACTS": str(folder)})
+    except CellExecutionError as error:
+        return f"notebooks/{notebook}.ipynb failed: {error.ename}: {error.evalue}"
+    except (CellTimeoutError, DeadKernelError) as error:
+        return f"notebooks/{notebook}.ipynb did not finish: {error}"
+    return None
+
+
+def _compare(notebook: str, folder: Path) -> list[str]:
+    """Return how a notebook's artefacts just drawn into a folder differ from the committed ones."""
+    drawn = _entries(folder / "generated" / "manifest.json", notebook)
+    committed = _entries(paths.GENERATED / "manifest.json", notebook)
+    problems = []
+    for name in sorted(drawn.keys() | committed.keys()):
+        if name not in committed:
+            problems.append(f"manifest.json: {name} of {notebook} is missing")
+        elif name not in drawn:
+            problems.append(f"manifest.json: {name} is extra, {notebook} no longer makes it")
+        elif drawn[name] != committed[name]:
+            parts = [key for key in drawn[name] if drawn[name][key] != committed[name].get(key)]
+            problems.append(f"manifest.json: {name} of {notebook} differs in {', '.join(parts)}")
+    return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
+
+
+def _compare_files(folder: Path, files: list[str]) -> list[str]:
+    """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README.
+
+    Of pictures only the presence is compared: their bytes depend on the machine's libraries.
+    """
+    problems = []
+    for file in files:
+        committed, name = _committed(file), Path(file).stem
+        if not committed.exists():
+            problems.append(f"{file} is missing")
+        if not file.endswith(_TEXT):
+            continue
+        fresh = (folder / file).read_text(encoding="utf-8")
+        old = committed.read_text(encoding="utf-8") if committed.exists() else fresh
+        if difference := _render.first_difference(old, fresh):
+            problems.append(f"{file} differs: {difference}")
+        if file.endswith(".md"):
+            block = _render.readme_block(_readme(), name)
+            if block is None:
+                problems.append(f"README.md has no block <!-- {name} --> ... <!-- /{name} -->")
+            elif difference := _render.first_difference(block, fresh):
+                problems.append(f"README.md, block {name}, differs: {difference}")
+    return problems
+
+
+def _strays() -> list[str]:
+    """Return text artefacts that no entry of the manifest accounts for."""
+    artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
+    known = {_committed(file) for entry in artefacts.values() for file in entry["files"]}
+    known |= {paths.GENERATED / name for name in ("manifest.json", "claims.csv", "claims.md", "claims.tex")}
+    present = [path for place in (paths.FIGURES, paths.GENERATED) for path in sorted(place.glob("[!.]*"))]
+    return [f"{path.parent.name}/{path.name} is extra: no notebook makes it" for path in present if path not in known]
+
+
+def _adopt(notebook: str, folder: Path) -> None:
+    """Put a notebook's artefacts just drawn into a folder in the place of the committed ones."""
+    path = paths.GENERATED / "manifest.json"
+    manifest, drawn = _read_manifest(path), _read_manifest(folder / "generated" / "manifest.json")
+    for name, entry in list(manifest["artefacts"].items()):
+        if (entry["notebook"], entry["scale"]) == (notebook, "tiny"):
+            del manifest["artefacts"][name]
+            for file in entry["files"]:
+                _committed(file).unlink(missing_ok=True)
+    taken = manifest["artefacts"].keys() & drawn["artefacts"].keys()
+    if taken:
+        raise ValueError(f"{min(taken)!r} of {notebook} is already an artefact of another notebook: rename it")
+    for entry in drawn["artefacts"].values():
+        for file in entry["files"]:
+            _committed(file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file, _committed(file))
+            if file.endswith(".md"):
+                render_readme_block(Path(file).stem, (folder / file).read_text(encoding="utf-8"))
+    manifest["artefacts"] |= drawn["artefacts"]
+    manifest["records"] |= drawn["records"]
+    _write_manifest(path, manifest)
+
+
+def _committed(file: str) -> Path:
+    """Return where a file named as in the manifest ("figures/...", "generated/...") lies in the repository."""
+    folder, name = file.split("/")
+    return {"figures": paths.FIGURES, "generated": paths.GENERATED}[folder] / name
+
+
+def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
+    """Return the manifest's entries of a notebook at scale tiny, each with the description of its records."""
+    manifest = _read_manifest(path)
+    return {
+        name: entry | {"provenance": manifest["records"].get(entry["records"])}
+        for name, entry in manifest["artefacts"].items()
+        if (entry["notebook"], entry["scale"]) == (notebook, "tiny")
+    }
+
+
+def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the hash of the records, whatever their order, and what they say of where they came from."""
+    lines = sorted(_render.canonical_json(record) for record in records)
+    for record in records:
+        lacking = [key for key in ("spec_hash", "commit", "environment") if key not in record]
+        if lacking:
+            raise KeyError(f"a record lacks {', '.join(lacking)}: {_render.canonical_json(record)[:120]}")
+    environments = [record["environment"] for record in records]
+    named = {package: {e[package] for e in environments if package in e} for package in VERSIONS}
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest(), {
+        "specs": sorted({record["spec_hash"] for record in records}),
+        "versions": {package: sorted(versions) for package, versions in named.items() if versions},
+        "commits": sorted({record["commit"] for record in records}),
+    }
+
+
+def _readme() -> str:
+    path = paths.ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    return _read_json(path) or {"artefacts": {}, "records": {}}
+
+
+def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
+    """Write a manifest; a set of records is described once, and only while an artefact is drawn from it."""
+    used = {entry["records"] for entry in manifest["artefacts"].values()}
+    records = {key: description for key, description in manifest["records"].items() if key in used}
+    _write(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")

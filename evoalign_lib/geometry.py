@@ -1,0 +1,557 @@
+"""How well one ES step estimates a gradient, where the gradient can be computed.
+
+The objective is the expected answer of a model that samples at temperature 1, J = mean over prompts x of
+sum_y p(y | x) R(y). On problems small enough to enumerate the completions y, J and g = dJ/dtheta are exact up to the
+probability that the enumeration leaves out. Let s_n = eps_n . g be a member's projection and rho the correlation of
+fitness and s over a population. The step alpha/N sum_n z_n eps_n then has step . g = alpha rho std(s): for any fitness,
+
+    cosine(step, g) = rho sqrt(N/d) * [std(s) / |g|] * [alpha sqrt(d/N) / |step|],
+
+d being the number of weights and both brackets close to 1 (the first within 1/sqrt(2N), since s / |g| is standard
+normal). The cosine is small at every N that is used; what the rest of the step does is a matter of measurement:
+`decompose` splits the step, and `ExactObjective.run` measures the reward along both parts.
+
+Greedy decoding, which ES uses for its fitness, climbs an objective of its own: the greedy reward is a step function of
+the weights, and the population smooths it over sigma. Nothing says that its gradient is g.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from evoalign_lib import es, noise
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.tasks import countdown
+from evoalign_lib.tiny import MAX_COMPLETION_LENGTH
+
+FITNESS = ("expected", "greedy")
+
+_ROWS = 1024  # prefixes a forward pass of the enumeration
+_MASK_ELEMENTS = 1 << 18  # of the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
+
+
+# ---- enumeration
+
+
+@dataclass(frozen=True, eq=False)
+class Enumeration:
+    """Completions of some prompts with their probabilities, sorted by prompt."""
+
+    prompts: list[list[int]]
+    """token ids"""
+    prompt: np.ndarray
+    """int64 (completions,), which prompt each completes"""
+    tokens: np.ndarray
+    """int32 (completions, longest), ids up to and with the end token, then -1"""
+    log_probability: np.ndarray
+    """float64 (completions,), natural logarithm, at temperature 1 and the weights of the enumeration"""
+    covered: np.ndarray
+    """float64 (prompts,), the probability of a prompt's completions taken together"""
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def completions(self) -> list[list[int]]:
+        """The token ids of each completion, without padding."""
+        lengths = (self.tokens >= 0).sum(1)
+        return [row[:n].tolist() for row, n in zip(self.tokens, lengths, strict=True)]
+
+
+@torch.inference_mode()
+def enumerate_completions(
+    model: Any,
+    prompts_ids: Sequence[Sequence[int]],
+    *,
+    eos_ids: Collection[int],
+    max_new_tokens: int,
+    min_probability: float = 1e-7,
+) -> Enumeration:
+    """Find the completions that sampling at temperature 1 can give, by expanding the tree of their prefixes.
+
+    The tree is expanded breadth first in blocks of prefixes; with more prefixes than a block holds, one block's whole
+    offspring precedes the next block, which bounds the memory. As in the engines, a completion ends with an end token,
+    or without one at max_new_tokens.
+
+    Args:
+        model: a Hugging Face decoder-only model.
+        prompts_ids: (prompts) token ids of each prompt.
+        eos_ids: ids that end a completion.
+        max_new_tokens: tokens a completion at most.
+        min_probability: prefixes, and so completions, less probable than this are left out; 0 keeps everything.
+
+    Returns:
+        The completions. A reward in [0, b] has its expectation within b * (1 - covered) of the sum over them.
+
+    Raises:
+        ValueError: no prompt, an empty prompt, or a number out of range.
+    """
+    prompts = [list(map(int, ids)) for ids in prompts_ids]
+    if not prompts or not all(prompts):
+        raise ValueError(f"every prompt needs at least one token, got {len(prompts)} prompts: {prompts[:3]}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not 0 <= min_probability < 1:
+        raise ValueError(f"min_probability must lie in [0, 1), got {min_probability}")
+    threshold = math.log(min_probability) if min_probability else -math.inf
+    ends = torch.tensor(sorted(eos_ids))
+    width = max(map(len, prompts))
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    # a padded position is masked, so any id will do
+    ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+
+    found_prompt, found_tokens, found_log = [], [], []
+    # blocks of prefixes to expand: prompt, new tokens and log-probability of each, and where the keys and values of all
+    # but the last token are: the cache of the parents' block and the parents' rows in it
+    root = torch.empty(len(prompts), 0, dtype=torch.int64), torch.zeros(len(prompts), dtype=torch.float64)
+    blocks = [(torch.arange(len(prompts)), *root, None, None)]
+    while blocks:
+        prompt, tokens, log_probability, cache, parents = blocks.pop()
+        depth = tokens.shape[1]
+        attention = torch.cat([mask[prompt], torch.ones_like(tokens)], 1)
+        if cache is None:
+            positions, new = (attention.cumsum(1) - 1).clamp_(min=0), ids[prompt]
+        else:
+            positions, new = attention.sum(1, keepdim=True) - 1, tokens[:, -1:]
+            cache = DynamicCache([(layer.keys[parents], layer.values[parents]) for layer in cache.layers])
+        out = model(
+            input_ids=new,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        total = log_probability[:, None] + out.logits[:, -1].double().log_softmax(-1)
+        row, token = torch.nonzero(total >= threshold, as_tuple=True)
+        children, log_probability = torch.cat([tokens[row], token[:, None]], 1), total[row, token]
+        ended = torch.isin(token, ends) | (depth + 1 == max_new_tokens)
+        found_prompt.append(prompt[row[ended]].numpy())
+        found_tokens.append(children[ended].to(torch.int32).numpy())
+        found_log.append(log_probability[ended].numpy())
+        live = torch.nonzero(~ended)[:, 0]
+        for i in range(0, len(live), _ROWS):
+            part = live[i : i + _ROWS]
+            blocks.append((prompt[row[part]], children[part], log_probability[part], out.past_key_values, row[part]))
+
+    prompt, log_probability = np.concatenate(found_prompt), np.concatenate(found_log)
+    tokens = np.full((len(prompt), max(block.shape[1] for block in found_tokens)), -1, np.int32)
+    start = 0
+    for block in found_tokens:
+        tokens[start : start + len(block), : block.shape[1]] = block
+        start += len(block)
+    order = np.argsort(prompt, kind="stable")
+    prompt, tokens, log_probability = prompt[order], tokens[order], log_probability[order]
+    covered = np.bincount(prompt, np.exp(log_probability), minlength=len(prompts))
+    return Enumeration(prompts, prompt, tokens, log_probability, covered)
+
+
+# ---- the objective and its gradient
+
+
+@dataclass(frozen=True, eq=False)
+class _Trees:
+    """Completions of a few prompts as prefix trees, each packed behind its prompt into one row of one forward pass."""
+
+    ids: Tensor  # int64 (rows, length): the prompt, then the inner nodes of its tree, then padding
+    positions: Tensor  # int64 (rows, length)
+    mask: Tensor  # float32 (rows, 1, length, length): 0 where a token sees another one (its own prefix)
+    edges: tuple[Tensor, Tensor, Tensor]  # of all nodes: row, position of the parent, the node's token
+    paths: Tensor  # int64 (completions, longest): the edges of each completion, then their number
+    rewards: Tensor  # float64 (completions,)
+
+
+def expected_reward(model: Any, enumeration: Enumeration, rewards: np.ndarray) -> float:
+    """Expected reward of sampling at temperature 1, under the model's present weights.
+
+    Completions are scored again, all prefixes of a prompt in one row, and those of reward 0 are left out. That is why
+    `ExactObjective` takes the answer part of the reward alone: a problem has few strings with a right answer and
+    thousands with the right format, so the sum stays small.
+
+    Args:
+        model: a Hugging Face decoder-only model; its weights need not be those of the enumeration.
+        enumeration: the completions.
+        rewards: (completions,) reward units.
+
+    Returns:
+        The mean over prompts of sum_y p(y | prompt) R(y), reward units. What the enumeration left out counts as 0.
+
+    Raises:
+        ValueError: not one finite reward for each completion.
+    """
+    return _expected(model, _pack(enumeration, rewards), len(enumeration.prompts))
+
+
+def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.ndarray) -> dict[str, np.ndarray]:
+    """Gradient of `expected_reward` with respect to the model's weights, by backpropagation through the whole sum.
+
+    Args:
+        model, enumeration, rewards: as for `expected_reward`, whose errors it raises.
+
+    Returns:
+        Canonical Hugging Face name (tied weights once) -> float32 array of the parameter's shape, reward units by
+        weight unit. `Layout.views` of a buffer makes a flat vector of it, see `flat`.
+    """
+    parameters = dict(model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for trees in _pack(enumeration, rewards):
+        value = _value(model, trees) / len(enumeration.prompts)
+        for gradient, part in zip(total.values(), torch.autograd.grad(value, list(parameters.values())), strict=True):
+            gradient += part
+    return {name: gradient.float().numpy() for name, gradient in total.items()}
+
+
+def flat(layout: noise.Layout, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Arrays by parameter name, such as a gradient, as one float32 (layout.size,) vector with 0 in the padding.
+
+    >>> layout = noise.Layout.from_shapes([("weight", (2, 2))])
+    >>> flat(layout, {"weight": np.array([[1, 2], [3, 4]])})[:6]
+    array([1., 2., 3., 4., 0., 0.], dtype=float32)
+    """
+    vector = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(vector).items():
+        view[...] = arrays[name]
+    return vector
+
+
+def _pack(enumeration: Enumeration, rewards: np.ndarray) -> list[_Trees]:
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.shape != (len(enumeration),) or not np.isfinite(rewards).all():
+        raise ValueError(
+            f"rewards must be one finite number for each of the {len(enumeration)} completions, got {rewards.shape}"
+            f" with {int((~np.isfinite(rewards)).sum())} not finite"
+        )
+    completions: dict[int, list[tuple[list[int], float]]] = {}
+    for i in np.flatnonzero(rewards):
+        ids = enumeration.tokens[i]
+        completions.setdefault(int(enumeration.prompt[i]), []).append((ids[ids >= 0].tolist(), float(rewards[i])))
+    rows = [(_Tree(enumeration.prompts[prompt]), found) for prompt, found in completions.items()]
+    for tree, found in rows:
+        for ids, _ in found:
+            tree.add(ids)
+    rows.sort(key=lambda row: len(row[0].ids))
+    packed, batch = [], []
+    for row in rows:
+        # rows come in ascending length: this one would set the length of the batch
+        if batch and (len(batch) + 1) * len(row[0].ids) ** 2 > _MASK_ELEMENTS:
+            packed.append(_pad(batch))
+            batch = []
+        batch.append(row)
+    return [*packed, _pad(batch)] if batch else packed
+
+
+class _Tree:
+    """The prefix tree of one prompt's completions, grown one completion at a time."""
+
+    def __init__(self, prompt: list[int]):
+        self.ids = list(prompt)  # prompt, then the inner nodes: those whose logits are needed
+        self.parents = list(range(-1, len(prompt) - 1))  # slot of each slot's predecessor
+        self.edges: list[tuple[int, int]] = []  # slot of the parent, token
+        self.paths: list[list[int]] = []
+        self._start = len(prompt) - 1
+        self._edge: dict[tuple[int, int], int] = {}
+        self._slot: dict[int, int] = {}  # of the inner node at the end of an edge
+
+    def add(self, ids: list[int]) -> None:
+        at, path = self._start, []
+        for i, token in enumerate(ids):
+            edge = self._edge.setdefault((at, token), len(self.edges))
+            if edge == len(self.edges):
+                self.edges.append((at, token))
+            path.append(edge)
+            if i + 1 < len(ids):
+                if edge not in self._slot:
+                    self._slot[edge] = len(self.ids)
+                    self.ids.append(token)
+                    self.parents.append(at)
+                at = self._slot[edge]
+        self.paths.append(path)
+
+
+def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> _Trees:
+    rows, length = len(batch), max(len(tree.ids) for tree, _ in batch)
+    ids, positions = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
+    sees = np.zeros((rows, length, length), bool)
+    sees[:, range(length), range(length)] = True
+    edges, paths, rewards = [], [], []
+    for r, (tree, found) in enumerate(batch):
+        ids[r, : len(tree.ids)] = tree.ids
+        for slot, parent in enumerate(tree.parents):
+            if parent >= 0:
+                sees[r, slot] |= sees[r, parent]
+        positions[r] = sees[r].sum(1) - 1
+        paths += [[len(edges) + edge for edge in path] for path in tree.paths]
+        edges += [(r, slot, token) for slot, token in tree.edges]
+        rewards += [reward for _, reward in found]
+    longest = max(map(len, paths))
+    row, slot, token = torch.tensor(edges).T
+    return _Trees(
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        torch.zeros(sees.shape).masked_fill_(~torch.from_numpy(sees), torch.finfo(torch.float32).min)[:, None],
+        (row, slot, token),
+        torch.tensor([path + [len(edges)] * (longest - len(path)) for path in paths]),
+        torch.tensor(rewards, dtype=torch.float64),
+    )
+
+
+def _value(model: Any, trees: _Trees) -> Tensor:
+    """Sum over the completions of p R, float64."""
+    row, slot, token = trees.edges
+    first = int(slot.min())  # the slots before are prompt, and nothing branches there
+    logits = model(
+        input_ids=trees.ids,
+        attention_mask=trees.mask,
+        position_ids=trees.positions,
+        use_cache=False,
+        logits_to_keep=trees.ids.shape[1] - first,
+    ).logits
+    edges = (logits[row, slot - first, token] - logits.logsumexp(-1)[row, slot - first]).double()
+    return trees.rewards @ torch.cat([edges, edges.new_zeros(1)])[trees.paths].sum(1).exp()
+
+
+@torch.inference_mode()
+def _expected(model: Any, packed: list[_Trees], prompts: int) -> float:
+    return sum(_value(model, trees).item() for trees in packed) / prompts
+
+
+# ---- one step
+
+
+def step(layout: noise.Layout, keys: np.ndarray, z: np.ndarray, alpha: float) -> np.ndarray:
+    """The displacement of one ES step, alpha/N sum_n z_n eps_n.
+
+    Args:
+        layout: the parameters.
+        keys: uint64 (members,), member keys.
+        z: (members,) standardised fitness.
+        alpha: step size with 1/sigma digested, weight units.
+
+    Returns:
+        float32 (layout.size,), weight units, 0 in the padding.
+    """
+    displacement = np.zeros(layout.size, np.float32)
+    noise.update(displacement, layout, keys, (alpha * np.asarray(z) / len(keys)).astype(np.float32))
+    return displacement
+
+
+def projections(layout: noise.Layout, keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """eps_n . direction for each member: keys uint64 (members,), direction (layout.size,); float64 (members,)."""
+    direction = direction.astype(np.float64)
+    return np.array([noise.noise_vector(layout, int(key)) @ direction for key in keys])
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Cosine of the angle between two vectors, in float64; NaN if one of them is 0.
+
+    >>> cosine(np.array([3.0, 4.0]), np.array([1.0, 0.0]))
+    0.6
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    norms = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(a @ b / norms) if norms > 0 else math.nan
+
+
+def decompose(step: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split a step into its projection on a direction and the rest.
+
+    Args:
+        step: (size,).
+        g: (size,), not 0.
+
+    Returns:
+        The aligned and the orthogonal part, float64 (size,) each; their sum is the step.
+
+    Raises:
+        ValueError: g is 0.
+
+    >>> decompose(np.array([3.0, 4.0]), np.array([2.0, 0.0]))
+    (array([3., 0.]), array([0., 4.]))
+    """
+    step, g = step.astype(np.float64), g.astype(np.float64)
+    norm = np.linalg.norm(g)
+    if norm == 0:
+        raise ValueError("the direction is 0 everywhere: there is nothing to project on")
+    unit = g / norm
+    aligned = (step @ unit) * unit
+    return aligned, step - aligned
+
+
+def fitness_correlation(fitness: np.ndarray, projections: np.ndarray) -> float:
+    """rho, Pearson's correlation over a population of fitness with eps . g; NaN if the population is tied.
+
+    Args:
+        fitness: (members,) reward units.
+        projections: (members,) eps_n . g.
+
+    >>> fitness_correlation(np.array([1.0, 2.0, 4.0]), np.array([10.0, 20.0, 40.0]))
+    1.0
+    """
+    # z is what the step is made of: a tie is decided once, and by the same rule
+    z, s = es.standardise(fitness), es.standardise(projections)
+    return float(np.clip(z @ s / len(z), -1, 1)) if z.any() and s.any() else math.nan
+
+
+# ---- all of it, for Countdown
+
+
+class ExactObjective:
+    """Countdown problems with the exact expected answer of a model, its gradient, and ES steps measured against it.
+
+    R is the answer part of the reward alone, under the strict grader: 1 for a right answer, 0 for any other completion.
+    The completions are enumerated once, at the weights given; a right answer too improbable there to be enumerated is
+    missed at other weights, too.
+
+    Args:
+        model: a Hugging Face decoder-only model of at most some million weights; it is copied and never changed.
+        tokenizer: its tokenizer.
+        problems: the problems; two numbers each, for an enumeration of thousands of completions a problem.
+        max_completion_length: new tokens at most.
+        min_probability: completions less probable than this are left out.
+
+    Attributes:
+        enumeration: the completions.
+        rewards: (completions,) 0 or 1.
+        layout: the model's parameters.
+        start: float32 (layout.size,) weights.
+        gradient: float32 (layout.size,) of the expected answer, at the start.
+        expected, greedy: expected answer and share of right greedy answers, at the start.
+
+    Raises:
+        ValueError: no problem, or none with a right answer among its completions.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        problems: Sequence[countdown.Problem],
+        *,
+        max_completion_length: int = MAX_COMPLETION_LENGTH,
+        min_probability: float = 1e-7,
+    ):
+        self.problems, self._tokenizer = list(problems), tokenizer
+        prompts = Prompts(countdown.dataset(self.problems, tokenizer), tokenizer)
+        self._model = copy.deepcopy(model).eval()
+        # one process: its master holds whatever weights are to be measured
+        self._engine = LocalEngine(
+            self._model,
+            tokenizer,
+            None,
+            {"problems": prompts},
+            max_completion_length=max_completion_length,
+        )
+        self.layout, self.start = self._engine.layout, self._engine.master.copy()
+        self.enumeration = enumerate_completions(
+            self._model,
+            [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)],
+            eos_ids=self._engine.eos_ids,
+            max_new_tokens=max_completion_length,
+            min_probability=min_probability,
+        )
+        texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
+        self.rewards = self._answers(texts, self.enumeration.prompt)
+        if not self.rewards.any():
+            raise ValueError(
+                f"none of the {len(self.rewards)} completions found has a right answer, so the gradient is 0: give a "
+                "model that can solve these problems, or lower min_probability."
+            )
+        self._packed = _pack(self.enumeration, self.rewards)
+        self.gradient = flat(self.layout, expected_reward_gradient(self._model, self.enumeration, self.rewards))
+        self.expected, self.greedy = self.expected_at(self.start), self.greedy_at(self.start)
+
+    def expected_at(self, weights: np.ndarray) -> float:
+        """Expected answer of sampling at temperature 1 with flat weights (layout.size,), averaged over the problems."""
+        self._engine.master[...] = weights
+        self._engine.write_model()
+        return _expected(self._model, self._packed, len(self.problems))
+
+    def greedy_at(self, weights: np.ndarray) -> float:
+        """Share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
+        self._engine.master[...] = weights
+        (completions,) = self._engine.generate("problems")
+        return float(self._answers([text for text, _ in completions], range(len(self.problems))).mean())
+
+    def run(self, N: int, sigma: float, alpha: float, repeat: int, fitness: str = "expected") -> dict[str, Any]:
+        """Take one ES step from the start and measure it.
+
+        Args:
+            N: members.
+            sigma: standard deviation of the perturbation, weight units.
+            alpha: step size with 1/sigma digested, weight units.
+            repeat: which population; member i has the key (run key of arm "estimator" and seed `repeat`, step 0, i).
+            fitness: "expected", the exact expected answer of each member; or "greedy", its share of right greedy
+                answers, as in training.
+
+        Returns:
+            The arguments; `tied` (no step, then; what is undefined is None); `cosine` of step and gradient; `rho`;
+            `predicted_cosine` rho sqrt(N/d); `norm_ratio` |step| / (alpha sqrt(d/N)); `improving`, the share of members
+            fitter than the start; change of the expected answer by the whole step and by its parts along and orthogonal
+            to the gradient (`gain_full`, `gain_aligned`, `gain_orthogonal`), and of the greedy answer
+            (`greedy_gain_full`, ...); `covered`, the least of all problems; `expected_reward` and `greedy` at the
+            start; `d` weights; number of `problems`.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        if N < 2:
+            raise ValueError(f"N={N} is no population: z-scores need at least 2 members")
+        if not (alpha > 0 and math.isfinite(alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
+        es.choose("fitness", fitness, FITNESS)
+        measure, base = (self.expected_at, self.expected) if fitness == "expected" else (self.greedy_at, self.greedy)
+        root = noise.run_key("estimator", repeat)
+        keys = np.array([noise.member_key(root, 0, i) for i in range(N)], np.uint64)
+        values, member = np.empty(N), np.empty_like(self.start)
+        for i, key in enumerate(keys):
+            noise.perturb(member, self.start, self.layout, int(key), sigma)
+            values[i] = measure(member)
+        z = es.standardise(values)
+        displacement = step(self.layout, keys, z, alpha)
+        aligned, orthogonal = decompose(displacement, self.gradient)
+        rho = fitness_correlation(values, projections(self.layout, keys, self.gradient))
+        norm = float(np.linalg.norm(displacement.astype(np.float64)))
+        result = {
+            "N": N,
+            "sigma": sigma,
+            "alpha": alpha,
+            "repeat": repeat,
+            "fitness": fitness,
+            "tied": not z.any(),
+            "cosine": cosine(displacement, self.gradient),
+            "rho": rho,
+            "predicted_cosine": rho * math.sqrt(N / self.layout.d),
+            "norm_ratio": norm / (alpha * math.sqrt(self.layout.d / N)),
+            "improving": float((values > base).mean()),
+        }
+        for name, part in (("full", displacement), ("aligned", aligned), ("orthogonal", orthogonal)):
+            moved = (self.start + part).astype(np.float32)
+            result[f"gain_{name}"] = self.expected_at(moved) - self.expected
+            result[f"greedy_gain_{name}"] = self.greedy_at(moved) - self.greedy
+        result |= {
+            "covered": float(self.enumeration.covered.min()),
+            "expected_reward": self.expected,
+            "greedy": self.greedy,
+            "d": self.layout.d,
+            "problems": len(self.problems),
+        }
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
+
+    def close(self) -> None:
+        """Let go of the engine; the objective cannot measure any more."""
+        self._engine.close()
+
+    def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:
+        """(texts,) answer scores under the strict grader."""
+        chosen = (self.problems[i] for i in prompts)
+        return np.array(
+            [countdown.grade(t, p.numbers, p.target).answer for t, p in zip(texts, chosen, strict=True)], np.float64
+        )

@@ -1,0 +1,153 @@
+"""One plot style for every figure: sizes, fonts, and fixed looks for arms and decodings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
+
+COLUMN = 3.25
+"""Width of a figure that fills one column of the paper, inches."""
+
+PAGE = 6.75
+"""Width of a figure that spans both columns of the paper, inches."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How one arm looks in every figure and what it is called in every table."""
+
+    color: str
+    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008)."""
+    marker: str
+    """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
+    label: str
+    """Name in legends and tables."""
+
+
+ARMS: dict[str, Arm] = {
+    "es": Arm("#0072B2", "o", "ES"),
+    "es_shuffled": Arm("#E69F00", "s", "ES, shuffled fitness"),
+    "base": Arm("#4D4D4D", "", "base"),
+}
+"""One entry an arm; a notebook that brings a new arm adds it here, with a colour and a marker not yet used."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How curves of one decoding are drawn."""
+
+    linestyle: str
+    """Matplotlib line style."""
+    label: str
+    """Name in legends and tables."""
+
+
+DECODINGS: dict[str, Decoding] = {"greedy": Decoding("-", "greedy"), "t1": Decoding("--", "temperature 1")}
+"""The two decodings that every comparison reports, by their key in the records."""
+
+
+def use() -> None:
+    """Apply the style to every figure drawn from here on."""
+    import seaborn
+
+    seaborn.set_theme(context="paper", style="ticks", rc=_RC)
+
+
+def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
+    """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
+
+    arm: a key of `ARMS`. decoding: a key of `DECODINGS`. n: number of seeds, shown in the legend.
+    Raises KeyError for an arm or decoding that has no look yet.
+
+    >>> line("es", "t1", n=8)["label"]
+    'ES, temperature 1 (n = 8)'
+    """
+    for name, known in ((arm, ARMS), (decoding, DECODINGS)):
+        if name not in known:
+            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/style.py")
+    look, stroke = ARMS[arm], DECODINGS[decoding]
+    label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
+    # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
+    return {
+        "color": look.color,
+        "marker": look.marker,
+        "markevery": 0.15,
+        "linestyle": stroke.linestyle,
+        "label": label,
+    }
+
+
+def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
+    """Shade the interval of a curve.
+
+    x, low, high: (points,), in the units of the axes. color: any matplotlib colour.
+    """
+    ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+
+
+def legend(fig: Figure, arms: dict[str, int | None], decodings: tuple[str, ...] = ("greedy", "t1")) -> None:
+    """Put one legend below a figure: an entry an arm, with its number of seeds, and an entry a decoding.
+
+    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `DECODINGS`.
+    The six combinations of three arms and two decodings would not fit a column; five entries in two rows do.
+    """
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for arm, n in arms.items():
+        look = ARMS[arm]
+        label = look.label if n is None else f"{look.label} (n = {n})"
+        handles.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
+    for decoding in decodings:
+        stroke = DECODINGS[decoding]
+        handles.append(Line2D([], [], color="black", linestyle=stroke.linestyle, label=stroke.label))
+    columns = max(len(arms), len(decodings)) if fig.get_figwidth() <= COLUMN else len(handles)
+    # matplotlib fills column by column: pad so that arms stand in the first row and decodings in the second
+    rows = [handles[: len(arms)], handles[len(arms) :]] if columns < len(handles) else [handles]
+    empty = Line2D([], [], linestyle="", label=" ")
+    grid = [row + [empty] * (columns - len(row)) for row in rows]
+    ordered = [row[column] for column in range(columns) for row in grid]
+    fig.legend(handles=ordered, loc="outside lower center", ncols=columns, columnspacing=1.0)
+
+
+_RC: dict[str, Any] = {
+    "figure.figsize": (COLUMN, 2.3),
+    "figure.dpi": 120,
+    "figure.constrained_layout.use": True,
+    "font.family": "sans-serif",
+    # shipped with matplotlib, so that every machine draws the same letters
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 7.5,
+    "axes.labelsize": 7.5,
+    "axes.titlesize": 8,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "#E0E0E0",
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "xtick.minor.width": 0.4,
+    "ytick.minor.width": 0.4,
+    "xtick.minor.size": 1.5,
+    "ytick.minor.size": 1.5,
+    "legend.fontsize": 6.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.2,
+    # TrueType outlines: text in the PDF stays searchable, and journals refuse type 3 fonts
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
+    "savefig.dpi": 200,
+}

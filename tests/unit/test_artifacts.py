@@ -1,0 +1,344 @@
+"""Artefacts: their exact text, where they go, what the manifest says, and what `verify` finds."""
+
+import json
+import shutil
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+from evoalign_lib import artifacts, cli, paths, style
+from evoalign_lib._render import tex_escape
+from evoalign_lib.artifacts import Store
+
+REPOSITORY = paths.ROOT
+ENVIRONMENT = {"python": "3.12.1", "torch": "2.13.0", "numpy": "2.3.5", "evoalign": "0.1.0", "device": "cpu"}
+RECORDS = [
+    {"spec": {"seed": seed}, "spec_hash": f"{9 - seed}f", "commit": "c0ffee", "environment": ENVIRONMENT}
+    for seed in range(2)
+]
+TABLE = pd.DataFrame({"arm": ["ES", "base_A0 & co"], "gain": [-1.25, 0.5], "n": [8, 1], "range": ["-3.0 to 1.0", ""]})
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty repository, its paths in the place of the real ones."""
+    folders = {
+        "ROOT": ".",
+        "NOTEBOOKS": "notebooks",
+        "FIGURES": "figures",
+        "PAPER": "paper",
+        "RESULTS": "paper/results",
+        "GENERATED": "paper/generated",
+        "RUNS": "runs",
+    }
+    for name, folder in folders.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(paths, name, tmp_path / folder)
+    shutil.copy(REPOSITORY / "paper" / "claims.yaml", tmp_path / "paper")
+    monkeypatch.delenv("EVOALIGN_ARTIFACTS", raising=False)
+    monkeypatch.delenv("EVOALIGN_RUN_DIR", raising=False)
+    return tmp_path
+
+
+def _figure() -> Figure:
+    figure = Figure(figsize=(2, 1))
+    figure.add_subplot().plot([0, 1], [0, 1], label="a")
+    return figure
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _manifest(repository: Path) -> dict:
+    return json.loads((repository / "paper" / "generated" / "manifest.json").read_text())
+
+
+def test_table_text(repository: Path) -> None:
+    Store("01_toy", "tiny", RECORDS, fresh=False).save_table(TABLE, "gain", "Gain, 95 % range.", {"gain": "+.1f"})
+    assert (repository / "paper/generated/gain.tex").read_text().splitlines() == [
+        r"\centering",
+        r"\caption{Gain, 95 \% range. (notebook 01, scale tiny)}",
+        r"\label{tab:gain}",
+        r"\begin{tabular}{lrrr}",
+        r"\toprule",
+        r"arm & gain & n & range \\",
+        r"\midrule",
+        r"ES & $-$1.2 & 8 & $-$3.0 to 1.0 \\",
+        r"base\_A0 \& co & +0.5 & 1 &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    csv = (repository / "paper/generated/gain.csv").read_bytes()
+    assert csv == b"arm,gain,n,range\nES,-1.25,8,-3.0 to 1.0\nbase_A0 & co,0.5,1,\n"
+
+
+def test_floats_need_a_format_and_formats_a_column(repository: Path) -> None:
+    store = Store("01_toy", "tiny", RECORDS, fresh=False)
+    with pytest.raises(ValueError, match="'gain' holds floats"):
+        store.save_table(TABLE, "gain", "Gain.")
+    with pytest.raises(ValueError, match="'gian', which is no column"):
+        store.save_table(TABLE, "gain", "Gain.", {"gian": ".1f"})
+    assert _files(repository) == {"paper/claims.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("text", "tex"),
+    [
+        (
+            r"100% of $x_1 \ {a}~#^|",
+            r"100\% of \$x\_1 \textbackslash{} \{a\}\textasciitilde{}\#\textasciicircum{}\textbar{}",
+        ),
+        ("[-3.0, -1] -.5", "[$-$3.0, $-$1] -.5"),
+        ("Qwen2.5-7B, 1e-3, 2-3, x -y", "Qwen2.5-7B, 1e-3, 2-3, x -y"),
+        ("σ ≤ 1 ± 2 × 3 < 4", r"$\sigma$ $\le$ 1 $\pm$ 2 $\times$ 3 $<$ 4"),
+    ],
+)
+def test_tex_escape(text: str, tex: str) -> None:
+    assert tex_escape(text) == tex
+
+
+def test_plotted_data_has_four_significant_digits(repository: Path) -> None:
+    data = pd.DataFrame({"x": [0, 800_000], "y": [-0.0, 0.123456], "z": [1234567.0, None], "arm": ["es", "base"]})
+    Store("01_toy", "tiny", RECORDS, fresh=False).save_figure(_figure(), "curves", data, "Curves.")
+    text = (repository / "figures/curves.csv").read_text()
+    assert text == "x,y,z,arm\n0,0,1.235e+06,es\n800000,0.1235,,base\n"
+    assert (repository / "paper/generated/curves.tex").read_text().splitlines() == [
+        r"\centering\includegraphics{curves.pdf}",
+        r"\caption{Curves. (notebook 01, scale tiny)}",
+        r"\label{fig:curves}",
+    ]
+
+
+def test_numbers(repository: Path) -> None:
+    store = Store("01_toy", "tiny", RECORDS, fresh=False)
+    store.save_number("Loss", -0.0512, ".3f")
+    store.save_number("Gain", 1.0, ".1f")
+    store.save_number("Gain", 0.0512, ".1%")
+    generated = repository / "paper" / "generated"
+    expected = "\\newcommand{\\Gain}{5.1\\%}\n\\newcommand{\\Loss}{$-$0.051}\n"
+    assert (generated / "numbers_01_toy.tex").read_text() == expected
+    assert json.loads((generated / "numbers_01_toy.json").read_text()) == {"Gain": "5.1%", "Loss": "-0.051"}
+    with pytest.raises(ValueError, match="'gain_2'.*letters only"):
+        store.save_number("gain_2", 1.0, ".1f")
+
+
+def _draw(store: Store) -> None:
+    store.save_figure(_figure(), "curves", TABLE, "Curves.")
+    store.save_table(TABLE, "gain", "Gain.", {"gain": ".1f"}, readme=True)
+    store.save_number("Gain", 0.0512, ".1%")
+
+
+DRAWN = {f"figures/curves.{suffix}" for suffix in ("csv", "pdf", "png")} | {
+    f"generated/{name}"
+    for name in ("curves.tex", "gain.csv", "gain.md", "gain.tex", "manifest.json", "numbers_01.json", "numbers_01.tex")
+}
+
+
+@pytest.mark.parametrize(
+    ("scale", "fresh", "variable", "folder"),
+    [
+        ("tiny", False, None, "paper"),
+        ("tiny", True, None, "runs/01-tiny"),
+        ("smoke", False, None, "runs/01-smoke"),
+        ("smoke", True, "EVOALIGN_RUN_DIR", "elsewhere"),
+        ("tiny", False, "EVOALIGN_RUN_DIR", "paper"),
+        ("tiny", False, "EVOALIGN_ARTIFACTS", "elsewhere"),
+        ("smoke", True, "EVOALIGN_ARTIFACTS", "elsewhere"),
+    ],
+)
+def test_where_artefacts_go(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, scale: str, fresh: bool, variable: str | None, folder: str
+) -> None:
+    readme = "Results\n<!-- gain -->\nold\n<!-- /gain -->\nend\n"
+    (repository / "README.md").write_text(readme)
+    if variable:
+        monkeypatch.setenv(variable, str(repository / "elsewhere"))
+    before = _files(repository)
+    _draw(Store("01", scale, RECORDS, fresh))
+    drawn = _files(repository) - before
+    place = {"figures": "figures", "generated": "paper/generated"}
+    if folder == "paper":
+        assert drawn == {file.replace(file.split("/")[0], place[file.split("/")[0]]) for file in DRAWN}
+        table = (repository / "paper/generated/gain.md").read_text()
+        assert (repository / "README.md").read_text() == readme.replace("old\n", table)
+    else:
+        assert drawn == {f"{folder}/{file}" for file in DRAWN}
+        assert (repository / "README.md").read_text() == readme
+        table = (repository / folder / "generated/gain.md").read_text()
+    assert ("SMOKE RUN: NUMBERS MEAN NOTHING" in table) == (scale == "smoke")
+    assert table.splitlines()[-1].endswith(f"(notebook 01, scale {scale})*")
+
+
+def test_full_scale_stands_beside_tiny(repository: Path) -> None:
+    _draw(Store("01", "tiny", RECORDS, fresh=False))
+    tiny = {file: (repository / file).read_bytes() for file in _files(repository) if "manifest" not in file}
+    _draw(Store("01", "full", RECORDS, fresh=False))
+    assert {file: (repository / file).read_bytes() for file in tiny} == tiny
+    assert "\\newcommand{\\GainFull}" in (repository / "paper/generated/numbers_01_full.tex").read_text()
+    assert {"gain", "gain_full", "Gain", "GainFull"} <= set(_manifest(repository)["artefacts"])
+
+
+def test_bytes_depend_on_the_records_alone(repository: Path) -> None:
+    contents = []
+    for records in (RECORDS, RECORDS[::-1]):
+        _draw(Store("01", "tiny", records, fresh=False))
+        contents.append({file: (repository / file).read_bytes() for file in _files(repository)})
+    assert contents[0] == contents[1]
+
+
+def test_manifest(repository: Path) -> None:
+    _draw(Store("01", "tiny", RECORDS, fresh=False))
+    manifest = _manifest(repository)
+    assert set(manifest["artefacts"]) == {"curves", "gain", "Gain"}
+    entry = manifest["artefacts"]["gain"]
+    assert entry["files"] == ["generated/gain.csv", "generated/gain.md", "generated/gain.tex"]
+    assert (entry["kind"], entry["notebook"], entry["scale"]) == ("table", "01", "tiny")
+    assert manifest["records"] == {
+        entry["records"]: {
+            "specs": ["8f", "9f"],
+            "commits": ["c0ffee"],
+            "versions": {"evoalign": ["0.1.0"], "numpy": ["2.3.5"], "python": ["3.12.1"], "torch": ["2.13.0"]},
+        }
+    }
+    changed = [RECORDS[0] | {"budget": {"completions": 1}}, RECORDS[1] | {"commit": "beef"}]
+    _draw(Store("01", "tiny", changed, fresh=False))
+    # the new description takes the place of the old one, which nothing is drawn from any more
+    (description,) = _manifest(repository)["records"].values()
+    assert description["commits"] == ["beef", "c0ffee"]
+
+
+def test_published_tables_name_no_records(repository: Path) -> None:
+    store = Store("01", "tiny", RECORDS, fresh=False)
+    store.save_table(TABLE[["arm", "n"]], "literature", "Published.", published=True)
+    text = (repository / "paper/generated/literature.tex").read_text()
+    assert r"\caption{Published. (published, other models; notebook 01)}" in text
+    manifest = _manifest(repository)
+    assert (manifest["artefacts"]["literature"]["records"], manifest["records"]) == (None, {})
+
+
+def test_store_refuses(repository: Path) -> None:
+    with pytest.raises(ValueError, match="unknown scale 'tny'"):
+        Store("01", "tny", RECORDS, fresh=False)
+    with pytest.raises(ValueError, match="no records for 01"):
+        Store("01", "tiny", [], fresh=False)
+    with pytest.raises(KeyError, match="lacks commit, environment"):
+        Store("01", "tiny", [{"spec": {}, "spec_hash": "00"}], fresh=False)
+    store = Store("01", "tiny", RECORDS, fresh=False)
+    for name in ("../gain", "Gain", "claims", "numbers_01"):
+        with pytest.raises(ValueError, match="artefact name"):
+            store.save_table(TABLE[["arm"]], name, "Gain.")
+    store.save_table(TABLE[["arm"]], "gain", "Gain.")
+    kept = (repository / "paper/generated/gain.csv").read_bytes()
+    with pytest.raises(ValueError, match="'gain' is already a table of 01 at tiny"):
+        Store("02", "tiny", RECORDS, fresh=False).save_table(TABLE[["n"]], "gain", "Gain.")
+    with pytest.raises(ValueError, match="'gain' is already a table"):
+        store.save_figure(_figure(), "gain", TABLE, "Gain.")
+    assert (repository / "paper/generated/gain.csv").read_bytes() == kept
+
+
+NOTEBOOK = """
+import json, pathlib
+import pandas as pd
+from matplotlib.figure import Figure
+from evoalign_lib.artifacts import Store
+lines = pathlib.Path("../paper/results/01_toy/tiny.jsonl").read_text().splitlines()
+records = [json.loads(line) for line in lines]
+store = Store("01_toy", "tiny", records, fresh=False)
+frame = pd.DataFrame({"seed": [r["spec"]["seed"] for r in records]})
+store.save_figure(Figure(), "curves", frame, "Curves.")
+store.save_table(frame, "gain", "Gain.", readme=True)
+store.save_number("Runs", len(records), "d")
+"""
+
+
+def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    blocks = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("gain", "claims"))
+    (repository / "README.md").write_text(blocks)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK)])
+    nbformat.write(notebook, repository / "notebooks" / "01_toy.ipynb")
+    (repository / "paper/results/01_toy").mkdir()
+    records = [r | {"status": "finished", "spec": {"scale": "tiny", "seed": 0, "kind": "toy"}} for r in RECORDS]
+    (repository / "paper/results/01_toy/tiny.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    figures, generated = repository / "figures", repository / "paper" / "generated"
+
+    assert artifacts.verify(write=True) == []
+    committed = {file: (repository / file).read_bytes() for file in _files(repository)}
+    assert b"\n| seed |\n| --- |\n| 0 |\n| 0 |\n" in committed["README.md"]
+    assert b"| E1 | ES learns" in committed["README.md"]
+
+    result = CliRunner().invoke(cli.app, ["verify"])
+    assert (result.exit_code, result.output.splitlines()) == (
+        0,
+        ["all tables, numbers and plotted data agree with the committed records"],
+    )
+    # a comparison leaves the repository as it was
+    assert {file: (repository / file).read_bytes() for file in _files(repository)} == committed
+
+    (figures / "curves.csv").write_text("seed\n0\n1\n")
+    (figures / "curves.png").unlink()
+    (figures / "old.csv").write_text("seed\n")
+    (generated / "gain.tex").unlink()
+    (generated / "claims.csv").write_text((generated / "claims.csv").read_text().replace("E1,", "E9,"))
+    readme = (repository / "README.md").read_text()
+    (repository / "README.md").write_text(readme.replace("| seed |", "| seeds |"))
+    manifest = _manifest(repository)
+    manifest["artefacts"]["gone"] = manifest["artefacts"].pop("Runs") | {"files": []}
+    (generated / "manifest.json").write_text(json.dumps(manifest))
+    result = CliRunner().invoke(cli.app, ["verify"])
+    problems = result.output.splitlines()
+    assert result.exit_code == 1
+    claims = next(problem for problem in problems if "claims.csv" in problem)
+    assert claims.startswith("generated/claims.csv differs: line 2: committed 'E9,")
+    assert sorted(problem for problem in problems if problem != claims) == [
+        "README.md, block gain, differs: line 1: committed '| seeds |', drawn '| seed |'",
+        "figures/curves.csv differs: line 3: committed '1', drawn '0'",
+        "figures/curves.png is missing",
+        "figures/old.csv is extra: no notebook makes it",
+        "generated/gain.tex is missing",
+        "generated/numbers_01_toy.json is extra: no notebook makes it",
+        "generated/numbers_01_toy.tex is extra: no notebook makes it",
+        "manifest.json: Runs of 01_toy is missing",
+        "manifest.json: gone is extra, 01_toy no longer makes it",
+    ]
+
+
+def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    (repository / "paper/results/01_toy").mkdir()
+    (repository / "paper/results/01_toy/tiny.jsonl").write_text("")
+    missing = "notebooks/01_toy.ipynb is missing, though it has committed records"
+    assert missing in artifacts.verify(["01_toy"])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise KeyError('seed')")])
+    nbformat.write(notebook, repository / "notebooks" / "01_toy.ipynb")
+    assert "notebooks/01_toy.ipynb failed: KeyError: 'seed'" in artifacts.verify(["01_toy"])
+    with pytest.raises(FileNotFoundError, match="no paper/results/02_toy/tiny.jsonl; there are: 01_toy"):
+        artifacts.verify(["02_toy"])
+
+
+def test_verify_does_not_agree_with_nothing(repository: Path) -> None:
+    problems = artifacts.verify()
+    assert "paper/results holds no records of scale tiny: nothing to compare with" in problems
+    assert "generated/claims.csv is missing" in problems
+
+
+@pytest.mark.parametrize("arms", [{"es": 8}, {"es": 8, "es_shuffled": 4, "base": None}])
+@pytest.mark.parametrize("width", [style.COLUMN, style.PAGE])
+def test_the_legend_names_every_arm_and_decoding(arms: dict[str, int | None], width: float) -> None:
+    figure = Figure(figsize=(width, 2), layout="constrained")
+    style.legend(figure, arms)
+    shown = {text.get_text() for text in figure.legends[0].get_texts()} - {" "}
+    expected = {"ES (n = 8)", "ES, shuffled fitness (n = 4)", "base"} if len(arms) == 3 else {"ES (n = 8)"}
+    assert shown == expected | {"greedy", "temperature 1"}
+
+
+def test_arms_can_be_told_apart() -> None:
+    looks = style.ARMS.values()
+    assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(style.ARMS)
+    with pytest.raises(KeyError, match="no look for 'grppo'"):
+        style.line("grppo")

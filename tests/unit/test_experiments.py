@@ -1,0 +1,473 @@
+"""Parameters, specs and records: what a notebook is told of its mistakes, and that no finished run is ever lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import experiments, paths, stats, tiny
+from evoalign_lib.experiments import append_record, check_parameters, load_or_run, read_records, spec_hash
+
+PARAMETERS = {
+    "scale": "tiny",
+    "model": "",
+    "engine": "local",
+    "gpus": 0,
+    "seeds": 0,
+    "force": False,
+    "dry_run": False,
+}
+PRESETS = {
+    "smoke": {"steps": 2, "sigma": 0.1, "bases": ["A0"], "curve": True, "limit": None},
+    "tiny": {"steps": 100, "sigma": 0.01, "bases": ["A0", "A1"], "curve": True, "limit": None},
+}
+needs_bases = pytest.mark.skipif(
+    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
+)
+
+
+# ---- parameters
+
+
+def test_settings_of_the_scale_with_overrides():
+    run = check_parameters(PARAMETERS | {"steps": 7, "sigma": 1, "bases": ("A2",), "limit": 3}, PRESETS)
+    assert (run.scale, run.steps, run.sigma, run.bases, run.curve, run.limit) == ("tiny", 7, 1, ("A2",), True, 3)
+    assert vars(check_parameters(PARAMETERS | {"scale": "smoke"}, PRESETS)).items() >= PRESETS["smoke"].items()
+    assert PRESETS["tiny"]["steps"] == 100  # the preset itself is not changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"stpes": 5}, r"unknown parameter 'stpes': did you mean 'steps'\?.*'del stpes'"),
+        ({"Force": True}, r"unknown parameter 'Force': did you mean 'force'\?"),
+        ({"zzzz": None}, r"unknown parameter 'zzzz': Known: bases, curve, "),
+        ({"scale": "tinny"}, r"unknown scale 'tinny': use one of smoke, tiny, full. Did you mean 'tiny'\?"),
+        ({"scale": ""}, "unknown scale ''"),
+        ({"scale": None}, "unknown scale None"),
+        ({"scale": "full"}, "this notebook has no scale 'full' yet: use one of smoke, tiny"),
+        ({"steps": "5"}, "parameter steps='5' has type str, expected int, for example 100"),
+        ({"steps": 5.0}, "parameter steps=5.0 has type float, expected int"),
+        ({"steps": True}, "parameter steps=True has type bool, expected int"),
+        ({"sigma": "1e-2"}, "parameter sigma='1e-2' has type str, expected float"),
+        ({"bases": "A0"}, "parameter bases='A0' has type str, expected list"),
+        ({"curve": 1}, "parameter curve=1 has type int, expected bool"),
+        ({"seeds": -1}, "seeds=-1 must not be negative; 0 takes the scale's own"),
+        ({"seeds": "2"}, "parameter seeds='2' has type str"),
+        ({"seeds": True}, "parameter seeds=True has type bool"),
+        ({"seeds": [0, 1]}, r"parameter seeds=\[0, 1\] has type list"),
+        ({"gpus": -1}, "gpus=-1 must not be negative"),
+        ({"force": "yes"}, "parameter force='yes' has type str, expected bool"),
+        ({"dry_run": 1}, "parameter dry_run=1 has type int, expected bool"),
+        ({"model": 7}, "parameter model=7 has type int, expected str"),
+        ({"engine": "vlm"}, "unknown engine 'vlm': use one of local"),
+    ],
+)
+def test_mistakes_are_named_with_the_remedy(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check_parameters(PARAMETERS | changed, PRESETS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_missing_parameter(name):
+    namespace = {k: v for k, v in PARAMETERS.items() if k != name}
+    with pytest.raises(ValueError, match=f"parameter '{name}' is not set: run the parameters cell first"):
+        check_parameters(namespace, PRESETS)
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
+def test_truth_values_as_papermill_gives_them(text, value):
+    """`papermill -p force false` gives the text, which Python would take for true."""
+    namespace = PARAMETERS | {"force": text, "curve": text}
+    run = check_parameters(namespace, PRESETS)
+    assert run.force is value and run.curve is value and namespace["force"] is value
+
+
+def test_what_a_kernel_defines_is_no_parameter():
+    namespace = PARAMETERS | {"In": ["..."], "Out": {}, "_": 3, "_i1": "x", "exit": "quitter", "__name__": "__main__"}
+    check_parameters(namespace | {"json": json, "Path": Path, "helper": lambda: 0, "presets": PRESETS}, PRESETS)
+
+
+def test_the_cell_may_run_again_after_later_cells():
+    namespace = dict(PARAMETERS)
+    check_parameters(namespace, PRESETS)
+    namespace |= {"rows": [1, 2], "accuracy": 0.5, "title": "later cells define these"}
+    assert check_parameters(namespace, PRESETS).steps == 100
+    namespace["scale"] = "smoke"
+    assert check_parameters(namespace, PRESETS).steps == 2
+    namespace["seeds"] = -3  # and mistakes in known ones are still found
+    with pytest.raises(ValueError, match="seeds=-3"):
+        check_parameters(namespace, PRESETS)
+
+
+def test_a_refused_cell_refuses_again():
+    namespace = PARAMETERS | {"stpes": 5}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="stpes"):
+            check_parameters(namespace, PRESETS)
+    del namespace["stpes"]
+    check_parameters(namespace, PRESETS)
+
+
+def test_it_holds_under_a_real_module_namespace():
+    namespace = {"__name__": "x"}
+    source = "\n".join(f"{name}: {type(v).__name__} = {v!r}" for name, v in PARAMETERS.items())
+    exec(f"import numpy as np\nfrom pathlib import Path\n{source}", namespace)
+    assert check_parameters(namespace, PRESETS).engine == "local"
+
+
+# ---- specs
+
+PLAIN = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), PLAIN, max_size=5))
+def test_the_hash_of_a_spec_survives_order_and_json(spec):
+    reordered = dict(reversed(list(spec.items())))
+    assert spec_hash(spec) == spec_hash(reordered) == spec_hash(json.loads(json.dumps(spec)))
+    assert len(spec_hash(spec)) == 16 and spec_hash(spec | {"seed": -7}) != spec_hash(spec | {"seed": -8})
+
+
+def test_known_hash():
+    """Records are found by it for years: it must never change."""
+    spec = {"kind": "train", "seed": 3, "sigma": 0.01, "bases": ["A0"], "name": "é", "model": None}
+    assert spec_hash(spec) == "fdf16530714f308e"
+    assert spec_hash({"a": (1, 2)}) == spec_hash({"a": [1, 2]})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), np.int64(3), {1, 2}])
+def test_a_spec_holds_only_json(bad):
+    with pytest.raises((ValueError, TypeError)):
+        spec_hash({"x": bad})
+
+
+# ---- records
+
+
+def record(seed: int = 0, **more):
+    spec = {"kind": "train", "scale": "tiny", "seed": seed}
+    return {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "test": {"greedy": 0.25}} | more
+
+
+def test_records_come_back_in_order(tmp_path):
+    file = tmp_path / "new/folder/tiny.jsonl"
+    assert read_records(file) == []
+    for seed in (3, 1, 2):
+        append_record(file, record(seed, note="ünï\nline"))
+    assert read_records(file) == [record(seed, note="ünï\nline") for seed in (3, 1, 2)]
+    assert file.read_bytes().isascii() and file.read_bytes().count(b"\n") == 3
+
+
+def test_a_torn_last_line_is_left_out_and_mended_by_the_next_record(tmp_path):
+    file = tmp_path / "tiny.jsonl"
+    append_record(file, record(1)), append_record(file, record(2, note="ü"))
+    whole = file.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        file.write_bytes(whole[:end])
+        complete = end == len(whole) - 1  # only the newline is missing
+        assert read_records(file) == [record(1), record(2, note="ü")][: 1 + complete]
+        append_record(file, record(3))
+        assert read_records(file) == [record(1), *[record(2, note="ü")] * complete, record(3)]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    file = tmp_path / "tiny.jsonl"
+    append_record(file, record(1)), append_record(file, record(2))
+    lines = file.read_text().splitlines(keepends=True)
+    for broken, message in (
+        (lines[0][:30] + "\n", "line 1 is not JSON.*Restore the file from git"),
+        ("[]\n", "line 1 is not a record"),
+        ('{"spec": {}}\n', "line 1 is not a record"),
+        (lines[0].replace('"seed":1', '"seed":9'), "line 1: the spec does not have the hash .* edited"),
+    ):
+        file.write_text(broken + lines[1])
+        with pytest.raises(ValueError, match=f"tiny.jsonl, {message}"):
+            read_records(file)
+    # an edited last line is no torn one
+    file.write_text(lines[0] + lines[1].replace('"seed":2', '"seed":9').rstrip("\n"))
+    with pytest.raises(ValueError, match="line 2: the spec does not have the hash"):
+        read_records(file)
+
+
+def test_limits_of_a_record(tmp_path):
+    file = tmp_path / "tiny.jsonl"
+    append_record(file, record(1, curve={"step": list(range(50))}))
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="curve 'step' has 51 points, at most 50"):
+        append_record(file, record(2, curve={"step": list(range(51))}))
+    with pytest.raises(ValueError, match="has 8.* bytes: at most 8000"):
+        append_record(file, record(2, note="x" * 7_900))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_record(file, record(2, loss=float("nan")))
+    assert file.read_bytes() == before
+
+
+def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
+    rng = np.random.default_rng(0)
+    test = {
+        "n": 2000,
+        "greedy": 0.123456,
+        "greedy_bits": stats.pack_bits(rng.integers(0, 2, 2000)),
+        "t1": 0.123456,
+        "t1_counts": stats.pack_counts(rng.integers(0, 17, 2000)),
+    }
+    curve = {name: rng.random(50).round(5).tolist() for name in ("reward", "validation_greedy", "validation_t1")}
+    curve |= {"step": list(range(0, 5000, 100)), "completions": list(range(0, 5_000_000, 100_000))}
+    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=experiments.environment()))
+    assert (tmp_path / "x.jsonl").stat().st_size < 7_500
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from evoalign_lib.experiments import append_record, spec_hash
+
+for seed in range(int(sys.argv[2]), 10**6):
+    spec = {"seed": seed}
+    record = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "filler": "x" * 7000}
+    append_record(Path(sys.argv[1]), record)
+"""
+
+
+def test_a_killed_writer_loses_no_finished_record(tmp_path):
+    file, known = tmp_path / "tiny.jsonl", 0
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(file), str(known)]) as writer:
+            _await(lambda known=known: file.is_file() and len(read_records(file)) >= known + 5)
+            writer.kill()
+        records = read_records(file)
+        assert [r["spec"]["seed"] for r in records] == list(range(len(records))) and len(records) >= known + 5
+        known = len(records)
+
+
+def _await(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
+
+
+# ---- loading and running
+
+SETTINGS = {
+    "max_completion_length": 16,
+    "validation_problems": 6,
+    "test_problems": 10,
+    "population_size": 3,
+    "sigma": 0.03,
+    "alpha": 0.01,
+    "steps": 2,
+    "prompts_per_step": 24,
+    "curve_points": 3,
+}
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Committed records and fresh runs, both in a temporary folder."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path
+
+
+def test_equal_specs_and_foreign_scales_are_refused(folders):
+    spec = record(1)["spec"]
+    with pytest.raises(ValueError, match="two of the specs are equal"):
+        load_or_run([spec, dict(spec)], "nb", "tiny")
+    with pytest.raises(ValueError, match="a spec has scale 'tiny', the notebook runs 'full'"):
+        load_or_run([spec], "nb", "full")
+
+
+def test_records_of_every_notebook_are_found(folders, capsys):
+    append_record(folders / "results/01_a/tiny.jsonl", record(1))
+    append_record(folders / "results/02_b/tiny.jsonl", record(2))
+    append_record(folders / "results/02_b/full.jsonl", record(3))
+    specs = [record(seed)["spec"] for seed in (2, 1)]
+    assert load_or_run(specs, "03_c", "tiny") == [record(2), record(1)]
+    assert capsys.readouterr().out == "loaded 2 records, ran 0\n"
+    assert load_or_run([], "03_c", "tiny") == []
+
+
+def test_a_dry_run_names_what_is_missing(folders, capsys):
+    append_record(folders / "results/01_a/tiny.jsonl", record(1))
+    specs = [record(1)["spec"]]
+    missing = [{"kind": "train", "arm": "es", "base": "A0", "scale": "tiny", "seed": seed} for seed in range(30)]
+    with pytest.raises(experiments.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
+        load_or_run(specs + missing, "nb", "tiny", dry_run=True)
+    assert load_or_run(specs, "nb", "tiny", dry_run=True) == [record(1)]
+
+
+def comparable(r):
+    """A record without what a clock decides."""
+    budget = {k: v for k, v in r["budget"].items() if "seconds" not in k}
+    return {k: v for k, v in r.items() if k not in ("budget", "commit", "notebook")} | {"budget": budget}
+
+
+@needs_bases
+def test_specs_state_what_decides_a_run():
+    [base] = experiments.base_specs(["A0"], SETTINGS, "smoke")
+    assert base["kind"] == "base" and base["engine_version"] == experiments.ENGINE_VERSION
+    assert base["base_digest"] == experiments.base_digest(tiny.load("A0")[0]) and len(base["base_digest"]) == 16
+    train = experiments.train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
+    assert [(s["base"], s["seed"]) for s in train] == [("A0", 0), ("A0", 1), ("A1", 0), ("A1", 1)]
+    assert train[0]["base_digest"] != train[2]["base_digest"] and train[0]["steps"] == 2
+    assert len({spec_hash(s) for s in [base, *train]}) == 5
+
+
+@needs_bases
+def test_the_record_of_a_base():
+    [spec] = experiments.base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
+    r = experiments.run(spec, "nb", "commit")
+    assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec) and r["notebook"] == "nb"
+    assert set(r["validation"]) == {"greedy", "format", "pass@1", "pass@16", "pass@64"}
+    assert r["test"]["n"] == 10 and 0 <= r["test"]["greedy"] <= 1
+    assert stats.unpack_bits(r["test"]["greedy_bits"], 10).mean() == pytest.approx(r["test"]["greedy"])
+    assert stats.unpack_counts(r["test"]["t1_counts"]).mean() / 16 == pytest.approx(r["test"]["t1"])
+    json.dumps(r, allow_nan=False)
+
+
+@needs_bases
+@pytest.mark.parametrize("arm", ["es", "es_shuffled"])
+def test_the_record_of_a_training_run(arm):
+    one, other = experiments.train_specs(arm, ["A0"], [0, 1], SETTINGS, "smoke")
+    r, again, different = (experiments.run(spec, "nb", "commit") for spec in (one, one, other))
+    assert comparable(r) == comparable(again) and r["digest"] != different["digest"]
+    assert r["curve"]["step"] == [0, 1, 2] and r["curve"]["completions"] == [0, 72, 144]
+    assert r["curve"]["reward"][0] is None and all(0 <= x <= 1.1 for x in r["curve"]["reward"][1:])
+    assert all(len(values) == 3 for values in r["curve"].values())
+    assert r["budget"]["completions"] == 144
+    tokens = r["budget"]["prompt_tokens"] + r["budget"]["generated_tokens"]
+    assert r["budget"]["forward_flops"] == 2 * r["d"] * tokens
+    assert r["plan"]["decoder"] == "loop" and r["counts"]["exception"] == 0
+    # two steps of alpha * sqrt(d / N) each, at right angles to one another; fewer if a population was tied
+    steps = 2 - r["counts"]["tied"]
+    assert r["update_norm"] == pytest.approx(0.01 * (r["d"] * steps / 3) ** 0.5, rel=0.1)
+    # the base's own weights, before anything moved
+    base = experiments.run(experiments.base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
+    assert r["curve"]["validation_greedy"][0] == pytest.approx(base["validation"]["greedy"], abs=1e-4)
+
+
+SWEEP = """
+import json, sys
+from evoalign_lib.experiments import load_or_run
+
+if __name__ == "__main__":
+    load_or_run(json.loads(sys.argv[1]), "nb", "smoke", workers=1)
+"""
+
+
+@needs_bases
+def test_a_killed_sweep_continues_where_it_was(folders, capsys):
+    specs = experiments.base_specs(["A0"], SETTINGS, "smoke")
+    specs += experiments.train_specs("es", ["A0"], range(4), SETTINGS, "smoke")
+    script, file = folders / "sweep.py", folders / "run/results/smoke.jsonl"
+    script.write_text(textwrap.dedent(SWEEP))
+    with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as sweep:
+        _await(lambda: file.is_file() and file.stat().st_size > 0)
+        children = [pid for pid, (parent, _) in _processes().items() if parent == sweep.pid]
+        sweep.kill()
+    assert sweep.returncode == -signal.SIGKILL and children
+    # nobody goes on in the background (Z: ended, not yet reaped)
+    _await(lambda: all(_processes().get(child, (0, "Z"))[1] == "Z" for child in children))
+    done = read_records(file)
+    assert 1 <= len(done) < 5
+    # the second call runs the rest; a run that fails is named, and costs no other
+    with pytest.raises(ValueError, match="model 'no-such-model' is neither"):
+        experiments.base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
+    bad = specs[0] | {"base": "no-such-model"}
+    with pytest.raises(ValueError, match="model 'no-such-model' is neither") as error:
+        load_or_run([*specs, bad], "nb", "smoke", workers=1)
+    assert "in the run {" in error.value.__notes__[-1] and "no-such-model" in error.value.__notes__[-1]
+    records = read_records(file)
+    assert records[: len(done)] == done and [r["spec"] for r in records] == specs
+    capsys.readouterr()
+    assert load_or_run(specs[::-1], "nb", "smoke") == records[::-1]
+    assert capsys.readouterr().out == "loaded 5 records, ran 0\n" and not (folders / "results").exists()
+    # the same run in another process, beside others
+    assert comparable(experiments.run(specs[-1], "nb", "commit")) == comparable(records[-1])
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    """Process id -> (parent, state) of every process."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found[int(folder.name)] = (int(parent), state)
+    return found
+
+
+@needs_bases
+def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsewhere(folders, capsys):
+    specs = experiments.base_specs(["A0", "A1"], SETTINGS, "tiny")
+    committed = experiments.run(specs[0], "01_a", "commit")
+    files = [folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b")]
+    append_record(files[0], committed)
+    records = load_or_run(specs, "02_b", "tiny")
+    assert capsys.readouterr().out == "loaded 1 records, ran 1\n"
+    assert records[0] == committed and records[1]["notebook"] == "02_b"
+    assert [read_records(file) for file in files] == [[committed], [records[1]]]
+    before = [file.read_bytes() for file in files]
+    # what a forced run made earlier, beside the committed records
+    fresh = [r | {"commit": "fresh"} for r in records]
+    for r in fresh:
+        append_record(folders / "run/results/tiny.jsonl", r)
+    assert load_or_run(specs, "02_b", "tiny", force=True) == fresh
+    assert capsys.readouterr().out == (
+        "loaded 2 records, ran 0\n"
+        "beside committed records: 2 of 2 have the same spec; test accuracy differs by at most 0.00 points\n"
+    )
+    assert [file.read_bytes() for file in files] == before
+    with pytest.raises(experiments.DryRun, match="0 of 1 runs have records"):
+        load_or_run(experiments.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
+
+
+def test_a_curve_that_no_record_holds_is_refused_before_the_run():
+    with pytest.raises(ValueError, match="curve_points=51 is more than a record holds: at most 50"):
+        experiments.train_specs("es", ["a-model"], [0], SETTINGS | {"curve_points": 51}, "tiny")
+
+
+def test_comparison_with_committed_records():
+    def made(seed, digest, greedy):
+        return record(seed, digest=digest, test={"greedy": greedy, "t1": 0.5})
+
+    committed = {
+        r["spec_hash"]: r for r in (made(1, "a", 0.25), made(2, "b", 0.25), record(3, test={"greedy": 0, "t1": 0}))
+    }
+    assert experiments.compare([made(1, "a", 0.25), made(2, "c", 0.24), made(9, "d", 0.9)], committed) == (
+        "beside committed records: 2 of 3 have the same spec; final weights have the same bits in 1 of 2; "
+        "test accuracy differs by at most 1.00 points"
+    )
+    assert experiments.compare([made(9, "d", 0.9)], committed) == (
+        "beside committed records: 0 of 1 have the same spec"
+    )
+
+
+def test_what_a_notebook_announces(capsys):
+    experiments.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
+    shown = capsys.readouterr().out
+    assert shown.startswith("01_x, scale tiny, engine local on ") and "torch 2." in shown and "dry run" in shown
+
+
+def test_the_run_folder(monkeypatch):
+    monkeypatch.delenv("EVOALIGN_RUN_DIR", raising=False)
+    assert experiments.run_folder("01_x", "tiny") == paths.RUNS / "01_x-tiny"
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", "/some/where")
+    assert experiments.run_folder("01_x", "tiny") == Path("/some/where")
+    assert os.path.isabs(paths.RUNS)
