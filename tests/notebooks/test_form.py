@@ -1,0 +1,112 @@
+"""The form of the notebooks: parameters, cells, prose, and the code they write out equal to the library's."""
+
+import ast
+import statistics
+
+import nbformat
+import numpy as np
+import pytest
+
+from evoalign_lib import experiments, noise, paths
+from evoalign_lib.engines.local import Member
+from evoalign_lib.es import standardise
+
+NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
+def notebook(request):
+    return read(request.param)
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def test_parameters_cell_has_the_common_names_and_literals_only(notebook):
+    tagged = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    statements = ast.parse(tagged[0].source).body
+    names = [s.target.id for s in statements if isinstance(s, ast.AnnAssign)]
+    assert names == list(experiments.PARAMETERS)
+    assert all(isinstance(s.value, ast.Constant) for s in statements)
+
+
+def test_parameters_are_checked_before_any_work(notebook):
+    code = [c.source for c in notebook.cells if c.cell_type == "code"]
+    first = next(i for i, source in enumerate(code) if "experiments.check_parameters(globals()" in source)
+    assert first == 1  # right after the parameters cell
+
+
+def test_is_a_lecture(notebook):
+    code = [c.source for c in notebook.cells if c.cell_type == "code"]
+    prose = sum(len(c.source) for c in notebook.cells if c.cell_type == "markdown")
+    lines = [len(source.splitlines()) for source in code]
+    assert prose / (prose + sum(map(len, code))) >= 0.35
+    assert statistics.median(lines) <= 12
+    assert max(lines) <= 25
+
+
+def test_committed_as_executed_top_to_bottom(notebook):
+    counts = [c.execution_count for c in notebook.cells if c.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert not any(o.output_type == "error" for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
+
+
+def test_no_settings_name_is_rebound_by_a_cell(notebook):
+    """A cell that runs again reads the settings; a variable of the same name further down would replace one."""
+    code = [c.source for c in notebook.cells if c.cell_type == "code"]
+    derived = code[1]
+    settings = {node.value for node in ast.walk(ast.parse(derived)) if isinstance(node, ast.Constant)}
+    for source in code[2:]:
+        for statement in ast.parse(source).body:
+            bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            assert not (bound - {"base", "es_shuffled", "estimator"}) & settings, source
+
+
+def functions(path, *names):
+    """Functions defined in a notebook's cells, by name."""
+    wanted = [
+        node
+        for cell in read(path).cells
+        if cell.cell_type == "code"
+        for node in ast.parse(cell.source).body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    namespace = {"np": np, "noise": noise}
+    module = ast.Module(body=wanted, type_ignores=[])
+    exec(compile(module, str(path), "exec"), namespace)  # our own notebook, as Jupyter would
+    return [namespace[name] for name in names]
+
+
+def test_the_step_written_out_in_notebook_01_is_the_librarys():
+    (es_step,) = functions(paths.NOTEBOOKS / "01_es_countdown.ipynb", "es_step")
+    rng = np.random.default_rng(0)
+    theta = {"a.weight": rng.standard_normal((7, 13)).astype(np.float32), "b.bias": np.ones(5, np.float32)}
+    layout = noise.Layout.from_shapes((name, w.shape) for name, w in theta.items())
+    master = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(master).items():
+        view[...] = theta[name]
+
+    def reward(weights):
+        return float(sum(np.square(w - 0.5).sum(dtype=np.float64) for w in weights.values()))
+
+    moved = es_step(theta, reward, noise.run_key("es", 3), step=2, N=6, sigma=0.1, alpha=0.3)
+
+    members = [Member(noise.member_key(noise.run_key("es", 3), 2, n)) for n in range(6)]
+    fitness = []
+    for member in members:
+        working = np.empty_like(master)
+        noise.perturb(working, master, layout, member.key, 0.1)
+        fitness.append(reward(layout.views(working)))
+    coefficients = (0.3 * standardise(np.array(fitness)) / 6).astype(np.float32)
+    noise.update(master, layout, np.array([m.key for m in members], np.uint64), coefficients)
+    for name, view in layout.views(master).items():
+        assert np.array_equal(moved[name], view)
+        assert not np.array_equal(moved[name], theta[name])
