@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from evoalign_lib import noise
 from evoalign_lib.engines.decode import Decoder, supports
@@ -371,12 +372,15 @@ _ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDicti
 
 
 def start_worker(parent: int) -> None:
-    """Set up a worker process: one thread, and it ends with its parent, even with one that is killed.
+    """Set up a worker process: one thread, a lock of its own for progress bars, and it ends with its parent, even with
+    one that is killed.
 
     Args:
         parent: process id of the parent.
     """
     torch.set_num_threads(1)
+    # tqdm's lock is a semaphore that forked processes share: one that dies holding it would stop all others for good
+    tqdm.set_lock(threading.RLock())
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import PROMPTS, random_model, tokenizer
+from tqdm import tqdm
 from transformers import EarlyStoppingCallback
 
 from evoalign_lib import ledger
@@ -70,6 +72,7 @@ def fork(function, *arguments) -> int:
         pid = os.fork()
     if pid == 0:
         status = 1
+        tqdm.set_lock(threading.RLock())  # the inherited one stays taken for good when a child is killed holding it
         try:
             function(*arguments)
             status = 0
@@ -81,8 +84,17 @@ def fork(function, *arguments) -> int:
     return pid
 
 
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def wait(pid: int, seconds: float = 120) -> int:
+    """The exit status of a child; one that hangs is made to say where (pytest's fault handler) and is a failure."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGABRT)
+    os.waitpid(pid, 0)
+    raise TimeoutError(f"process {pid} did not end within {seconds} s")
 
 
 def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = None) -> None:

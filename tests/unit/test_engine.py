@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import PROMPTS, random_model, tokenizer
 from scipy import stats
+from tqdm import tqdm
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib import noise
@@ -488,6 +489,24 @@ def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end(when, two_wor
     assert time.monotonic() - started < 20
     # new workers take over
     assert (evaluate(e, 3) == evaluate(engine(rewards=token_sum), 3)).all()
+
+
+def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(two_workers):
+    """tqdm's lock is a semaphore that forked processes share, and dies with nobody."""
+
+    def dies(completion_ids, **columns):
+        with tqdm.get_lock():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ours = tqdm.get_lock()
+    e = two_workers(rewards=dies)
+    with pytest.raises(RuntimeError, match="a worker process ended unexpectedly"):
+        e.evaluate(members(2), 0.05, "train", np.arange(8))
+    assert tqdm.get_lock() is ours
+    held = [lock for lock in ours.locks if not lock.acquire(timeout=5)]
+    for lock in ours.locks:
+        lock.release()
+    assert not held
 
 
 def test_an_interrupt_leaves_the_workers_alive(two_workers):
