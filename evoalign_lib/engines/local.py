@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import mmap
 import multiprocessing
 import os
@@ -35,8 +36,10 @@ import torch
 from tqdm import tqdm
 
 from evoalign_lib import noise
-from evoalign_lib.engines.decode import Decoder, supports
+from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
+
+logger = logging.getLogger(__name__)
 
 DECODERS = ("auto", "loop", "generate")
 
@@ -106,8 +109,12 @@ class Prompts:
         for i, row in enumerate(ids):
             if not row:
                 raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
-        self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         self.lengths = np.array([len(row) for row in ids])
+        # what all prompts begin with; the last token of the shortest one is left to it
+        same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
+        self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
+        """(p) tokens that all prompts begin with"""
+        self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         self.width = int(self.lengths.max())
         self.ids = np.full((len(ids), self.width), tokenizer.pad_token_id, dtype=np.int64)
         self.mask = np.zeros_like(self.ids)
@@ -169,11 +176,17 @@ class LocalEngine:
         reason = supports(model.config)
         if not reason and "model.embed_tokens.weight" not in parameters:
             reason = f"the parameters of {type(model).__name__} have other names"
-        if not reason and model.dtype != torch.float32:
-            reason = f"its dtype is {model.dtype}, the loop computes in float32"
+        if not reason and model.dtype not in (torch.float32, torch.bfloat16):
+            reason = f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
+        self._drop_rows = self.decoder == "loop" and rows_are_exact(model.config, self._views(self.master), chunk_rows)
+        if self.decoder == "loop" and not self._drop_rows:
+            logger.warning(
+                "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
+                "computed to the end of their batch, which costs time and changes no result."
+            )
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
@@ -181,8 +194,16 @@ class LocalEngine:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The batch plan of training, on which floating-point results depend."""
-        return {"decoder": self.decoder, "chunk_rows": self.chunk_rows, "width": self.prompts["train"].width}
+        """The batch plan of training, on which floating-point results depend.
+
+        drop_rows is false where this CPU's products are not exact by row: then full batches are kept.
+        """
+        prompts = self.prompts["train"]
+        plan = {"decoder": self.decoder, "chunk_rows": self.chunk_rows, "width": prompts.width}
+        if self.decoder == "loop":
+            products = str(product_dtype(self.model.dtype)).removeprefix("torch.")
+            plan |= {"prefix": len(prompts.prefix), "products": products, "drop_rows": self._drop_rows}
+        return plan
 
     def evaluate(
         self,
@@ -287,6 +308,11 @@ class LocalEngine:
 
     # ---- work on one member, in a worker or here
 
+    def _views(self, weights: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Flat weights as tensors by name: rounded to the model's dtype, in the dtype to multiply in."""
+        flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
+        return {name: torch.as_tensor(view) for name, view in self.layout.views(flat).items()}
+
     def _write(self, weights: np.ndarray) -> None:
         views = self.layout.views(weights)
         with torch.no_grad():
@@ -297,8 +323,14 @@ class LocalEngine:
         """Decode rows of the prompts with the given flat weights; returns (rows, max_completion_length) ids."""
         prompts, rows = self.prompts[name], len(indices)
         if self.decoder == "loop":
-            views = {n: torch.from_numpy(v) for n, v in self.layout.views(weights).items()}
-            decoder = Decoder(self.model.config, views, self.eos_ids, self.tokenizer.pad_token_id)
+            decoder = Decoder(
+                self.model.config,
+                self._views(weights),
+                self.eos_ids,
+                self.tokenizer.pad_token_id,
+                torch.from_numpy(prompts.prefix),
+                self._drop_rows,
+            )
         else:
             self._write(weights)
         out = []
