@@ -7,8 +7,9 @@ the population to z_n; move the master by (alpha / N) * sum_n z_n * eps_n.
 Numbered differences from the released code of that study:
 
 1. The master is float32 and does not move during evaluation: members are written from it, never restored by
-   subtraction.
+   subtraction. (`precision` has what released codes do, and a low-memory mode, for audits.)
 2. eps is the project's noise law, version 1 (`evoalign_lib.noise`): independent over tensors, regenerated from a key.
+   (`noise` has other distributions, and the tied noise of released codes.)
 3. A population whose rewards are all tied moves nothing; elsewhere z is divided by the standard deviation alone,
    without the 1e-8 of the released code, which only matters for ties.
 4. The reward is that of the completion; the prompt is never scored.
@@ -21,7 +22,10 @@ alpha_text = sigma * alpha).
 Metrics logged at each step: `reward`, `reward_std` (over members, population standard deviation), `reward_max`,
 `tied` (1 if the population was tied), `rewards/<function>/mean`, metrics that the reward function logs (`accuracy`),
 `completions/mean_length` and `completions/clipped_ratio` (tokens, share), `num_tokens` (prompt and new tokens so far),
-`completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far).
+`completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far). Where weights are
+restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a sample of some
+65,000 weights: `restore_changed` (share of weights whose bits changed) and `restore_drift` (root mean square, weight
+units).
 
 Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
 step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
@@ -49,7 +53,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from evoalign_lib import ledger, noise
+from evoalign_lib import ledger, noise, precision
 from evoalign_lib.engines import local
 from evoalign_lib.rewards import RewardFunction, Rewards, Scored
 
@@ -108,11 +112,19 @@ class ESConfig(TrainingArguments):
     reward_floor: float | None = field(default=None, metadata={"help": "score of a failed reward"})
     """what a NaN or an exception of a reward function scores; None: the floor that its module declares"""
     workers: int | None = field(default=None, metadata={"help": "worker processes; None: one a core"})
-    """worker processes; None: one for each core; 1: work in this process"""
+    """worker processes; None: one for each core (without a master: 1); 1: work in this process"""
     chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
     """rows decoded at once; part of the batch plan, on which floating-point results depend"""
     decoder: str = field(default="auto", metadata={"help": "auto, loop or generate"})
     """"loop" (own decoding loop), "generate" (transformers), "auto": the loop where it covers the model"""
+    precision: str = field(default="master", metadata={"help": "master, kahan or inplace"})
+    """how weights are held (`evoalign_lib.precision`). "master": in float32, exact. Two modes that lose bits, evaluate
+    with one worker and log the loss: "kahan", a compensated pair of bfloat16 or float16, 4 bytes a parameter, whose
+    restores are exact to the pair's last bit only; "inplace", as released codes: perturbed, restored by subtraction
+    and updated in the model's dtype, for audits"""
+    noise: str = field(default="gaussian", metadata={"help": "gaussian, byte_sum, rademacher or tied"})
+    """distribution of the noise (`evoalign_lib.noise`); "tied": tensors of equal shape share it, as in released codes,
+    for audits"""
     model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for from_pretrained"})
     """arguments of from_pretrained when the model is given by name or path (on a command line, as JSON)"""
     logging_steps: float = field(default=1, metadata={"help": "steps between logs"})
@@ -137,6 +149,8 @@ class ESConfig(TrainingArguments):
             _at_least("workers", self.workers, 1, "or None for one a core")
         choose("fitness", self.fitness, FITNESS)
         choose("decoder", self.decoder, local.DECODERS)
+        choose("precision", self.precision, precision.PRECISIONS)
+        choose("noise", self.noise, noise.DISTRIBUTIONS)
         if self.fitness != "reward" and self.arm == "es":
             # a null arm draws other noise than the arm it is compared with
             self.arm = f"es_{self.fitness}"
@@ -200,15 +214,17 @@ class ESTrainer:
             prompts,
             max_completion_length=self.args.max_completion_length,
             chunk_rows=self.args.chunk_rows,
-            workers=self.args.workers or local.default_workers(),
+            workers=self.args.workers or (local.default_workers() if self.args.precision == "master" else 1),
             decoder=self.args.decoder,
+            precision=self.args.precision,
+            distribution=self.args.noise,
         )
         self.run_key = noise.run_key(self.args.arm, self.args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0, "none": 0, "nan": 0, "exception": 0}
         self.ledger: ledger.Ledger | None = None
         self._replayed = 0  # steps that are taken from the ledger
-        self._moving = False  # an update began and its step is not counted yet
+        self._moving = False  # the weights began to move in a step that is not counted yet
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         self.callback_handler = CallbackHandler(
@@ -280,13 +296,20 @@ class ESTrainer:
 
     def _step(self, recording: bool) -> dict[str, float]:
         started, step = time.perf_counter(), self.state.global_step
-        members = self.ask(step)
+        members, weights = self.ask(step), self.engine.weights
         known = recording and step < self._replayed
-        record = self.ledger.steps[step] if known else self._evaluate_members(step, members)
+        # before the members are evaluated, which moves weights without a master
+        due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
+        digest = self._digest() if due else None
+        self._moving = recording and weights.drifts
         if known:
-            ledger.check_weights(self.ledger, step, self.engine.layout, self.engine.master)
-        elif recording:
-            self._record(record)
+            record = self.ledger.steps[step]
+            ledger.check_weights(self.ledger, step, weights)
+            weights.retrace(members, self.args.sigma)
+        else:
+            record = self._evaluate_members(step, members)
+            if recording:
+                self._record(record, digest)
         self._moving = recording
         self._count(record)
         cpu = time.process_time()
@@ -301,7 +324,10 @@ class ESTrainer:
         """Evaluate the population: all that a step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
         core, tokens, counts, log = self.budget["core_seconds"], 0, {}, {}
+        weights = self.engine.weights
+        before = weights.sample() if weights.drifts else None
         if self.args.fitness == "random":
+            weights.retrace(members, self.args.sigma)  # the arithmetic of the arm that it is compared with
             fitness = _generator(self.args.seed, step, "random").standard_normal(n)
         else:
             indices = self._indices(step)
@@ -319,30 +345,31 @@ class ESTrainer:
             core += sum(e.core_seconds for e in evaluations)
             counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in ("none", "nan", "exception")}
             log = self._logged(evaluations)
+        if before is not None:
+            log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
         coefficients(fitness, self.args.alpha)  # what cannot be told is an error before it is recorded
         seconds = float(f"{time.perf_counter() - started:.4g}")
         return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log)
 
-    def _record(self, record: ledger.Step) -> None:
+    def _record(self, record: ledger.Step, digest: str | None) -> None:
+        """Add a step to the ledger, begun with the first; digest: of the weights before the step, where it is due."""
         if self.ledger is None:
-            layout, master = self.engine.layout, self.engine.master
-            header = ledger.header(self._settings(), self.run_key, self.model, layout, master)
-            self.ledger = ledger.Ledger.create(self._ledger_path, header)
-        due = record.step > 0 and record.step % ledger.DIGEST_EVERY == 0
-        self.ledger.append(record, self._digest() if due else None)
+            header = ledger.header(self._settings(), self.run_key, self.model, self.engine.layout, digest)
+            self.ledger, digest = ledger.Ledger.create(self._ledger_path, header), None
+        self.ledger.append(record, digest)
 
     def _indices(self, step: int) -> np.ndarray:
         return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
 
     def _digest(self) -> str:
-        return ledger.digest(self.engine.layout, self.engine.master)
+        return ledger.digest(self.engine.layout, *self.engine.weights.planes)
 
     def ask(self, step: int) -> list[local.Member]:
         """The members of a step: (N) keys, each with sign +1; no two alike."""
         return population(self.run_key, step, self.args.population_size)
 
     def tell(self, members: Sequence[local.Member], fitness: np.ndarray) -> bool:
-        """Move the master by (alpha / N) sum_n z_n eps_n. fitness: (N,) reward units. Returns whether it was tied."""
+        """Move the weights by (alpha / N) sum_n z_n eps_n. fitness: (N,) reward units. Returns whether it was tied."""
         c = coefficients(fitness, self.args.alpha)
         self.counts["tied"] += int(c is None)
         if c is not None:
@@ -395,13 +422,13 @@ class ESTrainer:
         self.processing_class.save_pretrained(output_dir)
 
     def _save_checkpoint(self) -> None:
-        from safetensors.numpy import save_file
+        from safetensors.torch import save_file
 
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         # renamed when complete: never half a checkpoint
         partial = folder.with_name(f"partial-{self.state.global_step}")
         self.save_model(partial)
-        save_file(dict(self.engine.layout.views(self.engine.master)), partial / "master.safetensors")
+        save_file(self.engine.weights.tensors(), partial / f"{self.args.precision}.safetensors")
         self.state.save_to_json(str(partial / "trainer_state.json"))
         state = {"settings": self._settings(), "budget": self.budget, "counts": self.counts, "weights": self._digest()}
         state["line"] = self.ledger.tips[self.state.global_step]  # the checkpoint belongs to this ledger
@@ -424,6 +451,7 @@ class ESTrainer:
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must share with the run it continues."""
         names = ("population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed")
+        names += ("precision", "noise")
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
@@ -462,49 +490,50 @@ class ESTrainer:
                 "%s: a torn last line of %d bytes was cut off; its step is computed again.", path, len(run.torn)
             )
         here = self._settings()
-        for name, value in run.header["settings"].items():
+        for name, value in run.settings.items():
             if here.get(name) != value:
                 raise ValueError(
                     f"{str(path)!r} is of a run with {name}={value!r}, this one has {here.get(name)!r}: use the same "
                     "settings to resume, or another output_dir to start anew."
                 )
         if folder is None:
-            ledger.check_model(run, self.engine.layout, self.engine.master)
+            ledger.check_model(run, self.engine.weights)
         else:
             self._load_checkpoint(folder, run)
         self.ledger, self._replayed, self._moving = run, len(run.steps), False
 
     def _load_checkpoint(self, folder: Path, run: ledger.Ledger) -> None:
         from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors.torch import load_file
 
         remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
         try:
             saved = json.loads((folder / "es_state.json").read_text())
             state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-            weights = load_file(folder / "master.safetensors")
+            weights = load_file(folder / f"{self.args.precision}.safetensors")
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
         if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
             raise ValueError(f"{str(folder)!r} is not of the run that {run.path} records: {remedy}")
-        for name, view in self.engine.layout.views(self.engine.master).items():
-            view[...] = weights[name]
+        for name, tensor in self.engine.weights.tensors().items():
+            tensor.copy_(weights[name])
         if self._digest() != saved["weights"]:
             raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
         self.state, self.budget, self.counts = state, saved["budget"], saved["counts"]
 
     def _check_continuity(self) -> None:
         """Raise RuntimeError if weights and ledger have parted: an interrupted update, or a step() in between."""
-        if self.ledger is None:
-            return
-        step, recorded = self.state.global_step, len(self.ledger.steps)
-        stray = recorded != step and step >= self._replayed
-        changed = self.ledger.ended and recorded == step and self._digest() != self.ledger.weights[step]
-        if self._moving or stray or changed:
+        step, parted = self.state.global_step, self._moving
+        if self.ledger is not None:
+            recorded = len(self.ledger.steps)
+            parted |= recorded != step and step >= self._replayed
+            parted |= self.ledger.ended and recorded == step and self._digest() != self.ledger.weights[step]
+        if parted:
+            again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
             raise RuntimeError(
-                f"the weights are not those after step {step} of {self.ledger.path}: the run was interrupted while "
+                f"the weights are not those after step {step} of {self._ledger_path}: the run was interrupted while "
                 "they moved, or they were changed outside train(). Make a new trainer from the starting model and call "
-                "train(resume_from_checkpoint=True)."
+                f"{again}."
             )
 
     # ---- bookkeeping

@@ -4,8 +4,11 @@ The noise is a function of keys (`evoalign_lib.noise`), so that the rewards of t
 its settings: keys and coefficients are computed again from them. A ledger is a file of JSON lines.
 
 Line 1, the header: versions of format and noise law, the run key, the settings (the batch plan included), and of the
-model its name, dtype, parameters and digest. A digest is the SHA-256 of the float32 weights with their names, sorted by
-canonical name. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers # = 0 .. n - 1.
+model its name, dtype, parameters and digest. A digest is the SHA-256 of the weights with their names, sorted by
+canonical name, in the form that the setting `precision` says: the float32 master; with "inplace" the values in the
+model's dtype; with "kahan" each parameter's values, then its compensations. These two lose bits: a step's members leave
+their mark on the weights, of which `log` has the measure, and a replay passes over them all. `parameters` lists
+[name, shape], or [name with #, shape, n] for the n layers # = 0 .. n - 1.
 
 Then a line a step, synced to disk before the weights move:
 
@@ -42,14 +45,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from evoalign_lib import noise
+from evoalign_lib.precision import PRECISIONS, Weights, copy_to, open_weights
 
 FORMAT = 1
 NAME = "ledger.jsonl"
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
+# Settings that older ledgers do not name, with the values that their runs had.
+_LATER = {"precision": "master", "noise": "gaussian"}
 
 
 class LedgerError(ValueError):
@@ -120,6 +127,11 @@ class Ledger:
         """a torn last line, which does not count"""
         self._last, self._names = self.tips[0], []
         self._size = len(line) + 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run, with the only values there were where an older header does not name one."""
+        return _LATER | self.header["settings"]
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
@@ -305,8 +317,12 @@ def _check_header(line: Any) -> None:
     for name, least in (("population_size", 2), ("prompts_per_step", 1)):
         if not (isinstance(settings[name], int) and settings[name] >= least):
             raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
-    if not (isinstance(settings["alpha"], float | int) and settings["alpha"] > 0):
-        raise LedgerError(f"alpha is {settings['alpha']!r}: the header was edited.")
+    for name in ("alpha", "sigma"):
+        if not (isinstance(settings[name], float | int) and settings[name] > 0):
+            raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
+    for name, known in (("precision", PRECISIONS), ("noise", noise.DISTRIBUTIONS)):
+        if (found := (_LATER | settings)[name]) not in known:
+            raise LedgerError(f"{name} is {found!r}, none of {known}: the header was edited.")
 
 
 def _take(ledger: Ledger, line: Any, text: bytes) -> None:
@@ -352,13 +368,18 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
         step: how many steps to replay; None: all.
 
     Returns:
-        The master, float32 in the order of `noise.Layout` over the model's parameters, padding included.
+        The weights, float32 in the order of `noise.Layout` over the model's parameters, padding included: the master,
+        or what the values (and compensations) of the other precision modes stand for.
 
     Raises:
         LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
             digest of the ledger.
     """
     ledger = source if isinstance(source, Ledger) else read(source)
+    return _replay(ledger, model, step).float32()
+
+
+def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
     n = len(ledger.steps) if step is None else step
     if not 0 <= n <= len(ledger.steps):
         raise LedgerError(
@@ -366,13 +387,18 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
         )
     if isinstance(model, (str, os.PathLike)):
         model, _ = _load(ledger, model)
-    layout, master = _master(model)
-    check_model(ledger, layout, master)
+    precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
+    if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
+        raise LedgerError(
+            f"precision={precision!r} computed in {recorded}, this model is {dtype}: load it in {recorded}."
+        )
+    weights = open_weights(model, precision=precision, distribution=ledger.settings["noise"])
+    check_model(ledger, weights)
     for record in ledger.steps[:n]:
-        check_weights(ledger, record.step, layout, master)
-        _move(ledger, record, layout, master)
-    check_weights(ledger, n, layout, master)
-    return master
+        check_weights(ledger, record.step, weights)
+        _move(ledger, record, weights)
+    check_weights(ledger, n, weights)
+    return weights
 
 
 def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
@@ -388,9 +414,8 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     ledger = source if isinstance(source, Ledger) else read(source)
     last = ledger.weights.get(len(ledger.steps))
     if model is not None:
-        if isinstance(model, (str, os.PathLike)):
-            model, _ = _load(ledger, model)
-        last = digest(_master(model)[0], replay(ledger, model))
+        weights = _replay(ledger, model, None)
+        last = digest(weights.layout, *weights.planes)
     return Report(
         steps=len(ledger.steps),
         ended=ledger.ended,
@@ -413,38 +438,32 @@ def write_model(
         step: how many steps to replay; None: all.
 
     Returns:
-        The digest of the float32 weights. (The folder holds them in the model's dtype.)
+        The digest of the weights. (The folder holds them in the model's dtype, without compensations.)
 
     Raises:
         LedgerError: as for `replay`; or the folder exists.
     """
-    import torch
-
     ledger = source if isinstance(source, Ledger) else read(source)
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LedgerError(f"{str(out)!r} exists: give a new folder.")
     loaded, tokenizer = _load(ledger, model or ledger.header["model"]["name"])
-    master = replay(ledger, loaded, step)
-    layout, _ = _master(loaded)
-    views = layout.views(master)
-    with torch.no_grad():
-        for name, parameter in loaded.named_parameters():
-            parameter.copy_(torch.from_numpy(views[name]))
+    weights = _replay(ledger, loaded, step)
+    copy_to(loaded, weights.layout, weights.flat)
     loaded.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return digest(layout, master)
+    return digest(weights.layout, *weights.planes)
 
 
-def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.Layout, master: np.ndarray) -> dict:
+def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.Layout, weights: str) -> dict:
     """The header of a run that starts now.
 
     Args:
-        settings: of the run; population_size, alpha and prompts_per_step are read again.
+        settings: of the run; population_size, sigma, alpha, prompts_per_step, precision and noise are read again.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of its parameters.
-        master: float32 (layout.size,), the starting weights.
+        weights: digest of the starting weights.
     """
     return {
         "evoalign_ledger": FORMAT,
@@ -455,29 +474,37 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
         "model": {
             "name": _origin(model),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "digest": digest(layout, master),
+            "digest": weights,
             "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
         },
     }
 
 
-def digest(layout: noise.Layout, master: np.ndarray) -> str:
-    """SHA-256 of float32 weights: of (name, zero byte, little-endian values) of each parameter, sorted by name.
+def digest(layout: noise.Layout, *planes: np.ndarray | torch.Tensor) -> str:
+    """SHA-256 of weights: of (name, zero byte, little-endian bytes of each plane) of each parameter, sorted by name.
 
     Args:
         layout: of the parameters.
-        master: float32 (layout.size,).
+        planes: (layout.size,) float32, bfloat16 or float16 each: `Weights.planes`, such as the master alone.
     """
-    found = hashlib.sha256()
-    for name, view in sorted(layout.views(master).items()):
+    found, views = hashlib.sha256(), [layout.views(_bits(plane)) for plane in planes]
+    for name in sorted(entry.name for entry in layout.entries):
         found.update(name.encode() + b"\0")
-        found.update(view.astype("<f4", copy=False).data)
+        for view in views:
+            found.update(view[name].data)
     return found.hexdigest()
 
 
-def check_model(ledger: Ledger, layout: noise.Layout, master: np.ndarray) -> None:
+def _bits(plane: np.ndarray | torch.Tensor) -> np.ndarray:
+    """The bits of floats as little-endian integers, without a copy on little-endian machines."""
+    if not isinstance(plane, np.ndarray):
+        plane = plane.view({2: torch.int16, 4: torch.int32}[plane.itemsize]).numpy()
+    return plane.view(f"i{plane.itemsize}").astype(f"<i{plane.itemsize}", copy=False)
+
+
+def check_model(ledger: Ledger, weights: Weights) -> None:
     """Raise LedgerError unless these are the weights that the run started from."""
-    model = ledger.header["model"]
+    model, layout = ledger.header["model"], weights.layout
     name = f" ({model['name']})" if model["name"] else ""
     recorded_shapes = {n: tuple(shape) for n, shape in unpack_shapes(model["parameters"])}
     shapes = {e.name: e.shape for e in layout.entries}
@@ -487,45 +514,35 @@ def check_model(ledger: Ledger, layout: noise.Layout, master: np.ndarray) -> Non
             f"this is not the model that the run started from{name}: {other!r} has the shape {shapes.get(other)}, in "
             f"the run {recorded_shapes.get(other)}."
         )
-    if (found := digest(layout, master)) != model["digest"]:
+    if (found := digest(layout, *weights.planes)) != model["digest"]:
         raise LedgerError(
             f"these are not the weights that the run started from{name}: their digest is {found:.16}..., in the ledger "
             f"{model['digest']:.16}... Load that model anew (a trained model object has moved on)."
         )
 
 
-def check_weights(ledger: Ledger, step: int, layout: noise.Layout, master: np.ndarray) -> None:
+def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
     """Raise LedgerError if the ledger has a digest of the weights after so many steps and these have another one."""
     expected = ledger.weights.get(step)
-    if expected is not None and (found := digest(layout, master)) != expected:
+    if expected is not None and (found := digest(weights.layout, *weights.planes)) != expected:
         raise LedgerError(
             f"after {step} steps the weights have the digest {found:.16}..., in {ledger.path} it is {expected:.16}...: "
             "rewards or digest were edited, or this machine computes the noise differently (its tests tell)."
         )
 
 
-def _move(ledger: Ledger, record: Step, layout: noise.Layout, master: np.ndarray) -> None:
+def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
     from evoalign_lib.es import coefficients, population
 
-    settings, key = ledger.header["settings"], int(ledger.header["run_key"], 16)
+    settings, key = ledger.settings, int(ledger.header["run_key"], 16)
+    members = population(key, record.step, settings["population_size"])
+    weights.retrace(members, settings["sigma"])
     c = coefficients(record.rewards, settings["alpha"])
     if c is not None:
-        members = population(key, record.step, settings["population_size"])
-        noise.update(master, layout, np.array([m.key for m in members], np.uint64), c)
-
-
-def _master(model: Any) -> tuple[noise.Layout, np.ndarray]:
-    parameters = dict(model.named_parameters())
-    layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in parameters.items())
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = parameters[name].detach().float().numpy()
-    return layout, master
+        weights.update(np.array([m.key for m in members], np.uint64), c)
 
 
 def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
-    import torch
-
     from evoalign_lib import tiny
     from evoalign_lib.es import load_model
 
@@ -533,11 +550,12 @@ def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
         raise LedgerError(
             f"{ledger.path} has no name of the model that the run started from: give its folder or name (--model)."
         )
-    if str(name) in tiny.BASES:
-        return tiny.load(str(name))
     dtype = getattr(torch, ledger.header["model"]["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise LedgerError(f"{ledger.path} has the dtype {ledger.header['model']['dtype']!r}: the header was edited.")
+    if str(name) in tiny.BASES:
+        model, tokenizer = tiny.load(str(name))
+        return model.to(dtype), tokenizer
     return load_model(name, None, {"dtype": dtype})
 
 

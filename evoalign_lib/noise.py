@@ -358,11 +358,11 @@ class Layout:
             padding=np.array(padding, np.int64),
         )
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+    def views(self, buffer: np.ndarray | torch.Tensor) -> dict[str, np.ndarray | torch.Tensor]:
         """The parameters in a buffer, without a copy.
 
         Args:
-            buffer: (size,), any dtype.
+            buffer: (size,), an array or a tensor of any dtype.
 
         Returns:
             For each name a view of the buffer in the parameter's shape.

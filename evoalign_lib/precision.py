@@ -1,20 +1,322 @@
-"""How weights in half precision take up perturbations and updates: what released codes do, and a compensated mode.
+"""The weights of an ES run in three precision modes: a float32 master, a compensated pair, and what released codes do.
 
-The default keeps a float32 master (`noise.perturb`, `noise.update`) and needs none of this. Here are the two modes
-without a master, as arithmetic on tensors that change in place:
-
+- `master`, the default: float32 weights that never move during evaluation; members are written beside them.
 - `inplace` adds every perturbation to the weights, subtracts it again and adds the members of an update one after the
   other, each time rounding to the weights' dtype, as released codes do (2 bytes a parameter with bfloat16). Rounding
   errors of the restores accumulate and small updates are lost; it exists to measure that.
 - `kahan` carries the rounding error of each weight beside it in the same dtype, after Kahan (1965): 4 bytes a parameter
   against 6 for a float32 master with a bfloat16 working copy. The pair has about 16 significant bits and a restore is
   exact to the last of them, not to the bit: the weights drift, some hundred times less than `inplace`.
+
+The last two keep no master and no second copy: members take their turns in the one replica of the weights, and the
+model's own parameters are views of it. What a step leaves behind depends on its noise alone, never on what was
+generated, so that a replay passes over the same members and ends with the same bits.
+
+`open_weights` gives a mode its state, a `Weights`; below it is the arithmetic on tensors that change in place, and what
+measures the loss.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from evoalign_lib import noise
+
+_BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
+_SAMPLE = 1 << 16  # weights that `Weights.sample` looks at, about
+
+
+class Weights:
+    """The weights of a run in one precision mode, and all that a step does to them; made by `open_weights`."""
+
+    precision: str
+    """the mode: `master`, `kahan` or `inplace`"""
+    drifts: bool
+    """whether evaluating a member leaves the weights changed, because a restore rounds"""
+
+    def __init__(self, layout: noise.Layout, distribution: str, planes: tuple[np.ndarray | Tensor, ...]):
+        self.layout = layout
+        """of the model's parameters"""
+        self.distribution = distribution
+        """of the noise"""
+        self.planes = planes
+        """the whole state, buffers of shape (layout.size,): the master; the values; or values and compensations"""
+
+    @property
+    def flat(self) -> np.ndarray | Tensor:
+        """(layout.size,): the weights that the model computes with, in float32 (`master`) or in the model's dtype."""
+        return self.planes[0]
+
+    @contextmanager
+    def member(self, key: int, sigma: float, sign: int = 1) -> Iterator[np.ndarray | Tensor]:
+        """The flat weights of a member, as `flat`, while the context lasts.
+
+        Args:
+            key: of its noise, 64 bits.
+            sigma: standard deviation of the perturbation, weight units.
+            sign: -1 for the second member of an antithetic pair.
+        """
+        raise NotImplementedError
+
+    def retrace(self, members: Iterable[tuple[int, int]], sigma: float) -> None:
+        """Do to the weights what evaluating these members, (key, sign), in this order does to them."""
+        if self.drifts:
+            for key, sign in members:
+                with self.member(key, sigma, sign):
+                    pass
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Move the weights by sum c_n eps_n: keys uint64 (members,), coefficients float32 (members,), weight units."""
+        raise NotImplementedError
+
+    def float32(self) -> np.ndarray:
+        """The weights that the state stands for, float32 (layout.size,): the master itself, of other modes a copy."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state by name, sharing its memory; a compensation is named after its value: NAME#compensation."""
+        suffixes = ("", "#compensation")
+        return {
+            name + suffix: torch.as_tensor(view)
+            for suffix, plane in zip(suffixes, self.planes, strict=False)
+            for name, view in self.layout.views(plane).items()
+        }
+
+    def sample(self) -> Tensor:
+        """Every k-th weight of each parameter, float32, about 65,000 in all (all of a small model): a copy."""
+        k = -(-self.layout.d // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of every row
+        parts = [[t.flatten()[::k] for t in map(torch.as_tensor, self.layout.views(p).values())] for p in self.planes]
+        value, *compensation = (torch.cat(part) for part in parts)
+        return join(value, *compensation) if compensation else value.float().clone()
+
+
+class MasterWeights(Weights):
+    """Float32, in memory that forked processes share; a member is written beside the master in one pass."""
+
+    precision, drifts = "master", False
+
+    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool):
+        # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
+        master = np.frombuffer(mmap.mmap(-1, 4 * layout.size), dtype=np.float32)
+        parameters = dict(model.named_parameters())
+        for name, view in layout.views(master).items():
+            view[...] = parameters[name].detach().float().numpy()
+        super().__init__(layout, distribution, (master,))
+        self.working: np.ndarray | None = None
+        """the last member's weights; one such buffer in each process that evaluates"""
+
+    @contextmanager
+    def member(self, key, sigma, sign=1):
+        if self.working is None:
+            self.working = np.empty_like(self.flat)
+        noise.perturb(self.working, self.flat, self.layout, key, sigma, sign, self.distribution)
+        yield self.working
+
+    def update(self, keys, coefficients):
+        noise.update(self.flat, self.layout, keys, coefficients, distribution=self.distribution)
+
+    def float32(self):
+        return self.flat
+
+
+class _OneReplica(Weights):
+    """Weights in the model's dtype that are perturbed and restored where they lie; noise is made a block at a time."""
+
+    drifts = True
+    dtypes: tuple[torch.dtype, ...]
+    compensated: bool
+
+    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool):
+        parameters = dict(model.named_parameters())
+        dtype = next(iter(parameters.values())).dtype
+        if mixed := [name for name, p in parameters.items() if p.dtype != dtype]:
+            raise ValueError(
+                f"precision={self.precision!r} needs one dtype, but {mixed[0]!r} is {parameters[mixed[0]].dtype} and "
+                f"others are {dtype}: load the model in one dtype, or use precision='master'."
+            )
+        if dtype not in self.dtypes:
+            raise ValueError(
+                f"precision={self.precision!r} is for {', '.join(map(str, self.dtypes))}, the model is {dtype}: load "
+                "it in bfloat16 (model_init_kwargs={'dtype': 'bfloat16'}), or use precision='master'."
+            )
+        planes = tuple(torch.zeros(layout.size, dtype=dtype) for _ in range(1 + self.compensated))
+        for name, view in layout.views(planes[0]).items():
+            view.copy_(parameters[name].detach())
+            if bind:  # the parameter becomes a view of the replica, and its own memory is free
+                parameters[name].data = view
+        super().__init__(layout, distribution, planes)
+
+    @contextmanager
+    def member(self, key, sigma, sign=1):
+        self._perturb(key, sign * sigma)
+        try:
+            yield self.flat
+        finally:
+            self._perturb(key, -sign * sigma)
+
+    def _perturb(self, key: int, scale: float) -> None:
+        raise NotImplementedError
+
+    def _blocks(self) -> Iterator[tuple[list[Tensor], noise.Entry, tuple[int, int]]]:
+        """Whole rows of a tensor: their part of each plane, the tensor, and which rows; noise fits into memory."""
+        for entry in self.layout.entries:
+            step = max(1, _BLOCK // max(1, entry.cols))
+            for first in range(0, entry.rows, step):
+                last = min(first + step, entry.rows)
+                start, stop = (entry.offset + row * entry.cols for row in (first, last))
+                yield [plane[start:stop] for plane in self.planes], entry, (first, last)
+
+    def _eps(self, key: int, entry: noise.Entry, rows: tuple[int, int]) -> Tensor:
+        window = noise.normals(int(key), entry.id, entry.shape, rows=rows, distribution=self.distribution)
+        return torch.from_numpy(window.reshape(-1))
+
+
+class InplaceWeights(_OneReplica):
+    """The values alone, rounded at every step, as in released codes."""
+
+    precision, compensated = "inplace", False
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    def _perturb(self, key, scale):
+        for (value,), *window in self._blocks():
+            inplace_add(value, self._eps(key, *window), scale)
+
+    def update(self, keys, coefficients):
+        for (value,), *window in self._blocks():
+            for key, c in zip(keys, coefficients, strict=True):
+                inplace_add(value, self._eps(key, *window), float(c))
+
+    def float32(self):
+        return self.flat.to(torch.float32, copy=True).numpy()
+
+
+class KahanWeights(_OneReplica):
+    """Values and what is missing from them: a restore is exact to the last bit of the pair, which is not every bit."""
+
+    precision, compensated = "kahan", True
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def _perturb(self, key, scale):
+        for pair, *window in self._blocks():
+            kahan_add(*pair, self._eps(key, *window) * scale)
+
+    def update(self, keys, coefficients):
+        for pair, *window in self._blocks():
+            total = torch.zeros(len(pair[0]))
+            for key, c in zip(keys, coefficients, strict=True):
+                total += self._eps(key, *window) * float(c)
+            kahan_add(*pair, total)
+
+    def float32(self):
+        return join(*self.planes).numpy()
+
+
+_MODES: Mapping[str, type[MasterWeights | _OneReplica]] = {
+    mode.precision: mode for mode in (MasterWeights, KahanWeights, InplaceWeights)
+}
+PRECISIONS = tuple(_MODES)
+
+
+def open_weights(
+    model: Any,
+    layout: noise.Layout | None = None,
+    precision: str = "master",
+    distribution: str = "gaussian",
+    bind: bool = False,
+) -> Weights:
+    """A model's weights in one precision mode.
+
+    Args:
+        model: a model on the CPU, whose parameters are the start.
+        layout: of its parameters; None: made of them.
+        precision: "master", "kahan" or "inplace".
+        distribution: of the noise: "gaussian", "byte_sum", "rademacher" or "tied".
+        bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
+            model costs no memory of its own; False: the model is left alone.
+
+    Raises:
+        ValueError: no such mode or distribution, or a model whose dtype the mode does not take.
+    """
+    for name, value, known in (
+        ("precision", precision, PRECISIONS),
+        ("distribution", distribution, noise.DISTRIBUTIONS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} {value!r} is not one of {known}.")
+    layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
+    return _MODES[precision](model, layout, distribution, bind)
+
+
+def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:
+    """Copy flat weights (layout.size,) into a model's parameters, in their dtype; those that are views of it stay."""
+    views = layout.views(flat)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            view = torch.as_tensor(views[name])
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.copy_(view)
+
+
+# ---- what the loss is
+
+
+def drift(before: np.ndarray | Tensor, after: np.ndarray | Tensor) -> tuple[float, float]:
+    """How far evaluating a population moved weights that it should have left alone.
+
+    Args:
+        before, after: the weights before and after, one dtype and shape: float32, bfloat16 or float16.
+
+    Returns:
+        The share of weights whose bits differ, and the root mean square difference, weight units (in float64).
+
+    Raises:
+        ValueError: dtypes or shapes differ.
+
+    >>> drift(np.float32([1, 2, 3, 4]), np.float32([1, 2, 3, 5]))
+    (0.25, 0.5)
+    """
+    before, after = torch.as_tensor(before), torch.as_tensor(after)
+    _same_shape(before, after)
+    if before.dtype != after.dtype:
+        raise ValueError(f"the dtypes must agree, got {before.dtype} and {after.dtype}")
+    bits = torch.int32 if before.dtype == torch.float32 else torch.int16
+    changed = (before.view(bits) != after.view(bits)).double().mean()
+    return float(changed), float((after.double() - before.double()).square().mean().sqrt())
+
+
+def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tuple[float, float]:
+    """How much of an intended update reached the weights.
+
+    Args:
+        intended: the update sum c_n eps_n, any shape, weight units.
+        applied: the weights after the update less those before it, same shape.
+
+    Returns:
+        The cosine of the two, and the gain |applied| / |intended|, both in float64; (0, 0) if nothing was applied.
+        Their product is the share of the intended update that arrived.
+
+    Raises:
+        ValueError: shapes differ, or the intended update is zero.
+
+    >>> agreement(np.float32([3, 4]), np.float32([0, 2.5]))
+    (0.8, 0.5)
+    """
+    one, other = torch.as_tensor(intended).double().flatten(), torch.as_tensor(applied).double().flatten()
+    _same_shape(one, other)
+    wanted, got = (one @ one).sqrt(), (other @ other).sqrt()
+    if wanted == 0:
+        raise ValueError("the intended update is zero: there is nothing to compare with")
+    return (float(one @ other / (wanted * got)) if got else 0.0), float(got / wanted)
+
+
+# ---- arithmetic in place
 
 
 def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
@@ -23,7 +325,7 @@ def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
     Restoring is the same call with -scale; an update is one call a member.
 
     Args:
-        weights: bfloat16 or float16, any shape, changed.
+        weights: bfloat16, float16 or float32, any shape, changed.
         eps: float32, the member's noise, same shape.
         scale: sigma, or the member's coefficient, weight units.
 
@@ -36,7 +338,7 @@ def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
     [0.0201416015625, 1.0]
     """
     _same_shape(weights, eps)
-    weights.add_(eps.to(weights.dtype).mul_(scale))
+    weights.add_(eps.to(weights.dtype) * scale)
 
 
 def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:

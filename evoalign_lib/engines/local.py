@@ -4,7 +4,8 @@ The float32 master lies in memory that the workers share. A worker writes a memb
 own working copy (one pass, the master never moves), decodes the prompts, scores the completions and sends back rewards;
 no weights travel. Workers are forked, so the reward functions need not be picklable, and use one torch thread each: two
 threads on two shared cores are many times slower than two processes. A reward function that keeps a state keeps one in
-each worker.
+each worker. (The precision modes without a master keep one replica of the weights, which one process perturbs and
+restores.)
 
 Completions of one member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
 Floating-point results depend on that plan and on nothing else, not on the number of workers.
@@ -16,7 +17,6 @@ import hashlib
 import itertools
 import json
 import logging
-import mmap
 import multiprocessing
 import os
 import signal
@@ -33,10 +33,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from evoalign_lib import noise
 from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
+from evoalign_lib.precision import copy_to, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
 
 logger = logging.getLogger(__name__)
@@ -138,9 +140,14 @@ class LocalEngine:
         chunk_rows: rows decoded at once.
         workers: processes; 1 works in this process.
         decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model.
+        precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
+            become views of the engine's weights.
+        distribution: of the noise (see `evoalign_lib.noise`).
 
     Raises:
-        ValueError: a decoder that does not exist or does not cover the model, workers or chunk_rows below 1.
+        ValueError: a decoder that does not exist or does not cover the model, workers or chunk_rows below 1, a
+            precision or distribution that does not exist, a precision that does not take the model's dtype, or several
+            workers without a master.
     """
 
     def __init__(
@@ -154,6 +161,8 @@ class LocalEngine:
         chunk_rows: int = 256,
         workers: int = 1,
         decoder: str = "auto",
+        precision: str = "master",
+        distribution: str = "gaussian",
     ):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
@@ -161,17 +170,17 @@ class LocalEngine:
             raise ValueError(f"decoder {decoder!r} is not one of {DECODERS}.")
         if workers > 1 and not sys.platform.startswith("linux"):
             raise ValueError(f"workers={workers} needs Linux (processes are forked); set workers=1 on {sys.platform}.")
+        if workers > 1 and precision != "master":
+            raise ValueError(
+                f"workers={workers} needs precision='master': precision={precision!r} keeps one replica of the "
+                "weights, in which members take their turns. Set workers=1."
+            )
         self.model, self.tokenizer, self.rewards, self.prompts = model, tokenizer, rewards, dict(prompts)
         self.max_completion_length, self.chunk_rows, self.workers = max_completion_length, chunk_rows, workers
         self.eos_ids = _eos_ids(model, tokenizer)
         parameters = dict(model.named_parameters())
         self.layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in parameters.items())
-        # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
-        self._memory = mmap.mmap(-1, 4 * self.layout.size)
-        self.master = np.frombuffer(self._memory, dtype=np.float32)
-        for name, view in self.layout.views(self.master).items():
-            view[...] = parameters[name].detach().float().numpy()
-        self._working: np.ndarray | None = None
+        self.weights = open_weights(model, self.layout, precision, distribution, bind=True)
         self._pool: ProcessPoolExecutor | None = None
         reason = supports(model.config)
         if not reason and "model.embed_tokens.weight" not in parameters:
@@ -181,7 +190,9 @@ class LocalEngine:
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
-        self._drop_rows = self.decoder == "loop" and rows_are_exact(model.config, self._views(self.master), chunk_rows)
+        self._drop_rows = self.decoder == "loop" and rows_are_exact(
+            model.config, self._views(self.weights.flat), chunk_rows
+        )
         if self.decoder == "loop" and not self._drop_rows:
             logger.warning(
                 "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
@@ -189,6 +200,13 @@ class LocalEngine:
             )
         self._id = next(_IDS)
         _ENGINES[self._id] = self
+
+    @property
+    def master(self) -> np.ndarray:
+        """The float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
+        if self.weights.precision != "master":
+            raise AttributeError(f"precision={self.weights.precision!r} keeps no master: use engine.weights.float32().")
+        return self.weights.flat
 
     # ---- what the trainer calls
 
@@ -231,7 +249,7 @@ class LocalEngine:
     def generate(
         self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
     ) -> list[list[tuple[str, list[int]]]]:
-        """Completions of the master itself.
+        """Completions of the weights themselves.
 
         Args:
             name: which prompts.
@@ -261,12 +279,12 @@ class LocalEngine:
         self.prompts[name] = Prompts(rows, self.tokenizer)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the master: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
-        noise.update(self.master, self.layout, keys, coefficients)
+        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
+        self.weights.update(keys, coefficients)
 
     def write_model(self) -> None:
-        """Copy the master into the model's parameters, in the model's dtype."""
-        self._write(self.master)
+        """Copy the weights into the model's parameters, in the model's dtype."""
+        self._write(self.weights.flat)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -308,18 +326,15 @@ class LocalEngine:
 
     # ---- work on one member, in a worker or here
 
-    def _views(self, weights: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Flat weights as tensors by name: rounded to the model's dtype, in the dtype to multiply in."""
+    def _write(self, weights: np.ndarray | Tensor) -> None:
+        copy_to(self.model, self.layout, weights)
+
+    def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
+        """Flat weights as tensors by name: rounded to the model's dtype, in the dtype that the loop multiplies in."""
         flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
-        return {name: torch.as_tensor(view) for name, view in self.layout.views(flat).items()}
+        return self.layout.views(flat)
 
-    def _write(self, weights: np.ndarray) -> None:
-        views = self.layout.views(weights)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(torch.from_numpy(views[name]))
-
-    def _decode(self, weights: np.ndarray, name: str, indices: np.ndarray, uniforms: np.ndarray | None):
+    def _decode(self, weights: np.ndarray | Tensor, name: str, indices: np.ndarray, uniforms: np.ndarray | None):
         """Decode rows of the prompts with the given flat weights; returns (rows, max_completion_length) ids."""
         prompts, rows = self.prompts[name], len(indices)
         if self.decoder == "loop":
@@ -431,10 +446,8 @@ def _evaluate(
     engine_id: int, index: int, member: Member, sigma: float, name: str, indices: np.ndarray, state: Any
 ) -> Evaluation:
     engine, started = _ENGINES[engine_id], time.process_time()
-    if engine._working is None:
-        engine._working = np.empty_like(engine.master)
-    noise.perturb(engine._working, engine.master, engine.layout, member.key, sigma, member.sign)
-    ids = engine._decode(engine._working, name, indices, None)
+    with engine.weights.member(member.key, sigma, member.sign) as weights:
+        ids = engine._decode(weights, name, indices, None)
     completions = engine._completions(ids)
     try:
         scored = score(engine.rewards, engine.prompts[name], indices, completions, state)
@@ -450,7 +463,7 @@ def _generate(engine_id: int, name: str, indices: np.ndarray, seed: int, draw: i
     if draw is not None:
         rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
         uniforms = rng.random((len(engine.prompts[name]), engine.max_completion_length), dtype=np.float32)[indices]
-    return engine._completions(engine._decode(engine.master, name, indices, uniforms))
+    return engine._completions(engine._decode(engine.weights.flat, name, indices, uniforms))
 
 
 def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:

@@ -143,7 +143,7 @@ def test_a_config_goes_to_json_and_back(tmp_path):
     own = {f.name for f in dataclasses.fields(ESConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert own == {
         "population_size", "sigma", "alpha", "prompts_per_step", "max_completion_length", "fitness", "arm",
-        "reward_weights", "reward_floor", "workers", "chunk_rows", "decoder", "model_init_kwargs",
+        "reward_weights", "reward_floor", "workers", "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs",
     }  # fmt: skip
     again = ESConfig(**{name: saved[name] for name in own})
     assert {name: getattr(again, name) for name in own} == {name: getattr(c, name) for name in own}
@@ -317,7 +317,7 @@ def test_rewards_are_maximised(tmp_path):
 
     def bowl(completions, **columns):
         engine = tested.engine
-        gain = engine.layout.views(engine._working)["model.norm.weight"]
+        gain = engine.layout.views(engine.weights.working)["model.norm.weight"]
         return [-float(np.square(gain - goal).sum())] * len(completions)
 
     tested = trainer(
