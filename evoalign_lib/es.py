@@ -24,8 +24,8 @@ Metrics logged at each step: `reward`, `reward_std` (over members, population st
 `completions/mean_length` and `completions/clipped_ratio` (tokens, share), `num_tokens` (prompt and new tokens so far),
 `completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far). Where weights are
 restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a sample of some
-65,000 weights: `restore_changed` (share of weights whose bits changed) and `restore_drift` (root mean square, weight
-units).
+65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit of nearly every pair)
+and `restore_drift` (root mean square, weight units).
 
 Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
 step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
