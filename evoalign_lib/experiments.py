@@ -666,8 +666,8 @@ def _run_train(spec: Spec, keep: Path | None = None) -> Record:
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
     """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
-    engine, source = trainer.engine, trainer.ledger.path
-    error = np.abs(ledger.replay(source, base) - engine.master).max()
+    run, source = trainer.ledger, trainer.ledger.path
+    error = np.abs(ledger.replay(source, base) - trainer.engine.master).max()
     packed = ledger.pack(source)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{path.name}")
@@ -680,7 +680,7 @@ def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
         "bytes": source.stat().st_size,
         "gzip_bytes": len(packed),
         "sha256": hashlib.sha256(packed).hexdigest(),
-        "weights": ledger.digest(engine.layout, engine.master),
+        "weights": run.weights[len(run.steps)],
         "replay_error": float(error),
     }
 
