@@ -68,6 +68,9 @@ _NO_EFFECT = {
     "gradient_accumulation_steps": "all prompts of a step are evaluated for every member",
     "max_grad_norm": "ES has no gradient norm; the update norm is about alpha * sqrt(d / N)",
     "weight_decay": "ES has no optimiser",
+    "adam_beta1": "ES has no optimiser",
+    "adam_beta2": "ES has no optimiser",
+    "adam_epsilon": "ES has no optimiser",
     "optim": "ES has no optimiser",
     "lr_scheduler_type": "alpha is constant",
     "warmup_steps": "alpha is constant",
@@ -91,6 +94,7 @@ class ESConfig(TrainingArguments):
 
     Raises:
         ValueError: a value out of range, an unknown choice, or a setting without effect; the message says which.
+        TypeError: a setting that there is not, such as one of `GRPOConfig` alone.
     """
 
     population_size: int = field(default=30, metadata={"help": "N, members a step; at least 2"})
@@ -133,6 +137,15 @@ class ESConfig(TrainingArguments):
     """False: every column reaches the reward function"""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    def __new__(cls, *arguments, **settings):
+        # before the generated __init__, whose error for a setting of GRPOConfig would leave out the remedy
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in [name for name in settings if name not in known]:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            remedy = f"did you mean {near[0]!r}?" if near else "if it is a setting of GRPO alone, remove it."
+            raise TypeError(f"{cls.__name__} has no setting {name!r}: {remedy}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         _at_least("population_size", self.population_size, 2, "z-scores need two members")

@@ -307,6 +307,17 @@ def test_500_steps_cost_less_than_250_kB(tmp_path, monkeypatch):
     assert plain <= 250_000 and packed <= 150_000
 
 
+def test_storage_beside_checkpoints():
+    rows = ledger.storage(30, 500, {"plain": 250_000, "gzip": 100_000}, {"A0": 140_000, "7B": 7 * 10**9}, itemsize=4)
+    assert [(r["model"], r["form"], r["bytes"]) for r in rows] == [
+        (model, form, size)
+        for model in ("A0", "7B")
+        for form, size in (("seeds and coefficients", 180_000), ("plain", 250_000), ("gzip", 100_000))
+    ]
+    assert [r["checkpoint"] for r in rows[::3]] == [560_000, 28 * 10**9]
+    assert all(r["ratio"] == r["checkpoint"] / r["bytes"] == 4 * r["parameters"] / r["bytes"] for r in rows)
+
+
 # ---- what is refused
 
 
