@@ -83,8 +83,14 @@ class Plan:
     quick_repeats: int = 15  # of what takes milliseconds
     accounted: tuple[str, int] = ("1M", 200)  # the cell whose share of generation has a target
     memory: str = "20M"  # large enough for its weights to stand out
-    precisions: tuple[str, ...] = ("master", "kahan", "inplace")
+    modes: tuple[tuple[str, str], ...] = (
+        ("master", "float32"),
+        ("master", "bfloat16"),
+        ("kahan", "bfloat16"),
+        ("inplace", "bfloat16"),
+    )  # precision mode and the model's dtype
     chunks: tuple[int, ...] = (8, 16, 64, 200)
+    default_threads: bool = True  # an arm that takes minutes where others use the cores
 
     def repeats_of(self, model: str, rows: int) -> int:
         """Three for the largest cell, which takes half a minute a round."""
@@ -100,8 +106,9 @@ QUICK = Plan(
     quick_repeats=1,
     accounted=("0.14M", 9),
     memory="4M",
-    precisions=(),
+    modes=(("master", "float32"),),
     chunks=(8, 9),
+    default_threads=False,
 )
 
 
@@ -357,15 +364,10 @@ class Plain:
         self.coefficients = population(plan.members)[2].tolist()
         self.seconds = dict.fromkeys(("perturb and restore", "generate", "detokenise and score", "update"), 0.0)
 
-    def generate(self) -> torch.Tensor:
+    def generate(self, **changed: Any) -> torch.Tensor:
         """New token ids, (rows, at most plan.new)."""
-        new = self.model.generate(
-            input_ids=self.ids,
-            attention_mask=self.mask,
-            do_sample=False,
-            max_new_tokens=self.plan.new,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        settings = {"max_new_tokens": self.plan.new, "pad_token_id": self.tokenizer.pad_token_id} | changed
+        new = self.model.generate(input_ids=self.ids, attention_mask=self.mask, do_sample=False, **settings)
         return new[:, self.ids.shape[1] :]
 
     def __call__(self) -> None:
@@ -415,6 +417,7 @@ def iteration_section(plan: Plan) -> dict:
             plain, other = Plain(build(name), rows, plan), Plain(build(name), rows, plan)
             agreement = same_tokens(plain, plan)
             engine = engine_of(build(name), rows, plan, workers=default_workers())
+            alone = engine_of(build(name), rows, plan)
             lengths: list[np.ndarray] = []
 
             def ours(engine=engine, rows=rows, lengths=lengths) -> None:
@@ -426,12 +429,14 @@ def iteration_section(plan: Plan) -> dict:
                 with threads(many):
                     other()
 
-            cases = {"ours": ours, "plain": plain, "plain_default": with_default_threads}
+            cases = {"ours": ours, "plain": plain, "one_worker": partial(ours, alone)}
+            if plan.default_threads:
+                cases["default"] = with_default_threads
             try:
-                times = measure(repeats, cases, plain_default=1 if repeats < 5 else 2)
+                times = measure(repeats, cases, fewer={"default": 1 if repeats < 5 else 2})
             finally:
                 engine.close()
-            one, default = ratios(times, "plain", "ours"), ratios(times, "plain_default", "ours")
+            one = ratios(times, "plain", "ours")
             cells[cell] = {
                 "ours_s": times["ours"]["seconds_min"],
                 "ours_s_median": times["ours"]["seconds_median"],
@@ -439,23 +444,26 @@ def iteration_section(plan: Plan) -> dict:
                 "plain_s_median": times["plain"]["seconds_median"],
                 "ratio": one["min"],
                 "ratio_median": one["median"],
-                "ratio_default_threads": default["min"],
                 "tokens_a_completion": float(np.mean(lengths)),
                 "same_tokens": agreement,
                 "repeats": repeats,
             }
+            if plan.default_threads:
+                cells[cell]["ratio_default_threads"] = ratios(times, "default", "ours")["min"]
             total = sum(plain.seconds.values())
-            account[cell] = {f"plain: {part}": seconds / total for part, seconds in plain.seconds.items()}
-            targets.append(
-                target(f"iteration, {cell}: times the plain script", one["min"], least=3 if rows > 16 else 5)
-            )
+            account[cell] = {
+                "ratio with one worker": ratios(times, "plain", "one_worker")["min"],
+                f"gain of {engine.workers} workers": ratios(times, "one_worker", "ours")["min"],
+            } | {f"plain: share of {part}": seconds / total for part, seconds in plain.seconds.items()}
+            least = 3 if rows > 16 else 5
+            targets.append(target(f"iteration, {cell}: times the plain script", one["min"], least=least))
             targets.append(target(f"tokens, {cell}: share equal in both arms", agreement, least=1))
     return {
         "about": f"{plan.members} members, at most {plan.new} new tokens; the plain script at torch's default of "
         f"{many} threads is slow where others use the cores, so it is measured twice, in the largest cell once",
         "cells": cells,
         "targets": targets,
-        "account": account | {"where ours goes": "section account"},
+        "account": account | {"ours": "see section account for the parts and section step for prompt and tokens"},
     }
 
 
@@ -560,13 +568,21 @@ def step_section(plan: Plan) -> dict:
             ids, mask = torch.from_numpy(chosen.ids), torch.from_numpy(chosen.mask)
             nobody = [model.config.vocab_size]  # no token ends a completion, so that every step is a full one
             decoder = Decoder(model.config, weights, nobody, model.config.pad_token_id)
-            cases: dict[str, Callable] = {f"{n}": partial(decoder.generate, ids, mask, n) for n in (1, plan.new)}
+            plain = Plain(model, rows, plan)
+            cases: dict[str, Callable] = {}
+            for n in (1, plan.new):
+                cases[f"{n}"] = partial(decoder.generate, ids, mask, n)
+                cases[f"plain {n}"] = partial(plain.generate, max_new_tokens=n, eos_token_id=nobody)
             products = products_of(model, rows, chosen.width + plan.new // 2)
             flat = {f"{kind}: {how}": call for kind, ways in products.items() for how, call in ways.items()}
             with torch.inference_mode():
-                times = measure(plan.quick_repeats, cases | flat)
+                rare = {f"plain {n}": plan.repeats_of(name, rows) for n in (1, plan.new)}
+                times = measure(plan.quick_repeats, cases | flat, fewer=rare)
             first = times["1"]
-            step = {k: (times[f"{plan.new}"][k] - first[k]) / (plan.new - 1) for k in first}
+            step, plain_step = (
+                {k: (times[f"{arm}{plan.new}"][k] - times[f"{arm}1"][k]) / (plan.new - 1) for k in first}
+                for arm in ("", "plain ")
+            )
             best = {kind: min(ways, key=lambda how, kind=kind: times[f"{kind}: {how}"]["seconds_min"])
                     for kind, ways in products.items()}  # fmt: skip
             cost = {k: {kind: times[f"{kind}: {how}"][k] for kind, how in best.items()} for k in first}
@@ -580,6 +596,8 @@ def step_section(plan: Plan) -> dict:
                 "ratio": step["seconds_min"] / floor["seconds_min"],
                 "ratio_median": step["seconds_median"] / floor["seconds_median"],
                 "prompt_and_first_token_ms": 1e3 * first["seconds_min"],
+                "plain_step_ms": 1e3 * plain_step["seconds_min"],
+                "plain_prompt_and_first_token_ms": 1e3 * times["plain 1"]["seconds_min"],
             }
             account[cell] = {
                 f"floor: {kind} ({best[kind]}), ms": 1e3 * value for kind, value in cost["seconds_min"].items()
@@ -690,8 +708,7 @@ def breakdown(decoder: Decoder, ids: torch.Tensor, mask: torch.Tensor, new: int)
 def memory_section(plan: Plan) -> dict:
     """Peak bytes a parameter of each precision mode, each in a process of its own."""
     cells, errors = {}, []
-    cases = [("master", "float32")] + [(precision, "bfloat16") for precision in plan.precisions]
-    for precision, dtype in cases:
+    for precision, dtype in plan.modes:
         cell = f"{precision}, a {dtype} model"
         command = [
             sys.executable,
@@ -717,6 +734,7 @@ def memory_section(plan: Plan) -> dict:
 def memory_child(name: str, precision: str, dtype: str) -> None:
     """Print the memory of one mode as JSON; runs alone in a process."""
     torch.set_num_threads(1)
+    kind = getattr(torch, dtype)
     # the default needs no keyword
     settings = {} if precision == "master" else {"precision": precision}
     plan, (members, keys, coefficients) = Plan(new=1), population(2)
@@ -729,12 +747,12 @@ def memory_child(name: str, precision: str, dtype: str) -> None:
         return engine
 
     resident: list[int] = []
-    work(build("0.14M", getattr(torch, dtype)))  # what is loaded and compiled once is no weight's
+    work(build("0.14M", kind))  # what is loaded and compiled once is no weight's
     gc.collect()
     resident.clear()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
-    model = build(name, getattr(torch, dtype))
+    model = build(name, kind)
     d = sum(tensor.numel() for tensor in parameters_of(model))
     built = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")

@@ -34,7 +34,10 @@ def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, sub
 
 
 def measure(
-    repeats: int, cases: Mapping[str, Callable[[], Any]], synchronise: Callable[[], Any] = lambda: None, **fewer: int
+    repeats: int,
+    cases: Mapping[str, Callable[[], Any]],
+    synchronise: Callable[[], Any] = lambda: None,
+    fewer: Mapping[str, int] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Seconds of each case, interleaved, the first round discarded.
 
@@ -42,12 +45,12 @@ def measure(
         repeats: measured rounds.
         cases: name -> what is timed.
         synchronise: waits for the device, before and after each call.
-        **fewer: measured rounds of a case that shall take part in the first ones only.
+        fewer: case -> measured rounds, for one that takes part in the first ones only.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for i in range(repeats + 1):
         for name, call in cases.items():
-            if i > fewer.get(name, repeats):
+            if fewer and i > fewer.get(name, repeats):
                 continue
             synchronise()
             start = time.perf_counter()
