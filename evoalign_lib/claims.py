@@ -102,7 +102,7 @@ def check_claim(claim: dict[str, Any]) -> None:
         if lacking:
             raise ValueError(f"{name}: {where} of kind {rule['kind']} must declare {lacking[0]!r}")
     for side in ("below", "above"):
-        _refuse_unknown(f"{name}, {side}", rule.get(side, {}), tuple(ESTIMATOR_QUANTITIES))
+        _refuse_unknown(f"{name}, {side}", rule.get(side, {}), tuple(QUANTITIES))
     _refuse_unknown(f"{name}, scales", claim["scales"], ("tiny", "full"))
     if len(claim.get("cells", {})) > 1:
         raise ValueError(f"{name}: cells vary one field of the spec, got {', '.join(claim['cells'])}")
@@ -217,11 +217,11 @@ def _interval_above(claim: dict[str, Any], records: list[_Record]) -> list[Findi
     return findings
 
 
-def _estimator_bounds(claim: dict[str, Any], records: list[_Record]) -> list[Finding]:
-    """Find, in each cell, the means of estimator quantities that should lie below or above given values."""
+def _bounds(claim: dict[str, Any], records: list[_Record]) -> list[Finding]:
+    """Find, in each cell, the means of record quantities that should lie below or above given values."""
     rule = claim["rule"]
     bounds = [(name, value, False) for name, value in rule["below"].items()]
-    bounds += [(name, value, True) for name, value in rule["above"].items()]
+    bounds += [(name, value, True) for name, value in rule.get("above", {}).items()]
     findings = []
     for cell, where in _cells(claim):
         selected = _select(claim, records, "treatment", where)
@@ -231,7 +231,7 @@ def _estimator_bounds(claim: dict[str, Any], records: list[_Record]) -> list[Fin
             if not selected:
                 findings.append(Finding(label, 0, have, None))
                 continue
-            interval = bootstrap_mean([ESTIMATOR_QUANTITIES[name](record["estimator"]) for record in selected])
+            interval = bootstrap_mean([QUANTITIES[name](record) for record in selected])
             low, high = (f"{end:.3g}" for end in (interval.low, interval.high))
             text = f"{label.replace('_', ' ')} {interval.value:.3g} [{low}, {high}] (n = {interval.n})"
             findings.append(Finding(label, interval.n, have, interval, float(bound), above, text))
@@ -282,14 +282,18 @@ class _Rule:
     arms: tuple[str, ...]
 
 
-ESTIMATOR_QUANTITIES: dict[str, Callable[[dict[str, float]], float]] = {
-    "absolute_cosine": lambda e: abs(e["cosine"]),
-    "aligned_over_orthogonal_gain": lambda e: e["gain_aligned"] - abs(e["gain_orthogonal"]),
+QUANTITIES: dict[str, Callable[[_Record], float]] = {
+    "absolute_cosine": lambda r: abs(r["estimator"]["cosine"]),
+    "aligned_over_orthogonal_gain": lambda r: r["estimator"]["gain_aligned"] - abs(r["estimator"]["gain_orthogonal"]),
+    "replay_error": lambda r: r["ledger"]["replay_error"],
+    "ledger_bytes_a_step": lambda r: r["ledger"]["bytes"] / r["spec"]["steps"],
+    "gzipped_bytes_a_step": lambda r: r["ledger"]["gzip_bytes"] / r["spec"]["steps"],
 }
-"""What a rule may ask of an estimator record: numbers computed from its `estimator` block."""
+"""What a rule may ask of a record: numbers computed from its `estimator` or `ledger` block."""
 
 RULES: dict[str, _Rule] = {
     "interval_above": _Rule(_interval_above, ("decoding",), ("treatment", "comparison")),
-    "estimator_bounds": _Rule(_estimator_bounds, ("below", "above"), ("treatment",)),
+    "estimator_bounds": _Rule(_bounds, ("below", "above"), ("treatment",)),
+    "ledger_bounds": _Rule(_bounds, ("below",), ("treatment",)),
 }
 """The kinds of rule that a claim may declare."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from evoalign_lib import ledger, paths
 
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
 SCALES = ("smoke", "tiny", "full")
 ENGINES = ("local",)
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
@@ -500,6 +500,28 @@ def train_specs(
     return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
 
 
+def audit_specs(
+    base: str,
+    precision: str,
+    noise: str,
+    fitness: str,
+    seeds: Iterable[int],
+    settings: Mapping[str, Any],
+    scale: str,
+) -> list[Spec]:
+    """Specs of runs of a bfloat16 model that differ in arithmetic or noise alone.
+
+    Args:
+        precision: "master", "kahan" or "inplace" (see `precision`).
+        noise: "gaussian" or "tied".
+        fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
+        settings: as for `train_specs`.
+    """
+    wanted = {k: settings[k] for k in _EVALUATION + _TRAINING}
+    arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
+    return [_spec("audit", base, scale) | arithmetic | wanted | {"seed": seed} for seed in seeds]
+
+
 def estimator_specs(
     base: str, N: int, repeats: int, fitness: str, targets: str, settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
@@ -541,7 +563,7 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     if spec["base"] in tiny.BASES:
         model, tokenizer = tiny.load(spec["base"])
         sets = {name: tiny.problems(name, size) for name, size in sizes.items()}
-        if spec["kind"] == "train":
+        if spec["kind"] in ("train", "audit"):
             # a branch of the seed tree that no fixed set uses
             seed = np.random.SeedSequence([spec["seed"], 1])
             sets["train"] = tiny.problems("train", spec["steps"] * spec["prompts_per_step"], seed)
@@ -601,47 +623,12 @@ def _run_train(spec: Spec, keep: Path | None = None) -> Record:
     """
     import tempfile
 
-    from transformers import TrainerCallback
-
-    from evoalign_lib.es import ESConfig, ESTrainer
-    from evoalign_lib.tasks import countdown
+    from evoalign_lib.es import ESTrainer
 
     model, tokenizer, sets = _world(spec)
-    points = set(np.linspace(0, spec["steps"], spec["curve_points"]).round().astype(int).tolist())
-    curve: dict[str, list] = {"step": [], "completions": [], "validation_greedy": [], "validation_t1": [], "reward": []}
-
-    class Curve(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.on_log(args, state, control)
-
-        def on_log(self, args, state, control, **kwargs):  # after each step, when its reward is known
-            step = state.global_step
-            if step not in points:
-                return
-            curve["step"].append(step)
-            curve["completions"].append(trainer.budget["completions"])
-            for name, samples in (("greedy", 0), ("t1", 4)):
-                right = _accuracy(trainer.engine, "validation", sets["validation"], samples, seed=step)
-                curve[f"validation_{name}"].append(round(float(right.mean()), 5))
-            curve["reward"].append(round(state.log_history[-1]["reward"], 5) if state.log_history else None)
-
     with tempfile.TemporaryDirectory() as folder:
-        config = ESConfig(
-            output_dir=folder,
-            seed=spec["seed"],
-            fitness={"es": "reward", "es_shuffled": "shuffled"}[spec["arm"]],
-            max_steps=spec["steps"],
-            max_completion_length=spec["max_completion_length"],
-            workers=1,
-            disable_tqdm=True,
-            report_to="none",
-            save_strategy="no",
-            **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
-        )
-        rows = countdown.dataset(sets["train"], tokenizer)
-        trainer = ESTrainer(model, countdown.reward, config, rows, None, tokenizer, [Curve()])
-        for name in ("validation", "test"):
-            trainer.engine.add_prompts(name, countdown.dataset(sets[name], tokenizer))
+        fitness = {"es": "reward", "es_shuffled": "shuffled"}[spec["arm"]]
+        trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, fitness=fitness)
         start = trainer.engine.master.copy()
         trainer.train()
         kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
@@ -662,6 +649,115 @@ def _run_train(spec: Spec, keep: Path | None = None) -> Record:
         **kept,
         "test": _test(engine, sets["test"]),
     }
+
+
+def _trainer(
+    kind: type, spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list], folder: str, **changed: Any
+) -> tuple[Any, dict[str, list]]:
+    """A trainer for a spec, and the curve that its training fills in: validation accuracy at evenly spaced steps."""
+    from transformers import TrainerCallback
+
+    from evoalign_lib.es import ESConfig
+    from evoalign_lib.tasks import countdown
+
+    points = set(np.linspace(0, spec["steps"], spec["curve_points"]).round().astype(int).tolist())
+    curve: dict[str, list] = {"step": [], "completions": [], "validation_greedy": [], "validation_t1": [], "reward": []}
+
+    class Curve(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.on_log(args, state, control)
+
+        def on_log(self, args, state, control, **kwargs):  # after each step, when its reward is known
+            step = state.global_step
+            if step not in points:
+                return
+            curve["step"].append(step)
+            curve["completions"].append(trainer.budget["completions"])
+            for name, samples in (("greedy", 0), ("t1", 4)):
+                right = _accuracy(trainer.engine, "validation", sets["validation"], samples, seed=step)
+                curve[f"validation_{name}"].append(round(float(right.mean()), 5))
+            curve["reward"].append(round(state.log_history[-1]["reward"], 5) if state.log_history else None)
+
+    config = ESConfig(
+        output_dir=folder,
+        seed=spec["seed"],
+        max_steps=spec["steps"],
+        max_completion_length=spec["max_completion_length"],
+        workers=1,
+        disable_tqdm=True,
+        report_to="none",
+        save_strategy="no",
+        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
+        **changed,
+    )
+    rows = countdown.dataset(sets["train"], tokenizer)
+    trainer = kind(model, countdown.reward, config, rows, None, tokenizer, [Curve()])
+    for name in ("validation", "test"):
+        trainer.engine.add_prompts(name, countdown.dataset(sets[name], tokenizer))
+    return trainer, curve
+
+
+def _run_audit(spec: Spec) -> Record:
+    """One ES run of a bfloat16 model, with the arithmetic and the noise of the spec: what became of its updates.
+
+    Of each step: the share of weights that restoring the members changed, and how far (rms); cosine and gain of the
+    applied update against the intended one. Of the whole path: the same two, restores included; and the cosine of the
+    displacements of two layers' tensors of equal name, which independent noise leaves near 0.
+    """
+    import tempfile
+
+    import torch
+
+    from evoalign_lib import noise, precision
+    from evoalign_lib.es import ESTrainer, coefficients
+
+    model, tokenizer, sets = _world(spec)
+    updates: list[tuple[float, float]] = []
+    path: dict[str, list] = {"step": [0], "cosine": [None], "gain": [None]}
+
+    class Audited(ESTrainer):
+        def tell(self, members, fitness):
+            weights, layout = self.engine.weights, self.engine.layout
+            before = weights.float32().copy()
+            tied = super().tell(members, fitness)
+            if not tied:
+                step = np.zeros(layout.size, np.float32)
+                keys = np.array([m.key for m in members], np.uint64)
+                noise.update(step, layout, keys, coefficients(fitness, self.args.alpha), distribution=self.args.noise)
+                updates.append(precision.agreement(step, weights.float32() - before))
+                self.intended += step
+            if (done := self.state.global_step + 1) % max(1, spec["steps"] // 20) == 0:
+                cosine, gain = precision.agreement(self.intended, weights.float32() - self.start)
+                path["step"].append(done)
+                path["cosine"].append(round(cosine, 5))
+                path["gain"].append(round(gain, 5))
+            return tied
+
+    with tempfile.TemporaryDirectory() as folder:
+        changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
+        # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
+        audited = Audited, spec, model.to(torch.bfloat16), tokenizer, sets, folder
+        trainer, curve = _trainer(*audited, arm="es", **changed)
+        trainer.start = trainer.engine.weights.float32().copy()
+        trainer.intended = np.zeros(trainer.engine.layout.size)
+        trainer.train()
+    engine = trainer.engine
+    views = engine.layout.views(engine.weights.float32() - trainer.start)
+    alike = [
+        precision.agreement(view, views[twin])[0]
+        for name, view in views.items()
+        if view.ndim == 2 and (twin := name.replace(".layers.0.", ".layers.1.")) != name
+    ]
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    restores = {
+        f"restore_{what}": float(np.mean([entry.get(f"restore_{what}", 0.0) for entry in log]))
+        for what in ("changed", "drift")
+    }
+    cosine, gain = np.mean(updates, axis=0)
+    audit = restores | {"update_cosine": cosine, "update_gain": gain, "layers_cosine": np.mean(alike)}
+    result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
+    result |= {"plan": engine.plan, "d": engine.layout.d, "curve": curve}
+    return result | ({"test": _test(engine, sets["test"])} if spec["fitness"] == "reward" else {})
 
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
@@ -712,5 +808,6 @@ def _objective(base: str, n: int, targets: str):
 RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "base": _run_base,
     "train": _run_train,
+    "audit": _run_audit,
     "estimator": _run_estimator,
 }
