@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, random_model, tokenizer
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from evoalign_lib import noise
-from evoalign_lib.es import ESConfig, ESTrainer, load_model, standardise, step_indices
+from evoalign_lib.es import ESConfig, ESTrainer, load_model, step_indices
 from evoalign_lib.rewards import RewardError
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
@@ -101,12 +101,20 @@ BAD_VALUES = [
     ("max_grad_norm", 0.5, "no gradient norm"),
     ("weight_decay", 0.1, "ES has no optimiser"),
     ("optim", "sgd", "ES has no optimiser"),
-    ("lr_scheduler_type", "cosine", "alpha is constant"),
-    ("warmup_steps", 3, "alpha is constant"),
+    ("lr_scheduler_type", "cosine", "the step size of ES is alpha; see alpha_schedule"),
+    ("warmup_steps", 3, "alpha starts at its full value"),
     ("gradient_checkpointing", True, "stores no activations"),
     ("bf16", True, "the master is float32"),
     ("fp16", True, "the master is float32"),
-    ("load_best_model_at_end", True, "has no effect on ES"),
+    ("fitness_shaping", "ranks", r"fitness_shaping='ranks' is not one of .*Did you mean 'centred_ranks'\?"),
+    ("sigma_schedule", "cosin", r"Did you mean 'cosine'\?"),
+    ("alpha_final_fraction", 0.5, "alpha_final_fraction=0.5 has no effect while alpha is constant: set"),
+    ("sigma_final_fraction", 0.0, "sigma_final_fraction=0.0 must be above 0 and at most 1"),
+    ("sampling", "random", r"sampling='random' is not one of \['greedy', 'common'\]"),
+    ("num_generations", 0, "num_generations=0 must be a whole number of at least 1"),
+    ("num_generations", 2, "num_generations=2 greedy completions of a prompt are all alike: set sampling='common'"),
+    ("load_best_model_at_end", True, "needs evaluations: set eval_strategy='steps' and eval_steps"),
+    ("save_strategy", "best", "save_strategy='best' needs metric_for_best_model, such as 'reward'"),
     ("push_to_hub", True, "has no effect on ES"),
     ("eval_on_start", True, "has no effect on ES"),
 ]
@@ -142,8 +150,10 @@ def test_a_config_goes_to_json_and_back(tmp_path):
     saved = json.loads(json.dumps(c.to_dict()))
     own = {f.name for f in dataclasses.fields(ESConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert own == {
-        "population_size", "sigma", "alpha", "prompts_per_step", "max_completion_length", "fitness", "arm",
-        "reward_weights", "reward_floor", "workers", "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs",
+        "population_size", "sigma", "alpha", "antithetic", "fitness_shaping", "sigma_schedule", "sigma_final_fraction",
+        "alpha_schedule", "alpha_final_fraction", "prompts_per_step", "sampling", "num_generations",
+        "max_completion_length", "fitness", "arm", "reward_weights", "reward_floor", "reward_timeout", "workers",
+        "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs",
     }  # fmt: skip
     again = ESConfig(**{name: saved[name] for name in own})
     assert {name: getattr(again, name) for name in own} == {name: getattr(c, name) for name in own}
@@ -417,42 +427,6 @@ def test_step_indices_change_with_epoch_and_seed():
     assert step_indices(5, 5, 3, 7).tolist() == [0, 1, 2, 3, 4]
 
 
-FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
-
-
-@given(FITNESS)
-def test_standardise_has_mean_zero_and_deviation_one(fitness):
-    z = standardise(fitness)
-    assert z.dtype == np.float64 and z.shape == fitness.shape
-    if not z.any():
-        assert np.ptp(fitness) <= 1e-5 * max(1, np.abs(fitness).max())
-        return
-    assert abs(z.mean()) < 1e-3 and z.std() == pytest.approx(1, abs=1e-3)
-    order = np.argsort(fitness, kind="stable")
-    assert (np.diff(z[order]) >= 0).all()  # the best member stays the best
-
-
-@given(FITNESS, st.floats(-1e3, 1e3), st.floats(1e-2, 1e2))
-def test_standardise_forgets_shift_and_scale(fitness, shift, scale):
-    assume(fitness.std() > 1e-3)
-    assert standardise(shift + scale * fitness) == pytest.approx(standardise(fitness), abs=1e-4)
-    assert standardise(-fitness) == pytest.approx(-standardise(fitness))
-
-
-@given(st.floats(-1e6, 1e6), st.integers(2, 30), st.integers(0, 1000))
-def test_ties_with_float_noise_are_ties(value, n, seed):
-    # sums of the same rewards in different orders
-    jitter = np.random.default_rng(seed).integers(-2, 3, n) * np.spacing(value)
-    assert not standardise(value + jitter).any()
-
-
-def test_a_single_success_is_no_tie():
-    z = standardise(np.array([0.0] * 29 + [1 / 2000]))
-    assert z[29] == pytest.approx(math.sqrt(29)) and z[0] == pytest.approx(-1 / math.sqrt(29))
-    # nor is it on top of a reward that every member gets
-    assert standardise(np.array([100.0] * 29 + [100 + 1e-4])) == pytest.approx(z, abs=1e-6)
-
-
 # ---- logs, callbacks, evaluation
 
 
@@ -487,9 +461,10 @@ def test_what_is_logged(tmp_path):
     used = np.concatenate([step_indices(8, 3, 42, step) for step in range(4)])
     assert tested.budget["prompt_tokens"] == 4 * sum(lengths[i] for i in used)
     assert logs[-1]["num_tokens"] == tested.budget["generated_tokens"] + tested.budget["prompt_tokens"]
-    # 8 prompts, 3 a step: three steps an epoch
-    assert [log["epoch"] for log in logs] == [round(s / 3, 4) for s in (1, 2, 3, 4)]
-    assert tested.counts["none"] == 48
+    # 8 prompts, 3 a step
+    assert [log["epoch"] for log in logs] == [0.375, 0.75, 1.125, 1.5]
+    assert tested.counts["none"] == 48 and [log["rewards/none"] for log in logs] == [12] * 4
+    assert not {"rewards/nan", "rewards/exception", "rewards/timeout", "sigma", "alpha"} & set(logs[0])
     json.dumps(logs)
 
 

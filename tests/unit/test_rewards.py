@@ -79,7 +79,7 @@ def test_no_completions():
 def test_none_is_left_out_of_the_sum_and_counted():
     scored = score(Rewards([length, only_upper], weights=[2.0, 10.0]), ["aa", "BB"])
     assert scored.rewards.tolist() == [4.0, 14.0]
-    assert scored.counts == {"none": 1, "nan": 0, "exception": 0}
+    assert scored.counts == {"none": 1, "nan": 0, "exception": 0, "timeout": 0}
 
 
 def test_none_from_every_function_is_nan_even_with_a_floor():
@@ -112,14 +112,14 @@ def test_weighted_sum_over_the_functions_that_apply(table, weights):
 def test_a_reward_that_is_not_finite_scores_the_floor(bad):
     scored = score(Rewards(lambda **kw: [1.0, bad], floor=-0.5), ["a", "b"])
     assert scored.rewards.tolist() == [1.0, -0.5]
-    assert scored.counts == {"none": 0, "nan": 1, "exception": 0}
+    assert scored.counts == {"none": 0, "nan": 1, "exception": 0, "timeout": 0}
 
 
 def test_an_exception_costs_only_the_completion_that_raised_it():
     # a ValueError among them: a parser's commonest, and no error of the run
     scored = score(Rewards(parse, floor=-1.0), ["1.5", "x", "2", "", "nan"])
     assert scored.rewards.tolist() == [1.5, -1.0, 2.0, -1.0, -1.0]
-    assert scored.counts == {"none": 0, "nan": 1, "exception": 2}
+    assert scored.counts == {"none": 0, "nan": 1, "exception": 2, "timeout": 0}
 
 
 def test_the_floor_is_weighted_like_any_reward():
