@@ -827,6 +827,10 @@ def _reporters(args: ESConfig) -> list[Callable]:
     return get_reporting_integration_callbacks(args.report_to)
 
 
+# arguments of from_pretrained that say where the files are
+_HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
+
+
 def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """A model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
 
@@ -834,15 +838,17 @@ def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | Non
         model: a model object, a folder, or a name on the Hub (float32 unless keywords say otherwise; weights from
             safetensors, no code from the Hub).
         tokenizer: its tokenizer; None: the one saved with the model.
-        keywords: further arguments of from_pretrained.
+        keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
+            ...) hold for the tokenizer, too.
 
     Raises:
         ValueError: the model cannot be found, or keywords are given for an object.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    origin = {}
     if isinstance(model, (str, os.PathLike)):
-        name = str(model)
+        name, origin = str(model), {k: v for k, v in (keywords or {}).items() if k in _HUB}
         looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if looks_like_path and not Path(name).is_dir():
             raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
@@ -852,16 +858,17 @@ def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | Non
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
+                f"fetched once, with a network, into a cache in the folder that HF_HOME names."
             ) from error
     elif keywords:
         raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
     if tokenizer is None:
-        origin = model.config._name_or_path
+        place = model.config._name_or_path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(origin)
+            tokenizer = AutoTokenizer.from_pretrained(place, **origin)
         except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer lies beside the model {origin!r}: give it as processing_class.") from error
+            raise ValueError(f"no tokenizer lies beside the model {place!r}: give it as processing_class.") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")

@@ -1,8 +1,10 @@
 """ESConfig and ESTrainer: what they refuse, what a step does, and the surface of a Hugging Face trainer."""
 
+import concurrent.futures
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from evoalign_lib import noise
+from evoalign_lib import ledger, noise
 from evoalign_lib.es import ESConfig, ESTrainer, load_model, step_indices
 from evoalign_lib.rewards import RewardError
 
@@ -229,6 +231,35 @@ def test_a_model_that_does_not_exist(name, tmp_path):
         ESTrainer(name, token_sum, config(tmp_path), ROWS)
 
 
+def test_a_name_on_the_hub_that_is_not_in_the_cache(tmp_path):
+    with pytest.raises(
+        ValueError, match="'nobody/no-model' is neither .* into a cache in the folder that HF_HOME names"
+    ):
+        ESTrainer("nobody/no-model", token_sum, config(tmp_path), ROWS)
+
+
+def cached(folder: Path, name: str, revisions: dict[str, int]) -> None:
+    """Lay out a cache of the Hub: for each revision a model of another seed, and a tokenizer that tells which."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    for i, (revision, seed) in enumerate(revisions.items()):
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(f"{i:040x}")
+        random_model(seed=seed).save_pretrained(repository / f"snapshots/{i:040x}")
+        tokenizer().save_pretrained(repository / f"snapshots/{i:040x}")
+        settings = repository / f"snapshots/{i:040x}/tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 100 + seed}))
+
+
+def test_a_name_on_the_hub_and_its_revision(tmp_path):
+    cached(tmp_path / "hub", "someone/model", {"main": 2, "other": 7})
+    name, keywords = "someone/model", {"cache_dir": str(tmp_path / "hub")}
+    for revision, seed in ((None, 2), ("main", 2), ("other", 7)):
+        chosen = keywords | ({"revision": revision} if revision else {})
+        tested = ESTrainer(name, token_sum, config(tmp_path, model_init_kwargs=chosen), ROWS)
+        assert weights(tested.model) == weights(random_model(seed=seed))
+        assert tested.processing_class.model_max_length == 100 + seed
+
+
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="is neither a folder with a model nor"):
         ESTrainer(str(tmp_path), token_sum, config(tmp_path), ROWS)
@@ -278,6 +309,35 @@ def test_a_failing_reward_stops_the_run_and_names_member_and_prompt(tmp_path):
     floored = trainer(tmp_path, fails, reward_floor=-1.0)
     floored.train()
     assert floored.counts["exception"] == 2 * 4 and floored.counts["tied"] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_failures_of_a_step_are_logged_recorded_and_counted(tmp_path, workers):
+    def mixed(completions, number, trainer_state, **columns):
+        if len(completions) == 1 and number[0] == 1:
+            raise KeyError("no such answer")
+        while trainer_state.global_step == 1 and number[0] == 2:
+            pass
+        if len(completions) > 1:
+            raise MemoryError
+        return [{3: math.nan, 4: None}.get(number[0], float(len(completions[0])))]
+
+    tested = trainer(tmp_path, mixed, reward_floor=-1.0, reward_timeout=0.1, population_size=2, workers=workers)
+    tested.train()
+    tested.engine.close()
+    kinds = ("none", "nan", "exception", "timeout")
+    logs = tested.state.log_history
+    assert [[log.get(f"rewards/{kind}") for kind in kinds] for log in logs] == [[2, 2, 2, None], [2, 2, 2, 2]]
+    assert tested.counts == {"tied": tested.counts["tied"], "none": 4, "nan": 4, "exception": 4, "timeout": 2}
+    steps = ledger.read(Path(tested.args.output_dir) / ledger.NAME).steps
+    assert [step.counts for step in steps] == [{"none": 2, "nan": 2, "exception": 2}, dict.fromkeys(kinds, 2)]
+
+
+def test_a_time_out_in_a_thread_is_refused_before_any_work(tmp_path):
+    tested = trainer(tmp_path, reward_timeout=1.0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="in the main thread"):
+        pool.submit(tested.train).result()
+    assert tested.state.global_step == 0 and tested.budget["core_seconds"] == 0
 
 
 def test_a_step_on_which_no_reward_applies(tmp_path):
@@ -738,7 +798,7 @@ import sys
 for name in ("trl", "datasets", "pooch", "papermill", "pandas", "matplotlib", "seaborn", "statsmodels", "tensorboard"):
     sys.modules[name] = None
 sys.path.insert(0, sys.argv[1])
-from helpers import random_model, tokenizer
+from helpers import tokenizer
 from evoalign_lib import es, noise, tiny
 from evoalign_lib.engines import local
 from evoalign_lib.tasks import countdown
@@ -746,17 +806,22 @@ from evoalign_lib.tasks import countdown
 config = es.ESConfig(output_dir=sys.argv[2], population_size=2, sigma=0.1, max_steps=1, max_completion_length=3,
                      workers=2, disable_tqdm=True)
 rows = countdown.dataset(tiny.problems("train", 2), tokenizer())
-trainer = es.ESTrainer(random_model(), countdown.reward, config, rows, None, tokenizer())
+trainer = es.ESTrainer("someone/model", countdown.reward, config, rows)
 trainer.train()
 print(trainer.state.global_step)
 """
 
 
 def test_training_needs_torch_and_transformers_only(tmp_path):
-    """A GPU image without the other requirements imports and runs the trainer."""
+    """A GPU image without the other requirements imports the trainer, and runs it on a model in the Hub's cache."""
+    cached(tmp_path / "home/hub", "someone/model", {"main": 2})
     tests = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
-        [sys.executable, "-c", BARE, tests, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", BARE, tests, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
     )
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
     assert "Error" not in done.stderr  # the workers end quietly with the interpreter
