@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart reproduce test smoke paper lint
+.PHONY: quickstart reproduce test smoke bench paper lint
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -70,6 +70,11 @@ smoke: $(STAMP)
 			$$notebook runs/smoke/$${notebook##*/} || exit 1; \
 		echo "smoke: $$notebook ran in $$(($$(date +%s) - start)) s"; \
 	done
+
+# Measure what ES costs on this machine's CPU, in under 15 minutes, into paper/results/bench.json. Leave the machine
+# alone meanwhile. The benchmark sets its threads itself; one arm takes torch's default instead of one.
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.cpu
 
 # Compile paper/main.tex. The PDF has the same bytes for the same commit: TeX takes its dates from SOURCE_DATE_EPOCH.
 paper:

@@ -290,13 +290,13 @@ def _add_noise_kernel(
                 j, row, quad = j + taken, row + 1, 0
 
 
-def _jit_cached(kernel: Callable) -> Callable:
+def jit_cached(kernel: Callable, **options) -> Callable:
     """Compile at the first call and keep the machine code on disk, for worker processes and later runs."""
     try:
-        return njit(error_model="numpy", nogil=True, cache=True)(kernel)
+        return njit(error_model="numpy", nogil=True, cache=True, **options)(kernel)
     except RuntimeError:
         # Neither the package's folder nor the user's cache folder can be written: every process compiles for itself.
-        return njit(error_model="numpy", nogil=True)(kernel)
+        return njit(error_model="numpy", nogil=True, **options)(kernel)
 
 
-add_noise = _jit_cached(_add_noise_kernel)
+add_noise = jit_cached(_add_noise_kernel)

@@ -16,6 +16,9 @@ Numbered differences from the released code of that study:
 5. Members are evaluated from a queue by single-thread worker processes; results are ordered by member index, so the
    number of workers changes nothing.
 
+Variants, each off by default and described at its field of `ESConfig`: antithetic pairs, centred ranks, schedules of
+sigma and alpha, sampled decoding with common random numbers. Their formulas are in `evoalign_lib.update_rules`.
+
 alpha is "digested" as in the study's table and code: 1/sigma is part of it (the text's gradient step would be
 alpha_text = sigma * alpha).
 
@@ -26,8 +29,8 @@ Metrics logged at each step: `reward`, `reward_std` (over members, population st
 are not zero, how many single rewards of the step were `rewards/nan`, `rewards/exception` and `rewards/timeout`, which
 score the floor, and `rewards/none`, which are left out. Only with a schedule, `sigma` and `alpha` of the step. Where
 weights are restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a
-sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed) and `restore_drift` (root mean
-square, weight units).
+sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit of
+nearly every pair) and `restore_drift` (root mean square, weight units).
 
 Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
 step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
@@ -73,6 +76,9 @@ _NO_EFFECT = {
     "gradient_accumulation_steps": "all prompts of a step are evaluated for every member",
     "max_grad_norm": "ES has no gradient norm; the update norm is about alpha * sqrt(d / N)",
     "weight_decay": "ES has no optimiser",
+    "adam_beta1": "ES has no optimiser",
+    "adam_beta2": "ES has no optimiser",
+    "adam_epsilon": "ES has no optimiser",
     "optim": "ES has no optimiser",
     "lr_scheduler_type": "the step size of ES is alpha; see alpha_schedule",
     "warmup_steps": "alpha starts at its full value",
@@ -95,6 +101,7 @@ class ESConfig(TrainingArguments):
 
     Raises:
         ValueError: a value out of range, an unknown choice, or a setting without effect; the message says which.
+        TypeError: a setting that there is not, such as one of `GRPOConfig` alone.
     """
 
     population_size: int = field(default=30, metadata={"help": "N, members a step; at least 2"})
@@ -163,6 +170,15 @@ class ESConfig(TrainingArguments):
     """False: every column reaches the reward function"""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    def __new__(cls, *arguments, **settings):
+        # before the generated __init__, whose error for a setting of GRPOConfig would leave out the remedy
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in [name for name in settings if name not in known]:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            remedy = f"did you mean {near[0]!r}?" if near else "if it is a setting of GRPO alone, remove it."
+            raise TypeError(f"{cls.__name__} has no setting {name!r}: {remedy}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         _at_least("population_size", self.population_size, 2, "z-scores need two members")

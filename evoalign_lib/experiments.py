@@ -4,6 +4,9 @@ A run is a spec, a flat dictionary of everything that decides its result; its ha
 JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. Notebooks declare specs and get records back,
 loaded or run now; the cache is explicit and knows nothing of code: `ENGINE_VERSION`, which is part of every spec, is
 raised when a change of the library changes results.
+
+The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
+record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import paths
+from evoalign_lib import ledger, paths
 
 ENGINE_VERSION = 1
 SCALES = ("smoke", "tiny", "full")
@@ -224,6 +227,7 @@ def load_or_run(
     aside: bool = False,
     dry_run: bool = False,
     workers: int | None = None,
+    keep_ledgers: Sequence[Spec] = (),
 ) -> list[Record]:
     """Records of the given specs: those that exist are loaded, the others are run now, in parallel processes.
 
@@ -239,12 +243,14 @@ def load_or_run(
         aside: put new records beside the committed ones.
         dry_run: run nothing.
         workers: processes, one run each with one thread; None: one a core.
+        keep_ledgers: those of the specs, training runs, whose ledgers are kept with their records.
 
     Returns:
         (specs,) records in the order of the specs, and prints how many were loaded and how many run.
 
     Raises:
-        ValueError: two equal specs, or a spec of another scale.
+        ValueError: two equal specs, a spec of another scale, a ledger of something that is no training run among the
+            specs, or a record whose ledger should have been kept and is not there (see `ledger_file`).
         DryRun: runs are missing in a dry run; the message names them.
     """
     hashes = [spec_hash(s) for s in specs]
@@ -253,12 +259,18 @@ def load_or_run(
     for spec in specs:
         if spec["scale"] != scale:
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
+    kept = {spec_hash(s): s for s in keep_ledgers}
+    for h, spec in kept.items():
+        if h not in hashes or spec["kind"] != "train":
+            raise ValueError(f"keep_ledgers holds a spec that is no training run among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
     target = paths.RESULTS / notebook / f"{scale}.jsonl"
     if force or aside or scale == "smoke":
         files, target = [*files, beside], beside
     found = {r["spec_hash"]: r for file in files for r in read_records(file) if r["status"] == "finished"}
+    for h in kept.keys() & found.keys():
+        ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if dry_run and missing:
         names = ", ".join(
@@ -266,7 +278,8 @@ def load_or_run(
         )
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
-    for record in _run_all(missing, notebook, workers):
+    keep = {h: target.parent / "ledgers" / f"{h}.jsonl.gz" for h in kept}
+    for record in _run_all(missing, notebook, workers, keep):
         append_record(target, record)
         found[record["spec_hash"]] = record
     print(f"loaded {len(specs) - len(missing)} records, ran {len(missing)}")
@@ -295,13 +308,56 @@ def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
     return text
 
 
+def ledger_file(record: Record) -> Path:
+    """Where the ledger lies that was kept with a record: among the committed ones, or below the run folder.
+
+    Raises:
+        ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
+    """
+    spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
+    if "ledger" not in record:
+        raise ValueError(
+            f"the record {record['spec_hash']} of {record['notebook']} ({spec.get('arm', spec['kind'])} {spec['base']} "
+            f"{spec.get('seed', '')}) was made without keeping the run's ledger: delete its line to run it again, or "
+            "leave its spec out of keep_ledgers."
+        )
+    beside = run_folder(record["notebook"], spec["scale"]) / "results"
+    found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
+    for path in found:
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["ledger"]["sha256"]:
+            return path
+    raise ValueError(
+        f"the ledger of the record {record['spec_hash']} (SHA-256 {record['ledger']['sha256']:.16}...) is neither "
+        f"{found[0]} nor {found[1]}: restore it from git, or delete the record's line to run its spec again."
+    )
+
+
+def check_ledger(record: Record) -> ledger.Report:
+    """Replay the ledger kept with a record: chain, every digest, and the record's own digest of the last weights.
+
+    Raises:
+        ValueError: no such ledger (see `ledger_file`), or one that does not replay to the record's weights.
+    """
+    path = ledger_file(record)
+    report = ledger.verify(path, record["spec"]["base"])
+    if report.weights != record["ledger"]["weights"]:
+        raise ValueError(
+            f"{path} replays to weights with the digest {report.weights:.16}..., the record {record['spec_hash']} has "
+            f"{record['ledger']['weights']:.16}...: restore both from git."
+        )
+    return report
+
+
 def run_folder(notebook: str, scale: str) -> Path:
     """Where a fresh run writes: the folder EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
     return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
 
 
-def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None) -> Iterable[Record]:
-    """Run specs in processes of their own (spawned: nothing is inherited), yielding records as they finish."""
+def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path]) -> Iterable[Record]:
+    """Run specs in processes of their own (spawned: nothing is inherited), yielding records as they finish.
+
+    keep: spec hash -> where the run's ledger goes.
+    """
     import multiprocessing
 
     from tqdm import tqdm
@@ -315,7 +371,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None) -> Itera
     workers = min(workers or default_workers(), len(specs))
     commit, context = _commit(), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(os.getpid(),)) as pool:
-        futures = {pool.submit(run, spec, notebook, commit): spec for spec in specs}
+        futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
         try:
             for future in tqdm(as_completed(futures), total=len(futures), unit="run", desc=notebook):
                 if error := future.exception():
@@ -326,13 +382,13 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None) -> Itera
             raise
 
 
-def run(spec: Spec, notebook: str, commit: str) -> Record:
-    """Run one spec in this process and return its record."""
+def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Record:
+    """Run one spec in this process and return its record; with `keep`, a training run's ledger is written there."""
     import torch
 
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = RUNNERS[spec["kind"]](spec)
+    result = RUNNERS[spec["kind"]](spec) if keep is None else _run_train(spec, keep)
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(time.process_time() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
@@ -538,8 +594,11 @@ def _run_base(spec: Spec) -> Record:
     return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
 
 
-def _run_train(spec: Spec) -> Record:
-    """One ES run: accuracy on the validation set along the way, on the test set once, at the end."""
+def _run_train(spec: Spec, keep: Path | None = None) -> Record:
+    """One ES run: accuracy on the validation set along the way, on the test set once, at the end.
+
+    keep: where the ledger goes, compressed; None: it is not kept.
+    """
     import tempfile
 
     from transformers import TrainerCallback
@@ -585,6 +644,7 @@ def _run_train(spec: Spec) -> Record:
             trainer.engine.add_prompts(name, countdown.dataset(sets[name], tokenizer))
         start = trainer.engine.master.copy()
         trainer.train()
+        kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
     engine = trainer.engine
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     budget = dict(trainer.budget)
@@ -599,7 +659,29 @@ def _run_train(spec: Spec) -> Record:
         "update_norm": round(float(moved), 6),
         "digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16],
         "curve": curve,
+        **kept,
         "test": _test(engine, sets["test"]),
+    }
+
+
+def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
+    """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
+    run, source = trainer.ledger, trainer.ledger.path
+    error = np.abs(ledger.replay(source, base) - trainer.engine.master).max()
+    packed = ledger.pack(source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    with open(partial, "wb") as file:
+        file.write(packed)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)  # complete, or not there
+    return {
+        "bytes": source.stat().st_size,
+        "gzip_bytes": len(packed),
+        "sha256": hashlib.sha256(packed).hexdigest(),
+        "weights": run.weights[len(run.steps)],
+        "replay_error": float(error),
     }
 
 

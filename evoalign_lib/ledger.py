@@ -37,10 +37,12 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import io
 import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +58,7 @@ FORMATS = (1, 2)
 NAME = "ledger.jsonl"
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
+_MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
 # Settings that older ledgers do not name, with the values that their runs had: a reader of format 1 may know no others.
 _LATER = {
@@ -267,17 +270,13 @@ def read(path: str | os.PathLike) -> Ledger:
 
     Raises:
         LedgerError: no such file, no header, another format or noise law, or a line that is damaged, was edited, or
-            does not follow from the one before; the message names the line.
+            does not follow from the one before; the message names the line. Or a compressed file that is damaged or
+            unpacks to more than 64 MB.
     """
     path = Path(path)
     if not path.is_file():
         raise LedgerError(f"there is no ledger {str(path)!r}.")
-    data = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError) as error:
-            raise LedgerError(f"{path} is damaged ({error}): restore it from a copy.") from error
+    data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
     *lines, torn = data.split(b"\n")
     ledger = None
     for number, text in enumerate(lines, 1):
@@ -302,6 +301,35 @@ def read(path: str | os.PathLike) -> Ledger:
         raise LedgerError(f"{path} has no header: no step was recorded in it, so nothing is lost if it is deleted.")
     ledger.torn = torn
     return ledger
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            data = file.read(_MOST_UNPACKED + 1)  # a few kB can unpack to gigabytes
+    except (OSError, EOFError, zlib.error) as error:
+        raise LedgerError(f"{path} is damaged ({error}): restore it from a copy.") from error
+    if len(data) > _MOST_UNPACKED:
+        raise LedgerError(
+            f"{path} unpacks to more than {_MOST_UNPACKED // 10**6} MB, which is no usual ledger (500 steps at N = 30 "
+            "are 0.25 MB): if you trust it, unpack it (gunzip) and give the .jsonl."
+        )
+    return data
+
+
+def pack(path: str | os.PathLike) -> bytes:
+    """A finished ledger compressed with gzip: a function of its lines alone, without name and time of the file.
+
+    Raises:
+        LedgerError: an invalid ledger, or one that is not closed.
+    """
+    run = read(path)
+    if not run.ended or run.torn:
+        raise LedgerError(f"{path} is not closed after step {len(run.steps)}: let train() finish the run first.")
+    packed = io.BytesIO()
+    with gzip.GzipFile("", "wb", 9, packed, mtime=0) as file:
+        file.write(run.path.read_bytes())
+    return packed.getvalue()
 
 
 def _damaged(path: Path, number: int, what: str) -> LedgerError:
@@ -591,6 +619,43 @@ def _origin(model: Any) -> str | None:
 
     origin = getattr(model.config, "_name_or_path", "")
     return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
+
+
+# ---- size
+
+
+def storage(
+    population: int, steps: int, stored: Mapping[str, int], models: Mapping[str, int], itemsize: int = 2
+) -> list[dict[str, Any]]:
+    """What a run costs to keep, beside a checkpoint of the model that it trained.
+
+    Args:
+        population: N, members a step.
+        steps: T.
+        stored: form of the run -> its bytes, such as those of the ledger, plain and compressed.
+        models: name -> parameters d.
+        itemsize: bytes a parameter in a checkpoint (2: bfloat16); optimiser states are not counted.
+
+    Returns:
+        A row a model and form: model, parameters, form, bytes, checkpoint (bytes), ratio (checkpoint over bytes). The
+        first form of each model is "seeds and coefficients": 12 N T bytes, a 64-bit key and a float32 a member.
+
+    >>> [row["ratio"] for row in storage(30, 500, {"ledger": 200_000}, {"0.5B": 500_000_000})]
+    [5555.555555555556, 5000.0]
+    """
+    forms = {"seeds and coefficients": 12 * population * steps} | dict(stored)
+    return [
+        {
+            "model": name,
+            "parameters": d,
+            "form": form,
+            "bytes": size,
+            "checkpoint": itemsize * d,
+            "ratio": itemsize * d / size,
+        }
+        for name, d in models.items()
+        for form, size in forms.items()
+    ]
 
 
 # ---- lines

@@ -300,6 +300,7 @@ def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tu
 
     Returns:
         The cosine of the two, and the gain |applied| / |intended|, both in float64; (0, 0) if nothing was applied.
+        Their product is the share of the intended update that arrived.
 
     Raises:
         ValueError: shapes differ, or the intended update is zero.
@@ -309,7 +310,7 @@ def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tu
     """
     one, other = torch.as_tensor(intended).double().flatten(), torch.as_tensor(applied).double().flatten()
     _same_shape(one, other)
-    wanted, got = one.norm(), other.norm()
+    wanted, got = (one @ one).sqrt(), (other @ other).sqrt()
     if wanted == 0:
         raise ValueError("the intended update is zero: there is nothing to compare with")
     return (float(one @ other / (wanted * got)) if got else 0.0), float(got / wanted)

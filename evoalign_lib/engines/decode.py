@@ -1,21 +1,33 @@
 """A decoding loop for small decoder-only models on one CPU core.
 
 `transformers.generate` spends most of a decoding step of a small model outside the matrix products (cache
-concatenation, mask building, logits processors). This loop preallocates the cache and runs only the products. It
-covers the Qwen2 and Llama architectures with default rotary embedding; `supports` says whether a model is one of them.
+concatenation, mask building, logits processors, one operation after the other). This loop preallocates the cache,
+leaves the products to torch and fuses what lies between them (`_decode_cpu`). It covers the Qwen2 and Llama
+architectures with default rotary embedding; `supports` says whether a model is one of them.
 
-Every row is computed by the same operations whatever the other rows hold, as long as the batch shape is the same; the
-shape is therefore part of the batch plan (see `engines.local`).
+Three things save work. What all prompts have in common at their start (a system prompt, a template) is computed once.
+Rows that have ended are dropped, in blocks of `BLOCK` rows. A bfloat16 model is multiplied in bfloat16 where the CPU
+has instructions for that, in float32 elsewhere (`product_dtype`); the rest is float32 in any case.
+
+A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), and on nothing
+that the other rows hold. A product of few rows may be computed in another order than one of many, so rows are only
+dropped where `rows_are_exact` found no difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evoalign_lib.engines import _decode_cpu
+
+BLOCK = 8
+"""rows are dropped in blocks of this many, and this many are kept at least"""
 _MODEL_TYPES = {"qwen2", "llama"}
-_MASKED = torch.finfo(torch.float32).min  # finite, so that a fully padded query row stays finite
 
 
 def supports(config) -> str | None:
@@ -34,24 +46,89 @@ def supports(config) -> str | None:
     return None
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which the loop multiplies for a model of this dtype, on this CPU.
+
+    Raises:
+        ValueError: a dtype that the loop does not cover.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"the decoding loop computes float32 and bfloat16 models, not {dtype}. Use decoder='generate'."
+        )
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if dtype == torch.bfloat16 and fast else torch.float32
+
+
+@torch.inference_mode()
+def rows_are_exact(config, weights: Mapping[str, Tensor], rows: int) -> bool:
+    """Whether this CPU computes a row of each of the model's products alike in batches of `rows` and of fewer rows.
+
+    Tried with random numbers, for each shape of a weight once, in all multiples of `BLOCK` below `rows` and in sizes
+    between them, as a batch may have at its start.
+    """
+    generator, seen = torch.Generator().manual_seed(0), set()
+    multiples = range(BLOCK, rows, BLOCK)
+    sizes = sorted({*multiples, *(min(n + n // BLOCK % BLOCK, rows) for n in multiples)})
+    for _, matrix in _products(config, weights):
+        if matrix.shape in seen:
+            continue
+        seen.add(matrix.shape)
+        x = torch.randn(rows, matrix.shape[1], generator=generator)
+        whole = _multiply(x, matrix)
+        for size in sizes:
+            first = (rows - size) // 2  # rows change their place when others are dropped
+            if not torch.equal(_multiply(x[first : first + size], matrix), whole[first : first + size]):
+                return False
+    return True
+
+
+def _products(config, weights: Mapping[str, Tensor]):
+    """(name, matrix) of every product of a decoding step, those with a common input joined."""
+    for i in range(config.num_hidden_layers):
+        p = f"model.layers.{i}."
+        yield p + "qkv", torch.cat([weights[p + f"self_attn.{n}_proj.weight"] for n in "qkv"])
+        yield p + "o", weights[p + "self_attn.o_proj.weight"]
+        yield p + "gate_up", torch.cat([weights[p + "mlp.gate_proj.weight"], weights[p + "mlp.up_proj.weight"]])
+        yield p + "down", weights[p + "mlp.down_proj.weight"]
+    yield "head", weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+
+
+def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x matrix^T + bias in float32, multiplied in the matrix' dtype."""
+    return F.linear(x.to(matrix.dtype), matrix, bias).float()
+
+
 class Decoder:
-    """Decode batches of prompts with weights that may change between calls.
+    """Decode batches of prompts.
 
     Args:
         config: the model's Hugging Face configuration.
-        weights: canonical Hugging Face name -> tensor; read at every call, so views of a working copy may be passed
-            once and rewritten in place.
+        weights: canonical Hugging Face name -> tensor, of the dtype to multiply in (see `product_dtype`). Some are
+            copied here: make a new decoder for new weights.
         eos_ids: token ids that end a completion.
         pad_id: id that fills a finished row.
+        prefix: token ids that all prompts begin with; computed here, once.
+        drop_rows: go on without the rows that have ended.
 
     Raises:
         ValueError: the architecture is not covered; the message says why.
     """
 
-    def __init__(self, config, weights: dict[str, Tensor], eos_ids: list[int], pad_id: int):
+    @torch.inference_mode()
+    def __init__(
+        self,
+        config,
+        weights: Mapping[str, Tensor],
+        eos_ids: list[int],
+        pad_id: int,
+        prefix: Tensor | None = None,
+        drop_rows: bool = False,
+    ):
         if reason := supports(config):
             raise ValueError(f"the decoding loop does not cover this model: {reason}. Use decoder='generate'.")
-        self.config, self.weights, self.pad_id = config, weights, pad_id
+        self.config, self.pad_id, self.drop_rows = config, pad_id, drop_rows
         self.eos_ids = torch.tensor(sorted(eos_ids))
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
@@ -60,6 +137,31 @@ class Decoder:
         theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         self._inverse_frequency = 1.0 / theta**exponent
+        self._embedding = weights["model.embed_tokens.weight"]
+        self._final_norm = weights["model.norm.weight"].float()
+        matrices = dict(_products(config, weights))
+        self._head = matrices["head"]
+        self._layers = []
+        for i in range(config.num_hidden_layers):
+            p = f"model.layers.{i}."
+            biases = [weights.get(p + f"self_attn.{n}_proj.bias") for n in "qkv"]
+            self._layers.append(
+                (
+                    weights[p + "input_layernorm.weight"].float(),
+                    matrices[p + "qkv"],
+                    None if biases[0] is None else torch.cat(biases),
+                    matrices[p + "o"],
+                    weights.get(p + "self_attn.o_proj.bias"),
+                    weights[p + "post_attention_layernorm.weight"].float(),
+                    matrices[p + "gate_up"],
+                    matrices[p + "down"],
+                )
+            )
+        self._prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
+        # keys and values of the prefix: (layers, 1, kv_heads, length, head_dim)
+        self._past = self._cache(1, len(self._prefix))
+        if len(self._prefix):
+            self._compute(self._prefix, len(self._prefix), self._past, np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
 
     @torch.inference_mode()
     def generate(
@@ -68,7 +170,7 @@ class Decoder:
         """Decode one batch.
 
         Args:
-            input_ids: (rows, width) int64, padded on the left.
+            input_ids: (rows, width) int64, padded on the left; each row begins with the prefix and goes on after it.
             attention_mask: (rows, width), 0 at padding.
             max_new_tokens: tokens a row at most.
             uniforms: (rows, max_new_tokens) numbers in [0, 1); sampling at temperature 1 by inversion of the
@@ -77,105 +179,88 @@ class Decoder:
         Returns:
             (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
         """
-        rows, width = input_ids.shape
-        positions = (attention_mask.cumsum(1) - 1).clamp_(min=0)
-        total = width + max_new_tokens
-        angles = torch.arange(total, dtype=torch.float32)[:, None] * self._inverse_frequency
-        cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-        layers = self._layers()
-        keys = torch.empty(len(layers), rows, self.kv_heads, total, self.head_dim)
-        values = torch.empty_like(keys)
-        pad_bias = torch.zeros(rows, 1, 1, total)
-        pad_bias[:, 0, 0, :width].masked_fill_(attention_mask == 0, _MASKED)
-        causal = torch.full((width, width), _MASKED).triu_(1)
-        prompt_bias = torch.maximum(pad_bias[..., :width] + causal, torch.tensor(_MASKED))
-
-        embedding = self.weights["model.embed_tokens.weight"]
-        head = embedding if self.config.tie_word_embeddings else self.weights["lm_head.weight"]
-        final_norm = self.weights["model.norm.weight"]
-
-        x = embedding[input_ids]
-        for i, layer in enumerate(layers):
-            final = i + 1 == len(layers)
-            x = self._layer(x, layer, cos[positions], sin[positions], keys[i], values[i], 0, prompt_bias, final)
-        out = torch.full((rows, max_new_tokens), self.pad_id, dtype=torch.int64)
+        (rows, width), p = input_ids.shape, len(self._prefix)
+        pads = (width - attention_mask.sum(1)).numpy()
+        # columns: the prefix, then padding and the rest of each prompt on the right, then new tokens
+        cache = self._cache(rows, width + max_new_tokens)
+        for held, past in zip(cache, self._past, strict=True):
+            held[:, :, :, :p] = past
+        active = torch.arange(rows)  # rows that are computed; some of them have ended
         finished = torch.zeros(rows, dtype=torch.bool)
-        last, position = x[:, -1:], positions[:, -1]
+        out = torch.full((rows, max_new_tokens), self.pad_id, dtype=torch.int64)
+        hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, active.numpy(), pads, p)
         for t in range(max_new_tokens):
-            logits = F.linear(self._norm(last, final_norm), head)[:, 0]
-            if uniforms is None:
-                token = logits.argmax(-1)
-            else:
-                cumulative = logits.softmax(-1).cumsum(-1)
-                # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
-                token = (cumulative <= uniforms[:, t, None] * cumulative[:, -1:]).sum(-1)
-                token = token.clamp_(max=logits.shape[-1] - 1)
-            token = token.masked_fill(finished, self.pad_id)
-            out[:, t] = token
+            token = self._choose(_multiply(hidden, self._head), None if uniforms is None else uniforms[active, t])
+            token[finished] = self.pad_id
+            out[active, t] = token
             finished |= torch.isin(token, self.eos_ids)
-            if t + 1 == max_new_tokens or bool(finished.all()):
+            left = len(active) - int(finished.sum())
+            if t + 1 == max_new_tokens or not left:
                 break
-            position = position + 1
-            x = embedding[token][:, None]
-            c, s = cos[position][:, None], sin[position][:, None]
-            stop = width + t + 1
-            for i, layer in enumerate(layers):
-                x = self._layer(x, layer, c, s, keys[i], values[i], stop - 1, pad_bias[..., :stop])
-            last = x
+            if self.drop_rows and (size := -(-left // BLOCK) * BLOCK) < len(active):
+                # those that go on, and of the others as many as fill the last block, in the order of the batch
+                keep = torch.argsort(finished, stable=True)[:size].sort().values
+                active, token, finished = active[keep], token[keep], finished[keep]
+            hidden = self._compute(token, 1, cache, active.numpy(), pads, width + t)
         return out
 
-    def _layers(self) -> list[tuple]:
-        """The weights of each layer, those with a common input joined into one product."""
-        w, out = self.weights, []
-        for i in range(self.config.num_hidden_layers):
-            p = f"model.layers.{i}."
-            qkv = [p + f"self_attn.{n}_proj" for n in "qkv"]
-            bias = torch.cat([w[n + ".bias"] for n in qkv]) if qkv[0] + ".bias" in w else None
-            gate_up = torch.cat([w[p + "mlp.gate_proj.weight"], w[p + "mlp.up_proj.weight"]])
-            out.append(
-                (
-                    w[p + "input_layernorm.weight"],
-                    torch.cat([w[n + ".weight"] for n in qkv]),
-                    bias,
-                    w[p + "self_attn.o_proj.weight"],
-                    w.get(p + "self_attn.o_proj.bias"),
-                    w[p + "post_attention_layernorm.weight"],
-                    gate_up,
-                    w[p + "mlp.down_proj.weight"],
-                )
-            )
-        return out
+    def _cache(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each (layers, rows, kv_heads, columns, head_dim)."""
+        shape = len(self._layers), rows, self.kv_heads, columns, self.head_dim
+        return torch.empty(shape), torch.empty(shape)
 
-    def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * gain
+    def _compute(
+        self, ids: Tensor, length: int, cache: tuple[Tensor, Tensor], slots: np.ndarray, pads: np.ndarray, first: int
+    ) -> Tensor:
+        """Go through the layers with new tokens.
 
-    def _layer(self, x, layer, cos, sin, keys, values, start, bias, last_only=False) -> Tensor:
-        """One transformer layer for x (rows, length, hidden) at cache columns start..start+length.
+        Args:
+            ids: (rows * length) tokens, row by row.
+            length: tokens a row.
+            cache: filled up to column `first`; the new tokens' keys and values are added.
+            slots: (rows) each row's entry in the cache.
+            pads: (entries) columns of padding behind the prefix.
+            first: column of the first new token.
 
-        last_only: the output is wanted at the last position alone; the cache is filled for all.
+        Returns:
+            (rows, hidden) normed states of the last tokens.
         """
-        norm1, qkv, qkv_bias, o, o_bias, norm2, gate_up, down = layer
-        rows, length, _ = x.shape
-        stop = start + length
-        h = F.linear(self._norm(x, norm1), qkv, qkv_bias).view(rows, length, -1, self.head_dim)
-        turning = h[:, :, : self.heads + self.kv_heads]
-        half = self.head_dim // 2
-        turned = torch.cat((-turning[..., half:], turning[..., :half]), -1)
-        turning = turning * cos[:, :, None] + turned * sin[:, :, None]
-        keys[:, :, start:stop] = turning[:, :, self.heads :].transpose(1, 2)
-        values[:, :, start:stop] = h[:, :, self.heads + self.kv_heads :].transpose(1, 2)
-        q = turning[:, :, : self.heads].transpose(1, 2)
-        if last_only:
-            x, q, bias, length = x[:, -1:], q[:, :, -1:], bias[:, :, -1:], 1
-        group = self.heads // self.kv_heads
-        if length == 1:  # the queries of a group share their keys: one product a key head
-            q = q.reshape(rows, self.kv_heads, group, self.head_dim)
-            scores = q @ keys[:, :, :stop].transpose(2, 3) * self.head_dim**-0.5 + bias
-            a = (scores.softmax(-1) @ values[:, :, :stop]).reshape(rows, 1, -1)
-        else:
-            k, v = keys[:, :, :stop], values[:, :, :stop]
-            a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=group > 1)
-            a = a.transpose(1, 2).reshape(rows, length, -1)
-        x = x + F.linear(a, o, o_bias)
-        gate, up = F.linear(self._norm(x, norm2), gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, down)
+        cos, sin = self._rotation(cache[0].shape[3])
+        x = self._embedding[ids].float()
+        change = torch.zeros_like(x)
+        for layer, keys, values in zip(self._layers, *(held.numpy() for held in cache), strict=True):
+            norm1, qkv, qkv_bias, o, o_bias, norm2, gate_up, down = layer
+            projected = _multiply(self._add_norm(x, change, norm1), qkv, qkv_bias)
+            mixed = torch.empty(len(x), self.heads * self.head_dim)
+            _decode_cpu.attend(
+                projected.numpy(), length, cos, sin, keys, values, slots, pads, len(self._prefix), first, mixed.numpy()
+            )
+            if layer is self._layers[-1]:  # beyond its keys and values, only the last tokens matter
+                x, mixed = x[length - 1 :: length].contiguous(), mixed[length - 1 :: length].contiguous()
+            both = _multiply(self._add_norm(x, _multiply(mixed, o, o_bias), norm2), gate_up)
+            gated = torch.empty(len(x), both.shape[1] // 2)
+            _decode_cpu.silu_product(both.numpy(), gated.numpy())
+            change = _multiply(gated, down)
+        return self._add_norm(x, change, self._final_norm)
+
+    def _rotation(self, columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines of the rotary embedding, (columns, head_dim / 2)."""
+        angles = torch.arange(columns, dtype=torch.float32)[:, None] * self._inverse_frequency
+        return angles.cos().numpy(), angles.sin().numpy()
+
+    def _choose(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
+        """The next token of each row: greedy, or by inversion of the distribution function."""
+        if uniforms is None:
+            token = torch.empty(len(logits), dtype=torch.int64)
+            _decode_cpu.argmax(logits.numpy(), token.numpy())
+            return token
+        cumulative = logits.softmax(-1).cumsum(-1)
+        # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
+        token = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
+        return token.clamp_(max=logits.shape[-1] - 1)
+
+    def _add_norm(self, x: Tensor, change: Tensor, gain: Tensor) -> Tensor:
+        """x += change; returns x / rms(x) * gain."""
+        out = torch.empty_like(x)
+        _decode_cpu.add_norm(x.numpy(), change.numpy(), gain.numpy(), np.float32(self.config.rms_norm_eps), out.numpy())
+        return out

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -36,9 +37,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evoalign_lib import noise
-from evoalign_lib.engines.decode import Decoder, supports
+from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
 from evoalign_lib.precision import copy_to, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
+
+logger = logging.getLogger(__name__)
 
 DECODERS = ("auto", "loop", "generate")
 
@@ -108,8 +111,12 @@ class Prompts:
         for i, row in enumerate(ids):
             if not row:
                 raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
-        self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         self.lengths = np.array([len(row) for row in ids])
+        # what all prompts begin with; the last token of the shortest one is left to it
+        same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
+        self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
+        """(p) tokens that all prompts begin with"""
+        self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         self.width = int(self.lengths.max())
         self.ids = np.full((len(ids), self.width), tokenizer.pad_token_id, dtype=np.int64)
         self.mask = np.zeros_like(self.ids)
@@ -178,11 +185,19 @@ class LocalEngine:
         reason = supports(model.config)
         if not reason and "model.embed_tokens.weight" not in parameters:
             reason = f"the parameters of {type(model).__name__} have other names"
-        if not reason and model.dtype != torch.float32:
-            reason = f"its dtype is {model.dtype}, the loop computes in float32"
+        if not reason and model.dtype not in (torch.float32, torch.bfloat16):
+            reason = f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
+        self._drop_rows = self.decoder == "loop" and rows_are_exact(
+            model.config, self._views(self.weights.flat), chunk_rows
+        )
+        if self.decoder == "loop" and not self._drop_rows:
+            logger.warning(
+                "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
+                "computed to the end of their batch, which costs time and changes no result."
+            )
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
@@ -197,8 +212,16 @@ class LocalEngine:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The batch plan of training, on which floating-point results depend."""
-        return {"decoder": self.decoder, "chunk_rows": self.chunk_rows, "width": self.prompts["train"].width}
+        """The batch plan of training, on which floating-point results depend.
+
+        drop_rows is false where this CPU's products are not exact by row: then full batches are kept.
+        """
+        prompts = self.prompts["train"]
+        plan = {"decoder": self.decoder, "chunk_rows": self.chunk_rows, "width": prompts.width}
+        if self.decoder == "loop":
+            products = str(product_dtype(self.model.dtype)).removeprefix("torch.")
+            plan |= {"prefix": len(prompts.prefix), "products": products, "drop_rows": self._drop_rows}
+        return plan
 
     def evaluate(
         self,
@@ -310,14 +333,22 @@ class LocalEngine:
         copy_to(self.model, self.layout, weights)
 
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
-        """Flat weights as the model's parameters, by name, without a copy."""
-        return {name: torch.as_tensor(view) for name, view in self.layout.views(weights).items()}
+        """Flat weights as tensors by name: rounded to the model's dtype, in the dtype that the loop multiplies in."""
+        flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
+        return self.layout.views(flat)
 
     def _decode(self, weights: np.ndarray | Tensor, name: str, indices: np.ndarray, uniforms: np.ndarray | None):
         """Decode rows of the prompts with the given flat weights; returns (rows, max_completion_length) ids."""
         prompts, rows = self.prompts[name], len(indices)
         if self.decoder == "loop":
-            decoder = Decoder(self.model.config, self._views(weights), self.eos_ids, self.tokenizer.pad_token_id)
+            decoder = Decoder(
+                self.model.config,
+                self._views(weights),
+                self.eos_ids,
+                self.tokenizer.pad_token_id,
+                torch.from_numpy(prompts.prefix),
+                self._drop_rows,
+            )
         else:
             self._write(weights)
         out = []

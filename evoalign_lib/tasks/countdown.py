@@ -615,15 +615,21 @@ def _answer_is_right(answer: str | None, numbers: Sequence[int], goal: Fraction,
     answer = answer.removesuffix("\n")  # `$` again
     if _FORBIDDEN.search(answer) or len(answer) - answer.count(" ") > _MAX_SYMBOLS:
         return False
-    used = _DIGITS.findall(answer)
+    # members of a population answer much alike; long answers, padded with blanks, would only fill the memory
+    return (_has_value if len(answer) <= 128 else _has_value.__wrapped__)(answer, tuple(numbers), goal, grader)
+
+
+@lru_cache(maxsize=1 << 15)
+def _has_value(expression: str, numbers: tuple[int, ...], goal: Fraction, grader: str) -> bool:
+    used = _DIGITS.findall(expression)
     if len(used) != len(numbers):
         return False
     try:
         if sorted(map(int, used)) != sorted(numbers):
             return False
         if grader == "strict":
-            return _meets(_evaluate(answer, Fraction, _apply_exactly), goal)
-        return abs(float(_evaluate(answer, int, _apply_as_python)) - float(goal)) < 1e-5
+            return _meets(_evaluate(expression, Fraction, _apply_exactly), goal)
+        return abs(float(_evaluate(expression, int, _apply_as_python)) - float(goal)) < 1e-5
     except (ValueError, ArithmeticError):  # not an expression; division by zero, overflow
         return False
 

@@ -17,13 +17,11 @@ import argparse
 import json
 import math
 import platform
-import statistics
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,8 @@ import torch
 import torch.nn.functional as F
 
 from evoalign_lib import noise, paths
+from tests.benchmarks import shared
+from tests.benchmarks.shared import merge, public_perturb, run_sections
 
 SIGMA, ALPHA = 1e-3, 5e-4
 KERNELS = ("gaussian", "byte_sum", "rademacher")
@@ -116,7 +116,10 @@ class Model:
             named["mlp.up_proj.weight"] = layer["gate_up"][shape.intermediate :]
             named |= {"input_layernorm.weight": layer["norm1"], "post_attention_layernorm.weight": layer["norm2"]}
             self.pieces += [noise.Piece(tensor, f"model.layers.{i}.{name}") for name, tensor in named.items()]
-        self.d = sum(piece.tensor.numel() for piece in self.pieces)
+        self.d = sum(tensor.numel() for tensor in self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [piece.tensor for piece in self.pieces]
 
     def prepare(self, rows: int, width: int, new: int) -> None:
         """Allocate cache and inputs for a batch, and capture the decoding step."""
@@ -215,19 +218,9 @@ class Model:
         return F.scaled_dot_product_attention(grouped, self.keys[i], self.values[i], mask).reshape(q.shape)
 
 
-# Statements that released codes share, written from their description
-
-
-def public_perturb(model: Model, seed: int, scale: float) -> None:
-    for tensor, *_ in model.pieces:
-        generator = torch.Generator(model.device).manual_seed(seed)
-        eps = torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-        tensor.add_(eps.mul_(scale))
-
-
 def public_update(model: Model, seeds: list[int], coefficients: list[float]) -> None:
     for seed, coefficient in zip(seeds, coefficients, strict=True):
-        public_perturb(model, seed, coefficient)
+        public_perturb(model.tensors(), seed, coefficient)
 
 
 # Measuring
@@ -239,19 +232,7 @@ def synchronise(device: str) -> None:
 
 
 def measure(device: str, repeats: int, **cases: Callable[[], Any]) -> dict[str, dict[str, float]]:
-    """Seconds of each case, interleaved, the first round discarded."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(repeats + 1):
-        for name, call in cases.items():
-            synchronise(device)
-            start = time.perf_counter()
-            call()
-            synchronise(device)
-            times[name].append(time.perf_counter() - start)
-    return {
-        name: {"seconds_min": min(seen[1:]), "seconds_median": statistics.median(seen[1:])}
-        for name, seen in times.items()
-    }
+    return shared.measure(repeats, cases, lambda: synchronise(device))
 
 
 def use(weights: Any, distribution: str) -> None:
@@ -350,7 +331,7 @@ def perturb_section(plan: Plan) -> dict:
     found: dict[str, Any] = {"copy_bytes_per_second": copy_bandwidth(plan)}
     for name in plan.models:
         model = Model(MODELS[name], plan.device)
-        cases: dict[str, Callable] = {"public": lambda model=model: public_perturb(model, 1, SIGMA)}
+        cases: dict[str, Callable] = {"public": lambda model=model: public_perturb(model.tensors(), 1, SIGMA)}
         weights = noise.device_weights(model.pieces)
 
         def perturb(distribution: str, weights=weights) -> None:
@@ -457,7 +438,7 @@ def memory_section(plan: Plan) -> dict:
             return (torch.cuda.max_memory_allocated() - start) / model.d
 
         cell = {"working": (torch.cuda.memory_allocated() - start) / model.d}
-        cell["public_inplace_peak"] = peak(lambda model=model: public_perturb(model, 1, SIGMA))
+        cell["public_inplace_peak"] = peak(lambda model=model: public_perturb(model.tensors(), 1, SIGMA))
         weights = noise.device_weights(model.pieces)
         cell["master"] = (torch.cuda.memory_allocated() - start) / model.d
 
@@ -571,29 +552,23 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print("This benchmark needs a GPU that torch sees; --toy shows on a CPU that it runs.", file=sys.stderr)
         return 2
-    results: dict[str, Any] = {}
-    for section in options.sections:
-        start = time.perf_counter()
+
+    def measured(section: str) -> dict:
         try:
-            results[section] = SECTIONS[section](plan)
-        except Exception as error:
-            # One section's failure must not cost the others' measurements on a machine that is lent by the minute.
-            traceback.print_exc()
-            results[section] = {"error": f"{type(error).__name__}: {error}"}
+            return SECTIONS[section](plan)
+        finally:
             release(plan.device)
-        results[section]["section_seconds"] = round(time.perf_counter() - start, 1)
-        print(json.dumps({section: results[section]}, indent=1), flush=True)
+
+    def store(results: dict) -> None:
         if out is not None:
-            merge(out, name, results)
+            merge(out, name, "gpu", results)
+
+    results = run_sections(
+        {section: partial(measured, section) for section in options.sections},
+        lambda section, found: print(json.dumps({section: found}, indent=1)),
+        store,
+    )
     return int(any("error" in found for found in results.values()))
-
-
-def merge(path: Path, device: str, results: dict) -> None:
-    """Write the sections under the device's name; what other devices and other runs wrote stays."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known.setdefault(device, {}).setdefault("gpu", {}).update(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,14 +57,16 @@ def models(draw):
 @settings(max_examples=40)
 @given(
     model=models(),
-    prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=6),
+    prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=24),
+    shared=st.sampled_from(["", "<|im_start|>user\nUsing the numbers", "ab"]),
     length=st.integers(1, 10),
     ends=st.integers(0, 60),
-    chunk_rows=st.integers(1, 4),
+    chunk_rows=st.integers(1, 20),
 )
-def test_the_loop_is_generate(model, prompts, length, ends, chunk_rows):
+def test_the_loop_is_generate(model, prompts, shared, length, ends, chunk_rows):
     # many end tokens: rows of a batch end early, and not together
     model.generation_config.eos_token_id = list(range(0, ends + 1))
+    prompts = [shared + p for p in prompts]
     rows = [{"prompt": p} for p in prompts]
     results = []
     for decoder in ("loop", "generate"):
@@ -92,6 +94,85 @@ def test_sampling_is_the_same_in_loop_and_generate(model, seed, length):
         samples.append(engine.generate("train", samples=2, seed=seed))
     different = sum(a != b for one, other in zip(*samples, strict=True) for a, b in zip(one, other, strict=True))
     assert different <= 1  # of 16: a number may fall on the edge between two tokens
+
+
+class Watched(Decoder):
+    """Remembers the logits of every step, and of which rows they are."""
+
+    def _choose(self, logits, uniforms):
+        self.seen.append(logits.clone())
+        return super()._choose(logits, uniforms)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_dropping_rows_changes_no_bit_of_those_that_go_on(sampled):
+    """Ended rows leave in blocks of eight; logits and tokens of the others are those of full batches."""
+    rng = np.random.default_rng(0)
+    model, tok, n, length = random_model(), tokenizer(), 45, 24
+    prompts = Prompts([{"prompt": rng.choice(PROMPTS) + str(i)} for i in range(n)], tok)
+    ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask)
+    uniforms = torch.from_numpy(rng.random((n, length), dtype=np.float32)) if sampled else None
+    ends = list(range(0, 273, 12))
+    decoders = [
+        Watched(model.config, dict(model.named_parameters()), ends, tok.pad_token_id, drop_rows=d)
+        for d in (False, True)
+    ]
+    full, dropped = [], []
+    for decoder, tokens in zip(decoders, (full, dropped), strict=True):
+        decoder.seen = []
+        tokens.append(decoder.generate(ids, mask, length, uniforms))
+    assert torch.equal(full[0], dropped[0])
+    sizes = [len(logits) for logits in decoders[1].seen]
+    assert {len(logits) for logits in decoders[0].seen} == {n} and len(decoders[0].seen) == len(sizes)
+    assert sizes[0] == n and all(size % 8 == 0 for size in sizes[1:] if size < n) and sizes[-1] <= 16
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
+    for t, (one, other) in enumerate(zip(decoders[0].seen, decoders[1].seen, strict=True)):
+        going_on = (full[0][:, t] != tok.pad_token_id).nonzero().flatten()
+        known = {row.numpy().tobytes() for row in other}
+        assert all(one[r].numpy().tobytes() in known for r in going_on)
+
+
+def test_what_prompts_have_in_common_is_computed_once():
+    model, tok = random_model(), tokenizer()
+    texts = ["Using the numbers" + p for p in PROMPTS]
+    prompts = Prompts([{"prompt": p} for p in texts], tok)
+    ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask)
+    weights = dict(model.named_parameters())
+    assert len(prompts.prefix) == len(tok("Using the numbers")["input_ids"]) > 0
+    results = []
+    for length in range(len(prompts.prefix) + 1):
+        prefix = torch.from_numpy(prompts.prefix[:length])
+        decoder = Watched(model.config, weights, [tok.eos_token_id], tok.pad_token_id, prefix)
+        decoder.seen = []
+        results.append((decoder.generate(ids, mask, 6), torch.stack(decoder.seen)))
+    for tokens, logits in results[1:]:
+        assert torch.equal(tokens, results[0][0])
+        assert torch.allclose(logits, results[0][1], atol=2e-5, rtol=0)
+    # a prompt that is the beginning of all others keeps a token to itself
+    assert len(Prompts([{"prompt": "ab"}, {"prompt": "abc"}], tok).prefix) == 1
+    assert len(Prompts([{"prompt": "ab"}, {"prompt": "ba"}], tok).prefix) == 0
+
+
+@pytest.mark.parametrize("capability", ["none", "avx512_bf16", "amx_bf16"])
+def test_a_bfloat16_model_is_multiplied_as_the_cpu_can(capability, monkeypatch):
+    """In bfloat16 where it has instructions, else in float32 with the same rounded weights."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
+    model, tok = random_model().to(torch.bfloat16), tokenizer()
+    engine = LocalEngine(model, tok, None, {"train": Prompts(ROWS, tok)}, max_completion_length=8)
+    expected = "float32" if capability == "none" else "bfloat16"
+    assert engine.decoder == "loop" and engine.plan["products"] == expected
+    views = engine._views(engine.master)
+    assert {str(v.dtype) for v in views.values()} == {f"torch.{expected}"}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(views[name].float(), parameter.detach().float())
+    exact = random_model().to(torch.bfloat16).double()
+    for row, (_, ids) in zip(ROWS, engine.generate("train")[0], strict=True):
+        start = tok(row["prompt"])["input_ids"]
+        with torch.inference_mode():
+            scores = exact(torch.tensor([start + ids[:-1]])).logits[0, len(start) - 1 :]
+        below = scores.max(-1).values - scores[torch.arange(len(ids)), ids]
+        # bfloat16 has 8 significant bits: logits of size 4 are uncertain by some hundredths
+        assert below.max() < (1e-4 if expected == "float32" else 0.15)
 
 
 def test_logits_of_the_loop_against_float64():

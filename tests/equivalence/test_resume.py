@@ -48,7 +48,7 @@ def outcome(tested: ESTrainer) -> dict:
     """All that a resumed run must share with an uninterrupted one."""
     state = tested.state
     return {
-        "weights": ledger.digest(tested.engine.layout, tested.engine.master),
+        "weights": ledger.digest(tested.engine.layout, *tested.engine.weights.planes),
         "budget": {k: v for k, v in tested.budget.items() if k != "core_seconds"},
         "counts": tested.counts,
         "log": [{k: v for k, v in log.items() if k not in TIMING} for log in state.log_history],
@@ -116,7 +116,13 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}, {"workers": 2}, {"fitness": "shuffled"}],
+    [
+        {},
+        {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2},
+        {"workers": 2},
+        {"fitness": "shuffled"},
+        {"precision": "inplace", "noise": "tied", "save_strategy": "steps", "save_steps": 5},
+    ],
     ids=str,
 )
 def test_killed_at_random_instants(tmp_path, settings):

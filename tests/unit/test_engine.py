@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib import noise
-from evoalign_lib.engines import local
+from evoalign_lib.engines import decode, local
 from evoalign_lib.engines.decode import Decoder, supports
 from evoalign_lib.engines.local import LocalEngine, Member, Prompts
 from evoalign_lib.rewards import RewardError, Rewards
@@ -162,9 +162,9 @@ def test_what_the_loop_does_not_cover_falls_back_to_generate(change, reason):
 def test_sliding_window_and_half_precision_fall_back_to_generate():
     sliding = random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     assert "sliding-window" in supports(sliding.config)
-    half = random_model().to(torch.bfloat16)
+    half = random_model().to(torch.float16)
     assert supports(half.config) is None and engine(half).decoder == "generate"
-    with pytest.raises(ValueError, match="its dtype is torch.bfloat16"):
+    with pytest.raises(ValueError, match="its dtype is torch.float16"):
         engine(half, decoder="loop")
 
 
@@ -366,7 +366,30 @@ def test_columns_follow_their_rows():
 
 
 def test_the_plan_names_what_results_depend_on():
-    assert engine(chunk_rows=5).plan == {"decoder": "loop", "chunk_rows": 5, "width": 17}
+    loop = {"decoder": "loop", "chunk_rows": 5, "width": 17, "prefix": 0, "products": "float32", "drop_rows": True}
+    assert engine(chunk_rows=5).plan == loop
+    assert engine(chunk_rows=5, decoder="generate").plan == {"decoder": "generate", "chunk_rows": 5, "width": 17}
+
+
+def test_where_few_rows_are_computed_otherwise_batches_stay_full(monkeypatch, caplog):
+    """A CPU whose products of fewer than 16 rows end in other bits, played by one that adds a bit to them."""
+    multiply = decode._multiply
+
+    def inexact(x, matrix, bias=None):
+        product = multiply(x, matrix, bias)
+        return product if len(x) >= 16 else torch.nextafter(product, torch.tensor(9.0))
+
+    rows = [{"prompt": p} for p in PROMPTS * 3]
+    model = random_model()
+    model.generation_config.eos_token_id = list(range(0, 273, 9))
+    expected = engine(model, rows).generate("train")
+    assert not caplog.records
+    monkeypatch.setattr(decode, "_multiply", inexact)
+    e = engine(model, rows)
+    assert e.plan["drop_rows"] is False
+    assert "rows that have ended are computed to the end of their batch" in caplog.text
+    assert e.generate("train") == expected
+    assert engine(model, rows, chunk_rows=8).plan["drop_rows"] is True  # no smaller batch can come
 
 
 # ---- members and the master

@@ -1,10 +1,12 @@
 """ESConfig and ESTrainer: what they refuse, what a step does, and the surface of a Hugging Face trainer."""
 
 import concurrent.futures
+import copy
 import dataclasses
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -102,6 +104,7 @@ BAD_VALUES = [
     ("gradient_accumulation_steps", 4, "has no effect on ES"),
     ("max_grad_norm", 0.5, "no gradient norm"),
     ("weight_decay", 0.1, "ES has no optimiser"),
+    ("adam_beta2", 0.99, "ES has no optimiser"),
     ("optim", "sgd", "ES has no optimiser"),
     ("lr_scheduler_type", "cosine", "the step size of ES is alpha; see alpha_schedule"),
     ("warmup_steps", 3, "alpha starts at its full value"),
@@ -126,6 +129,25 @@ BAD_VALUES = [
 def test_bad_values_are_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         ESConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("scale_rewards", "if it is a setting of GRPO alone, remove it"),
+        ("beta", "if it is a setting of GRPO alone, remove it"),
+        ("populaton_size", r"did you mean 'population_size'\?"),
+    ],
+)
+def test_a_setting_that_there_is_not(name, remedy):
+    with pytest.raises(TypeError, match=f"ESConfig has no setting '{name}': {remedy}"):
+        ESConfig(**{"max_steps": 3, name: 8})
+
+
+def test_a_config_can_be_copied():
+    config = ESConfig(sigma=0.5, max_steps=3)
+    for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other.to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize("learning_rate", [TrainingArguments.learning_rate])

@@ -97,12 +97,13 @@ def test_any_rewards_come_back_with_their_bits(values, prompts):
 
 @given(
     st.integers(1, 600),
-    st.lists(st.sampled_from([0.0, 0.06, 0.1, 1.1, -0.5, 2.0, 0.125]), min_size=1, max_size=6),
+    st.lists(st.sampled_from([0.0, 0.06, 0.1, 1.1, 0.5, 2.0, 0.125]), min_size=1, max_size=6),
+    st.sampled_from([1, -1]),  # of one sign: where rewards cancel, a mean is many units in its last place off
     st.integers(0, 2**32),
 )
-def test_means_over_prompts_are_short_fractions(prompts, values, seed):
+def test_means_over_prompts_are_short_fractions(prompts, values, sign, seed):
     rng = np.random.default_rng(seed)
-    rewards = np.array([rng.choice(values, prompts).mean() for _ in range(30)])
+    rewards = np.array([rng.choice(values, prompts).mean() * sign for _ in range(30)]) + 0.0  # no -0
     line = round_trip(rewards, prompts)
     assert line["of"] % prompts == 0 and len(line["rewards"]) < 30 * 11
 
@@ -305,6 +306,17 @@ def test_500_steps_cost_less_than_250_kB(tmp_path, monkeypatch):
     # and the null arm's normals fill those of a float64
     plain, packed = written(tmp_path / "random", 500, lambda rng, done: rng.standard_normal(30), lambda rewards: {})
     assert plain <= 250_000 and packed <= 150_000
+
+
+def test_storage_beside_checkpoints():
+    rows = ledger.storage(30, 500, {"plain": 250_000, "gzip": 100_000}, {"A0": 140_000, "7B": 7 * 10**9}, itemsize=4)
+    assert [(r["model"], r["form"], r["bytes"]) for r in rows] == [
+        (model, form, size)
+        for model in ("A0", "7B")
+        for form, size in (("seeds and coefficients", 180_000), ("plain", 250_000), ("gzip", 100_000))
+    ]
+    assert [r["checkpoint"] for r in rows[::3]] == [560_000, 28 * 10**9]
+    assert all(r["ratio"] == r["checkpoint"] / r["bytes"] == 4 * r["parameters"] / r["bytes"] for r in rows)
 
 
 # ---- what is refused

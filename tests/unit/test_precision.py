@@ -1,5 +1,7 @@
 """What half precision does to an ES trajectory, against the same trajectory in float64."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -225,3 +227,252 @@ def test_shapes_that_would_broadcast_are_refused():
         precision.inplace_add(weights, torch.zeros(4), 1.0)
     with pytest.raises(ValueError, match=r"\(3, 4\) and \(1, 4\)"):
         precision.kahan_add(weights, weights.clone(), torch.zeros(1, 4))
+
+
+# ---- the state of a run
+
+
+SHAPES = {"matrix": (37, 20), "same": (37, 20), "cube": (5, 3, 4), "gains": (50,), "one": ()}
+
+
+class Model(torch.nn.Module):
+    """Parameters of all kinds of shapes; two share one."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        for name, shape in SHAPES.items():
+            values = torch.from_numpy(rng.normal(0, 0.3, shape).astype(np.float32)).reshape(shape)
+            self.register_parameter(name, torch.nn.Parameter(values.to(dtype)))
+
+    dtype = property(lambda self: self.matrix.dtype)
+
+
+def tensor_eps(name: str, key: int, distribution: str) -> torch.Tensor:
+    """A tensor's noise as a whole, from the reference."""
+    number = noise.parameter_id(name)
+    made = noise.normals(int(key), number, SHAPES[name], distribution=distribution, backend="numpy")
+    return torch.from_numpy(made.reshape(-1)).reshape(SHAPES[name])
+
+
+def released_step(parameters: dict, keys, coefficients, distribution: str) -> None:
+    """Released codes' statements, with the noise law for randn."""
+    for key in keys:
+        for name, p in parameters.items():
+            p.add_(tensor_eps(name, key, distribution).to(p.dtype) * SIGMA)
+        for name, p in parameters.items():
+            p.sub_(tensor_eps(name, key, distribution).to(p.dtype) * SIGMA)
+    for key, c in zip(keys, coefficients, strict=True):
+        for name, p in parameters.items():
+            p.add_(tensor_eps(name, key, distribution).to(p.dtype) * float(c))
+
+
+@pytest.mark.parametrize("block", [1, 64, 2**18])
+@pytest.mark.parametrize(
+    ("dtype", "distribution"),
+    [(torch.bfloat16, d) for d in noise.DISTRIBUTIONS] + [(torch.float16, "gaussian"), (torch.float32, "tied")],
+    ids=str,
+)
+def test_inplace_is_released_arithmetic_whatever_the_blocks(monkeypatch, block, dtype, distribution):
+    monkeypatch.setattr(precision, "_BLOCK", block)
+    weights = precision.open_weights(Model(dtype), None, "inplace", distribution)
+    expected = {name: p.detach().clone() for name, p in Model(dtype).named_parameters()}
+    for step in range(2):
+        keys, coefficients = (a[:5] for a in step_members(step))
+        weights.retrace([(key, 1) for key in keys], SIGMA)
+        weights.update(keys, coefficients)
+        released_step(expected, keys, coefficients, distribution)
+    found = weights.tensors()
+    assert found.keys() == expected.keys()
+    for name, p in expected.items():
+        assert found[name].shape == p.shape and (bits(found[name]) == bits(p)).all(), name
+
+
+@pytest.mark.parametrize("block", [1, 64, 2**18])
+def test_kahan_adds_one_accumulated_update(monkeypatch, block):
+    monkeypatch.setattr(precision, "_BLOCK", block)
+    weights = precision.open_weights(Model(), None, "kahan")
+    keys, coefficients = (a[:5] for a in step_members(0))
+    weights.retrace([(key, -1) for key in keys], SIGMA)
+    weights.update(keys, coefficients)
+    for name, p in Model().named_parameters():
+        value, compensation = precision.split(p.detach().float())
+        for key in keys:
+            change = np.float32(SIGMA) * tensor_eps(name, key, "gaussian").numpy()
+            for sign in (-1, 1):
+                precision.kahan_add(value, compensation, torch.as_tensor(np.float32(sign) * change))
+        total = np.zeros(p.shape, np.float32)
+        for key, c in zip(keys, coefficients, strict=True):
+            total = total + c * tensor_eps(name, key, "gaussian").numpy()
+        precision.kahan_add(value, compensation, torch.as_tensor(total))
+        found = weights.tensors()
+        assert (bits(found[name]) == bits(value)).all()
+        assert (bits(found[f"{name}#compensation"]) == bits(compensation)).all()
+    assert (weights.float32() == precision.join(*weights.planes).numpy()).all()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+def test_master_is_the_noise_law():
+    model = Model(torch.float32)
+    weights = precision.open_weights(model, distribution="byte_sum")
+    start = weights.float32().copy()
+    keys, coefficients = step_members(0)
+    with weights.member(int(keys[0]), SIGMA, -1) as flat:
+        expected = noise.reference_perturb(start, weights.layout, int(keys[0]), SIGMA, -1, "byte_sum")
+        assert flat.tobytes() == expected.tobytes()
+    weights.retrace([(key, 1) for key in keys], SIGMA)
+    assert weights.float32().tobytes() == start.tobytes()
+    weights.update(keys, coefficients)
+    expected = noise.reference_update(start, weights.layout, keys, coefficients, "byte_sum")
+    assert weights.float32().tobytes() == expected.tobytes()
+    assert (weights.tensors()["gains"].numpy() == weights.layout.views(expected)["gains"]).all()
+
+
+@pytest.mark.parametrize("mode", precision.PRECISIONS)
+def test_a_member_is_there_only_while_the_context_lasts(mode):
+    weights = precision.open_weights(Model(), None, mode)
+    before = weights.float32().copy()
+    eps = noise.noise_vector(weights.layout, 3)
+    with pytest.raises(KeyError), weights.member(3, 0.25, -1) as flat:
+        moved = torch.as_tensor(flat).float().numpy() - before
+        assert np.abs(moved + 0.25 * eps).max() < 2.0**-8 + 2.0**-9  # half a unit in the last place near 1 to 2
+        raise KeyError  # an evaluation that fails restores as well
+    share, rms = precision.drift(before, weights.float32())
+    bound = {"master": 0, "kahan": 2.0**-16, "inplace": 2.0**-8}[mode]
+    assert rms <= bound and (share > 0) == (mode != "master")
+
+
+def test_tied_noise_moves_equal_shapes_alike():
+    keys, coefficients = step_members(0)
+    for mode in precision.PRECISIONS:
+        for distribution in noise.DISTRIBUTIONS:
+            model = Model()
+            for p in model.parameters():
+                p.data.fill_(0.25)
+            weights = precision.open_weights(model, None, mode, distribution)
+            weights.retrace([(key, 1) for key in keys], SIGMA)
+            weights.update(keys, 100 * coefficients)
+            tensors = weights.tensors()
+            same = (tensors["matrix"] == tensors["same"]).double().mean()
+            assert same == 1 if distribution == "tied" else same < 0.5, (mode, distribution)
+
+
+@pytest.mark.parametrize(("mode", "cost"), [("inplace", 2), ("kahan", 4)])
+def test_no_second_copy_of_the_weights(mode, cost):
+    model = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
+    weights = precision.open_weights(model, None, mode, bind=True)
+    assert sum(plane.nbytes for plane in weights.planes) == cost * weights.layout.d
+    assert model.weight.data_ptr() == weights.flat.data_ptr()
+    keys, coefficients = (a[:2] for a in step_members(0))
+    weights.update(keys, coefficients)  # compiles the noise
+    tracemalloc.start()
+    try:
+        weights.retrace([(key, 1) for key in keys], SIGMA)
+        weights.update(keys, coefficients)
+        weights.sample()
+        noise_bytes = tracemalloc.get_traced_memory()[1]  # NumPy's memory, which the noise is made in
+    finally:
+        tracemalloc.stop()
+    print(f"{mode}: noise takes {noise_bytes / weights.layout.d:.2f} bytes a parameter of {weights.layout.d:,}")
+    assert noise_bytes < weights.layout.d
+
+
+def test_a_bound_model_computes_with_the_replica():
+    model, other = Model(), Model()
+    weights = precision.open_weights(model, None, "inplace", bind=True)
+    with weights.member(1, SIGMA) as flat:
+        precision.copy_to(other, weights.layout, flat)
+        for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert (one == two).all(), name
+        assert (model.matrix != Model().matrix).any()
+    free = Model()
+    precision.open_weights(free, None, "inplace").update(*step_members(0))
+    assert (free.matrix == Model().matrix).all()
+
+
+def test_what_a_mode_does_not_take():
+    with pytest.raises(
+        ValueError, match=r"'kahan' is for torch.bfloat16, torch.float16, the model is torch.float32: load"
+    ):
+        precision.open_weights(Model(torch.float32), None, "kahan")
+    with pytest.raises(ValueError, match="'inplace' is for .*the model is torch.float64"):
+        precision.open_weights(Model(torch.float64), None, "inplace")
+    mixed = Model()
+    mixed.gains.data = mixed.gains.data.float()
+    with pytest.raises(ValueError, match="needs one dtype, but 'gains' is torch.float32 and others are torch.bfloat16"):
+        precision.open_weights(mixed, None, "inplace")
+    with pytest.raises(ValueError, match="precision 'exact' is not one of"):
+        precision.open_weights(Model(), None, "exact")
+    with pytest.raises(ValueError, match="distribution 'normal' is not one of"):
+        precision.open_weights(Model(), None, "inplace", "normal")
+
+
+# ---- what the loss is
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_drift_by_hand(dtype):
+    before = torch.tensor([1.0, -2.0, 0.0, 4.0, 0.5], dtype=dtype)
+    after = torch.tensor([1.0, -2.5, -0.0, 4.0, 1.5], dtype=dtype)
+    share, rms = precision.drift(before, after)
+    assert share == 3 / 5  # the sign of a zero is a bit as well
+    assert rms == pytest.approx(np.sqrt((0.25 + 1) / 5), rel=1e-12)
+    assert precision.drift(before, before) == (0, 0)
+
+
+def test_drift_of_what_cannot_be_compared():
+    with pytest.raises(ValueError, match=r"the shapes must agree, got \(3,\) and \(1,\)"):
+        precision.drift(torch.zeros(3), torch.zeros(1))
+    with pytest.raises(ValueError, match="the dtypes must agree, got torch.float32 and torch.bfloat16"):
+        precision.drift(torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_agreement_by_hand():
+    intended = np.float32([1, 2, -2])
+    assert precision.agreement(intended, 0.5 * intended) == pytest.approx((1, 0.5))
+    assert precision.agreement(intended, -intended) == pytest.approx((-1, 1))
+    assert precision.agreement(intended, np.float32([2, 1, 2])) == pytest.approx((0, 1))
+    assert precision.agreement(intended, np.zeros(3, np.float32)) == (0, 0)
+    # in float32 the small entries of a long update would be lost
+    long = np.full(2**22, 1e-4, np.float32)
+    long[0] = 1e2
+    rest = np.where(long == 1e2, np.float32(0), long)
+    ratio = np.sqrt((2**22 - 1) * float(long[1]) ** 2 / ((2**22 - 1) * float(long[1]) ** 2 + 1e4))
+    assert precision.agreement(long, rest) == pytest.approx((ratio, ratio), rel=1e-9)
+    with pytest.raises(ValueError, match="the intended update is zero"):
+        precision.agreement(np.zeros(3), np.ones(3))
+    with pytest.raises(ValueError, match=r"got \(3,\) and \(2,\)"):
+        precision.agreement(np.ones(3), np.ones(2))
+
+
+@pytest.mark.parametrize(("spread", "cosine", "share"), [(0.02, 0.70, 0.62), (0.05, 0.48, 0.30), (None, 0, 0)], ids=str)
+def test_one_update_in_bfloat16(spread, cosine, share):
+    """How much of one update at N = 30 arrives, when its members are added one after the other and nothing restored."""
+    model = torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    start = np.ones(2**16) if spread is None else np.random.default_rng(3).normal(0, spread, 2**16)
+    model.weight.data.copy_(torch.from_numpy(start).view(256, 256))
+    weights = precision.open_weights(model, None, "inplace")
+    before, intended = weights.float32(), np.zeros(weights.layout.size, np.float32)
+    keys, coefficients = step_members(0)
+    weights.update(keys, coefficients)
+    noise.update(intended, weights.layout, keys, coefficients)
+    found, gain = precision.agreement(intended, weights.float32() - before)
+    print(f"weights {spread}: cosine {found:.3f}, gain {gain:.3f}")
+    assert (found, found * gain) == pytest.approx((cosine, share), abs=0.03)
+
+
+def test_a_sample_is_spread_over_the_parameters():
+    model = torch.nn.Linear(512, 1024, bias=True, dtype=torch.bfloat16)
+    weights = precision.open_weights(model, None, "kahan")
+    weights.retrace([(1, 1)], SIGMA)
+    sample, whole = weights.sample(), weights.layout.views(weights.float32())
+    k = 9  # 525,312 weights by 65,536 is just above 8, and the next odd number
+    assert (sample.numpy() == np.concatenate([view.reshape(-1)[::k] for view in whole.values()])).all()
+    small = precision.open_weights(Model(), None, "inplace")
+    before = small.sample()
+    assert len(before) == small.layout.d
+    small.retrace([(1, 1)], SIGMA)
+    assert (before != small.sample()).any()  # a copy

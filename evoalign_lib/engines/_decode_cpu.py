@@ -1,0 +1,143 @@
+"""What lies between the matrix products of a decoding step, fused: one kernel where torch takes a dozen operations.
+
+A step of a small model spends more time on starting operations than on computing. `decode` leaves the products to
+torch's BLAS and calls these kernels for the rest. Every row is computed by itself, with the same operations whatever
+other rows there are. All arrays are float32 and change in place where a docstring says so.
+"""
+
+import numpy as np
+from numba import njit
+
+from evoalign_lib._noise_cpu import jit_cached
+
+# Sums may be reordered and multiply-adds fused (as in BLAS): in the same way for each row.
+_FAST = {"reassoc", "contract", "nsz"}
+_inline = njit(error_model="numpy", inline="always")
+
+
+def _float32s(*values: float) -> tuple[np.float32, ...]:
+    return tuple(map(np.float32, values))
+
+
+# exp(x) = 2^n exp(f), |f| <= ln(2)/2; the polynomial is that of Cephes' expf, highest power first.
+_EXP = _float32s(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LOG2_E, _LN2_HIGH, _LN2_LOW = _float32s(1.44269504088896341, 0.693359375, -2.12194440e-4)
+_LOWEST, _HIGHEST = _float32s(-87.0, 88.0)
+_HALF, _ONE, _HUGE = _float32s(0.5, 1.0, 3.4e38)
+
+
+@_inline
+def _exp(x):
+    x = min(max(x, _LOWEST), _HIGHEST)
+    n = np.floor(x * _LOG2_E + _HALF)
+    f = x - n * _LN2_HIGH - n * _LN2_LOW
+    total = _EXP[0]
+    for i in range(1, 6):
+        total = total * f + _EXP[i]
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (total * f * f + f + _ONE) * power.view(np.float32)
+
+
+def _add_norm(x, change, gain, eps, out):
+    """x += change; out = x / rms(x) * gain. x, change, out: (rows, hidden); gain: (hidden)."""
+    for r in range(len(x)):
+        row, added, normed = x[r], change[r], out[r]
+        total = np.float32(0.0)
+        for i in range(len(row)):
+            row[i] += added[i]
+            total += row[i] * row[i]
+        scale = _ONE / np.sqrt(total / np.float32(len(row)) + eps)
+        for i in range(len(row)):
+            normed[i] = row[i] * scale * gain[i]
+
+
+def _attend(qkv, length, cos, sin, keys, values, slots, pads, prefix, first, out):
+    """Causal attention of new tokens, whose keys and values are added to the cache.
+
+    Args:
+        qkv: (rows * length, (heads + 2 kv_heads) head_dim), changed: queries, keys, values before rotation, row by row.
+        length: new tokens a row.
+        cos, sin: (columns, head_dim / 2) of the rotary embedding, by position.
+        keys, values: (slots, kv_heads, columns, head_dim), changed at columns first .. first + length.
+        slots: (rows) int64: which entry of the cache is a row's.
+        pads: (slots) int64: columns of padding between the shared prefix and a row's own prompt.
+        prefix: columns of the shared prefix.
+        first: column of the first new token.
+        out: (rows * length, heads head_dim).
+    """
+    kv_heads, dim = keys.shape[1], keys.shape[3]
+    half, group = dim // 2, out.shape[1] // (keys.shape[1] * keys.shape[3])
+    heads = kv_heads * group
+    scale = _ONE / np.sqrt(np.float32(dim))
+    scores = np.empty(first + length, np.float32)
+    for r in range(len(out)):
+        slot, column = slots[r // length], first + r % length
+        pad = pads[slot]
+        if prefix <= column < prefix + pad:
+            out[r] = np.float32(0.0)
+            continue
+        position = column - pad if column >= prefix else column
+        c, s = cos[position], sin[position]
+        for h in range(heads + kv_heads):
+            turned = qkv[r, h * dim : (h + 1) * dim]
+            low, high = turned[:half], turned[half:]
+            for i in range(half):
+                a, b = low[i], high[i]
+                low[i] = a * c[i] - b * s[i]
+                high[i] = b * c[i] + a * s[i]
+        for k in range(kv_heads):
+            cached_keys, cached_values = keys[slot, k], values[slot, k]
+            cached_keys[column] = qkv[r, (heads + k) * dim : (heads + k + 1) * dim]
+            cached_values[column] = qkv[r, (heads + kv_heads + k) * dim : (heads + kv_heads + k + 1) * dim]
+            for g in range(k * group, (k + 1) * group):
+                query, target = qkv[r, g * dim : (g + 1) * dim], out[r, g * dim : (g + 1) * dim]
+                largest, n = -_HUGE, 0  # scores of the visible columns, one after the other
+                for j in range(column + 1):
+                    if j < prefix or j >= prefix + pad:
+                        score, line = np.float32(0.0), cached_keys[j]
+                        for i in range(dim):
+                            score += query[i] * line[i]
+                        scores[n] = score * scale
+                        largest = max(largest, scores[n])
+                        n += 1
+                total = np.float32(0.0)
+                for j in range(n):
+                    scores[j] = _exp(scores[j] - largest)
+                    total += scores[j]
+                target[:] = np.float32(0.0)
+                n = 0
+                for j in range(column + 1):
+                    if j < prefix or j >= prefix + pad:
+                        factor, line = scores[n] / total, cached_values[j]
+                        for i in range(dim):
+                            target[i] += factor * line[i]
+                        n += 1
+
+
+def _silu_product(gate_up, out):
+    """out = silu(gate) * up. gate_up: (rows, 2 n), gates first; out: (rows, n)."""
+    n = out.shape[1]
+    for r in range(len(out)):
+        gate, up, target = gate_up[r, :n], gate_up[r, n:], out[r]
+        for i in range(n):
+            target[i] = gate[i] / (_ONE + _exp(-gate[i])) * up[i]
+
+
+def _argmax(logits, out):
+    """The first largest entry of each row. logits: (rows, n); out: (rows) int64."""
+    for r in range(len(logits)):
+        row = logits[r]
+        largest = row[0]
+        for i in range(1, len(row)):
+            largest = max(largest, row[i])
+        out[r] = 0
+        for i in range(len(row)):
+            if row[i] == largest:
+                out[r] = i
+                break
+
+
+add_norm = jit_cached(_add_norm, fastmath=_FAST)
+attend = jit_cached(_attend, fastmath=_FAST)
+silu_product = jit_cached(_silu_product, fastmath=_FAST)
+argmax = jit_cached(_argmax)
