@@ -16,16 +16,21 @@ Numbered differences from the released code of that study:
 5. Members are evaluated from a queue by single-thread worker processes; results are ordered by member index, so the
    number of workers changes nothing.
 
+Variants, each off by default and described at its field of `ESConfig`: antithetic pairs, centred ranks, schedules of
+sigma and alpha, sampled decoding with common random numbers. Their formulas are in `evoalign_lib.update_rules`.
+
 alpha is "digested" as in the study's table and code: 1/sigma is part of it (the text's gradient step would be
 alpha_text = sigma * alpha).
 
 Metrics logged at each step: `reward`, `reward_std` (over members, population standard deviation), `reward_max`,
 `tied` (1 if the population was tied), `rewards/<function>/mean`, metrics that the reward function logs (`accuracy`),
 `completions/mean_length` and `completions/clipped_ratio` (tokens, share), `num_tokens` (prompt and new tokens so far),
-`completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far). Where weights are
-restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a sample of some
-65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit of nearly every pair)
-and `restore_drift` (root mean square, weight units).
+`completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far). Only where they
+are not zero, how many single rewards of the step were `rewards/nan`, `rewards/exception` and `rewards/timeout`, which
+score the floor, and `rewards/none`, which are left out. Only with a schedule, `sigma` and `alpha` of the step. Where
+weights are restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a
+sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit of
+nearly every pair) and `restore_drift` (root mean square, weight units).
 
 Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
 step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
@@ -34,6 +39,7 @@ only save the time of that.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -51,15 +57,17 @@ import numpy as np
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, get_last_checkpoint
 
 from evoalign_lib import ledger, noise, precision
 from evoalign_lib.engines import local
-from evoalign_lib.rewards import RewardFunction, Rewards, Scored
+from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
+from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, coefficients, population, scheduled
 
 logger = logging.getLogger(__name__)
 
 FITNESS = ("reward", "shuffled", "random")
+SAMPLINGS = ("greedy", "common")
 
 # TrainingArguments that only make sense for a gradient: setting one is an error, not a silence.
 _NO_EFFECT = {
@@ -72,12 +80,11 @@ _NO_EFFECT = {
     "adam_beta2": "ES has no optimiser",
     "adam_epsilon": "ES has no optimiser",
     "optim": "ES has no optimiser",
-    "lr_scheduler_type": "alpha is constant",
-    "warmup_steps": "alpha is constant",
+    "lr_scheduler_type": "the step size of ES is alpha; see alpha_schedule",
+    "warmup_steps": "alpha starts at its full value",
     "gradient_checkpointing": "ES stores no activations",
     "bf16": "the master is float32 and the working copy has the model's own dtype",
     "fp16": "the master is float32 and the working copy has the model's own dtype",
-    "load_best_model_at_end": "a checkpoint in output_dir is loaded by its path",
     "push_to_hub": "save_model() writes a folder, which huggingface_hub uploads",
     "eval_on_start": "evaluate() before train() does it",
 }
@@ -103,8 +110,31 @@ class ESConfig(TrainingArguments):
     """standard deviation of the perturbation, in weight units"""
     alpha: float = field(default=5e-4, metadata={"help": "step size, 1/sigma digested"})
     """step size with 1/sigma digested: theta += alpha / N * sum z eps"""
+    antithetic: bool = field(default=False, metadata={"help": "members in pairs, with +noise and -noise"})
+    """members in pairs of one noise, added and subtracted (mirrored sampling: Brockhoff et al. 2010; Salimans et al.,
+    arXiv 1703.03864); population_size must be even and counts members, not pairs"""
+    fitness_shaping: str = field(default="zscore", metadata={"help": "zscore or centred_ranks"})
+    """"zscore" (Qiu et al.); "centred_ranks" (Salimans et al., arXiv 1703.03864, after Wierstra et al. 2014): ranks
+    from -0.5 to 0.5, ties sharing their mean rank, so that no outlier of the reward outweighs the rest. Their root mean
+    square is 0.29 instead of 1: a step of equal length needs an alpha about 3.5 times larger"""
+    sigma_schedule: str = field(default="constant", metadata={"help": "constant, linear or cosine"})
+    """"constant", or a fall over `max_steps` to sigma_final_fraction of sigma: "linear" or "cosine" (half a period,
+    Loshchilov and Hutter, arXiv 1608.03983). With a schedule max_steps is part of the run: it cannot be prolonged"""
+    sigma_final_fraction: float = field(default=0.1, metadata={"help": "sigma's last value over its first"})
+    """of sigma, at the last step of a schedule; above 0, at most 1"""
+    alpha_schedule: str = field(default="constant", metadata={"help": "constant, linear or cosine"})
+    """the same of alpha; there is no warm-up"""
+    alpha_final_fraction: float = field(default=0.1, metadata={"help": "alpha's last value over its first"})
+    """the same of alpha (Hoffmann et al., arXiv 2203.15556, end cosine schedules at a tenth)"""
     prompts_per_step: int | None = field(default=None, metadata={"help": "prompts a step; None: all"})
-    """prompts a step, the same for every member; None: the whole training set, as Qiu et al."""
+    """prompts a step, the same for every member; None: the whole training set, as Qiu et al. A member is perturbed once
+    a step and decodes them under that one perturbation, `chunk_rows` at a time, however many there are"""
+    sampling: str = field(default="greedy", metadata={"help": "greedy or common"})
+    """how members decode in training: "greedy" (Qiu et al.); "common" samples at temperature 1 with common random
+    numbers: those of a prompt differ from step to step, but are the same for every member, so that members differ by
+    their weights alone (Glasserman and Yao 1992). evaluate() always decodes greedily"""
+    num_generations: int = field(default=1, metadata={"help": "completions a prompt, with sampling"})
+    """completions a prompt and member, of which the reward is the mean; more than 1 only if sampling"""
     max_completion_length: int = field(default=1024, metadata={"help": "new tokens a completion at most"})
     """new tokens a completion at most (Qiu et al.: 1024)"""
     fitness: str = field(default="reward", metadata={"help": "reward, shuffled or random"})
@@ -114,7 +144,10 @@ class ESConfig(TrainingArguments):
     reward_weights: list[float] | None = field(default=None, metadata={"help": "a weight a reward function"})
     """one weight a reward function (default: all 1)"""
     reward_floor: float | None = field(default=None, metadata={"help": "score of a failed reward"})
-    """what a NaN or an exception of a reward function scores; None: the floor that its module declares"""
+    """what a NaN, an exception or a time-out of a reward function scores; None: the floor that its module declares"""
+    reward_timeout: float | None = field(default=None, metadata={"help": "seconds a call of a reward function"})
+    """seconds that a call of a reward function may take on the completions of a member; then each of them is scored
+    alone, with this limit each, and those that exceed it again are failures. None: no limit"""
     workers: int | None = field(default=None, metadata={"help": "worker processes; None: one a core"})
     """worker processes; None: one for each core (without a master: 1); 1: work in this process"""
     chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
@@ -161,6 +194,26 @@ class ESConfig(TrainingArguments):
         if self.workers is not None:
             _at_least("workers", self.workers, 1, "or None for one a core")
         choose("fitness", self.fitness, FITNESS)
+        if self.antithetic and self.population_size % 2:
+            raise ValueError(f"antithetic pairs need an even population_size, got {self.population_size}.")
+        choose("fitness_shaping", self.fitness_shaping, SHAPINGS)
+        for name in ("sigma", "alpha"):
+            choose(f"{name}_schedule", schedule := getattr(self, f"{name}_schedule"), SCHEDULES)
+            fraction = getattr(self, f"{name}_final_fraction")
+            if not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+                raise ValueError(f"{name}_final_fraction={fraction!r} must be above 0 and at most 1.")
+            if schedule == "constant" and fraction != _DEFAULTS[f"{name}_final_fraction"]:
+                raise ValueError(
+                    f"{name}_final_fraction={fraction!r} has no effect while {name} is constant: set "
+                    f"{name}_schedule='linear' or 'cosine', or remove it."
+                )
+        choose("sampling", self.sampling, SAMPLINGS)
+        _at_least("num_generations", self.num_generations, 1, "completions a prompt")
+        if self.num_generations > 1 and self.sampling == "greedy":
+            raise ValueError(
+                f"num_generations={self.num_generations} greedy completions of a prompt are all alike: set "
+                "sampling='common', or num_generations=1."
+            )
         choose("decoder", self.decoder, local.DECODERS)
         choose("precision", self.precision, precision.PRECISIONS)
         choose("noise", self.noise, noise.DISTRIBUTIONS)
@@ -170,7 +223,17 @@ class ESConfig(TrainingArguments):
         for name, why in _NO_EFFECT.items():
             if getattr(self, name) != _DEFAULTS[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect on ES: {why}. Remove it.")
+        if self.load_best_model_at_end:
+            if IntervalStrategy(self.eval_strategy) == IntervalStrategy.NO:
+                raise ValueError("load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps.")
+            if self.metric_for_best_model is None:
+                self.metric_for_best_model = "reward"
+        # the best weights are kept in memory: no checkpoint has to lie at each evaluation, as the parent would demand
+        load_best, self.load_best_model_at_end = self.load_best_model_at_end, False
         super().__post_init__()
+        self.load_best_model_at_end = load_best
+        if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
+            raise ValueError("save_strategy='best' needs metric_for_best_model, such as 'reward'.")
 
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
@@ -204,7 +267,7 @@ class ESTrainer:
         callbacks: list[TrainerCallback] | None = None,
     ):
         self.args = ESConfig() if args is None else args
-        self.rewards = Rewards(reward_funcs, self.args.reward_weights, self.args.reward_floor)
+        self.rewards = Rewards(reward_funcs, self.args.reward_weights, self.args.reward_floor, self.args.reward_timeout)
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
         self.model, self.processing_class = load_model(model, processing_class, self.args.model_init_kwargs)
@@ -234,9 +297,13 @@ class ESTrainer:
         )
         self.run_key = noise.run_key(self.args.arm, self.args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
-        self.counts = {"tied": 0, "none": 0, "nan": 0, "exception": 0}
+        self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
         self.ledger: ledger.Ledger | None = None
         self._replayed = 0  # steps that are taken from the ledger
+        # with load_best_model_at_end: the weights of the best evaluation and their digest; and those after the last
+        # step, while the best ones stand in their place
+        self._best: tuple[str, dict[str, torch.Tensor]] | None = None
+        self._last: dict[str, torch.Tensor] | None = None
         self._moving = False  # the weights began to move in a step that is not counted yet
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
@@ -263,33 +330,42 @@ class ESTrainer:
                 callbacks come as in the run itself. It ends with the same bits as an uninterrupted one.
 
         Returns:
-            The trainer's state; `state.log_history` holds the metrics. The model holds the final weights.
+            The trainer's state; `state.log_history` holds the metrics. The model holds the final weights; with
+            load_best_model_at_end those of the best evaluation, after `state.best_global_step` steps. (The run itself
+            stays where it was: its ledger closes with its last weights, from which another train() goes on.)
 
         Raises:
             ValueError: nothing to resume from, or a run with other settings, prompts or starting weights; without
                 resume_from_checkpoint, an output_dir that holds the ledger of another run.
+            RuntimeError: weights that are not those of the ledger's last step, or a reward_timeout outside the main
+                thread.
             OSError: a step that cannot be recorded (a full disk). Nothing recorded is lost.
         """
-        per_epoch = math.ceil(len(self.train_prompts) / self.prompts_per_step)
-        epochs = self.args.num_train_epochs
-        max_steps = self.args.max_steps if self.args.max_steps > 0 else math.ceil(epochs * per_epoch)
+        if self.engine.workers == 1 or self.eval_prompts is not None:
+            self.rewards.check_timeout()
+        if self._last is not None:
+            self._set_weights(self._last)
+            self._last = None
+        max_steps = self.max_steps
         if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
             self._resume(resume_from_checkpoint)
         elif self.ledger is None:
             ledger.refuse_existing(self._ledger_path)
+        else:
+            self._check_settings(self.ledger)
         self._check_continuity()
-        self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(max_steps / per_epoch)
+        self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(self._epochs(max_steps))
         self.state.compute_steps(self.args, max_steps)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         while self.state.global_step < max_steps and not self.control.should_training_stop:
-            if self.state.global_step % per_epoch == 0:
+            if self._epoch_ended(self.state.global_step):
                 self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             metrics = self._step(recording=True)
             self.engine.write_model()  # callbacks find the current weights in the model
-            self.state.epoch = self.state.global_step / per_epoch
+            self.state.epoch = self._epochs(self.state.global_step)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            if self.state.global_step % per_epoch == 0:
+            if self._epoch_ended(self.state.global_step):
                 self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
             if self.control.should_log:
                 self.log(metrics)
@@ -297,11 +373,39 @@ class ESTrainer:
                 self.evaluate()
             if self.control.should_save:
                 self._save_checkpoint()
-        self.engine.write_model()
         if self.ledger is not None and len(self.ledger.steps) == self.state.global_step and not self.ledger.ended:
             self.ledger.end(self._digest())
+        if self.args.load_best_model_at_end:
+            self._load_best()
+        self.engine.write_model()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return self.state
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the run: those of the configuration, or as many as num_train_epochs passes over the prompts take."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * len(self.train_prompts) / self.prompts_per_step)
+
+    def _epochs(self, steps: int) -> float:
+        """Passes over the training set in so many steps; an epoch's prompts need not fill whole steps."""
+        return steps * self.prompts_per_step / len(self.train_prompts)
+
+    def _epoch_ended(self, steps: int) -> bool:
+        """Whether the last of so many steps used the last prompt of an epoch; true of 0 steps."""
+        n, k = len(self.train_prompts), self.prompts_per_step
+        return steps * k // n > (steps - 1) * k // n
+
+    @property
+    def _falling(self) -> list[str]:
+        """Which of sigma and alpha have a schedule."""
+        return [name for name in ("sigma", "alpha") if getattr(self.args, f"{name}_schedule") != "constant"]
+
+    def _at_step(self, name: str, step: int) -> float:
+        """sigma or alpha of a step."""
+        schedule, final_fraction = (getattr(self.args, f"{name}_{part}") for part in ("schedule", "final_fraction"))
+        return scheduled(getattr(self.args, name), schedule, final_fraction, step, self.max_steps)
 
     def step(self) -> dict[str, float]:
         """One ES step (ask, evaluate, tell) that no ledger records. Returns its metrics; see the module's docstring."""
@@ -318,7 +422,7 @@ class ESTrainer:
         if known:
             record = self.ledger.steps[step]
             ledger.check_weights(self.ledger, step, weights)
-            weights.retrace(members, self.args.sigma)
+            weights.retrace(members, self._at_step("sigma", step))
         else:
             record = self._evaluate_members(step, members)
             if recording:
@@ -337,14 +441,17 @@ class ESTrainer:
         """Evaluate the population: all that a step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
         core, tokens, counts, log = self.budget["core_seconds"], 0, {}, {}
-        weights = self.engine.weights
+        weights, sigma = self.engine.weights, self._at_step("sigma", step)
         before = weights.sample() if weights.drifts else None
         if self.args.fitness == "random":
-            weights.retrace(members, self.args.sigma)  # the arithmetic of the arm that it is compared with
+            weights.retrace(members, sigma)  # the arithmetic of the arm that it is compared with
             fitness = _generator(self.args.seed, step, "random").standard_normal(n)
         else:
             indices = self._indices(step)
-            evaluations = self.engine.evaluate(members, self.args.sigma, "train", indices, self.state)
+            sampling = None
+            if self.args.sampling == "common":
+                sampling = noise.sampling_key(self.run_key, step), self.args.num_generations
+            evaluations = self.engine.evaluate(members, sigma, "train", indices, self._light_state(), sampling)
             fitness = np.array([member_fitness(e.scored) for e in evaluations])
             missing = np.flatnonzero(np.isnan(fitness))
             if len(missing):
@@ -356,11 +463,11 @@ class ESTrainer:
                 fitness = _generator(self.args.seed, step, "shuffled").permutation(fitness)
             tokens = int(sum(e.lengths.sum() for e in evaluations))
             core += sum(e.core_seconds for e in evaluations)
-            counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in ("none", "nan", "exception")}
+            counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in KINDS}
             log = self._logged(evaluations)
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
-        coefficients(fitness, self.args.alpha)  # what cannot be told is an error before it is recorded
+        self._coefficients(fitness)  # what cannot be told is an error before it is recorded
         seconds = float(f"{time.perf_counter() - started:.4g}")
         return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log)
 
@@ -377,16 +484,34 @@ class ESTrainer:
     def _digest(self) -> str:
         return ledger.digest(self.engine.layout, *self.engine.weights.planes)
 
+    def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
+        alpha = self._at_step("alpha", self.state.global_step)
+        return coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
+
+    def _light_state(self) -> TrainerState:
+        """The state without its log, which would travel to the workers with every member and grow."""
+        light = copy.copy(self.state)
+        light.log_history = []
+        return light
+
     def ask(self, step: int) -> list[local.Member]:
-        """The members of a step: (N) keys, each with sign +1; no two alike."""
-        return population(self.run_key, step, self.args.population_size)
+        """The members of a step: N keys, each with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
+        return population(self.run_key, step, self.args.population_size, self.args.antithetic)
 
     def tell(self, members: Sequence[local.Member], fitness: np.ndarray) -> bool:
-        """Move the weights by (alpha / N) sum_n z_n eps_n. fitness: (N,) reward units. Returns whether it was tied."""
-        c = coefficients(fitness, self.args.alpha)
+        """Move the weights by (alpha / N) sum_n z_n eps_n, with alpha of the current step.
+
+        Args:
+            members: of `ask`.
+            fitness: (N,) reward units.
+
+        Returns:
+            Whether nothing moved: the population was tied (or each antithetic pair was).
+        """
+        c = self._coefficients(fitness)
         self.counts["tied"] += int(c is None)
-        if c is not None:
-            self.engine.update(np.array([m.key for m in members], dtype=np.uint64), c)
+        if c is not None:  # the noise of an antithetic pair is drawn once, for its member with the sign +1
+            self.engine.update(np.array([m.key for m in members if m.sign == 1], dtype=np.uint64), c)
         return c is None
 
     def evaluate(self) -> dict[str, float]:
@@ -399,7 +524,7 @@ class ESTrainer:
             raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer.")
         (completions,) = self.engine.generate("eval")
         scored = local.score(
-            self.rewards, self.eval_prompts, np.arange(len(self.eval_prompts)), completions, self.state
+            self.rewards, self.eval_prompts, np.arange(len(self.eval_prompts)), completions, self._light_state()
         )
         metrics = {"eval_reward": member_fitness(scored)}
         metrics |= {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
@@ -409,15 +534,36 @@ class ESTrainer:
         return metrics
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
-        """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it."""
-        if self.args.metric_for_best_model is None:
+        """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it, and keep its weights."""
+        if self.args.metric_for_best_model is None or self._last is not None:
             return
         name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
         if name not in metrics:
             raise ValueError(f"metric_for_best_model: {name!r} is not one of the evaluation's {sorted(metrics)}.")
         value, best = metrics[name], self.state.best_metric
-        if best is None or (value > best if self.args.greater_is_better else value < best):
+        if best is None:
+            best = -math.inf if self.args.greater_is_better else math.inf
+        # the first of equals stays; NaN, where no reward applied, is never best
+        if value > best if self.args.greater_is_better else value < best:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            if self.args.load_best_model_at_end:
+                self._best = self._digest(), self._copy_weights()
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = True
+
+    def _load_best(self) -> None:
+        if self._best is None:
+            logger.warning("load_best_model_at_end: there was no evaluation; the model holds the last weights.")
+        elif self.state.best_global_step != self.state.global_step:
+            self._last = self._copy_weights()
+            self._set_weights(self._best[1])
+
+    def _copy_weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.weights.tensors().items()}
+
+    def _set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.engine.weights.tensors().items():
+            tensor.copy_(weights[name])
 
     def log(self, logs: dict[str, float]) -> None:
         """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
@@ -444,6 +590,9 @@ class ESTrainer:
         save_file(self.engine.weights.tensors(), partial / f"{self.args.precision}.safetensors")
         self.state.save_to_json(str(partial / "trainer_state.json"))
         state = {"settings": self._settings(), "budget": self.budget, "counts": self.counts, "weights": self._digest()}
+        if self._best is not None:
+            state["best"], best = self._best
+            save_file(best, partial / "best.safetensors")
         state["line"] = self.ledger.tips[self.state.global_step]  # the checkpoint belongs to this ledger
         (partial / "es_state.json").write_text(json.dumps(state, indent=1))
         if folder.exists():
@@ -464,9 +613,12 @@ class ESTrainer:
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must share with the run it continues."""
         names = ("population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed")
-        names += ("precision", "noise")
+        names += ("precision", "noise", "antithetic", "fitness_shaping", "sampling", "num_generations")
+        falling = self._falling
+        names += ("sigma_schedule", "alpha_schedule", *(f"{name}_final_fraction" for name in falling))
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
+        settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have had other steps
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 
     @property
@@ -502,18 +654,22 @@ class ESTrainer:
             logger.warning(
                 "%s: a torn last line of %d bytes was cut off; its step is computed again.", path, len(run.torn)
             )
-        here = self._settings()
-        for name, value in run.settings.items():
-            if here.get(name) != value:
-                raise ValueError(
-                    f"{str(path)!r} is of a run with {name}={value!r}, this one has {here.get(name)!r}: use the same "
-                    "settings to resume, or another output_dir to start anew."
-                )
+        self._check_settings(run)
         if folder is None:
             ledger.check_model(run, self.engine.weights)
         else:
             self._load_checkpoint(folder, run)
         self.ledger, self._replayed, self._moving = run, len(run.steps), False
+
+    def _check_settings(self, run: ledger.Ledger) -> None:
+        """Raise ValueError unless this trainer's settings are those of a run that is to go on."""
+        here, there = self._settings(), run.settings
+        for name in there | here:
+            if here.get(name) != there.get(name):
+                raise ValueError(
+                    f"{str(run.path)!r} is of a run with {name}={there.get(name)!r}, this one has {here.get(name)!r}: "
+                    "use the same settings to resume, or another output_dir to start anew."
+                )
 
     def _load_checkpoint(self, folder: Path, run: ledger.Ledger) -> None:
         from safetensors import SafetensorError
@@ -524,15 +680,20 @@ class ESTrainer:
             saved = json.loads((folder / "es_state.json").read_text())
             state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
             weights = load_file(folder / f"{self.args.precision}.safetensors")
+            best = load_file(folder / "best.safetensors") if "best" in saved else None
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
         if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
             raise ValueError(f"{str(folder)!r} is not of the run that {run.path} records: {remedy}")
-        for name, tensor in self.engine.weights.tensors().items():
-            tensor.copy_(weights[name])
-        if self._digest() != saved["weights"]:
-            raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
-        self.state, self.budget, self.counts = state, saved["budget"], saved["counts"]
+        if self.args.load_best_model_at_end and best is None and state.best_global_step is not None:
+            raise ValueError(f"{str(folder)!r} has no best weights (load_best_model_at_end was not set): {remedy}")
+        for expected, tensors in ((saved.get("best"), best), (saved["weights"], weights)):
+            if tensors is not None:
+                self._set_weights(tensors)
+                if self._digest() != expected:
+                    raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
+        self._best = (saved["best"], best) if self.args.load_best_model_at_end and best is not None else None
+        self.state, self.budget, self.counts = state, saved["budget"], self.counts | saved["counts"]
 
     def _check_continuity(self) -> None:
         """Raise RuntimeError if weights and ledger have parted: an interrupted update, or a step() in between."""
@@ -554,8 +715,9 @@ class ESTrainer:
     def _count(self, record: ledger.Step) -> None:
         if self.args.fitness != "random":
             prompts = int(self.train_prompts.lengths[self._indices(record.step)].sum())
-            self.budget["completions"] += self.args.population_size * self.prompts_per_step
-            self.budget["prompt_tokens"] += self.args.population_size * prompts
+            each = self.args.population_size * self.args.num_generations
+            self.budget["completions"] += each * self.prompts_per_step
+            self.budget["prompt_tokens"] += each * prompts
         self.budget["generated_tokens"] += record.tokens
         self.budget["core_seconds"] = record.core
         for name, count in record.counts.items():
@@ -590,7 +752,9 @@ class ESTrainer:
             "core_seconds": self.budget["core_seconds"],
         }
         if self.args.fitness != "random":
-            metrics["completions/mean_length"] = record.tokens / (n * self.prompts_per_step)
+            metrics["completions/mean_length"] = record.tokens / (n * self.prompts_per_step * self.args.num_generations)
+        metrics |= {name: self._at_step(name, record.step) for name in self._falling}
+        metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
         return record.log | metrics  # never over a metric of ours
 
 
@@ -622,58 +786,6 @@ class ESProgress(TrainerCallback):
 
 
 # ---- pure parts of the step
-
-
-def population(run_key: int, step: int, n: int) -> list[local.Member]:
-    """The members of a step.
-
-    Args:
-        run_key: of the run's noise.
-        step: 0, 1, ...
-        n: N, members.
-    """
-    return [local.Member(noise.member_key(run_key, step, i)) for i in range(n)]
-
-
-def coefficients(fitness: np.ndarray, alpha: float) -> np.ndarray | None:
-    """What each member's noise is multiplied by in the update, fl32(alpha z_n / N); None for a tied population.
-
-    Args:
-        fitness: (members,) reward units.
-        alpha: step size, 1/sigma digested.
-
-    Returns:
-        (members,) float32, weight units.
-
-    Raises:
-        ValueError: a coefficient that is not finite.
-
-    >>> coefficients(np.array([1.0, 3.0]), alpha=0.5), coefficients(np.array([2.0, 2.0]), alpha=0.5)
-    (array([-0.25,  0.25], dtype=float32), None)
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        z = standardise(fitness)
-        c = (alpha * z / len(z)).astype(np.float32)
-        finite = np.isfinite(c).all() and np.isfinite(np.var(fitness))
-    if not finite:
-        raise ValueError(f"the rewards {fitness.tolist()!s:.200} give no finite coefficients: scale the rewards down.")
-    return c if z.any() else None
-
-
-def standardise(fitness: np.ndarray) -> np.ndarray:
-    """z-scores over the population, in float64 with the population standard deviation; all zero if it is tied.
-
-    Args:
-        fitness: (members,) reward units.
-
-    >>> standardise(np.array([1.0, 3.0])), standardise(np.array([0.1 + 0.2, 0.3]))
-    (array([-1.,  1.]), array([0., 0.]))
-    """
-    fitness = np.asarray(fitness, dtype=np.float64)
-    deviation, scale = fitness.std(), np.abs(fitness).max()
-    if deviation <= 1e-12 * scale:  # differences of this size are rounding: a tie, whatever the reward's unit
-        return np.zeros_like(fitness)
-    return (fitness - fitness.mean()) / deviation
 
 
 def member_fitness(scored: Scored) -> float:
@@ -731,6 +843,10 @@ def _reporters(args: ESConfig) -> list[Callable]:
     return get_reporting_integration_callbacks(args.report_to)
 
 
+# arguments of from_pretrained that say where the files are
+_HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
+
+
 def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """A model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
 
@@ -738,15 +854,17 @@ def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | Non
         model: a model object, a folder, or a name on the Hub (float32 unless keywords say otherwise; weights from
             safetensors, no code from the Hub).
         tokenizer: its tokenizer; None: the one saved with the model.
-        keywords: further arguments of from_pretrained.
+        keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
+            ...) hold for the tokenizer, too.
 
     Raises:
         ValueError: the model cannot be found, or keywords are given for an object.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    origin = {}
     if isinstance(model, (str, os.PathLike)):
-        name = str(model)
+        name, origin = str(model), {k: v for k, v in (keywords or {}).items() if k in _HUB}
         looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if looks_like_path and not Path(name).is_dir():
             raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
@@ -756,16 +874,17 @@ def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | Non
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
+                f"fetched once, with a network, into a cache in the folder that HF_HOME names."
             ) from error
     elif keywords:
         raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
     if tokenizer is None:
-        origin = model.config._name_or_path
+        place = model.config._name_or_path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(origin)
+            tokenizer = AutoTokenizer.from_pretrained(place, **origin)
         except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer lies beside the model {origin!r}: give it as processing_class.") from error
+            raise ValueError(f"no tokenizer lies beside the model {place!r}: give it as processing_class.") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from evoalign_lib import es, noise
+from evoalign_lib import es, noise, update_rules
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 from evoalign_lib.tiny import MAX_COMPLETION_LENGTH
@@ -396,7 +396,7 @@ def fitness_correlation(fitness: np.ndarray, projections: np.ndarray) -> float:
     1.0
     """
     # z is what the step is made of: a tie is decided once, and by the same rule
-    z, s = es.standardise(fitness), es.standardise(projections)
+    z, s = update_rules.standardise(fitness), update_rules.standardise(projections)
     return float(np.clip(z @ s / len(z), -1, 1)) if z.any() and s.any() else math.nan
 
 
@@ -514,7 +514,7 @@ class ExactObjective:
         for i, key in enumerate(keys):
             noise.perturb(member, self.start, self.layout, int(key), sigma)
             values[i] = measure(member)
-        z = es.standardise(values)
+        z = update_rules.standardise(values)
         displacement = step(self.layout, keys, z, alpha)
         aligned, orthogonal = decompose(displacement, self.gradient)
         rho = fitness_correlation(values, projections(self.layout, keys, self.gradient))

@@ -8,7 +8,9 @@ model its name, dtype, parameters and digest. A digest is the SHA-256 of the wei
 canonical name, in the form that the setting `precision` says: the float32 master; with "inplace" the values in the
 model's dtype; with "kahan" each parameter's values, then its compensations. These two lose bits: a step's members leave
 their mark on the weights, of which `log` has the measure, and a replay passes over them all. `parameters` lists
-[name, shape], or [name with #, shape, n] for the n layers # = 0 .. n - 1.
+[name, shape], or [name with #, shape, n] for the n layers # = 0 .. n - 1. The format is 1, or 2 where a setting that
+the first readers did not know decides how rewards become weights (precision, noise, antithetic pairs, fitness shaping,
+schedules): they refuse such a run instead of replaying another one.
 
 Then a line a step, synced to disk before the weights move:
 
@@ -49,17 +51,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import noise
+from evoalign_lib import noise, update_rules
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, open_weights
 
-FORMAT = 1
+FORMATS = (1, 2)
 NAME = "ledger.jsonl"
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
-# Settings that older ledgers do not name, with the values that their runs had.
-_LATER = {"precision": "master", "noise": "gaussian"}
+# Settings that older ledgers do not name, with the values that their runs had: a reader of format 1 may know no others.
+_LATER = {
+    "precision": "master",
+    "noise": "gaussian",
+    "antithetic": False,
+    "fitness_shaping": "zscore",
+    "sigma_schedule": "constant",
+    "alpha_schedule": "constant",
+}
+# The same, of settings that do not enter the weights but by the rewards.
+_LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 
 
 class LedgerError(ValueError):
@@ -134,7 +145,7 @@ class Ledger:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the run, with the only values there were where an older header does not name one."""
-        return _LATER | self.header["settings"]
+        return _LATER | _LATER_EVALUATION | self.header["settings"]
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
@@ -190,9 +201,9 @@ class Ledger:
             OSError: the line cannot be written (a full disk); the file is then as it was before.
         """
         self._check(step)
-        settings = self.header["settings"]
+        settings = self.settings
         line: dict[str, Any] = {"step": step.step}
-        line |= encode_rewards(step.rewards, settings["prompts_per_step"])
+        line |= encode_rewards(step.rewards, settings["prompts_per_step"] * settings["num_generations"])
         line |= {"tokens": step.tokens, "seconds": step.seconds, "core": step.core}
         if counts := {name: n for name, n in step.counts.items() if n}:
             line["counts"] = counts
@@ -332,25 +343,34 @@ def _check_header(line: Any) -> None:
     if not isinstance(line, dict) or not line.keys() >= _HEADER:
         raise LedgerError("this is not the header of a ledger: the file has lost its first line, or is something else.")
     for what, found, known in (
-        ("format", line["evoalign_ledger"], FORMAT),
-        ("noise law", line["noise"], noise.NOISE_VERSION),
+        ("format", line["evoalign_ledger"], FORMATS),
+        ("noise law", line["noise"], (noise.NOISE_VERSION,)),
     ):
-        if found != known:
+        if found not in known:
             raise LedgerError(
-                f"the run has version {found!r} of the {what}, this evoalign has version {known}: use an evoalign that "
-                f"has version {found!r}."
+                f"the run has version {found!r} of the {what}, this evoalign has version "
+                f"{' and '.join(map(str, known))}: use an evoalign that has version {found!r}."
             )
     int(line["run_key"], 16), line["model"]["digest"].encode()
-    settings = line["settings"]
-    for name, least in (("population_size", 2), ("prompts_per_step", 1)):
+    settings = _LATER | _LATER_EVALUATION | line["settings"]
+    scheduled = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
+    whole = [("population_size", 2), ("prompts_per_step", 1), ("num_generations", 1)]
+    for name, least in whole + [("max_steps", 1)] * bool(scheduled):
         if not (isinstance(settings[name], int) and settings[name] >= least):
             raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
+    for name in scheduled:
+        fraction = settings[f"{name}_final_fraction"]
+        if not (isinstance(fraction, float | int) and 0 < fraction <= 1):
+            raise LedgerError(f"{name}_final_fraction is {fraction!r}: the header was edited.")
     for name in ("alpha", "sigma"):
         if not (isinstance(settings[name], float | int) and settings[name] > 0):
             raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
-    for name, known in (("precision", PRECISIONS), ("noise", noise.DISTRIBUTIONS)):
-        if (found := (_LATER | settings)[name]) not in known:
-            raise LedgerError(f"{name} is {found!r}, none of {known}: the header was edited.")
+    choices = {"precision": PRECISIONS, "noise": noise.DISTRIBUTIONS, "fitness_shaping": update_rules.SHAPINGS}
+    choices |= dict.fromkeys(("sigma_schedule", "alpha_schedule"), update_rules.SCHEDULES)
+    choices["antithetic"] = (False,) if settings["population_size"] % 2 else (False, True)
+    for name, known in choices.items():
+        if settings[name] not in known:
+            raise LedgerError(f"{name} is {settings[name]!r}, none of {known}: the header was edited.")
 
 
 def _take(ledger: Ledger, line: Any, text: bytes) -> None:
@@ -487,14 +507,15 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
     """The header of a run that starts now.
 
     Args:
-        settings: of the run; population_size, sigma, alpha, prompts_per_step, precision and noise are read again.
+        settings: of the run. Read again are population_size, sigma, alpha, prompts_per_step, those of `_LATER` and
+            num_generations, and of schedules max_steps, sigma_final_fraction and alpha_final_fraction.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of its parameters.
         weights: digest of the starting weights.
     """
     return {
-        "evoalign_ledger": FORMAT,
+        "evoalign_ledger": FORMATS[any(settings.get(name, value) != value for name, value in _LATER.items())],
         "noise": noise.NOISE_VERSION,
         "run_key": f"{run_key:#018x}",
         "settings": dict(settings),
@@ -560,14 +581,19 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
 
 
 def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
-    from evoalign_lib.es import coefficients, population
-
     settings, key = ledger.settings, int(ledger.header["run_key"], 16)
-    members = population(key, record.step, settings["population_size"])
-    weights.retrace(members, settings["sigma"])
-    c = coefficients(record.rewards, settings["alpha"])
+    members = update_rules.population(key, record.step, settings["population_size"], settings["antithetic"])
+    weights.retrace(members, _at_step(settings, "sigma", record.step))
+    alpha = _at_step(settings, "alpha", record.step)
+    c = update_rules.coefficients(record.rewards, alpha, settings["fitness_shaping"], settings["antithetic"])
     if c is not None:
-        weights.update(np.array([m.key for m in members], np.uint64), c)
+        weights.update(np.array([m.key for m in members if m.sign == 1], np.uint64), c)
+
+
+def _at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
+    """sigma or alpha of a step."""
+    final_fraction, max_steps = settings.get(f"{name}_final_fraction"), settings.get("max_steps")
+    return update_rules.scheduled(settings[name], settings[f"{name}_schedule"], final_fraction, step, max_steps)
 
 
 def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:

@@ -237,6 +237,36 @@ def normals(
     return window.reshape(tuple(shape)) if rows is None and cols is None else window
 
 
+def sampling_key(run_key: int, step: int) -> int:
+    """Key of a step's sampling, which all members share: the member key of the last pair index, which no member has."""
+    return member_key(run_key, step, (1 << 32) - 1)
+
+
+def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.ndarray:
+    """Numbers for sampling tokens by inversion, uniform over the multiples of 2^-24 in [0, 1): stream 4 of the law.
+
+    Word w_i of the counter (q, row, sample, 4) gives position 4q + i: (w >> 8) 2^-24.
+
+    Args:
+        key: 64-bit key, as of `sampling_key`.
+        rows: (rows,) numbers of the prompts, below 2^32; the numbers of one do not depend on the others.
+        length: positions a row.
+        sample: which completion of the prompt, below 2^32.
+
+    Returns:
+        float32 (rows, length).
+
+    Raises:
+        ValueError: key or sample out of range.
+    """
+    key, sample = _unsigned("key", key, 64), _unsigned("sample", sample, 32)
+    counter = np.empty((len(rows), -(-length // 4), 4), np.uint32)
+    counter[..., 0], counter[..., 1] = np.arange(counter.shape[1]), np.asarray(rows)[:, None]
+    counter[..., 2], counter[..., 3] = sample, 4
+    words = philox4x32(counter, (key & 0xFFFFFFFF, key >> 32))
+    return ((words >> 8).astype(np.float32) * np.float32(2**-24)).reshape(len(rows), -1)[:, :length]
+
+
 def _law(distribution: str, ids: np.ndarray) -> tuple[int, np.ndarray]:
     """The number of the distribution in the kernels, and the ids that they shall use."""
     _choose("distribution", distribution, DISTRIBUTIONS)

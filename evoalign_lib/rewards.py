@@ -3,7 +3,8 @@
 A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyword with `prompts`, `completions`,
 `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and every other column of the data set, and returns a
 number (or None: not applicable) for each completion. Rewards are maximised. `log_extra`, which fills TRL's table of
-completions, does nothing here: no such table is kept.
+completions, does nothing here: no such table is kept. The `trainer_state` of `ESTrainer` has an empty log_history: the
+state goes to the worker processes with every member, and a log would grow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import signal
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +28,20 @@ RewardFunction = Callable[..., Sequence[float | None]]
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
+# kinds of single rewards that are counted
+KINDS = ("none", "nan", "exception", "timeout")
+
+
 class RewardError(RuntimeError):
     """A reward function failed where no floor is declared for it."""
+
+
+class RewardTimeout(RuntimeError):
+    """A call of a reward function took longer than its time limit."""
+
+
+class _TimeIsUp(BaseException):
+    """Raised inside a reward function; no Exception, lest the function take it for a failure of its own."""
 
 
 @dataclass
@@ -36,8 +52,8 @@ class Scored:
         rewards: (completions,) float64; NaN where no function applied (all returned None).
         functions: name -> (mean, population standard deviation) of each function's own rewards.
         metrics: what the functions logged by `log_metric`: name -> values, in call order.
-        counts: how many single rewards were "nan" (or infinite) or "exception", which score the floor, or "none", which
-            are left out.
+        counts: how many single rewards were "nan" (or infinite), "exception" or "timeout", which score the floor, or
+            "none", which are left out.
     """
 
     rewards: np.ndarray
@@ -52,13 +68,19 @@ class Rewards:
     Args:
         functions: a reward function or a list of them.
         weights: one weight a function (default: all 1); the reward is the weighted sum over the functions that applied.
-        floor: what a NaN, an infinity or an exception scores. None: the function, or its module, declares
+        floor: what a NaN, an infinity, an exception or a time-out scores. None: the function, or its module, declares
             `REWARD_FLOOR`, as every task of this library does; a function without one stops the run at its first
             failure, naming the prompt.
+        timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
+            scored once more, one completion at a time with the same limit each, so that only the culprits fail and can
+            be named: (completions + 1) * timeout at the worst. The limit is a signal (SIGALRM), for which reason it
+            works in the main thread of a process, outside Windows, and ends Python code, not a call into a C library
+            that does not return. It reaches the function as an exception that `except Exception` does not catch.
 
     Raises:
         TypeError: something that is not callable was given, or an asynchronous function.
-        ValueError: no function, as many weights as functions were not given, or a weight or floor is not finite.
+        ValueError: no function, as many weights as functions were not given, a weight or floor is not finite, or a
+            timeout that is no positive number or on a system that has no such signal.
     """
 
     def __init__(
@@ -66,6 +88,7 @@ class Rewards:
         functions: RewardFunction | Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         floor: float | None = None,
+        timeout: float | None = None,
     ):
         several = isinstance(functions, Sequence) and not isinstance(functions, str)
         self.functions = list(functions) if several else [functions]
@@ -89,7 +112,20 @@ class Rewards:
             for number in numbers:
                 if number is not None and not math.isfinite(number):
                     raise ValueError(f"{name} holds {number}: give finite numbers.")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+            raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
+        if timeout is not None and not hasattr(signal, "setitimer"):
+            raise ValueError(f"reward_timeout={timeout} needs signals, which this system does not have: set None.")
+        self.timeout = timeout
         self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
+
+    def check_timeout(self) -> None:
+        """Raise RuntimeError where a timeout is set and cannot work: in a thread that is not the main one."""
+        if self.timeout is not None and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"reward_timeout={self.timeout} works in the main thread of a process only, not in "
+                f"{threading.current_thread().name!r}: call from the main thread, or set reward_timeout=None."
+            )
 
     def __call__(
         self,
@@ -112,25 +148,27 @@ class Rewards:
             ValueError: a function returned another number of rewards than it got completions.
             TypeError: a function does not take the columns, or returned something that is no list of numbers.
             RewardError: a function failed and no floor is declared.
+            RuntimeError: a timeout outside the main thread.
         """
+        self.check_timeout()
         n = len(completions)
         metrics: dict[str, list[float]] = {}
-        counts = {"none": 0, "nan": 0, "exception": 0}
+        counts = dict.fromkeys(KINDS, 0)
         total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
 
         for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
 
             def call(items: slice, function=function) -> Sequence[float | None]:
                 logged = []
-                result = function(
-                    prompts=list(prompts[items]),
-                    completions=list(completions[items]),
-                    completion_ids=list(completion_ids[items]),
-                    trainer_state=trainer_state,
-                    log_metric=lambda metric, value: logged.append((metric, float(value))),
-                    log_extra=lambda *arguments, **keywords: None,
-                    **{key: list(values[items]) for key, values in columns.items()},
-                )
+                arguments = {
+                    "prompts": list(prompts[items]),
+                    "completions": list(completions[items]),
+                    "completion_ids": list(completion_ids[items]),
+                    "trainer_state": trainer_state,
+                    "log_metric": lambda metric, value: logged.append((metric, float(value))),
+                    "log_extra": lambda *arguments, **keywords: None,
+                } | {key: list(values[items]) for key, values in columns.items()}
+                result = _within(self.timeout, lambda: function(**arguments))
                 # only a call that succeeded counts: the completions of one that failed are scored once more, singly
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
@@ -144,6 +182,34 @@ class Rewards:
             if has.any():
                 functions[name] = (float(values[has].mean()), float(values[has].std()))
         return Scored(np.where(applied, total, np.nan), functions, metrics, counts)
+
+
+def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
+    """The result of a call, or RewardTimeout after so many seconds; a timer and handler of others are put back."""
+    if seconds is None:
+        return call()
+    running, started = True, time.monotonic()
+
+    def interrupt(number, frame):
+        if running:  # else the call has just returned
+            raise _TimeIsUp
+
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # somebody else's timer waits
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return call()
+        finally:
+            running = False
+    except _TimeIsUp:
+        raise RewardTimeout(f"no result within {seconds} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if delay:  # the other timer may be overdue by now
+            delay = max(delay - (time.monotonic() - started), 1e-6)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        signal.setitimer(signal.ITIMER_REAL, delay, interval)
 
 
 def _unwrapped(function: RewardFunction) -> RewardFunction:
@@ -185,7 +251,7 @@ def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: d
             except Exception as failure:
                 if floor is None:
                     raise RewardError(_failure(name, _shown(prompts[i]), repr(failure))) from failure
-                counts["exception"] += 1
+                counts["timeout" if isinstance(failure, RewardTimeout) else "exception"] += 1
                 single = [floor]
             raw += _checked_length(single, 1, name)
         if floor is None:

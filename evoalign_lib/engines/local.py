@@ -58,11 +58,11 @@ class Evaluation:
     """What one member did on the prompts of a step."""
 
     scored: Scored
-    """rewards of its completions, (prompts,)"""
+    """rewards of its completions, (completions,): one a prompt, or several samples of each in turn"""
     lengths: np.ndarray
-    """(prompts,) generated tokens, the end token included"""
+    """(completions,) generated tokens, the end token included"""
     clipped: np.ndarray
-    """(prompts,) bool: no end token within the limit"""
+    """(completions,) bool: no end token within the limit"""
     core_seconds: float
     """CPU time of the worker"""
 
@@ -230,20 +230,23 @@ class LocalEngine:
         name: str,
         indices: np.ndarray,
         trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
     ) -> list[Evaluation]:
-        """Evaluate a population; every member decodes the same prompts greedily.
+        """Evaluate a population; every member decodes the same prompts, under one perturbation however many chunks.
 
         Args:
             members: (members,) keys and signs.
             sigma: standard deviation of the perturbation, weight units.
             name: which prompts.
             indices: rows of them.
-            trainer_state: passed to the reward functions.
+            trainer_state: passed to the reward functions, pickled with every member.
+            sampling: None for greedy decoding; else the key of the random numbers, which are the same for every member
+                (see `noise.uniforms`), and the number of completions a prompt, at temperature 1.
 
         Returns:
             (members,) in the order of `members`.
         """
-        tasks = [(_evaluate, (i, m, sigma, name, indices, trainer_state)) for i, m in enumerate(members)]
+        tasks = [(_evaluate, (i, m, sigma, name, indices, trainer_state, sampling)) for i, m in enumerate(members)]
         return self._run(tasks)
 
     def generate(
@@ -443,11 +446,23 @@ def _start_worker(parent: int) -> None:
 
 
 def _evaluate(
-    engine_id: int, index: int, member: Member, sigma: float, name: str, indices: np.ndarray, state: Any
+    engine_id: int,
+    index: int,
+    member: Member,
+    sigma: float,
+    name: str,
+    indices: np.ndarray,
+    state: Any,
+    sampling: tuple[int, int] | None,
 ) -> Evaluation:
     engine, started = _ENGINES[engine_id], time.process_time()
+    uniforms = None
+    if sampling is not None:
+        key, samples = sampling
+        drawn = [noise.uniforms(key, indices, engine.max_completion_length, sample) for sample in range(samples)]
+        indices, uniforms = np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, engine.max_completion_length)
     with engine.weights.member(member.key, sigma, member.sign) as weights:
-        ids = engine._decode(weights, name, indices, None)
+        ids = engine._decode(weights, name, indices, uniforms)
     completions = engine._completions(ids)
     try:
         scored = score(engine.rewards, engine.prompts[name], indices, completions, state)

@@ -9,7 +9,7 @@ import pytest
 
 from evoalign_lib import experiments, noise, paths
 from evoalign_lib.engines.local import Member
-from evoalign_lib.es import standardise
+from evoalign_lib.update_rules import standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 

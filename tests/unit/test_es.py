@@ -1,9 +1,11 @@
 """ESConfig and ESTrainer: what they refuse, what a step does, and the surface of a Hugging Face trainer."""
 
+import concurrent.futures
 import copy
 import dataclasses
 import json
 import math
+import os
 import pickle
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, random_model, tokenizer
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -26,8 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from evoalign_lib import noise
-from evoalign_lib.es import ESConfig, ESTrainer, load_model, standardise, step_indices
+from evoalign_lib import ledger, noise
+from evoalign_lib.es import ESConfig, ESTrainer, load_model, step_indices
 from evoalign_lib.rewards import RewardError
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
@@ -104,12 +106,20 @@ BAD_VALUES = [
     ("weight_decay", 0.1, "ES has no optimiser"),
     ("adam_beta2", 0.99, "ES has no optimiser"),
     ("optim", "sgd", "ES has no optimiser"),
-    ("lr_scheduler_type", "cosine", "alpha is constant"),
-    ("warmup_steps", 3, "alpha is constant"),
+    ("lr_scheduler_type", "cosine", "the step size of ES is alpha; see alpha_schedule"),
+    ("warmup_steps", 3, "alpha starts at its full value"),
     ("gradient_checkpointing", True, "stores no activations"),
     ("bf16", True, "the master is float32"),
     ("fp16", True, "the master is float32"),
-    ("load_best_model_at_end", True, "has no effect on ES"),
+    ("fitness_shaping", "ranks", r"fitness_shaping='ranks' is not one of .*Did you mean 'centred_ranks'\?"),
+    ("sigma_schedule", "cosin", r"Did you mean 'cosine'\?"),
+    ("alpha_final_fraction", 0.5, "alpha_final_fraction=0.5 has no effect while alpha is constant: set"),
+    ("sigma_final_fraction", 0.0, "sigma_final_fraction=0.0 must be above 0 and at most 1"),
+    ("sampling", "random", r"sampling='random' is not one of \['greedy', 'common'\]"),
+    ("num_generations", 0, "num_generations=0 must be a whole number of at least 1"),
+    ("num_generations", 2, "num_generations=2 greedy completions of a prompt are all alike: set sampling='common'"),
+    ("load_best_model_at_end", True, "needs evaluations: set eval_strategy='steps' and eval_steps"),
+    ("save_strategy", "best", "save_strategy='best' needs metric_for_best_model, such as 'reward'"),
     ("push_to_hub", True, "has no effect on ES"),
     ("eval_on_start", True, "has no effect on ES"),
 ]
@@ -124,7 +134,7 @@ def test_bad_values_are_named(name, value, message):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("num_generations", "if it is a setting of GRPO alone, remove it"),
+        ("scale_rewards", "if it is a setting of GRPO alone, remove it"),
         ("beta", "if it is a setting of GRPO alone, remove it"),
         ("populaton_size", r"did you mean 'population_size'\?"),
     ],
@@ -164,8 +174,10 @@ def test_a_config_goes_to_json_and_back(tmp_path):
     saved = json.loads(json.dumps(c.to_dict()))
     own = {f.name for f in dataclasses.fields(ESConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert own == {
-        "population_size", "sigma", "alpha", "prompts_per_step", "max_completion_length", "fitness", "arm",
-        "reward_weights", "reward_floor", "workers", "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs",
+        "population_size", "sigma", "alpha", "antithetic", "fitness_shaping", "sigma_schedule", "sigma_final_fraction",
+        "alpha_schedule", "alpha_final_fraction", "prompts_per_step", "sampling", "num_generations",
+        "max_completion_length", "fitness", "arm", "reward_weights", "reward_floor", "reward_timeout", "workers",
+        "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs",
     }  # fmt: skip
     again = ESConfig(**{name: saved[name] for name in own})
     assert {name: getattr(again, name) for name in own} == {name: getattr(c, name) for name in own}
@@ -241,6 +253,35 @@ def test_a_model_that_does_not_exist(name, tmp_path):
         ESTrainer(name, token_sum, config(tmp_path), ROWS)
 
 
+def test_a_name_on_the_hub_that_is_not_in_the_cache(tmp_path):
+    with pytest.raises(
+        ValueError, match="'nobody/no-model' is neither .* into a cache in the folder that HF_HOME names"
+    ):
+        ESTrainer("nobody/no-model", token_sum, config(tmp_path), ROWS)
+
+
+def cached(folder: Path, name: str, revisions: dict[str, int]) -> None:
+    """Lay out a cache of the Hub: for each revision a model of another seed, and a tokenizer that tells which."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    for i, (revision, seed) in enumerate(revisions.items()):
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(f"{i:040x}")
+        random_model(seed=seed).save_pretrained(repository / f"snapshots/{i:040x}")
+        tokenizer().save_pretrained(repository / f"snapshots/{i:040x}")
+        settings = repository / f"snapshots/{i:040x}/tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 100 + seed}))
+
+
+def test_a_name_on_the_hub_and_its_revision(tmp_path):
+    cached(tmp_path / "hub", "someone/model", {"main": 2, "other": 7})
+    name, keywords = "someone/model", {"cache_dir": str(tmp_path / "hub")}
+    for revision, seed in ((None, 2), ("main", 2), ("other", 7)):
+        chosen = keywords | ({"revision": revision} if revision else {})
+        tested = ESTrainer(name, token_sum, config(tmp_path, model_init_kwargs=chosen), ROWS)
+        assert weights(tested.model) == weights(random_model(seed=seed))
+        assert tested.processing_class.model_max_length == 100 + seed
+
+
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="is neither a folder with a model nor"):
         ESTrainer(str(tmp_path), token_sum, config(tmp_path), ROWS)
@@ -290,6 +331,35 @@ def test_a_failing_reward_stops_the_run_and_names_member_and_prompt(tmp_path):
     floored = trainer(tmp_path, fails, reward_floor=-1.0)
     floored.train()
     assert floored.counts["exception"] == 2 * 4 and floored.counts["tied"] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_failures_of_a_step_are_logged_recorded_and_counted(tmp_path, workers):
+    def mixed(completions, number, trainer_state, **columns):
+        if len(completions) == 1 and number[0] == 1:
+            raise KeyError("no such answer")
+        while trainer_state.global_step == 1 and number[0] == 2:
+            pass
+        if len(completions) > 1:
+            raise MemoryError
+        return [{3: math.nan, 4: None}.get(number[0], float(len(completions[0])))]
+
+    tested = trainer(tmp_path, mixed, reward_floor=-1.0, reward_timeout=0.1, population_size=2, workers=workers)
+    tested.train()
+    tested.engine.close()
+    kinds = ("none", "nan", "exception", "timeout")
+    logs = tested.state.log_history
+    assert [[log.get(f"rewards/{kind}") for kind in kinds] for log in logs] == [[2, 2, 2, None], [2, 2, 2, 2]]
+    assert tested.counts == {"tied": tested.counts["tied"], "none": 4, "nan": 4, "exception": 4, "timeout": 2}
+    steps = ledger.read(Path(tested.args.output_dir) / ledger.NAME).steps
+    assert [step.counts for step in steps] == [{"none": 2, "nan": 2, "exception": 2}, dict.fromkeys(kinds, 2)]
+
+
+def test_a_time_out_in_a_thread_is_refused_before_any_work(tmp_path):
+    tested = trainer(tmp_path, reward_timeout=1.0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="in the main thread"):
+        pool.submit(tested.train).result()
+    assert tested.state.global_step == 0 and tested.budget["core_seconds"] == 0
 
 
 def test_a_step_on_which_no_reward_applies(tmp_path):
@@ -439,42 +509,6 @@ def test_step_indices_change_with_epoch_and_seed():
     assert step_indices(5, 5, 3, 7).tolist() == [0, 1, 2, 3, 4]
 
 
-FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
-
-
-@given(FITNESS)
-def test_standardise_has_mean_zero_and_deviation_one(fitness):
-    z = standardise(fitness)
-    assert z.dtype == np.float64 and z.shape == fitness.shape
-    if not z.any():
-        assert np.ptp(fitness) <= 1e-5 * max(1, np.abs(fitness).max())
-        return
-    assert abs(z.mean()) < 1e-3 and z.std() == pytest.approx(1, abs=1e-3)
-    order = np.argsort(fitness, kind="stable")
-    assert (np.diff(z[order]) >= 0).all()  # the best member stays the best
-
-
-@given(FITNESS, st.floats(-1e3, 1e3), st.floats(1e-2, 1e2))
-def test_standardise_forgets_shift_and_scale(fitness, shift, scale):
-    assume(fitness.std() > 1e-3)
-    assert standardise(shift + scale * fitness) == pytest.approx(standardise(fitness), abs=1e-4)
-    assert standardise(-fitness) == pytest.approx(-standardise(fitness))
-
-
-@given(st.floats(-1e6, 1e6), st.integers(2, 30), st.integers(0, 1000))
-def test_ties_with_float_noise_are_ties(value, n, seed):
-    # sums of the same rewards in different orders
-    jitter = np.random.default_rng(seed).integers(-2, 3, n) * np.spacing(value)
-    assert not standardise(value + jitter).any()
-
-
-def test_a_single_success_is_no_tie():
-    z = standardise(np.array([0.0] * 29 + [1 / 2000]))
-    assert z[29] == pytest.approx(math.sqrt(29)) and z[0] == pytest.approx(-1 / math.sqrt(29))
-    # nor is it on top of a reward that every member gets
-    assert standardise(np.array([100.0] * 29 + [100 + 1e-4])) == pytest.approx(z, abs=1e-6)
-
-
 # ---- logs, callbacks, evaluation
 
 
@@ -509,9 +543,10 @@ def test_what_is_logged(tmp_path):
     used = np.concatenate([step_indices(8, 3, 42, step) for step in range(4)])
     assert tested.budget["prompt_tokens"] == 4 * sum(lengths[i] for i in used)
     assert logs[-1]["num_tokens"] == tested.budget["generated_tokens"] + tested.budget["prompt_tokens"]
-    # 8 prompts, 3 a step: three steps an epoch
-    assert [log["epoch"] for log in logs] == [round(s / 3, 4) for s in (1, 2, 3, 4)]
-    assert tested.counts["none"] == 48
+    # 8 prompts, 3 a step
+    assert [log["epoch"] for log in logs] == [0.375, 0.75, 1.125, 1.5]
+    assert tested.counts["none"] == 48 and [log["rewards/none"] for log in logs] == [12] * 4
+    assert not {"rewards/nan", "rewards/exception", "rewards/timeout", "sigma", "alpha"} & set(logs[0])
     json.dumps(logs)
 
 
@@ -785,7 +820,7 @@ import sys
 for name in ("trl", "datasets", "pooch", "papermill", "pandas", "matplotlib", "seaborn", "statsmodels", "tensorboard"):
     sys.modules[name] = None
 sys.path.insert(0, sys.argv[1])
-from helpers import random_model, tokenizer
+from helpers import tokenizer
 from evoalign_lib import es, noise, tiny
 from evoalign_lib.engines import local
 from evoalign_lib.tasks import countdown
@@ -793,17 +828,22 @@ from evoalign_lib.tasks import countdown
 config = es.ESConfig(output_dir=sys.argv[2], population_size=2, sigma=0.1, max_steps=1, max_completion_length=3,
                      workers=2, disable_tqdm=True)
 rows = countdown.dataset(tiny.problems("train", 2), tokenizer())
-trainer = es.ESTrainer(random_model(), countdown.reward, config, rows, None, tokenizer())
+trainer = es.ESTrainer("someone/model", countdown.reward, config, rows)
 trainer.train()
 print(trainer.state.global_step)
 """
 
 
 def test_training_needs_torch_and_transformers_only(tmp_path):
-    """A GPU image without the other requirements imports and runs the trainer."""
+    """A GPU image without the other requirements imports the trainer, and runs it on a model in the Hub's cache."""
+    cached(tmp_path / "home/hub", "someone/model", {"main": 2})
     tests = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
-        [sys.executable, "-c", BARE, tests, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", BARE, tests, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
     )
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
     assert "Error" not in done.stderr  # the workers end quietly with the interpreter

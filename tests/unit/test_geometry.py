@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from evoalign_lib import es, geometry, noise, tiny
+from evoalign_lib import geometry, noise, tiny, update_rules
 from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
@@ -283,7 +283,7 @@ def test_a_linear_fitness_has_the_predicted_cosine():
         s = geometry.projections(LAYOUT, keys, g)
         assert geometry.fitness_correlation(3 * s + 2, s) == pytest.approx(1)
         assert geometry.fitness_correlation(-s, s) == pytest.approx(-1)
-        step = geometry.step(LAYOUT, keys, es.standardise(s), 0.1)
+        step = geometry.step(LAYOUT, keys, update_rules.standardise(s), 0.1)
         cosines.append(geometry.cosine(step, g))
         norms.append(np.linalg.norm(step.astype(float)))
     # the aligned part is alpha, the rest alpha sqrt((d - 1) / N): together sqrt(N / (N + d - 1)), about sqrt(N / d)
@@ -297,7 +297,7 @@ def test_the_cosine_of_any_fitness_follows_from_rho():
         keys, n = keys_of(repeat, 12), 12
         fitness = np.random.default_rng(repeat).standard_normal(n)
         s = geometry.projections(LAYOUT, keys, g)
-        step = geometry.step(LAYOUT, keys, es.standardise(fitness), 0.1)
+        step = geometry.step(LAYOUT, keys, update_rules.standardise(fitness), 0.1)
         norm = np.linalg.norm(step.astype(float))
         # unrelated fitness: the norm is that of a random step
         assert norm == pytest.approx(0.1 * math.sqrt(LAYOUT.d / n), rel=0.2)

@@ -24,9 +24,10 @@ from typer.testing import CliRunner
 
 from evoalign_lib import experiments, ledger, noise, tiny
 from evoalign_lib.cli import app
-from evoalign_lib.es import ESConfig, ESTrainer, population
+from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
+from evoalign_lib.update_rules import population
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 

@@ -326,6 +326,46 @@ def test_the_seed_changes_the_noise_and_repetition_does_not():
 # Layout
 
 
+# ---- numbers for sampling
+
+
+def philox(counter: list[int], key: int) -> list[int]:
+    """Ten rounds of Philox4x32 in Python's integers (Salmon et al. 2011, section 3.3)."""
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        p, q = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (q >> 32) ^ c1 ^ k0, q & 0xFFFFFFFF, (p >> 32) ^ c3 ^ k1, p & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def test_uniforms_by_hand():
+    key, rows = noise.sampling_key(run_key("es", 1), 7), np.array([3, 0, 2**32 - 1])
+    found = noise.uniforms(key, rows, 10, sample=5)
+    assert found.dtype == np.float32 and found.shape == (3, 10)
+    for row, numbers in zip(rows.tolist(), found.tolist(), strict=True):
+        words = [w for quad in range(3) for w in philox([quad, row, 5, 4], key)]
+        assert numbers == [(w >> 8) / 2**24 for w in words[:10]]
+
+
+def test_uniforms_are_uniform_and_differ_by_step_row_sample_and_position():
+    root = run_key("es", 1)
+    numbers = [
+        noise.uniforms(noise.sampling_key(root, step), np.arange(50), 40, sample)
+        for step in (0, 1)
+        for sample in (0, 1)
+    ]
+    flat = np.concatenate([n.ravel() for n in numbers])
+    assert flat.min() >= 0 and flat.max() < 1
+    assert stats.kstest(flat, "uniform").pvalue > 1e-3
+    assert len(np.unique(flat)) > 0.999 * len(flat)
+    # a row's numbers depend on nothing but itself
+    assert (noise.uniforms(noise.sampling_key(root, 1), np.array([7]), 9, 1) == numbers[3][7:8, :9]).all()
+    # and no member of any population has the key
+    assert noise.sampling_key(root, 1) not in {member_key(root, 1, i) for i in range(10_000)}
+
+
 def test_layout_places_tensors_on_multiples_of_16():
     layout = Layout.from_shapes([("a", (3, 5)), ("b", ()), ("c", (2, 4, 2)), ("d", (17,))])
     assert [(e.name, e.shape, e.rows, e.cols, e.offset) for e in layout.entries] == [

@@ -1,8 +1,11 @@
 """Reward functions: one way of calling them, floors for failures, and errors that name what went wrong."""
 
+import concurrent.futures
 import functools
 import math
+import signal
 import sys
+import time
 import types
 
 import numpy as np
@@ -79,7 +82,7 @@ def test_no_completions():
 def test_none_is_left_out_of_the_sum_and_counted():
     scored = score(Rewards([length, only_upper], weights=[2.0, 10.0]), ["aa", "BB"])
     assert scored.rewards.tolist() == [4.0, 14.0]
-    assert scored.counts == {"none": 1, "nan": 0, "exception": 0}
+    assert scored.counts == {"none": 1, "nan": 0, "exception": 0, "timeout": 0}
 
 
 def test_none_from_every_function_is_nan_even_with_a_floor():
@@ -112,14 +115,14 @@ def test_weighted_sum_over_the_functions_that_apply(table, weights):
 def test_a_reward_that_is_not_finite_scores_the_floor(bad):
     scored = score(Rewards(lambda **kw: [1.0, bad], floor=-0.5), ["a", "b"])
     assert scored.rewards.tolist() == [1.0, -0.5]
-    assert scored.counts == {"none": 0, "nan": 1, "exception": 0}
+    assert scored.counts == {"none": 0, "nan": 1, "exception": 0, "timeout": 0}
 
 
 def test_an_exception_costs_only_the_completion_that_raised_it():
     # a ValueError among them: a parser's commonest, and no error of the run
     scored = score(Rewards(parse, floor=-1.0), ["1.5", "x", "2", "", "nan"])
     assert scored.rewards.tolist() == [1.5, -1.0, 2.0, -1.0, -1.0]
-    assert scored.counts == {"none": 0, "nan": 1, "exception": 2}
+    assert scored.counts == {"none": 0, "nan": 1, "exception": 2, "timeout": 0}
 
 
 def test_the_floor_is_weighted_like_any_reward():
@@ -286,3 +289,98 @@ def test_conversational_completions_reach_the_function_as_they_are():
     scored = score(Rewards(countdown.reward), completions, columns, prompts=prompts)
     assert scored.rewards.tolist() == [1.1, 0.0]
     assert scored.functions == {"reward": (pytest.approx(0.55), pytest.approx(0.55))}
+
+
+# ---- time-outs
+
+
+def hangs_on_x(completions, log_metric, **columns):
+    """What a parser without a limit does; as many users do, it takes any exception for a wrong answer."""
+    for c in completions:
+        try:
+            while c == "x":
+                pass
+        except Exception:
+            return [0.5] * len(completions)
+    log_metric("scored", len(completions))
+    return [float(len(c)) for c in completions]
+
+
+@pytest.fixture
+def alarms():
+    """The signal's handler and timer, which a limit has to leave as they were."""
+    heard = []
+    previous = signal.signal(signal.SIGALRM, lambda *arguments: heard.append(time.monotonic()))
+    yield heard
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_time_out_costs_only_the_completion_that_hangs(alarms):
+    handler = signal.getsignal(signal.SIGALRM)
+    started = time.monotonic()
+    scored = score(Rewards(hangs_on_x, floor=-1.0, timeout=0.1), ["a", "x", "bbb"])
+    assert 0.2 <= time.monotonic() - started < 5  # the batch, then the culprit alone
+    assert scored.rewards.tolist() == [1.0, -1.0, 3.0]
+    assert scored.counts == {"none": 0, "nan": 0, "exception": 0, "timeout": 1}
+    assert scored.metrics == {"scored": [1.0, 1.0]}
+    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    time.sleep(0.15)
+    assert alarms == []
+
+
+def test_a_time_out_without_a_floor_names_the_prompt():
+    with pytest.raises(RewardError, match=r"'hangs_on_x' gave RewardTimeout\('no result within 0.05 s'\) on prompt 'p"):
+        score(Rewards(hangs_on_x, timeout=0.05), ["a", "x"])
+    assert score(Rewards(hangs_on_x, timeout=30), ["a", "bb"]).rewards.tolist() == [1.0, 2.0]
+
+
+def test_a_batch_that_is_slow_though_no_completion_is():
+    def slow(completions, **columns):
+        time.sleep(0.04 * len(completions))
+        return [1.0] * len(completions)
+
+    scored = score(Rewards(slow, floor=0.0, timeout=0.1), ["a"] * 4)
+    assert scored.rewards.tolist() == [1.0] * 4 and scored.counts["timeout"] == 0
+    with pytest.raises(RewardError, match="'no result within 0.1 s'.* on 4 prompts at once, though on none alone"):
+        score(Rewards(slow, timeout=0.1), ["a"] * 4)
+
+
+def test_the_timer_of_somebody_else_goes_on(alarms):
+    started = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    score(Rewards(hangs_on_x, floor=0.0, timeout=0.05), ["x"])
+    assert alarms == [] and 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 0.25
+    time.sleep(0.4)
+    assert len(alarms) == 1 and 0.3 <= alarms[0] - started < 0.6
+    # one that falls due meanwhile comes late, not never
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    score(Rewards(hangs_on_x, floor=0.0, timeout=0.1), ["x"])
+    time.sleep(0.05)
+    assert len(alarms) == 2
+
+
+def test_an_exception_leaves_no_timer_behind(alarms):
+    scored = score(Rewards(parse, floor=-1.0, timeout=0.2), ["1", "y"])
+    assert scored.counts["exception"] == 1 and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_time_out_outside_the_main_thread_is_refused():
+    rewards = Rewards(hangs_on_x, floor=-1.0, timeout=0.05)
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="side") as pool:
+        with pytest.raises(RuntimeError, match="reward_timeout=0.05 works in the main thread .*not in 'side_0'.*None"):
+            pool.submit(score, rewards, ["a"]).result()
+        assert pool.submit(score, Rewards(hangs_on_x), ["a"]).result().rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "3"])
+def test_a_bad_time_out(timeout):
+    with pytest.raises(ValueError, match=f"reward_timeout={timeout!r} must be a positive number of seconds, or None"):
+        Rewards(length, timeout=timeout)
+
+
+def test_a_system_without_the_signal(monkeypatch):
+    monkeypatch.delattr(signal, "setitimer")
+    with pytest.raises(ValueError, match="reward_timeout=3 needs signals, which this system does not have: set None"):
+        Rewards(length, timeout=3)
+    assert score(Rewards(length), ["ab"]).rewards.tolist() == [2.0]

@@ -1,0 +1,131 @@
+"""The formulas of an ES step: its members, what a reward counts for, the coefficients of the update, and schedules.
+
+They are functions of a run's settings, the step and its rewards alone: the trainer moves the weights by them, and a
+replay (`evoalign_lib.ledger`) does it again. Every variant is off by default.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from evoalign_lib import noise
+from evoalign_lib.engines.local import Member
+
+SHAPINGS = ("zscore", "centred_ranks")
+SCHEDULES = ("constant", "linear", "cosine")
+_TIE = 1e-12  # of the largest reward: differences of this size are rounding, whatever the reward's unit
+
+
+def population(run_key: int, step: int, n: int, antithetic: bool = False) -> list[Member]:
+    """The members of a step; no two share key and sign.
+
+    Args:
+        run_key: of the run's noise.
+        step: 0, 1, ...
+        n: N, members; even if antithetic.
+        antithetic: members 2i and 2i + 1 are a pair: the key of pair i with the signs +1 and -1 (mirrored sampling,
+            Brockhoff et al. 2010; Salimans et al. 2017).
+    """
+    if not antithetic:
+        return [Member(noise.member_key(run_key, step, i)) for i in range(n)]
+    keys = [noise.member_key(run_key, step, i) for i in range(n // 2)]
+    return [Member(key, sign) for key in keys for sign in (1, -1)]
+
+
+def coefficients(
+    fitness: np.ndarray, alpha: float, shaping: str = "zscore", antithetic: bool = False
+) -> np.ndarray | None:
+    """What each noise is multiplied by in the update: fl32(alpha z_n / N), of pairs fl32(alpha (z+ - z-) / N).
+
+    Args:
+        fitness: (members,) reward units.
+        alpha: step size, 1/sigma digested.
+        shaping: what z is: "zscore" (`standardise`) or "centred_ranks".
+        antithetic: members 2i and 2i + 1 share their noise, with the signs +1 and -1.
+
+    Returns:
+        float32, weight units: (members,), with antithetic pairs (members / 2,). None if the step moves nothing: a tied
+        population, or one in which both members of every pair are equal.
+
+    Raises:
+        ValueError: a coefficient that is not finite.
+
+    >>> coefficients(np.array([1.0, 3.0]), alpha=0.5), coefficients(np.array([2.0, 2.0]), alpha=0.5)
+    (array([-0.25,  0.25], dtype=float32), None)
+    >>> coefficients(np.array([1.0, 3.0]), alpha=0.5, antithetic=True)
+    array([-0.5], dtype=float32)
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = standardise(fitness) if shaping == "zscore" else centred_ranks(fitness)
+        terms = z[::2] - z[1::2] if antithetic else z
+        c = (alpha * terms / len(z)).astype(np.float32)
+        finite = np.isfinite(c).all() and np.isfinite(np.var(fitness))
+    if not finite:
+        raise ValueError(f"the rewards {fitness.tolist()!s:.200} give no finite coefficients: scale the rewards down.")
+    return c if terms.any() else None
+
+
+def standardise(fitness: np.ndarray) -> np.ndarray:
+    """z-scores over the population, in float64 with the population standard deviation; all zero if it is tied.
+
+    Args:
+        fitness: (members,) reward units.
+
+    >>> standardise(np.array([1.0, 3.0])), standardise(np.array([0.1 + 0.2, 0.3]))
+    (array([-1.,  1.]), array([0., 0.]))
+    """
+    fitness = np.asarray(fitness, dtype=np.float64)
+    deviation, scale = fitness.std(), np.abs(fitness).max()
+    if deviation <= _TIE * scale:
+        return np.zeros_like(fitness)
+    return (fitness - fitness.mean()) / deviation
+
+
+def centred_ranks(fitness: np.ndarray) -> np.ndarray:
+    """Ranks over the population, from -0.5 for the worst to 0.5 for the best member; all zero if it is tied.
+
+    The fitness shaping of Salimans et al. (arXiv 1703.03864, after Wierstra et al., "Natural Evolution Strategies",
+    2014), whose code breaks ties by member index; here ties share their mean rank, and rewards that differ by rounding
+    alone are ties. The root mean square is at most about 0.29, where that of z-scores is 1: at equal alpha the steps
+    are so much shorter.
+
+    Args:
+        fitness: (members,) reward units; at least 2.
+
+    >>> centred_ranks(np.array([10.0, -3.0, 10.0, 0.5, 99.0])).tolist()
+    [0.125, -0.5, 0.125, -0.25, 0.5]
+    """
+    fitness = np.asarray(fitness, dtype=np.float64)
+    if not standardise(fitness).any():  # tied as for z-scores
+        return np.zeros_like(fitness)
+    order = np.argsort(fitness, kind="stable")
+    # a gap begins a new group of ties; each group has the mean of the ranks that it fills
+    gaps = np.diff(fitness[order]) > _TIE * np.abs(fitness).max()
+    group = np.concatenate(([0], np.cumsum(gaps)))
+    mean_rank = np.bincount(group, weights=np.arange(len(fitness))) / np.bincount(group)
+    ranks = np.empty_like(fitness)
+    ranks[order] = mean_rank[group] / (len(fitness) - 1) - 0.5
+    return ranks
+
+
+def scheduled(value: float, schedule: str, final_fraction: float, step: int, max_steps: int | None) -> float:
+    """sigma or alpha at a step of a run: value at the first step, value * final_fraction at the last.
+
+    Args:
+        value: at step 0.
+        schedule: "constant"; "linear"; or "cosine", half a period (Loshchilov and Hutter, arXiv 1608.03983).
+        final_fraction: of value, at step max_steps - 1.
+        step: 0, 1, ...
+        max_steps: of the run; not read if the schedule is constant.
+
+    >>> [scheduled(2.0, "linear", 0.5, step, 5) for step in range(5)]
+    [2.0, 1.75, 1.5, 1.25, 1.0]
+    """
+    if schedule == "constant":
+        return value
+    done = min(step / max(1, max_steps - 1), 1.0)
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    # 12 decimals: cosines of different libraries differ in the last bit, and a replay shall not
+    return value * round(final_fraction + (1 - final_fraction) * left, 12)

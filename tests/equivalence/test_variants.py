@@ -1,0 +1,461 @@
+"""Runs of each variant: the step by hand, replay, resume, and the refusal of other settings."""
+
+import json
+import logging
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, random_model, tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+
+from evoalign_lib import ledger, noise, precision
+from evoalign_lib.es import ESConfig, ESTrainer, step_indices
+
+STEPS = 4
+ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
+VARIANTS = {
+    "antithetic": {"antithetic": True},
+    "ranks": {"fitness_shaping": "centred_ranks"},
+    "schedules": {"sigma_schedule": "cosine", "alpha_schedule": "linear", "alpha_final_fraction": 0.25},
+    "sampling": {"sampling": "common", "num_generations": 2},
+    "all": {
+        "antithetic": True, "fitness_shaping": "centred_ranks", "sigma_schedule": "linear", "alpha_schedule": "cosine",
+        "sampling": "common",
+    },
+    "random": {"antithetic": True, "fitness_shaping": "centred_ranks", "fitness": "random"},
+}  # fmt: skip
+
+
+def token_sum(completion_ids, **columns):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def trainer(folder: Path, reward=token_sum, model=None, callbacks=None, **changed) -> ESTrainer:
+    config = {
+        "output_dir": str(folder), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": STEPS,
+        "prompts_per_step": 3, "max_completion_length": 5, "workers": 1, "disable_tqdm": True, "report_to": "none",
+        "save_strategy": "no", "seed": 5,
+    } | changed  # fmt: skip
+    model = random_model() if model is None else model
+    return ESTrainer(model, reward, ESConfig(**config), ROWS, ROWS[:2], tokenizer(), callbacks)
+
+
+def digest(tested: ESTrainer) -> str:
+    return ledger.digest(tested.engine.layout, tested.engine.master)
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(step: int):
+    def token_sum(completion_ids, trainer_state, **columns):
+        if trainer_state.global_step == step:
+            raise Stop
+        return [float(sum(ids)) for ids in completion_ids]
+
+    return token_sum
+
+
+class Ending(TrainerCallback):
+    """Stops after some steps."""
+
+    def __init__(self, step: int):
+        self.last = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.last
+
+
+# ---- every variant
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_replay_and_resume(tmp_path, settings):
+    whole = trainer(tmp_path / "whole", **settings)
+    whole.train()
+    run = ledger.read(tmp_path / "whole" / ledger.NAME)
+    assert ledger.replay(run, random_model()).tobytes() == whole.engine.master.tobytes()
+    # without the variant it is another run
+    plain = trainer(tmp_path / "plain", fitness=settings.get("fitness", "reward"))
+    plain.train()
+    assert digest(plain) != digest(whole)
+    # stopped, and resumed from the ledger and from a checkpoint
+    for saving in ({}, {"save_strategy": "steps", "save_steps": 2}):
+        folder = tmp_path / f"run{len(saving)}"
+        if "fitness" in settings:
+            trainer(folder, callbacks=[Ending(3)], **settings, **saving).train()
+        else:
+            with pytest.raises(Exception, match="Stop"):
+                trainer(folder, stopping(3), **settings, **saving).train()
+        resumed = trainer(folder, **settings, **saving)
+        resumed.train(resume_from_checkpoint=True)
+        assert digest(resumed) == digest(whole) and resumed.counts == whole.counts
+        assert [log.get("reward") for log in resumed.state.log_history] == [
+            log.get("reward") for log in whole.state.log_history
+        ]
+
+
+@pytest.mark.parametrize("name", ["antithetic", "ranks", "schedules", "sampling"])
+def test_a_run_with_a_variant_is_not_resumed_without_it(tmp_path, name):
+    for there, here in (({}, VARIANTS[name]), (VARIANTS[name], {})):
+        folder = tmp_path / f"run{len(there)}"
+        trainer(folder, callbacks=[Ending(1)], **there).train()
+        with pytest.raises(ValueError, match=f"is of a run with {next(iter(here | there))[:5]}.*use the same settings"):
+            trainer(folder, **here).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_format_says_who_can_replay(tmp_path, name):
+    tested = trainer(tmp_path, max_steps=1, **VARIANTS[name])
+    tested.train()
+    header = ledger.read(tmp_path / ledger.NAME).header
+    # sampled rewards are rewards: a reader of format 1 replays them rightly
+    assert header["evoalign_ledger"] == (1 if name == "sampling" else 2)
+
+
+def test_a_header_with_an_edited_variant(tmp_path):
+    trainer(tmp_path, max_steps=2, antithetic=True, alpha_schedule="linear").train()
+    path = tmp_path / ledger.NAME
+    head, *rest = path.read_bytes().split(b"\n")
+    for name, value in (
+        ("antithetic", "yes"), ("fitness_shaping", "z"), ("alpha_schedule", "step"), ("alpha_final_fraction", 0),
+        ("max_steps", None), ("population_size", 5), ("num_generations", 0),
+    ):  # fmt: skip
+        line = json.loads(head)
+        line["settings"][name] = value
+        path.write_bytes(b"\n".join([json.dumps(line).encode(), *rest]))
+        with pytest.raises(ledger.LedgerError, match="line 1: .* is .*: the header was edited"):
+            ledger.read(path)
+
+
+def test_a_ledger_from_before_the_variants(tmp_path):
+    """Its header names none of them: it replays, goes on without them, and is refused with one."""
+    whole, cut = trainer(tmp_path / "whole"), trainer(tmp_path / "run", callbacks=[Ending(2)])
+    whole.train(), cut.train()
+    path = tmp_path / "run" / ledger.NAME
+    head, *rest = path.read_bytes().splitlines()
+    line = json.loads(head)
+    for name in (*ledger._LATER, *ledger._LATER_EVALUATION):
+        del line["settings"][name]
+    texts = [json.dumps(line).encode()]
+    for text in rest:
+        texts.append(json.dumps(json.loads(text) | {"prev": ledger._sha(texts[-1])}).encode())
+    path.write_bytes(b"\n".join(texts) + b"\n")
+    assert ledger.replay(path, random_model()).tobytes() == cut.engine.master.tobytes()
+    with pytest.raises(ValueError, match="with antithetic=False, this one has True"):
+        trainer(tmp_path / "run", antithetic=True).train(resume_from_checkpoint=True)
+    resumed = trainer(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert digest(resumed) == digest(whole)
+
+
+# ---- antithetic pairs
+
+
+def test_antithetic_steps_by_hand(tmp_path, monkeypatch):
+    """Members, update and ranks in NumPy and transformers; and the update draws each pair's noise once."""
+    tested = trainer(tmp_path, antithetic=True, decoder="generate", max_steps=2)
+    drawn, update = [], precision.MasterWeights.update
+    monkeypatch.setattr(
+        precision.MasterWeights, "update", lambda self, keys, c: drawn.append(len(keys)) or update(self, keys, c)
+    )
+    layout, master, model = tested.engine.layout, tested.engine.master.copy(), random_model()
+    tested.train()
+    assert drawn == [3, 3]
+    for step in range(2):
+        keys = [noise.member_key(noise.run_key("es", 5), step, pair) for pair in range(3)]
+        rewards = []
+        for key in keys:
+            eps = noise.noise_vector(layout, key)
+            for member in (master + np.float32(0.05) * eps, master - np.float32(0.05) * eps):
+                with torch.no_grad():
+                    for name, view in layout.views(member).items():
+                        dict(model.named_parameters())[name].copy_(torch.from_numpy(view))
+                sums = []
+                for row in step_indices(8, 3, 5, step):
+                    ids = tokenizer()(ROWS[row]["prompt"])["input_ids"]
+                    new = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, len(ids) :]
+                    sums.append(float(new.sum()))
+                rewards.append(math.fsum(sums) / 3)
+        z = (np.array(rewards) - np.mean(rewards)) / np.std(rewards)
+        c = np.array([np.float32(0.05 * (z[2 * i] - z[2 * i + 1]) / 6) for i in range(3)])
+        master = noise.reference_update(master, layout, np.array(keys, np.uint64), c)
+    assert tested.engine.master.tobytes() == master.tobytes()
+
+
+def test_pairs_need_an_even_population():
+    with pytest.raises(ValueError, match="antithetic pairs need an even population_size, got 5"):
+        ESConfig(antithetic=True, population_size=5)
+
+
+# ---- schedules
+
+
+def test_sigma_and_alpha_of_each_step(tmp_path):
+    settings = {"sigma_schedule": "linear", "sigma_final_fraction": 0.5, "alpha_schedule": "cosine", "max_steps": 5}
+    tested = trainer(tmp_path, **settings)
+    seen, evaluate = [], tested.engine.evaluate
+    tested.engine.evaluate = lambda members, sigma, *rest: seen.append(sigma) or evaluate(members, sigma, *rest)
+    before, norms = tested.engine.master.copy(), []
+    tell = tested.tell
+
+    def measured(members, fitness):
+        tied = tell(members, fitness)
+        norms.append(np.linalg.norm(tested.engine.master - before))
+        before[:] = tested.engine.master
+        return tied
+
+    tested.tell = measured
+    tested.train()
+    assert seen == pytest.approx([0.05, 0.04375, 0.0375, 0.03125, 0.025])
+    alphas = 0.05 * np.array([1, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 0.55, 0.1 + 0.9 * (1 - math.sqrt(0.5)) / 2, 0.1])
+    # z-scores have the mean square 1
+    assert norms == pytest.approx(alphas * math.sqrt(tested.engine.layout.d / 6), rel=0.1)
+    assert [log["sigma"] for log in tested.state.log_history] == pytest.approx(seen)
+    assert [log["alpha"] for log in tested.state.log_history] == pytest.approx(alphas)
+
+
+def test_a_run_with_a_schedule_cannot_be_prolonged(tmp_path):
+    settings = {"alpha_schedule": "linear"}
+    tested = trainer(tmp_path, **settings)
+    tested.train()
+    with pytest.raises(ValueError, match="with max_steps=4, this one has 8: use the same settings"):
+        trainer(tmp_path, **settings, max_steps=8).train(resume_from_checkpoint=True)
+    tested.args.max_steps = 8
+    with pytest.raises(ValueError, match="with max_steps=4, this one has 8"):
+        tested.train()
+
+
+# ---- sampling
+
+
+def by_inversion(model, prompt: str, uniforms: np.ndarray) -> list[int]:
+    """Sample at temperature 1, one token after the other, from the float64 distribution."""
+    ids = tokenizer()(prompt)["input_ids"]
+    new = []
+    for u in uniforms:
+        with torch.inference_mode():
+            p = model(torch.tensor([ids + new])).logits[0, -1].double().softmax(-1)
+        new.append(int((p.cumsum(-1) <= float(u)).sum()))
+        if new[-1] == tokenizer().eos_token_id:
+            break
+    return new
+
+
+def test_members_sample_with_common_random_numbers(tmp_path):
+    seen = []
+
+    def noted(prompts, completion_ids, **columns):
+        seen.append(list(zip(prompts, completion_ids, strict=True)))
+        return [float(sum(ids)) for ids in completion_ids]
+
+    # so small a sigma that the members are the same model: they must say the same
+    tested = trainer(tmp_path / "one", noted, sampling="common", num_generations=2, sigma=1e-9, max_steps=2, alpha=1e-9)
+    tested.train()
+    assert tested.counts["tied"] == 2 and all(one == seen[0] for one in seen[:6]) and seen[6] == seen[11]
+    # by hand: each prompt twice, with other numbers
+    model, different = random_model(), 0
+    for step in range(2):
+        key = noise.sampling_key(noise.run_key("es", 5), step)
+        rows = step_indices(8, 3, 5, step)
+        for i, (prompt, ids) in enumerate(seen[6 * step]):
+            row = rows[i // 2]
+            assert prompt == PROMPTS[row]
+            u = noise.uniforms(key, np.array([row]), 5, sample=i % 2)[0]
+            different += by_inversion(model, prompt, u) != ids
+    assert different <= 1  # of 12: a number may fall on the edge between two tokens
+    assert len({tuple(ids) for one in seen for _, ids in one}) > 8
+    assert tested.budget["completions"] == 2 * 6 * 3 * 2
+    assert tested.state.log_history[0]["completions/mean_length"] <= 5
+
+
+def test_samples_do_not_depend_on_workers_or_chunks(tmp_path):
+    ends = set()
+    for workers, chunk_rows in ((1, 256), (2, 256), (1, 2), (2, 1)):
+        folder = tmp_path / f"{workers}-{chunk_rows}"
+        tested = trainer(folder, workers=workers, chunk_rows=chunk_rows, sampling="common", num_generations=2)
+        tested.train()
+        tested.engine.close()
+        ends.add(digest(tested))
+    assert len(ends) == 1
+
+
+# ---- minibatches: one perturbation a member and step
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"decoder": "generate"}, {"sampling": "common", "num_generations": 2}], ids=str
+)
+def test_a_member_is_perturbed_once_a_step(tmp_path, monkeypatch, settings):
+    calls, chunks, perturb = [], [], noise.perturb
+
+    def counted(out, master, layout, key, *rest):
+        calls.append(key)
+        perturb(out, master, layout, key, *rest)
+
+    monkeypatch.setattr(noise, "perturb", counted)
+    tested = trainer(tmp_path, prompts_per_step=7, chunk_rows=2, **settings)
+    generate = tested.engine._transformers_generate
+    tested.engine._transformers_generate = lambda ids, *rest: chunks.append(len(ids)) or generate(ids, *rest)
+    tested.train()
+    assert calls == [m.key for step in range(STEPS) for m in tested.ask(step)] and len(set(calls)) == 6 * STEPS
+    assert chunks == ([2] * 4 * 6 * STEPS if "decoder" in settings else [])  # four chunks a member
+
+
+def test_epochs_end_where_the_prompts_do(tmp_path):
+    """Eight prompts, three a step: the second prompt of step 2 ends the first epoch."""
+
+    class Noted(Ending):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            events.append(("begin", state.global_step))
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            events.append(("end", state.global_step))
+
+    events = []
+    tested = trainer(tmp_path, max_steps=-1, num_train_epochs=3, callbacks=[Noted(None)])
+    tested.train()
+    assert tested.state.global_step == tested.max_steps == 8 and tested.state.epoch == 3.0
+    assert events == [("begin", 0), ("end", 3), ("begin", 3), ("end", 6), ("begin", 6), ("end", 8)]
+    used = np.concatenate([step_indices(8, 3, 5, step) for step in range(8)])
+    assert np.bincount(used).tolist() == [3] * 8
+    half = trainer(tmp_path / "half", max_steps=-1, num_train_epochs=0.5)
+    assert half.max_steps == 2 and half.train().num_train_epochs == 1
+
+
+# ---- the best weights
+
+
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 8}
+
+
+def peaking(completion_ids, trainer_state, **columns):
+    """Members are compared as ever; the evaluation of the third step is the best."""
+    if len(completion_ids) == 2:  # the evaluation set
+        return [-abs(trainer_state.global_step - 3.0)] * 2
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("mode", ["master", "kahan"])
+def test_the_best_weights_come_back(tmp_path, mode):
+    settings = EVALUATING | {"precision": mode}
+    model = random_model().to(torch.bfloat16) if mode == "kahan" else random_model()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tested = trainer(tmp_path / "run", peaking, model, **settings)
+    tested.train()
+    assert tested.args.metric_for_best_model == "reward" and tested.args.greater_is_better
+    assert (tested.state.best_global_step, tested.state.best_metric, tested.state.global_step) == (3, 0.0, 8)
+    run = ledger.read(tmp_path / "run" / ledger.NAME)
+    anew = random_model().to(model.dtype)
+    anew.load_state_dict(start)
+    best, last = ledger.replay(run, anew, 3), ledger.replay(run, anew, 8)
+    assert tested.engine.weights.float32().tobytes() == best.tobytes() != last.tobytes()
+    assert run.ended and run.weights[8] != tested._digest()
+    # the model and what is saved hold them, in the model's dtype
+    tested.save_model(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    values = tested.engine.layout.views(best)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter, dict(tested.model.named_parameters())[name])
+        assert torch.allclose(parameter.float(), torch.from_numpy(values[name]), atol=0, rtol=2**-8 * (mode == "kahan"))
+    # and the run goes on from its own last weights
+    tested.args.max_steps = 10
+    tested.train()
+    assert ledger.verify(run.path, anew).steps == 10
+    assert tested.engine.weights.float32().tobytes() == best.tobytes() and tested.state.best_global_step == 3
+
+
+@pytest.mark.parametrize("saving", [{}, {"save_strategy": "steps", "save_steps": 5}], ids=["ledger", "checkpoint"])
+def test_the_best_weights_of_a_resumed_run(tmp_path, saving):
+    whole = trainer(tmp_path / "whole", peaking, **EVALUATING)
+    whole.train()
+    trainer(tmp_path / "run", peaking, callbacks=[Ending(6)], **EVALUATING, **saving).train()
+    # the checkpoint's weights are not the model's: the best ones are taken from it, too
+    model = random_model(seed=9) if saving else None
+    resumed = trainer(tmp_path / "run", peaking, model, **EVALUATING, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_global_step == 3 and digest(resumed) == digest(whole)
+    assert weights(resumed.model) == weights(whole.model)
+
+
+def weights(model) -> bytes:
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def test_a_checkpoint_that_has_no_best_weights_or_damaged_ones(tmp_path):
+    settings = EVALUATING | {"save_strategy": "steps", "save_steps": 5, "metric_for_best_model": "reward"}
+    trainer(tmp_path, peaking, callbacks=[Ending(6)], **settings | {"load_best_model_at_end": False}).train()
+    with pytest.raises(ValueError, match="checkpoint-5' has no best weights .*: remove"):
+        trainer(tmp_path, peaking, **settings).train(resume_from_checkpoint=True)
+    trainer(tmp_path / "run", peaking, callbacks=[Ending(6)], **settings).train()
+    path = tmp_path / "run/checkpoint-5/best.safetensors"
+    assert set(load_file(path)) == {name for name, _ in random_model().named_parameters()}
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match="the weights of '.*checkpoint-5' are not those that were saved"):
+        trainer(tmp_path / "run", peaking, **settings).train(resume_from_checkpoint=True)
+
+
+def test_early_stopping_returns_the_best_weights(tmp_path):
+    tested = trainer(tmp_path, peaking, callbacks=[EarlyStoppingCallback(2)], **EVALUATING)
+    tested.train()
+    assert (tested.state.global_step, tested.state.best_global_step) == (5, 3)
+    assert tested.engine.master.tobytes() == ledger.replay(tmp_path / ledger.NAME, random_model(), 3).tobytes()
+
+
+def test_a_smaller_metric_can_be_better_and_nan_never_is(tmp_path):
+    def worsening(completion_ids, trainer_state, log_metric, **columns):
+        log_metric("length_loss", abs(trainer_state.global_step - 2.0))
+        if len(completion_ids) == 2 and trainer_state.global_step == 1:
+            return [None] * 2
+        return [float(sum(ids)) for ids in completion_ids]
+
+    tested = trainer(tmp_path, worsening, **EVALUATING, metric_for_best_model="length_loss")
+    tested.train()
+    assert (tested.state.best_global_step, tested.state.best_metric) == (2, 0.0)
+    assert tested.args.greater_is_better is False
+    tested = trainer(tmp_path / "nan", worsening, **EVALUATING)
+    tested.train()
+    assert math.isnan(tested.state.log_history[1]["eval_reward"]) and tested.state.best_global_step > 1
+
+
+def test_without_an_evaluation_the_last_weights_stay(tmp_path, caplog):
+    tested = trainer(tmp_path, **EVALUATING | {"eval_strategy": "epoch", "max_steps": 2})
+    with caplog.at_level(logging.WARNING):
+        tested.train()
+    assert "there was no evaluation; the model holds the last weights" in caplog.text
+    assert digest(tested) == ledger.read(tmp_path / ledger.NAME).weights[2]
+
+
+def test_saving_the_best(tmp_path):
+    settings = EVALUATING | {"save_strategy": "best", "save_total_limit": 1}
+    trainer(tmp_path, peaking, **settings).train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-3"]
+
+
+# ---- what travels to the workers
+
+
+def test_the_log_does_not_travel_with_every_member(tmp_path):
+    tested, sizes, seen = trainer(tmp_path, max_steps=30), [], []
+    run = tested.engine._run
+
+    def measured(tasks):
+        sizes.append([len(pickle.dumps(arguments)) for _, arguments in tasks])
+        seen.append(tasks[0][1][5])
+        return run(tasks)
+
+    tested.engine._run = measured
+    tested.train()
+    assert len(pickle.dumps(tested.state)) > len(pickle.dumps(seen[0])) + 3000
+    assert np.ptp(sizes) <= 16 and np.max(sizes) < 2000
+    assert [(state.global_step, state.max_steps, state.log_history) for state in seen] == [
+        (step, 30, []) for step in range(30)
+    ]
+    assert len(tested.state.log_history) == 30

@@ -1,0 +1,145 @@
+"""The formulas of a step against their definitions: fitness shaping, coefficients, members, schedules."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from evoalign_lib import noise
+from evoalign_lib.update_rules import centred_ranks, coefficients, population, scheduled, standardise
+
+FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
+
+
+@given(FITNESS)
+def test_standardise_has_mean_zero_and_deviation_one(fitness):
+    z = standardise(fitness)
+    assert z.dtype == np.float64 and z.shape == fitness.shape
+    if not z.any():
+        assert np.ptp(fitness) <= 1e-5 * max(1, np.abs(fitness).max())
+        return
+    assert abs(z.mean()) < 1e-3 and z.std() == pytest.approx(1, abs=1e-3)
+    order = np.argsort(fitness, kind="stable")
+    assert (np.diff(z[order]) >= 0).all()  # the best member stays the best
+
+
+@given(FITNESS, st.floats(-1e3, 1e3), st.floats(1e-2, 1e2))
+def test_standardise_forgets_shift_and_scale(fitness, shift, scale):
+    assume(fitness.std() > 1e-3)
+    assert standardise(shift + scale * fitness) == pytest.approx(standardise(fitness), abs=1e-4)
+    assert standardise(-fitness) == pytest.approx(-standardise(fitness))
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 30), st.integers(0, 1000))
+def test_ties_with_float_noise_are_ties(value, n, seed):
+    # sums of the same rewards in different orders
+    jitter = np.random.default_rng(seed).integers(-2, 3, n) * np.spacing(value)
+    assert not standardise(value + jitter).any()
+
+
+def test_a_single_success_is_no_tie():
+    z = standardise(np.array([0.0] * 29 + [1 / 2000]))
+    assert z[29] == pytest.approx(math.sqrt(29)) and z[0] == pytest.approx(-1 / math.sqrt(29))
+    # nor is it on top of a reward that every member gets
+    assert standardise(np.array([100.0] * 29 + [100 + 1e-4])) == pytest.approx(z, abs=1e-6)
+
+
+# ---- centred ranks
+
+
+def mean_ranks(fitness: np.ndarray) -> np.ndarray:
+    """Of each value, how many are smaller, and half of the others that are equal."""
+    smaller = (fitness[None, :] < fitness[:, None]).sum(1)
+    equal = (fitness[None, :] == fitness[:, None]).sum(1)
+    return smaller + (equal - 1) / 2
+
+
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=40).map(lambda values: np.array(values) / 8))
+def test_centred_ranks_by_definition(fitness):
+    ranks = centred_ranks(fitness)
+    assert ranks.tolist() == pytest.approx((mean_ranks(fitness) / (len(fitness) - 1) - 0.5).tolist(), abs=1e-15)
+    assert abs(ranks.sum()) < 1e-12 and np.abs(ranks).max() <= 0.5
+    # any increasing function of the reward gives the same
+    assert centred_ranks(np.exp(3 * fitness) - 7).tolist() == ranks.tolist()
+
+
+def test_centred_ranks_by_hand():
+    assert centred_ranks(np.array([3.0, -1e9, 4.0])).tolist() == [0.0, -0.5, 0.5]
+    assert centred_ranks(np.array([1.0, 2.0])).tolist() == [-0.5, 0.5]
+    # the best two of four share ranks 2 and 3
+    assert centred_ranks(np.array([5.0, 5.0, 1.0, 2.0])) == pytest.approx([1 / 3, 1 / 3, -0.5, -1 / 6])
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 30), st.integers(0, 1000))
+def test_ranks_of_ties_with_float_noise(value, n, seed):
+    jitter = np.random.default_rng(seed).integers(-2, 3, n) * np.spacing(value)
+    assert not centred_ranks(value + jitter).any()
+    # beside a member that is really better, the others still tie
+    better = np.append(value + jitter, value + 1 + abs(value))
+    assert centred_ranks(better)[:-1].tolist() == [centred_ranks(better)[0]] * n and centred_ranks(better)[-1] == 0.5
+
+
+# ---- coefficients
+
+
+@pytest.mark.parametrize("shaping", ["zscore", "centred_ranks"])
+@pytest.mark.parametrize("antithetic", [False, True])
+def test_coefficients_by_definition(shaping, antithetic):
+    fitness, n, alpha = np.random.default_rng(1).normal(3, 2, 10), 10, 0.25
+    z = (fitness - fitness.mean()) / fitness.std() if shaping == "zscore" else mean_ranks(fitness) / 9 - 0.5
+    expected = [alpha * (z[2 * i] - z[2 * i + 1]) / n for i in range(5)] if antithetic else [alpha * x / n for x in z]
+    c = coefficients(fitness, alpha, shaping, antithetic)
+    assert c.dtype == np.float32 and c.tolist() == np.array(expected).astype(np.float32).tolist()
+
+
+def test_pairs_whose_members_are_equal_move_nothing():
+    assert coefficients(np.array([1.0, 1.0, 2.0, 2.0]), 0.5, antithetic=True) is None
+    assert coefficients(np.array([1.0, 1.0, 2.0, 2.0]), 0.5) is not None
+    c = coefficients(np.array([1.0, 1.0, 2.0, 4.0]), 0.5, antithetic=True)
+    assert c[0] == 0 and c[1] < 0
+    for shaping in ("zscore", "centred_ranks"):
+        assert coefficients(np.full(6, 0.1 + 0.2), 0.5, shaping) is None
+
+
+def test_the_update_of_pairs_is_that_of_their_members_apart():
+    """c eps of a pair = c+ eps + c- (-eps): the members' own coefficients, the second with its sign."""
+    fitness = np.array([3.0, 1.0, 2.0, 7.0])
+    own = (0.5 * (fitness - fitness.mean()) / fitness.std() / 4).reshape(2, 2)
+    assert coefficients(fitness, 0.5, antithetic=True) == pytest.approx(own[:, 0] - own[:, 1], rel=1e-6)
+
+
+# ---- members
+
+
+@given(st.integers(1, 20), st.integers(0, 1000))
+def test_members_of_pairs(pairs, step):
+    root = noise.run_key("es", 3)
+    members = population(root, step, 2 * pairs, antithetic=True)
+    assert members == [(noise.member_key(root, step, i), sign) for i in range(pairs) for sign in (1, -1)]
+    assert len(set(members)) == 2 * pairs
+
+
+# ---- schedules
+
+
+def test_schedules_by_definition():
+    for max_steps in (2, 7, 500):
+        t = np.arange(max_steps) / (max_steps - 1)
+        for f in (0.1, 0.5, 1.0):
+            expected = {
+                "constant": np.ones(max_steps),
+                "linear": 1 - t * (1 - f),
+                "cosine": f + (1 - f) * np.cos(np.pi * t / 2) ** 2,
+            }
+            for schedule, curve in expected.items():
+                found = [scheduled(0.02, schedule, f, step, max_steps) for step in range(max_steps)]
+                assert found == pytest.approx(0.02 * curve, rel=1e-9)
+                assert found[0] == 0.02 and found[-1] == (0.02 * f if schedule != "constant" else 0.02)
+
+
+def test_a_schedule_of_one_step_and_after_its_end():
+    assert scheduled(2.0, "cosine", 0.1, 0, 1) == 2.0
+    assert scheduled(2.0, "linear", 0.1, 70, 5) == pytest.approx(0.2)
+    assert scheduled(2.0, "constant", 0.1, 70, None) == 2.0
