@@ -849,8 +849,9 @@ def main(argv: list[str] | None = None) -> int:
     plan = QUICK if options.quick else Plan()
     out = options.out or (None if options.quick else paths.RESULTS / "bench.json")
 
+    whole = set(options.sections) == set(SECTIONS)
+
     def store(results: dict) -> None:
-        whole = set(results) == set(SECTIONS)
         if out is not None:
             merge(out, device_name(), "cpu", results, replace=whole)
 
