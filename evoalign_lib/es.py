@@ -56,7 +56,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, get_last_checkpoint
 
 from evoalign_lib import ledger, noise, precision
@@ -588,6 +588,7 @@ class ESTrainer:
         partial = folder.with_name(f"partial-{self.state.global_step}")
         self.save_model(partial)
         save_file(self.engine.weights.tensors(), partial / f"{self.args.precision}.safetensors")
+        self.state.stateful_callbacks = {type(c).__name__: c.state() for c in self._stateful_callbacks()}
         self.state.save_to_json(str(partial / "trainer_state.json"))
         state = {"settings": self._settings(), "budget": self.budget, "counts": self.counts, "weights": self._digest()}
         if self._best is not None:
@@ -600,6 +601,10 @@ class ESTrainer:
         partial.rename(folder)
         self._rotate_checkpoints(folder)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _stateful_callbacks(self) -> list[TrainerCallback]:
+        """Callbacks with a state to be saved, such as the patience of EarlyStoppingCallback."""
+        return [c for c in self.callback_handler.callbacks if isinstance(c, ExportableState)]
 
     def _rotate_checkpoints(self, newest: Path) -> None:
         """Keep the newest checkpoint, whatever its number, and the save_total_limit - 1 before it."""
@@ -693,6 +698,10 @@ class ESTrainer:
                 if self._digest() != expected:
                     raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
         self._best = (saved["best"], best) if self.args.load_best_model_at_end and best is not None else None
+        for callback in self._stateful_callbacks():
+            attributes = state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
+            for name in callback.state()["attributes"].keys() & attributes.keys():
+                setattr(callback, name, attributes[name])
         self.state, self.budget, self.counts = state, saved["budget"], self.counts | saved["counts"]
 
     def _check_continuity(self) -> None:

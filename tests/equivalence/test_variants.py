@@ -409,6 +409,16 @@ def test_early_stopping_returns_the_best_weights(tmp_path):
     assert tested.engine.master.tobytes() == ledger.replay(tmp_path / ledger.NAME, random_model(), 3).tobytes()
 
 
+def test_early_stopping_has_the_same_patience_after_a_checkpoint(tmp_path):
+    settings = EVALUATING | {"save_strategy": "steps", "save_steps": 4}
+    callbacks = [EarlyStoppingCallback(3), Ending(5)]
+    trainer(tmp_path, peaking, callbacks=callbacks, **settings).train()
+    resumed = trainer(tmp_path, peaking, callbacks=[EarlyStoppingCallback(3)], **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    # steps 4, 5 and 6 are worse than 3; the first of them is in the checkpoint
+    assert (resumed.state.global_step, resumed.state.best_global_step) == (6, 3)
+
+
 def test_a_smaller_metric_can_be_better_and_nan_never_is(tmp_path):
     def worsening(completion_ids, trainer_state, log_metric, **columns):
         log_metric("length_loss", abs(trainer_state.global_step - 2.0))
