@@ -249,10 +249,9 @@ def test_records_and_ledgers_that_are_committed_name_one_another():
 @pytest.mark.parametrize(("path", "record"), NAMED, ids=[path.name for path, _ in NAMED])
 def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, record, tmp_path):
     assert experiments.ledger_file(record) == path
-    assert experiments.check_ledger(record).ended
     run, spec = ledger.read(path), record["spec"]
-    assert len(run.steps) == spec["steps"] and run.header["model"]["name"] == spec["base"]
+    assert run.ended and len(run.steps) == spec["steps"] and run.header["model"]["name"] == spec["base"]
     assert all(
         run.header["settings"][name] == spec[name] for name in ("arm", "seed", "population_size", "sigma", "alpha")
     )
-    replay_command(path, tmp_path / "model", record, spec["steps"] // 2)
+    replay_command(path, tmp_path / "model", record, 3)
