@@ -231,7 +231,11 @@ def _bounds(claim: dict[str, Any], records: list[_Record]) -> list[Finding]:
             if not selected:
                 findings.append(Finding(label, 0, have, None))
                 continue
-            interval = bootstrap_mean([QUANTITIES[name](record) for record in selected])
+            try:
+                values = [QUANTITIES[name](record) for record in selected]
+            except KeyError as error:
+                raise ValueError(f"claim {claim['id']}: a record has no {error}, of which {name!r} is made") from error
+            interval = bootstrap_mean(values)
             low, high = (f"{end:.3g}" for end in (interval.low, interval.high))
             text = f"{label.replace('_', ' ')} {interval.value:.3g} [{low}, {high}] (n = {interval.n})"
             findings.append(Finding(label, interval.n, have, interval, float(bound), above, text))

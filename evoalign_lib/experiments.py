@@ -727,10 +727,12 @@ def _run_audit(spec: Spec) -> Record:
                 updates.append(precision.agreement(step, weights.float32() - before))
                 self.intended += step
             if (done := self.state.global_step + 1) % max(1, spec["steps"] // 20) == 0:
-                cosine, gain = precision.agreement(self.intended, weights.float32() - self.start)
+                applied = weights.float32() - self.start
+                # nothing is intended as long as all populations were tied
+                found = precision.agreement(self.intended, applied) if self.intended.any() else (None, None)
                 path["step"].append(done)
-                path["cosine"].append(round(cosine, 5))
-                path["gain"].append(round(gain, 5))
+                for name, value in zip(("cosine", "gain"), found, strict=True):
+                    path[name].append(value if value is None else round(value, 5))
             return tied
 
     with tempfile.TemporaryDirectory() as folder:
@@ -753,8 +755,9 @@ def _run_audit(spec: Spec) -> Record:
         f"restore_{what}": float(np.mean([entry.get(f"restore_{what}", 0.0) for entry in log]))
         for what in ("changed", "drift")
     }
-    cosine, gain = np.mean(updates, axis=0)
-    audit = restores | {"update_cosine": cosine, "update_gain": gain, "layers_cosine": np.mean(alike)}
+    audit = restores | {"layers_cosine": np.mean(alike)}
+    if updates:
+        audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
     result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
     result |= {"plan": engine.plan, "d": engine.layout.d, "curve": curve}
     return result | ({"test": _test(engine, sets["test"])} if spec["fitness"] == "reward" else {})
