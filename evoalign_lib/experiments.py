@@ -748,7 +748,7 @@ def _run_audit(spec: Spec) -> Record:
     alike = [
         precision.agreement(view, views[twin])[0]
         for name, view in views.items()
-        if view.ndim == 2 and (twin := name.replace(".layers.0.", ".layers.1.")) != name
+        if view.ndim == 2 and view.any() and (twin := name.replace(".layers.0.", ".layers.1.")) != name
     ]
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     restores = {

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,7 +103,8 @@ class MasterWeights(Weights):
 
     precision, drifts = "master", False
 
-    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool):
+    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int):
+        self.threads = threads
         # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
         master = np.frombuffer(mmap.mmap(-1, 4 * layout.size), dtype=np.float32)
         parameters = dict(model.named_parameters())
@@ -120,7 +122,13 @@ class MasterWeights(Weights):
         yield self.working
 
     def update(self, keys, coefficients):
-        noise.update(self.flat, self.layout, keys, coefficients, distribution=self.distribution)
+        def share(i: int) -> None:
+            part = i, self.threads
+            noise.update(self.flat, self.layout, keys, coefficients, part=part, distribution=self.distribution)
+
+        # the kernels release Python's lock; the threads have ended before a process is forked again
+        with ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(share, range(self.threads)))
 
     def float32(self):
         return self.flat
@@ -133,7 +141,7 @@ class _OneReplica(Weights):
     dtypes: tuple[torch.dtype, ...]
     compensated: bool
 
-    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool):
+    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int):
         parameters = dict(model.named_parameters())
         dtype = next(iter(parameters.values())).dtype
         if mixed := [name for name, p in parameters.items() if p.dtype != dtype]:
@@ -230,6 +238,7 @@ def open_weights(
     precision: str = "master",
     distribution: str = "gaussian",
     bind: bool = False,
+    threads: int = 1,
 ) -> Weights:
     """A model's weights in one precision mode.
 
@@ -240,6 +249,7 @@ def open_weights(
         distribution: of the noise: "gaussian", "byte_sum", "rademacher" or "tied".
         bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
             model costs no memory of its own; False: the model is left alone.
+        threads: that share an update of the master, whose bits do not depend on their number; the other modes use one.
 
     Raises:
         ValueError: no such mode or distribution, or a model whose dtype the mode does not take.
@@ -251,7 +261,7 @@ def open_weights(
         if value not in known:
             raise ValueError(f"{name} {value!r} is not one of {known}.")
     layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
-    return _MODES[precision](model, layout, distribution, bind)
+    return _MODES[precision](model, layout, distribution, bind, threads)
 
 
 def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:

@@ -180,7 +180,7 @@ class LocalEngine:
         self.eos_ids = _eos_ids(model, tokenizer)
         parameters = dict(model.named_parameters())
         self.layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in parameters.items())
-        self.weights = open_weights(model, self.layout, precision, distribution, bind=True)
+        self.weights = open_weights(model, self.layout, precision, distribution, bind=True, threads=workers)
         self._pool: ProcessPoolExecutor | None = None
         reason = supports(model.config)
         if not reason and "model.embed_tokens.weight" not in parameters:

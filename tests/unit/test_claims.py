@@ -19,7 +19,11 @@ def _run(base: str, right: int, arm: str | None = "es", seed: int | None = 0, **
     """A record whose model solves the first `right` of the problems greedily, and none when sampled."""
     bits = [1] * right + [0] * (PROBLEMS - right)
     spec = {"base": base, "base_digest": f"digest of {base}", "scale": "tiny", "sigma": 0.003} | spec
-    spec |= {"kind": "base"} if arm is None else {"kind": "train", "task": "countdown", "arm": arm, "seed": seed}
+    spec |= (
+        {"kind": "base"}
+        if arm is None
+        else {"kind": "train", "task": "countdown", "arm": arm, "seed": seed, "steps": 100}
+    )
     test = {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts([0] * PROBLEMS)}
     return {"spec": spec, "status": "finished", "test": test}
 
@@ -226,3 +230,29 @@ def test_the_ledger_is_data(tmp_path: Path) -> None:
     path.write_text("- !!python/object/apply:os.getcwd []")
     with pytest.raises(yaml.YAMLError):
         claims.load_claims(path)
+
+
+def _ledgers(error: float = 0.0, size: int = 40_000, gzipped: int = 15_000) -> list[dict]:
+    """Runs of E4, whose ledgers differ by a few bytes."""
+    ledger = {"replay_error": error, "gzip_bytes": gzipped}
+    return [_run("A0", 10, seed=seed) | {"ledger": ledger | {"bytes": size + seed}} for seed in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "supported"),
+        ({"error": 2.0**-149}, "contradicted"),  # the smallest float32 above 0
+        ({"size": 60_000}, "contradicted"),
+        ({"gzipped": 21_000}, "contradicted"),
+    ],
+)
+def test_the_ledger_claim(changed: dict[str, float], expected: str) -> None:
+    verdict = evaluate(DECLARED["E4"], _ledgers(**changed))
+    assert (verdict.verdict, verdict.n) == (expected, 8)
+    assert verdict.intervals["ledger_bytes_a_step"].value == pytest.approx((changed.get("size", 40_000) + 3.5) / 100)
+
+
+def test_a_record_without_what_the_rule_asks_for() -> None:
+    with pytest.raises(ValueError, match="E4: a record has no 'ledger', of which 'replay_error' is made"):
+        evaluate(DECLARED["E4"], [_run("A0", 10, seed=seed) for seed in range(8)])

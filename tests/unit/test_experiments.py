@@ -361,6 +361,29 @@ def test_the_record_of_a_training_run(arm):
     assert r["curve"]["validation_greedy"][0] == pytest.approx(base["validation"]["greedy"], abs=1e-4)
 
 
+@needs_bases
+def test_the_record_of_an_audit():
+    """One change at a time: the float32 master is exact, the other modes lose what they are known to lose."""
+    settings = SETTINGS | {"steps": 4, "sigma": 1e-3, "alpha": 5e-4, "curve_points": 2}
+    r = {}
+    for key in (("master", "gaussian"), ("kahan", "gaussian"), ("inplace", "gaussian"), ("master", "tied")):
+        [spec] = experiments.audit_specs("A0", *key, "random", [0], settings, "smoke")
+        r[key] = experiments.run(spec, "nb", "commit")
+        json.dumps(r[key], allow_nan=False)
+        assert r[key]["path"]["step"] == [0, 1, 2, 3, 4] and "test" not in r[key]
+    exact, pair, released, tied = (record["audit"] for record in r.values())
+    assert exact["restore_changed"] == exact["restore_drift"] == 0 and exact["update_cosine"] > 0.9999
+    assert 0 < 20 * pair["restore_drift"] < released["restore_drift"]
+    assert released["update_cosine"] < 0.9 < 0.99 < pair["update_cosine"]
+    ends = [record["path"]["cosine"][-1] for record in r.values()]
+    assert ends[0] > 0.9999 and ends[2] < 0.9 < ends[1]
+    assert abs(exact["layers_cosine"]) < 0.05 and tied["layers_cosine"] > 0.9999
+    # with rewards the trained model is tested, and the noise is that of the arm "es"
+    [spec] = experiments.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
+    rewarded = experiments.run(spec, "nb", "commit")
+    assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
+
+
 SWEEP = """
 import json, sys
 from evoalign_lib.experiments import load_or_run
