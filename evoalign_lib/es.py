@@ -418,7 +418,7 @@ class ESTrainer:
         # before the members are evaluated, which moves weights without a master
         due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
         digest = self._digest() if due else None
-        self._moving = recording and weights.drifts
+        self._moving |= recording and weights.drifts
         if known:
             record = self.ledger.steps[step]
             ledger.check_weights(self.ledger, step, weights)
@@ -427,7 +427,7 @@ class ESTrainer:
             record = self._evaluate_members(step, members)
             if recording:
                 self._record(record, digest)
-        self._moving = recording
+        self._moving |= recording
         self._count(record)
         cpu = time.process_time()
         tied = self.tell(members, record.rewards)
@@ -435,6 +435,8 @@ class ESTrainer:
         if recording:
             self.state.global_step += 1
             self._moving = False
+        else:  # a step that no line of an open ledger explains
+            self._moving |= self.ledger is not None
         return self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
 
     def _evaluate_members(self, step: int, members: Sequence[local.Member]) -> ledger.Step:
@@ -669,8 +671,9 @@ class ESTrainer:
     def _check_settings(self, run: ledger.Ledger) -> None:
         """Raise ValueError unless this trainer's settings are those of a run that is to go on."""
         here, there = self._settings(), run.settings
+        # another CPU may keep full batches (drop_rows), with the same bits
         for name in there | here:
-            if here.get(name) != there.get(name):
+            if name != "drop_rows" and here.get(name) != there.get(name):
                 raise ValueError(
                     f"{str(run.path)!r} is of a run with {name}={there.get(name)!r}, this one has {here.get(name)!r}: "
                     "use the same settings to resume, or another output_dir to start anew."

@@ -8,6 +8,9 @@
   against 6 for a float32 master with a bfloat16 working copy. The pair has about 16 significant bits and a restore is
   exact to the last of them, not to the bit: the weights drift, some hundred times less than `inplace`.
 
+These are the bytes of the weights at rest. The decoding loop joins matrices and, where the CPU cannot multiply in
+bfloat16, works on a float32 copy; `decoder="generate"` needs neither (`make bench` measures both).
+
 The last two keep no master and no second copy: members take their turns in the one replica of the weights, and the
 model's own parameters are views of it. What a step leaves behind depends on its noise alone, never on what was
 generated, so that a replay passes over the same members and ends with the same bits.

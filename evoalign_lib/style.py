@@ -117,7 +117,7 @@ def legend(fig: Figure, arms: dict[str, int | None], decodings: tuple[str, ...] 
 
 _RC: dict[str, Any] = {
     "figure.figsize": (COLUMN, 2.3),
-    "figure.dpi": 120,
+    "figure.dpi": 96,
     "figure.constrained_layout.use": True,
     "font.family": "sans-serif",
     # shipped with matplotlib, so that every machine draws the same letters

@@ -7,7 +7,8 @@ architectures with default rotary embedding; `supports` says whether a model is 
 
 Three things save work. What all prompts have in common at their start (a system prompt, a template) is computed once.
 Rows that have ended are dropped, in blocks of `BLOCK` rows. A bfloat16 model is multiplied in bfloat16 where the CPU
-has instructions for that, in float32 elsewhere (`product_dtype`); the rest is float32 in any case.
+has instructions for that, in float32 elsewhere (`product_dtype`). The rest is float32 in any case, so that near-ties
+of a bfloat16 model may go another way than in transformers, which rounds every operation.
 
 A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), and on nothing
 that the other rows hold. A product of few rows may be computed in another order than one of many, so rows are only
@@ -65,28 +66,25 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 def rows_are_exact(config, weights: Mapping[str, Tensor], rows: int) -> bool:
     """Whether this CPU computes a row of each of the model's products alike in batches of `rows` and of fewer rows.
 
-    Tried with random numbers, for each shape of a weight once, in all multiples of `BLOCK` below `rows` and in sizes
-    between them, as a batch may have at its start.
+    Tried with random numbers for the shapes of one layer and the head, in batches of all multiples of `BLOCK` up to 64
+    and of some sizes above, also between multiples, as a batch may have at its start.
     """
-    generator, seen = torch.Generator().manual_seed(0), set()
-    multiples = range(BLOCK, rows, BLOCK)
-    sizes = sorted({*multiples, *(min(n + n // BLOCK % BLOCK, rows) for n in multiples)})
-    for _, matrix in _products(config, weights):
-        if matrix.shape in seen:
-            continue
-        seen.add(matrix.shape)
+    generator = torch.Generator().manual_seed(0)
+    sizes = {*range(BLOCK, min(rows, 65), BLOCK), *(n + i for i in range(3) for n in (9, 33, 96, 128, 192, 256, 512))}
+    for name, matrix in _products(config, weights, layers=1):
         x = torch.randn(rows, matrix.shape[1], generator=generator)
-        whole = _multiply(x, matrix)
-        for size in sizes:
+        bias = torch.randn(len(matrix), generator=generator).to(matrix.dtype) if name.endswith("qkv") else None
+        whole = _multiply(x, matrix, bias)
+        for size in sorted(n for n in sizes if n < rows):
             first = (rows - size) // 2  # rows change their place when others are dropped
-            if not torch.equal(_multiply(x[first : first + size], matrix), whole[first : first + size]):
+            if not torch.equal(_multiply(x[first : first + size], matrix, bias), whole[first : first + size]):
                 return False
     return True
 
 
-def _products(config, weights: Mapping[str, Tensor]):
-    """(name, matrix) of every product of a decoding step, those with a common input joined."""
-    for i in range(config.num_hidden_layers):
+def _products(config, weights: Mapping[str, Tensor], layers: int):
+    """(name, matrix) of every product of a decoding step, those with a common input joined, in the first layers."""
+    for i in range(layers):
         p = f"model.layers.{i}."
         yield p + "qkv", torch.cat([weights[p + f"self_attn.{n}_proj.weight"] for n in "qkv"])
         yield p + "o", weights[p + "self_attn.o_proj.weight"]
@@ -139,7 +137,7 @@ class Decoder:
         self._inverse_frequency = 1.0 / theta**exponent
         self._embedding = weights["model.embed_tokens.weight"]
         self._final_norm = weights["model.norm.weight"].float()
-        matrices = dict(_products(config, weights))
+        matrices = dict(_products(config, weights, config.num_hidden_layers))
         self._head = matrices["head"]
         self._layers = []
         for i in range(config.num_hidden_layers):
@@ -161,7 +159,8 @@ class Decoder:
         # keys and values of the prefix: (layers, 1, kv_heads, length, head_dim)
         self._past = self._cache(1, len(self._prefix))
         if len(self._prefix):
-            self._compute(self._prefix, len(self._prefix), self._past, np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
+            turns, one = self._rotation(len(self._prefix)), np.zeros(1, np.int64)
+            self._compute(self._prefix, len(self._prefix), self._past, turns, one, one, 0)
 
     @torch.inference_mode()
     def generate(
@@ -182,13 +181,13 @@ class Decoder:
         (rows, width), p = input_ids.shape, len(self._prefix)
         pads = (width - attention_mask.sum(1)).numpy()
         # columns: the prefix, then padding and the rest of each prompt on the right, then new tokens
-        cache = self._cache(rows, width + max_new_tokens)
+        cache, turns = self._cache(rows, width + max_new_tokens), self._rotation(width + max_new_tokens)
         for held, past in zip(cache, self._past, strict=True):
             held[:, :, :, :p] = past
         active = torch.arange(rows)  # rows that are computed; some of them have ended
         finished = torch.zeros(rows, dtype=torch.bool)
         out = torch.full((rows, max_new_tokens), self.pad_id, dtype=torch.int64)
-        hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, active.numpy(), pads, p)
+        hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), pads, p)
         for t in range(max_new_tokens):
             token = self._choose(_multiply(hidden, self._head), None if uniforms is None else uniforms[active, t])
             token[finished] = self.pad_id
@@ -201,7 +200,7 @@ class Decoder:
                 # those that go on, and of the others as many as fill the last block, in the order of the batch
                 keep = torch.argsort(finished, stable=True)[:size].sort().values
                 active, token, finished = active[keep], token[keep], finished[keep]
-            hidden = self._compute(token, 1, cache, active.numpy(), pads, width + t)
+            hidden = self._compute(token, 1, cache, turns, active.numpy(), pads, width + t)
         return out
 
     def _cache(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +209,14 @@ class Decoder:
         return torch.empty(shape), torch.empty(shape)
 
     def _compute(
-        self, ids: Tensor, length: int, cache: tuple[Tensor, Tensor], slots: np.ndarray, pads: np.ndarray, first: int
+        self,
+        ids: Tensor,
+        length: int,
+        cache: tuple[Tensor, Tensor],
+        turns: tuple[np.ndarray, np.ndarray],
+        slots: np.ndarray,
+        pads: np.ndarray,
+        first: int,
     ) -> Tensor:
         """Go through the layers with new tokens.
 
@@ -218,6 +224,7 @@ class Decoder:
             ids: (rows * length) tokens, row by row.
             length: tokens a row.
             cache: filled up to column `first`; the new tokens' keys and values are added.
+            turns: `_rotation` for as many columns.
             slots: (rows) each row's entry in the cache.
             pads: (entries) columns of padding behind the prefix.
             first: column of the first new token.
@@ -225,7 +232,6 @@ class Decoder:
         Returns:
             (rows, hidden) normed states of the last tokens.
         """
-        cos, sin = self._rotation(cache[0].shape[3])
         x = self._embedding[ids].float()
         change = torch.zeros_like(x)
         for layer, keys, values in zip(self._layers, *(held.numpy() for held in cache), strict=True):
@@ -233,7 +239,7 @@ class Decoder:
             projected = _multiply(self._add_norm(x, change, norm1), qkv, qkv_bias)
             mixed = torch.empty(len(x), self.heads * self.head_dim)
             _decode_cpu.attend(
-                projected.numpy(), length, cos, sin, keys, values, slots, pads, len(self._prefix), first, mixed.numpy()
+                projected.numpy(), length, *turns, keys, values, slots, pads, len(self._prefix), first, mixed.numpy()
             )
             if layer is self._layers[-1]:  # beyond its keys and values, only the last tokens matter
                 x, mixed = x[length - 1 :: length].contiguous(), mixed[length - 1 :: length].contiguous()

@@ -25,9 +25,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,9 +191,10 @@ class LocalEngine:
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
-        self._drop_rows = self.decoder == "loop" and rows_are_exact(
-            model.config, self._views(self.weights.flat), chunk_rows
-        )
+        with _one_thread():
+            self._drop_rows = self.decoder == "loop" and rows_are_exact(
+                model.config, self._views(self.weights.flat), chunk_rows
+            )
         if self.decoder == "loop" and not self._drop_rows:
             logger.warning(
                 "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
@@ -299,7 +301,8 @@ class LocalEngine:
 
     def _run(self, tasks: list[tuple[Callable, tuple]]) -> list:
         if self.workers == 1 or len(tasks) == 1:
-            return [function(self._id, *arguments) for function, arguments in tasks]
+            with _one_thread():  # as the workers have: products may be split otherwise among several
+                return [function(self._id, *arguments) for function, arguments in tasks]
         if self._pool is None:
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(
@@ -318,8 +321,8 @@ class LocalEngine:
         except BrokenProcessPool as error:
             self._pool = None
             raise RuntimeError(
-                "a worker process ended unexpectedly (killed, or out of memory). Saved checkpoints are intact: call "
-                "train(resume_from_checkpoint=True), with fewer workers if memory was short."
+                "a worker process ended unexpectedly (killed, or out of memory). Every recorded step is in the ledger: "
+                "call train(resume_from_checkpoint=True), with fewer workers if memory was short."
             ) from error
         except BaseException:
             for future in futures:
@@ -419,6 +422,16 @@ def default_workers() -> int:
 _IDS = itertools.count()
 # Forked workers find their engine here; nothing is pickled. An engine that nobody uses any more ends with its workers.
 _ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDictionary()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def start_worker(parent: int) -> None:

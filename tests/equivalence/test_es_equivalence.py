@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
-from evoalign_lib.engines.decode import Decoder
+from evoalign_lib.engines.decode import Decoder, rows_are_exact
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
 
@@ -109,6 +109,8 @@ def test_dropping_rows_changes_no_bit_of_those_that_go_on(sampled):
     """Ended rows leave in blocks of eight; logits and tokens of the others are those of full batches."""
     rng = np.random.default_rng(0)
     model, tok, n, length = random_model(), tokenizer(), 45, 24
+    if not rows_are_exact(model.config, dict(model.named_parameters()), n):
+        pytest.skip("the products of this CPU depend on the number of rows: no row is ever dropped here")
     prompts = Prompts([{"prompt": rng.choice(PROMPTS) + str(i)} for i in range(n)], tok)
     ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask)
     uniforms = torch.from_numpy(rng.random((n, length), dtype=np.float32)) if sampled else None

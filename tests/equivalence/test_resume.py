@@ -271,6 +271,16 @@ def test_the_same_trainer_goes_on_after_an_error(tmp_path):
         assert outcome(tested)["weights"] == outcome(whole)["weights"]
 
 
+def test_a_step_beside_an_open_ledger_is_noticed(tmp_path):
+    tested = trainer(tmp_path / "run", stopping(7))
+    with pytest.raises(Exception, match="Stop"):
+        tested.train()
+    tested.rewards.functions[0] = reward
+    tested.step()  # to see what was wrong
+    with pytest.raises(RuntimeError, match="not those after step 7 of .*changed outside train"):
+        tested.train()
+
+
 @pytest.mark.parametrize("when", [3, 8])
 def test_an_interruption_inside_an_update_is_noticed(tmp_path, when):
     """In a step that is replayed, and in a new one: the weights may have moved or not."""

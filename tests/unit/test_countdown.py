@@ -758,6 +758,7 @@ def test_hostile_input_scores_nothing_in_ten_milliseconds(name, grader):
     response, numbers = _HOSTILE[name]
     seconds = []
     for _ in range(7):
+        countdown._has_value.cache_clear()
         start = time.thread_time()  # of this thread alone, whatever else the machine does
         result = grade(response, numbers, 98, grader, end_token="</s>")
         seconds.append(time.thread_time() - start)
