@@ -75,7 +75,9 @@ class Rewards:
             scored once more, one completion at a time with the same limit each, so that only the culprits fail and can
             be named: (completions + 1) * timeout at the worst. The limit is a signal (SIGALRM), for which reason it
             works in the main thread of a process, outside Windows, and ends Python code, not a call into a C library
-            that does not return. It reaches the function as an exception that `except Exception` does not catch.
+            that does not return. It reaches the function as an exception that `except Exception` does not catch. A bare
+            `except:` does: such a call counts as a time-out however it ends, and is interrupted again every timeout
+            seconds until then, which takes longer; a loop that catches every interruption cannot be ended.
 
     Raises:
         TypeError: something that is not callable was given, or an asynchronous function.
@@ -188,28 +190,36 @@ def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
     """The result of a call, or RewardTimeout after so many seconds; a timer and handler of others are put back."""
     if seconds is None:
         return call()
-    running, started = True, time.monotonic()
+    running, expired, started = True, False, time.monotonic()
 
     def interrupt(number, frame):
-        if running:  # else the call has just returned
+        nonlocal expired
+        expired = True
+        if running:  # else the call has just ended, too late
             raise _TimeIsUp
 
     delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # somebody else's timer waits
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            return call()
+            # again and again: a bare `except:` or a `__del__` swallows the exception and the call would go on;
+            # not at every microsecond, where nothing would run but the handler
+            signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, 0.01))
+            result = call()
         finally:
-            running = False
-    except _TimeIsUp:
-        raise RewardTimeout(f"no result within {seconds} s") from None
+            running = False  # before anything that a further signal could interrupt
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except (_TimeIsUp, Exception):
+        if not expired:
+            raise
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         if delay:  # the other timer may be overdue by now
             delay = max(delay - (time.monotonic() - started), 1e-6)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
         signal.setitimer(signal.ITIMER_REAL, delay, interval)
+    if expired:
+        raise RewardTimeout(f"no result within {seconds} s")
+    return result
 
 
 def _unwrapped(function: RewardFunction) -> RewardFunction:

@@ -344,7 +344,7 @@ def test_failures_of_a_step_are_logged_recorded_and_counted(tmp_path, workers):
             raise MemoryError
         return [{3: math.nan, 4: None}.get(number[0], float(len(completions[0])))]
 
-    tested = trainer(tmp_path, mixed, reward_floor=-1.0, reward_timeout=0.1, population_size=2, workers=workers)
+    tested = trainer(tmp_path, mixed, reward_floor=-1.0, reward_timeout=1.0, population_size=2, workers=workers)
     tested.train()
     tested.engine.close()
     kinds = ("none", "nan", "exception", "timeout")
@@ -842,7 +842,7 @@ def test_training_needs_torch_and_transformers_only(tmp_path):
         [sys.executable, "-c", BARE, tests, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"HF_HOME": str(tmp_path / "home")},
     )
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr

@@ -199,7 +199,7 @@ def test_a_packed_ledger_that_unpacks_to_gigabytes(folder, tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(paths.ROOT)}
     command = [sys.executable, "-c", script, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     message, kilobytes = done.stdout.splitlines()
     assert "unpacks to more than 64 MB" in message and "if you trust it, unpack it (gunzip)" in message
     assert int(kilobytes) < 300_000
@@ -225,7 +225,7 @@ def test_the_command_replays_a_kept_ledger(folder):
     # the whole of it, in a process of its own
     command = [sys.executable, "-m", "evoalign_lib.cli", "replay", path, "--out", folder / "last"]
     environment = {**os.environ, "PYTHONPATH": str(paths.ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"the model after step 12, weights {one['ledger']['weights']}" in done.stdout
 
