@@ -9,7 +9,7 @@
   exact to the last of them, not to the bit: the weights drift, some hundred times less than `inplace`.
 
 These are the bytes of the weights at rest. The decoding loop joins matrices and, where the CPU cannot multiply in
-bfloat16, works on a float32 copy; `decoder="generate"` needs neither (`make bench` measures both).
+bfloat16, works on a float32 copy (`make bench` measures the peak); `decoder="generate"` needs neither.
 
 The last two keep no master and no second copy: members take their turns in the one replica of the weights, and the
 model's own parameters are views of it. What a step leaves behind depends on its noise alone, never on what was

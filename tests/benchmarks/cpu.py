@@ -725,7 +725,7 @@ def memory_section(plan: Plan) -> dict:
     found: dict[str, Any] = {
         "about": "resident memory of one process over that before the model was built: with the model at rest, with "
         "the engine at rest, and the peak of evaluating two members (one prompt, one token) and an update; each "
-        "further worker adds a working copy",
+        "further worker adds its working copy and what its decoder joins or converts",
         "cells": cells,
     }
     return found | ({"error": "; ".join(errors)} if errors else {})
