@@ -755,8 +755,9 @@ def _run_audit(spec: Spec) -> Record:
         f"restore_{what}": float(np.mean([entry.get(f"restore_{what}", 0.0) for entry in log]))
         for what in ("changed", "drift")
     }
-    audit = restores | {"layers_cosine": np.mean(alike)}
-    if updates:
+    audit = restores
+    if updates:  # else all populations were tied
+        audit |= {"layers_cosine": np.mean(alike)} if alike else {}
         audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
     result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
     result |= {"plan": engine.plan, "d": engine.layout.d, "curve": curve}

@@ -382,6 +382,14 @@ def test_the_record_of_an_audit():
     [spec] = experiments.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
     rewarded = experiments.run(spec, "nb", "commit")
     assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
+    # members too close together to differ in a token: nothing moves, and there is nothing to compare
+    [spec] = experiments.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
+    still = experiments.run(spec, "nb", "commit")
+    json.dumps(still, allow_nan=False)
+    assert (
+        still["counts"]["tied"] == SETTINGS["steps"] and not {"update_cosine", "layers_cosine"} & still["audit"].keys()
+    )
+    assert set(still["path"]["cosine"]) == {None}
 
 
 SWEEP = """
