@@ -1,4 +1,4 @@
-"""Runs and their records: specs, load-or-run, budgets.
+"""Records of runs: specs, load-or-run, parameters of a notebook. What the runs themselves are is in `runs`.
 
 A run is a spec, a flat dictionary of everything that decides its result; its hash is its name. A finished run is one
 JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. Notebooks declare specs and get records back,
@@ -18,9 +18,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,8 @@ ENGINES = ("local",)
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_EXAMPLES)
 _MAX_RECORD = 8_000  # bytes
-_MAX_CURVE = 50  # points
+MAX_CURVE = 50
+"""Points of a curve in a record, at most."""
 
 Record = dict[str, Any]
 Spec = dict[str, Any]
@@ -194,8 +194,8 @@ def append_record(path: Path, record: Record) -> None:
     if len(line) > _MAX_RECORD:
         raise ValueError(f"the record of {record['spec_hash']} has {len(line)} bytes: at most {_MAX_RECORD} may be.")
     for name, values in record.get("curve", {}).items():
-        if len(values) > _MAX_CURVE:
-            raise ValueError(f"curve {name!r} has {len(values)} points, at most {_MAX_CURVE} are allowed.")
+        if len(values) > MAX_CURVE:
+            raise ValueError(f"curve {name!r} has {len(values)} points, at most {MAX_CURVE} are allowed.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         file.seek(0)
@@ -362,7 +362,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
 
     from tqdm import tqdm
 
-    from evoalign_lib.engines.local import default_workers, start_worker
+    from evoalign_lib.engines.local import default_workers
 
     if not specs:
         return
@@ -370,7 +370,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     os.environ["OMP_NUM_THREADS"] = "1"
     workers = min(workers or default_workers(), len(specs))
     commit, context = _commit(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
         futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
         try:
             for future in tqdm(as_completed(futures), total=len(futures), unit="run", desc=notebook):
@@ -382,13 +382,27 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
             raise
 
 
+def _start_worker(parent: int) -> None:
+    import datasets
+    from transformers.utils import logging
+
+    from evoalign_lib.engines.local import start_worker
+
+    start_worker(parent)
+    # one bar for the sweep, and none for the loading of each run's files
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
 def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Record:
     """Run one spec in this process and return its record; with `keep`, a training run's ledger is written there."""
     import torch
 
+    from evoalign_lib import runs
+
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = RUNNERS[spec["kind"]](spec) if keep is None else _run_train(spec, keep)
+    result = runs.RUNNERS[spec["kind"]](spec) if keep is None else runs.run_train(spec, keep)
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(time.process_time() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
@@ -455,363 +469,3 @@ def _commit() -> str:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-# ---- Countdown runs
-
-
-def base_digest(model: Any) -> str:
-    """SHA-256 of a model's parameters in float32, by name, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode() + b"\0" + parameter.detach().float().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-_EVALUATION = ("max_completion_length", "validation_problems", "test_problems")
-_TRAINING = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
-
-
-def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
-    """Specs of the measurement of untrained bases.
-
-    Args:
-        bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the public problems.
-        settings: max_completion_length, validation_problems, test_problems.
-        scale: of the notebook.
-    """
-    return [_spec("base", base, scale) | {k: settings[k] for k in _EVALUATION} for base in bases]
-
-
-def train_specs(
-    arm: str, bases: Sequence[str], seeds: Iterable[int], settings: Mapping[str, Any], scale: str
-) -> list[Spec]:
-    """Specs of training runs: those of the bases, with arm ("es" or the null "es_shuffled"), seed and hyper-parameters.
-
-    Args:
-        settings: as for `base_specs`, and population_size, sigma, alpha, steps, prompts_per_step, curve_points.
-
-    Raises:
-        ValueError: more curve points than a record holds, said here and not after the run.
-    """
-    if settings["curve_points"] > _MAX_CURVE:
-        raise ValueError(f"curve_points={settings['curve_points']} is more than a record holds: at most {_MAX_CURVE}.")
-    wanted = {k: settings[k] for k in _EVALUATION + _TRAINING}
-    return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
-
-
-def audit_specs(
-    base: str,
-    precision: str,
-    noise: str,
-    fitness: str,
-    seeds: Iterable[int],
-    settings: Mapping[str, Any],
-    scale: str,
-) -> list[Spec]:
-    """Specs of runs of a bfloat16 model that differ in arithmetic or noise alone.
-
-    Args:
-        precision: "master", "kahan" or "inplace" (see `precision`).
-        noise: "gaussian" or "tied".
-        fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
-        settings: as for `train_specs`.
-    """
-    wanted = {k: settings[k] for k in _EVALUATION + _TRAINING}
-    arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
-    return [_spec("audit", base, scale) | arithmetic | wanted | {"seed": seed} for seed in seeds]
-
-
-def estimator_specs(
-    base: str, N: int, repeats: int, fitness: str, targets: str, settings: Mapping[str, Any], scale: str
-) -> list[Spec]:
-    """Specs of the comparison of single ES steps with the exact gradient, on two-number problems.
-
-    Args:
-        N: members.
-        repeats: populations drawn.
-        fitness: "expected" (of temperature 1, exact) or "greedy".
-        targets: "any", or "not the sum": problems that the bases' habit, adding up, does not solve.
-        settings: sigma, alpha, estimator_problems.
-    """
-    wanted = {k: settings[k] for k in ("sigma", "alpha", "estimator_problems")}
-    spec = _spec("estimator", base, scale) | wanted | {"fitness": fitness, "targets": targets, "N": N}
-    return [spec | {"repeat": repeat} for repeat in range(repeats)]
-
-
-def _spec(kind: str, base: str, scale: str) -> Spec:
-    from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
-
-    spec = {"kind": kind, "task": "countdown", "grader": "strict", "base": base, "scale": scale}
-    spec["engine_version"] = ENGINE_VERSION
-    if base not in _DIGESTS:
-        _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.BASES else load_model(base))[0])
-    return spec | {"base_digest": _DIGESTS[base]}
-
-
-_DIGESTS: dict[str, str] = {}
-
-
-def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
-    """Model, tokenizer and the problems of each split; in the tiny world every step has new training problems."""
-    from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
-    from evoalign_lib.tasks import countdown
-
-    sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
-    if spec["base"] in tiny.BASES:
-        model, tokenizer = tiny.load(spec["base"])
-        sets = {name: tiny.problems(name, size) for name, size in sizes.items()}
-        if spec["kind"] in ("train", "audit"):
-            # a branch of the seed tree that no fixed set uses
-            seed = np.random.SeedSequence([spec["seed"], 1])
-            sets["train"] = tiny.problems("train", spec["steps"] * spec["prompts_per_step"], seed)
-        return model, tokenizer, sets
-    model, tokenizer = load_model(spec["base"])
-    validation = countdown.generate(sizes["validation"], 0, high=99, split="validation")
-    test = countdown.load_public("test")[: sizes["test"]]
-    return model, tokenizer, {"train": countdown.load_public("train"), "validation": validation, "test": test}
-
-
-def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0) -> np.ndarray:
-    """Right answers (samples or 1, problems) of the engine's current weights under the strict grader."""
-    from evoalign_lib.tasks import countdown
-
-    completions = engine.generate(name, samples=samples, seed=seed)
-    return np.array(
-        [
-            [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in zip(row, problems, strict=True)]
-            for row in completions
-        ]
-    )
-
-
-def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
-    """Accuracy on the test set, greedy and at temperature 1 (mean of 16 samples), with the outcome of every problem."""
-    from evoalign_lib import stats
-
-    greedy = _accuracy(engine, "test", problems, 0)[0]
-    counts = _accuracy(engine, "test", problems, samples).sum(0).astype(int)
-    return {
-        "n": len(problems),
-        "greedy": round(float(greedy.mean()), 6),
-        "greedy_bits": stats.pack_bits(greedy.astype(int)),
-        "t1": round(float(counts.mean()) / samples, 6),
-        "t1_counts": stats.pack_counts(counts),
-    }
-
-
-def _run_base(spec: Spec) -> Record:
-    """Accuracy of an untrained base: on the validation set with pass@k, and on the test set."""
-    from evoalign_lib import tiny
-    from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tasks import countdown
-
-    model, tokenizer, sets = _world(spec)
-    prompts = {name: Prompts(countdown.dataset(sets[name], tokenizer), tokenizer) for name in ("validation", "test")}
-    length = spec["max_completion_length"]
-    engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=length)
-    test = _test(engine, sets["test"])
-    return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
-
-
-def _run_train(spec: Spec, keep: Path | None = None) -> Record:
-    """One ES run: accuracy on the validation set along the way, on the test set once, at the end.
-
-    keep: where the ledger goes, compressed; None: it is not kept.
-    """
-    import tempfile
-
-    from evoalign_lib.es import ESTrainer
-
-    model, tokenizer, sets = _world(spec)
-    with tempfile.TemporaryDirectory() as folder:
-        fitness = {"es": "reward", "es_shuffled": "shuffled"}[spec["arm"]]
-        trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, fitness=fitness)
-        start = trainer.engine.master.copy()
-        trainer.train()
-        kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
-    engine = trainer.engine
-    moved = np.linalg.norm((engine.master - start).astype(np.float64))
-    budget = dict(trainer.budget)
-    # a forward pass costs 2 floating-point operations a parameter and token; attention products are left out
-    budget["forward_flops"] = 2 * engine.layout.d * (budget["prompt_tokens"] + budget["generated_tokens"])
-    budget["core_seconds"] = round(budget["core_seconds"], 2)
-    return {
-        "budget": budget,
-        "counts": dict(trainer.counts),
-        "plan": engine.plan,
-        "d": engine.layout.d,
-        "update_norm": round(float(moved), 6),
-        "digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16],
-        "curve": curve,
-        **kept,
-        "test": _test(engine, sets["test"]),
-    }
-
-
-def _trainer(
-    kind: type, spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list], folder: str, **changed: Any
-) -> tuple[Any, dict[str, list]]:
-    """A trainer for a spec, and the curve that its training fills in: validation accuracy at evenly spaced steps."""
-    from transformers import TrainerCallback
-
-    from evoalign_lib.es import ESConfig
-    from evoalign_lib.tasks import countdown
-
-    points = set(np.linspace(0, spec["steps"], spec["curve_points"]).round().astype(int).tolist())
-    curve: dict[str, list] = {"step": [], "completions": [], "validation_greedy": [], "validation_t1": [], "reward": []}
-
-    class Curve(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.on_log(args, state, control)
-
-        def on_log(self, args, state, control, **kwargs):  # after each step, when its reward is known
-            step = state.global_step
-            if step not in points:
-                return
-            curve["step"].append(step)
-            curve["completions"].append(trainer.budget["completions"])
-            for name, samples in (("greedy", 0), ("t1", 4)):
-                right = _accuracy(trainer.engine, "validation", sets["validation"], samples, seed=step)
-                curve[f"validation_{name}"].append(round(float(right.mean()), 5))
-            curve["reward"].append(round(state.log_history[-1]["reward"], 5) if state.log_history else None)
-
-    config = ESConfig(
-        output_dir=folder,
-        seed=spec["seed"],
-        max_steps=spec["steps"],
-        max_completion_length=spec["max_completion_length"],
-        workers=1,
-        disable_tqdm=True,
-        report_to="none",
-        save_strategy="no",
-        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
-        **changed,
-    )
-    rows = countdown.dataset(sets["train"], tokenizer)
-    trainer = kind(model, countdown.reward, config, rows, None, tokenizer, [Curve()])
-    for name in ("validation", "test"):
-        trainer.engine.add_prompts(name, countdown.dataset(sets[name], tokenizer))
-    return trainer, curve
-
-
-def _run_audit(spec: Spec) -> Record:
-    """One ES run of a bfloat16 model, with the arithmetic and the noise of the spec: what became of its updates.
-
-    Of each step: the share of weights that restoring the members changed, and how far (rms); cosine and gain of the
-    applied update against the intended one. Of the whole path: the same two, restores included; and the cosine of the
-    displacements of two layers' tensors of equal name, which independent noise leaves near 0.
-    """
-    import tempfile
-
-    import torch
-
-    from evoalign_lib import noise, precision
-    from evoalign_lib.es import ESTrainer, coefficients
-
-    model, tokenizer, sets = _world(spec)
-    updates: list[tuple[float, float]] = []
-    path: dict[str, list] = {"step": [0], "cosine": [None], "gain": [None]}
-
-    class Audited(ESTrainer):
-        def tell(self, members, fitness):
-            weights, layout = self.engine.weights, self.engine.layout
-            before = weights.float32().copy()
-            tied = super().tell(members, fitness)
-            if not tied:
-                step = np.zeros(layout.size, np.float32)
-                keys = np.array([m.key for m in members], np.uint64)
-                noise.update(step, layout, keys, coefficients(fitness, self.args.alpha), distribution=self.args.noise)
-                updates.append(precision.agreement(step, weights.float32() - before))
-                self.intended += step
-            if (done := self.state.global_step + 1) % max(1, spec["steps"] // 20) == 0:
-                applied = weights.float32() - self.start
-                # nothing is intended as long as all populations were tied
-                found = precision.agreement(self.intended, applied) if self.intended.any() else (None, None)
-                path["step"].append(done)
-                for name, value in zip(("cosine", "gain"), found, strict=True):
-                    path[name].append(value if value is None else round(value, 5))
-            return tied
-
-    with tempfile.TemporaryDirectory() as folder:
-        changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
-        # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
-        audited = Audited, spec, model.to(torch.bfloat16), tokenizer, sets, folder
-        trainer, curve = _trainer(*audited, arm="es", **changed)
-        trainer.start = trainer.engine.weights.float32().copy()
-        trainer.intended = np.zeros(trainer.engine.layout.size)
-        trainer.train()
-    engine = trainer.engine
-    views = engine.layout.views(engine.weights.float32() - trainer.start)
-    alike = [
-        precision.agreement(view, views[twin])[0]
-        for name, view in views.items()
-        if view.ndim == 2 and view.any() and (twin := name.replace(".layers.0.", ".layers.1.")) != name
-    ]
-    log = [entry for entry in trainer.state.log_history if "reward" in entry]
-    restores = {
-        f"restore_{what}": float(np.mean([entry.get(f"restore_{what}", 0.0) for entry in log]))
-        for what in ("changed", "drift")
-    }
-    audit = restores
-    if updates:  # else all populations were tied
-        audit |= {"layers_cosine": np.mean(alike)} if alike else {}
-        audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
-    result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
-    result |= {"plan": engine.plan, "d": engine.layout.d, "curve": curve}
-    return result | ({"test": _test(engine, sets["test"])} if spec["fitness"] == "reward" else {})
-
-
-def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
-    """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
-    run, source = trainer.ledger, trainer.ledger.path
-    error = np.abs(ledger.replay(source, base) - trainer.engine.master).max()
-    packed = ledger.pack(source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with open(partial, "wb") as file:
-        file.write(packed)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)  # complete, or not there
-    return {
-        "bytes": source.stat().st_size,
-        "gzip_bytes": len(packed),
-        "sha256": hashlib.sha256(packed).hexdigest(),
-        "weights": run.weights[len(run.steps)],
-        "replay_error": float(error),
-    }
-
-
-def _run_estimator(spec: Spec) -> Record:
-    """One ES step against the exact gradient of expected reward (see `geometry`)."""
-    objective = _objective(spec["base"], spec["estimator_problems"], spec["targets"])
-    arguments = {k: spec[k] for k in ("N", "sigma", "alpha", "repeat", "fitness")}
-    result = objective.run(**arguments)
-    return {
-        "estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items() if k not in arguments}
-    }
-
-
-@lru_cache(maxsize=2)
-def _objective(base: str, n: int, targets: str):
-    """The enumeration of a base's completions takes longer than a step: once a process."""
-    from evoalign_lib import geometry, tiny
-    from evoalign_lib.tasks import countdown
-
-    drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
-    chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
-    if len(chosen) < n:
-        raise ValueError(f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer.")
-    # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
-    return geometry.ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
-
-
-RUNNERS: dict[str, Callable[[Spec], Record]] = {
-    "base": _run_base,
-    "train": _run_train,
-    "audit": _run_audit,
-    "estimator": _run_estimator,
-}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import experiments, paths, stats, tiny
+from evoalign_lib import experiments, paths, runs, stats, tiny
 from evoalign_lib.experiments import append_record, check_parameters, load_or_run, read_records, spec_hash
 
 PARAMETERS = {
@@ -319,10 +319,10 @@ def comparable(r):
 
 @needs_bases
 def test_specs_state_what_decides_a_run():
-    [base] = experiments.base_specs(["A0"], SETTINGS, "smoke")
+    [base] = runs.base_specs(["A0"], SETTINGS, "smoke")
     assert base["kind"] == "base" and base["engine_version"] == experiments.ENGINE_VERSION
-    assert base["base_digest"] == experiments.base_digest(tiny.load("A0")[0]) and len(base["base_digest"]) == 16
-    train = experiments.train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
+    assert base["base_digest"] == runs.base_digest(tiny.load("A0")[0]) and len(base["base_digest"]) == 16
+    train = runs.train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
     assert [(s["base"], s["seed"]) for s in train] == [("A0", 0), ("A0", 1), ("A1", 0), ("A1", 1)]
     assert train[0]["base_digest"] != train[2]["base_digest"] and train[0]["steps"] == 2
     assert len({spec_hash(s) for s in [base, *train]}) == 5
@@ -330,7 +330,7 @@ def test_specs_state_what_decides_a_run():
 
 @needs_bases
 def test_the_record_of_a_base():
-    [spec] = experiments.base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
+    [spec] = runs.base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
     r = experiments.run(spec, "nb", "commit")
     assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec) and r["notebook"] == "nb"
     assert set(r["validation"]) == {"greedy", "format", "pass@1", "pass@16", "pass@64"}
@@ -343,7 +343,7 @@ def test_the_record_of_a_base():
 @needs_bases
 @pytest.mark.parametrize("arm", ["es", "es_shuffled"])
 def test_the_record_of_a_training_run(arm):
-    one, other = experiments.train_specs(arm, ["A0"], [0, 1], SETTINGS, "smoke")
+    one, other = runs.train_specs(arm, ["A0"], [0, 1], SETTINGS, "smoke")
     r, again, different = (experiments.run(spec, "nb", "commit") for spec in (one, one, other))
     assert comparable(r) == comparable(again) and r["digest"] != different["digest"]
     assert r["curve"]["step"] == [0, 1, 2] and r["curve"]["completions"] == [0, 72, 144]
@@ -357,7 +357,7 @@ def test_the_record_of_a_training_run(arm):
     steps = 2 - r["counts"]["tied"]
     assert r["update_norm"] == pytest.approx(0.01 * (r["d"] * steps / 3) ** 0.5, rel=0.1)
     # the base's own weights, before anything moved
-    base = experiments.run(experiments.base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
+    base = experiments.run(runs.base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
     assert r["curve"]["validation_greedy"][0] == pytest.approx(base["validation"]["greedy"], abs=1e-4)
 
 
@@ -367,7 +367,7 @@ def test_the_record_of_an_audit():
     settings = SETTINGS | {"steps": 4, "sigma": 1e-3, "alpha": 5e-4, "curve_points": 2}
     r = {}
     for key in (("master", "gaussian"), ("kahan", "gaussian"), ("inplace", "gaussian"), ("master", "tied")):
-        [spec] = experiments.audit_specs("A0", *key, "random", [0], settings, "smoke")
+        [spec] = runs.audit_specs("A0", *key, "random", [0], settings, "smoke")
         r[key] = experiments.run(spec, "nb", "commit")
         json.dumps(r[key], allow_nan=False)
         assert r[key]["path"]["step"] == [0, 1, 2, 3, 4] and "test" not in r[key]
@@ -379,11 +379,11 @@ def test_the_record_of_an_audit():
     assert ends[0] > 0.9999 and ends[2] < 0.9 < ends[1]
     assert abs(exact["layers_cosine"]) < 0.05 and tied["layers_cosine"] > 0.9999
     # with rewards the trained model is tested, and the noise is that of the arm "es"
-    [spec] = experiments.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
+    [spec] = runs.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
     rewarded = experiments.run(spec, "nb", "commit")
     assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
     # members too close together to differ in a token: nothing moves, and there is nothing to compare
-    [spec] = experiments.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
+    [spec] = runs.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
     still = experiments.run(spec, "nb", "commit")
     json.dumps(still, allow_nan=False)
     assert (
@@ -403,8 +403,8 @@ if __name__ == "__main__":
 
 @needs_bases
 def test_a_killed_sweep_continues_where_it_was(folders, capsys):
-    specs = experiments.base_specs(["A0"], SETTINGS, "smoke")
-    specs += experiments.train_specs("es", ["A0"], range(4), SETTINGS, "smoke")
+    specs = runs.base_specs(["A0"], SETTINGS, "smoke")
+    specs += runs.train_specs("es", ["A0"], range(4), SETTINGS, "smoke")
     script, file = folders / "sweep.py", folders / "run/results/smoke.jsonl"
     script.write_text(textwrap.dedent(SWEEP))
     with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as sweep:
@@ -418,7 +418,7 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     assert 1 <= len(done) < 5
     # the second call runs the rest; a run that fails is named, and costs no other
     with pytest.raises(ValueError, match="model 'no-such-model' is neither"):
-        experiments.base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
+        runs.base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
     bad = specs[0] | {"base": "no-such-model"}
     with pytest.raises(ValueError, match="model 'no-such-model' is neither") as error:
         load_or_run([*specs, bad], "nb", "smoke", workers=1)
@@ -446,7 +446,7 @@ def _processes() -> dict[int, tuple[int, str]]:
 
 @needs_bases
 def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsewhere(folders, capsys):
-    specs = experiments.base_specs(["A0", "A1"], SETTINGS, "tiny")
+    specs = runs.base_specs(["A0", "A1"], SETTINGS, "tiny")
     committed = experiments.run(specs[0], "01_a", "commit")
     files = [folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b")]
     append_record(files[0], committed)
@@ -466,12 +466,12 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
     )
     assert [file.read_bytes() for file in files] == before
     with pytest.raises(experiments.DryRun, match="0 of 1 runs have records"):
-        load_or_run(experiments.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
+        load_or_run(runs.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
 
 
 def test_a_curve_that_no_record_holds_is_refused_before_the_run():
     with pytest.raises(ValueError, match="curve_points=51 is more than a record holds: at most 50"):
-        experiments.train_specs("es", ["a-model"], [0], SETTINGS | {"curve_points": 51}, "tiny")
+        runs.train_specs("es", ["a-model"], [0], SETTINGS | {"curve_points": 51}, "tiny")
 
 
 def test_comparison_with_committed_records():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from evoalign_lib import experiments, ledger, paths
+from evoalign_lib import experiments, ledger, paths, runs
 from evoalign_lib.cli import app
 from evoalign_lib.experiments import load_or_run, read_records, spec_hash
 
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def specs(scale: str = "tiny") -> list[dict]:
-    return experiments.train_specs("es", ["A0"], range(2), SETTINGS, scale)
+    return runs.train_specs("es", ["A0"], range(2), SETTINGS, scale)
 
 
 def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
@@ -105,7 +105,7 @@ def test_a_forced_run_keeps_its_own_beside(folder):
 
 def test_what_cannot_be_kept_is_refused_before_any_run(folder):
     one, other = specs()
-    base = experiments.base_specs(["A0"], SETTINGS, "tiny")[0]
+    base = runs.base_specs(["A0"], SETTINGS, "tiny")[0]
     for all_of_them, wrong in (([one], other), ([one, base], base)):
         with pytest.raises(ValueError, match="keep_ledgers holds a spec that is no training run among the specs: {"):
             load_or_run(all_of_them, "nb", "tiny", keep_ledgers=[wrong])

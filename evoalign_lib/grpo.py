@@ -1,0 +1,379 @@
+"""The gradient arms: GRPO, Dr.GRPO, DAPO and RLOO from TRL 1.16, and fine-tuning on filtered samples, set up for a fair
+comparison with ES.
+
+Nothing here is a training loop of our own: `config` states every setting of TRL that changes the mathematics,
+`trainer` gives TRL's trainer the reward wrapper of ES (`evoalign_lib.rewards`: one treatment of None, NaN and
+exceptions) and a `Budget` that counts what ES counts. TRL's defaults move between versions (ecosystem: loss_type,
+scale_rewards, beta and the bias correction of the KL did), so none is relied upon.
+
+Common to all arms: float32 weights, gradients, optimiser moments and generation (the master weights of ES are float32,
+too); AdamW without weight decay at a constant learning rate, gradient norm clipped at 1; sampling from the model's own
+distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of prompts_per_step *
+num_generations completions a step and one update from it, so that samples are on-policy, the importance ratio is 1 and
+its clip inactive; prompts in the order of the data set.
+
+Where `grpo` departs from DeepSeekMath (Shao et al., arXiv 2402.03300, section 4.1):
+
+1. beta is a setting (the paper: 0.04); at 0 there is no reference model. The reference is the starting model
+   throughout; the paper's iterative variant renews it.
+2. One update a batch, as in the paper's own runs; the algorithm box allows several.
+3. Advantages are (r - mean) / (std + 1e-4) with the unbiased standard deviation of the group.
+4. The KL penalty is k3 a token, as in the paper: its value is unbiased, its gradient as a loss is not that of the KL
+   (`evoalign_lib.kl`). TRL's correction of it (`use_bias_correction_kl`) is off.
+5. Outcome rewards only.
+6. The reference has the very weights that the run starts from. (TRL loads it anew by the model's name, which for a
+   model changed in memory is another one.)
+
+Where `dr_grpo` departs from Dr.GRPO (Liu et al., arXiv 2503.20783):
+
+7. The loss is the sum over tokens divided by completions * max_completion_length, the constant that paper's code uses.
+8. One update a batch and beta 0 unless set, as 2. `scale_rewards` may be set apart from the loss, for a factorial.
+
+Where `dapo` departs from DAPO (Yu et al., arXiv 2503.14476):
+
+9. Token-level loss and the raised upper clip (0.28) only, and the clip is inactive (2). No dynamic sampling, no
+   overlong shaping: TRL has neither inside the loss.
+
+Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
+
+10. TRL's trainer has PPO's clipped ratio at sequence level, inactive here. The KL penalty is k1 summed over the
+   sequence, inside the reward, as in the paper.
+
+PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+
+from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
+
+ARMS: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None},
+    "dapo": {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28},
+    "rloo": {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None},
+}
+"""What the arms differ in."""
+
+_SCALES = ("group", "batch", "none")
+
+# of GRPOConfig and RLOOConfig alike
+_COMMON = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "generation_kwargs": None,
+    "num_iterations": 1,
+    "epsilon": 0.2,
+    "mask_truncated_completions": False,
+    "sync_ref_model": False,
+    "disable_dropout": True,
+    "shuffle_dataset": False,
+    "use_vllm": False,
+}
+_GRPO_ONLY = {
+    "delta": None,
+    "importance_sampling_level": "token",
+    "use_bias_correction_kl": False,
+    "vllm_importance_sampling_correction": False,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "cast_lm_head_to_fp32": False,
+}
+_OPTIMISER = {
+    "optim": "adamw_torch",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "bf16": False,
+    "fp16": False,
+    "gradient_checkpointing": False,
+}
+
+
+def config(
+    arm: str,
+    *,
+    output_dir: str,
+    seed: int,
+    steps: int,
+    prompts_per_step: int,
+    num_generations: int,
+    max_completion_length: int,
+    learning_rate: float,
+    beta: float = 0.0,
+    scale_rewards: str | None = None,
+    micro_batch: int | None = None,
+    **others: Any,
+) -> Any:
+    """Return TRL's configuration of an arm, every setting that changes the mathematics stated.
+
+    Args:
+        arm: "grpo", "dr_grpo", "dapo" or "rloo"; see the module's text.
+        output_dir: where TRL writes.
+        seed: of sampling.
+        steps: batches of rollouts, with one update each.
+        prompts_per_step, num_generations: prompts a step and completions of each (the group).
+        max_completion_length: new tokens a completion at most.
+        learning_rate: of AdamW, constant.
+        beta: weight of the KL penalty; 0: none, and no reference model.
+        scale_rewards: "group", "batch" or "none" in the place of the arm's own; not for "rloo".
+        micro_batch: completions in memory at once, a divisor of those of a step (None: all). It changes no gradient but
+            by rounding.
+        others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu.
+
+    Returns:
+        A GRPOConfig, or an RLOOConfig for "rloo".
+
+    Raises:
+        ValueError: an unknown arm or scale_rewards, a group of fewer than two, a learning rate that is not positive, a
+            negative beta, a micro batch that does not divide the step, or a setting that this module fixes.
+    """
+    if arm not in ARMS:
+        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
+    if num_generations < 2:
+        raise ValueError(f"num_generations={num_generations}: a group needs at least 2 completions to compare.")
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate={learning_rate!r} must be positive, for example 1e-6.")
+    if not beta >= 0:
+        raise ValueError(f"beta={beta!r} must not be negative; 0 leaves the KL penalty out.")
+    maths = dict(ARMS[arm])
+    if scale_rewards is not None:
+        if arm == "rloo" or scale_rewards not in _SCALES:
+            raise ValueError(
+                f"scale_rewards={scale_rewards!r} for arm {arm!r}: use one of {', '.join(_SCALES)}, and leave it out "
+                "for 'rloo', which does not scale."
+            )
+        maths["scale_rewards"] = scale_rewards
+    rollouts = prompts_per_step * num_generations
+    micro_batch = rollouts if micro_batch is None else micro_batch
+    if micro_batch < 1 or rollouts % micro_batch:
+        raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
+    fixed = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
+    if taken := sorted(fixed.keys() & others.keys()):
+        raise ValueError(f"{taken[0]}={others[taken[0]]!r}: this arm fixes it at {fixed[taken[0]]!r}; remove it.")
+
+    from trl import GRPOConfig, RLOOConfig
+
+    return (RLOOConfig if arm == "rloo" else GRPOConfig)(
+        output_dir=output_dir,
+        seed=seed,
+        max_steps=steps,
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        learning_rate=learning_rate,
+        beta=beta,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=rollouts // micro_batch,
+        steps_per_generation=rollouts // micro_batch,
+        **fixed,
+        **others,
+    )
+
+
+def trainer(
+    model: Any,
+    reward_funcs: RewardFunction | Sequence[RewardFunction],
+    args: Any,
+    train_dataset: Iterable[Mapping[str, Any]],
+    processing_class: Any = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> tuple[Any, Budget]:
+    """Return TRL's trainer of an arm, and what it spends.
+
+    Args:
+        model: a float32 model, or a folder or name (TRL loads it in float32).
+        reward_funcs: as for `ESTrainer`; they are called through the same wrapper (`rewards.Rewards`), so a failure
+            scores the floor or stops the run, and None is left out, just as there.
+        args: from `config`.
+        train_dataset: rows with "prompt" and further columns, at least as many as a step takes; they are taken in order
+            and from the start again when they are spent.
+        processing_class: the tokenizer.
+        callbacks: called after the budget is up to date.
+
+    Returns:
+        The GRPOTrainer or RLOOTrainer, and its `Budget`.
+
+    Raises:
+        ValueError: a model that is not float32, or fewer rows than a step takes prompts.
+    """
+    from datasets import Dataset
+    from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    rows = list(train_dataset)
+    prompts = args.generation_batch_size // args.num_generations
+    if len(rows) < prompts:
+        raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
+    if not isinstance(model, str) and str(model.dtype) != "torch.float32":
+        raise ValueError(f"the model is {model.dtype}: load it in float32, as every arm holds its weights.")
+    kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
+    budget = Budget(Rewards(reward_funcs), old_logprobs=kind is RLOOTrainer, reference=args.beta > 0)
+    built = kind(
+        model=model,
+        reward_funcs=budget.reward,
+        args=args,
+        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        processing_class=processing_class,
+        callbacks=[budget, *callbacks],
+    )
+    budget.model = built.model
+    if args.beta > 0:
+        built.ref_model.load_state_dict(built.model.state_dict())
+    return built, budget
+
+
+class Budget(TrainerCallback):
+    """What a gradient arm spends, on the axes of ES: completions, tokens, FLOPs, core-seconds.
+
+    A forward pass costs 2 floating-point operations a parameter and token (attention products are left out, as for ES),
+    a backward pass twice that; all passes are over the prompts and completions of the step, without padding: one for
+    generation, three for the loss and its gradient, one for the reference model where there is one, one for the
+    log-probabilities before the update where TRL computes them.
+
+    Attributes:
+        completions, generated_tokens, prompt_tokens: so far; a prompt counts once for each of its completions.
+        core_seconds: CPU time of this process in training steps; evaluation in other callbacks is not in it.
+        counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
+    """
+
+    def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool):
+        self._score = rewards
+        self.completions = self.generated_tokens = self.prompt_tokens = 0
+        self.core_seconds = 0.0
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.passes = 4 + int(old_logprobs) + int(reference)
+        self.model: Any = None
+        self._started = 0.0
+
+    @property
+    def reward(self) -> Callable[..., list[float | None]]:
+        """The reward function that TRL calls: all functions in one, scored and counted."""
+
+        def reward(
+            prompts, completions, completion_ids, trainer_state=None, log_metric=None, log_extra=None, **columns
+        ):
+            scored = self._score(prompts, completions, completion_ids, columns, trainer_state)
+            if self.model is None or self.model.training:
+                self.completions += len(completions)
+                self.generated_tokens += sum(map(len, completion_ids))
+                for kind, count in scored.counts.items():
+                    self.counts[kind] += count
+            if log_metric is not None:
+                for name, values in scored.metrics.items():
+                    log_metric(name, float(np.mean(values)))
+            return [None if np.isnan(r) else float(r) for r in scored.rewards]
+
+        reward.__name__ = "+".join(self._score.names)
+        return reward
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Start the clock."""
+        self._started = time.process_time()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Stop the clock and read the tokens that TRL has seen."""
+        self.core_seconds += time.process_time() - self._started
+        self.prompt_tokens = int(state.num_input_tokens_seen) - self.generated_tokens
+
+    def spent(self, d: int) -> dict[str, Any]:
+        """The budget of a model of d parameters so far, for a record."""
+        return {
+            "completions": self.completions,
+            "generated_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "forward_flops": 2 * d * self.passes * (self.prompt_tokens + self.generated_tokens),
+            "core_seconds": round(self.core_seconds, 2),
+        }
+
+
+def random_reward(seed: int) -> RewardFunction:
+    """A null: 0 or 1 with equal chance, whatever the completion says (one of the rewards of arXiv 2506.10947).
+
+    It depends on seed, step and position in the batch alone, so that a resumed run draws the same.
+    """
+
+    def random(prompts, completions, trainer_state=None, **columns):
+        step = 0 if trainer_state is None else trainer_state.global_step
+        key = hashlib.blake2b(f"random reward {seed} {step}".encode(), digest_size=8).digest()
+        draws = np.random.default_rng(int.from_bytes(key, "little")).integers(0, 2, len(completions))
+        return [float(r) for r in draws]
+
+    return random
+
+
+def filtered_sft(
+    model: Any,
+    tokenizer: Any,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    output_dir: str,
+    seed: int,
+    learning_rate: float,
+    batch_size: int,
+    epochs: float = 1,
+    callbacks: Sequence[TrainerCallback] = (),
+    **others: Any,
+) -> Any:
+    """Return TRL's SFTTrainer for fine-tuning on samples that a reward let through (rejection sampling).
+
+    The loss is the mean cross-entropy of completion tokens, the end token included; prompts are not learned.
+
+    Args:
+        model: a float32 model; it is trained in place.
+        tokenizer: its tokenizer.
+        pairs: (kept) token ids of prompt and completion, the completion with its end token.
+        output_dir, seed: as for `config`.
+        learning_rate: of AdamW, constant.
+        batch_size: completions an update.
+        epochs: passes over the pairs, in a new random order each.
+        callbacks: of transformers.
+        others: further settings of `transformers.TrainingArguments`.
+
+    Raises:
+        ValueError: no pairs, which is what a reward that lets nothing through leaves.
+    """
+    if not pairs:
+        raise ValueError("no completion passed the filter: draw more samples a prompt, or lower the threshold.")
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [
+        {"input_ids": [*prompt, *completion], "completion_mask": [0] * len(prompt) + [1] * len(completion)}
+        for prompt, completion in pairs
+    ]
+    args = SFTConfig(
+        output_dir=output_dir,
+        seed=seed,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        completion_only_loss=True,
+        packing=False,
+        max_length=None,
+        loss_type="nll",
+        **_OPTIMISER,
+        **others,
+    )
+    return SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+    )

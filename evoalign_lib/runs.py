@@ -1,0 +1,589 @@
+"""What a spec runs: the specs of Countdown runs, and the code that turns each into a record.
+
+`experiments` stores and finds records; here is what is in them. A kind of spec has a function that makes its specs and
+one that runs it (`RUNNERS`): "base" measures an untrained model, "train" trains one with an arm, "best_of_n" lets the
+reward choose among samples of the base, "audit" repeats an ES run in half precision, "estimator" compares single ES
+steps with the exact gradient.
+
+Every training run is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and the test set
+once, at the end. Evaluation is in no budget.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import ledger
+from evoalign_lib.experiments import ENGINE_VERSION, MAX_CURVE, Record, Spec
+
+
+def base_digest(model: Any) -> str:
+    """SHA-256 of a model's parameters in float32, by name, 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode() + b"\0" + parameter.detach().float().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+_EVALUATION = ("max_completion_length", "validation_problems", "test_problems")
+_ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
+_GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
+_SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
+_OPTIONAL = ("curve_spacing", "unique_prompts", "scale_rewards")
+
+ARMS = {
+    "es": _ES,
+    "es_shuffled": _ES,
+    "es_random": _ES,
+    "es_sampled": _ES,
+    "grpo": _GRADIENT,
+    "dr_grpo": _GRADIENT,
+    "dapo": _GRADIENT,
+    "rloo": _GRADIENT,
+    "grpo_random": _GRADIENT,
+    "sft": _SFT,
+}
+"""The arms that train, and the settings that each needs. Nulls: "es_shuffled" and "es_random" (fitness permuted, or
+drawn), "grpo_random" (random reward). "es_sampled" samples its rollouts at temperature 1 with common random numbers.
+"sft" fine-tunes on right answers among samples of the base."""
+
+
+def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Specs of the measurement of untrained bases.
+
+    Args:
+        bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the public problems.
+        settings: max_completion_length, validation_problems, test_problems.
+        scale: of the notebook.
+    """
+    return [_spec("base", base, scale) | {k: settings[k] for k in _EVALUATION} for base in bases]
+
+
+def train_specs(
+    arm: str, bases: Sequence[str], seeds: Iterable[int], settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Specs of training runs: those of the bases, with arm, seed and hyper-parameters.
+
+    Args:
+        arm: one of `ARMS`.
+        settings: as for `base_specs`, and those that `ARMS` names: for ES population_size, sigma, alpha; for gradient
+            arms learning_rate, beta, num_generations; for both steps, prompts_per_step, curve_points. Where they are
+            there: curve_spacing "log" (points evenly spaced in the logarithm of the steps; else evenly in steps),
+            unique_prompts (the run sees so many problems, again and again; without it every step has new ones), and
+            scale_rewards in the place of the arm's own.
+
+    Raises:
+        ValueError: an unknown arm, a setting that is missing, or more curve points than a record holds, said here and
+            not after the run.
+    """
+    if arm not in ARMS:
+        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
+    wanted = {}
+    for name in _EVALUATION + ARMS[arm]:
+        if name not in settings:
+            raise ValueError(f"arm {arm!r} needs the setting {name!r}.")
+        wanted[name] = settings[name]
+    wanted |= {name: settings[name] for name in _OPTIONAL if settings.get(name) is not None}
+    if wanted.get("curve_points", 0) > MAX_CURVE:
+        raise ValueError(f"curve_points={wanted['curve_points']} is more than a record holds: at most {MAX_CURVE}.")
+    if wanted.get("curve_spacing", "log") != "log":
+        raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
+    return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
+
+
+def best_of_n_specs(
+    base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples."""
+    wanted = {k: settings[k] for k in ("max_completion_length", "test_problems")} | {"samples": samples}
+    return [_spec("best_of_n", base, scale) | wanted | {"seed": seed} for seed in seeds]
+
+
+def audit_specs(
+    base: str,
+    precision: str,
+    noise: str,
+    fitness: str,
+    seeds: Iterable[int],
+    settings: Mapping[str, Any],
+    scale: str,
+) -> list[Spec]:
+    """Specs of runs of a bfloat16 model that differ in arithmetic or noise alone.
+
+    Args:
+        precision: "master", "kahan" or "inplace" (see `precision`).
+        noise: "gaussian" or "tied".
+        fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
+        settings: as for `train_specs`.
+    """
+    wanted = {k: settings[k] for k in _EVALUATION + _ES}
+    arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
+    return [_spec("audit", base, scale) | arithmetic | wanted | {"seed": seed} for seed in seeds]
+
+
+def estimator_specs(
+    base: str, N: int, repeats: int, fitness: str, targets: str, settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Specs of the comparison of single ES steps with the exact gradient, on two-number problems.
+
+    Args:
+        N: members.
+        repeats: populations drawn.
+        fitness: "expected" (of temperature 1, exact) or "greedy".
+        targets: "any", or "not the sum": problems that the bases' habit, adding up, does not solve.
+        settings: sigma, alpha, estimator_problems.
+    """
+    wanted = {k: settings[k] for k in ("sigma", "alpha", "estimator_problems")}
+    spec = _spec("estimator", base, scale) | wanted | {"fitness": fitness, "targets": targets, "N": N}
+    return [spec | {"repeat": repeat} for repeat in range(repeats)]
+
+
+def _spec(kind: str, base: str, scale: str) -> Spec:
+    from evoalign_lib import tiny
+    from evoalign_lib.es import load_model
+
+    spec = {"kind": kind, "task": "countdown", "grader": "strict", "base": base, "scale": scale}
+    spec["engine_version"] = ENGINE_VERSION
+    if base not in _DIGESTS:
+        _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.BASES else load_model(base))[0])
+    return spec | {"base_digest": _DIGESTS[base]}
+
+
+_DIGESTS: dict[str, str] = {}
+
+
+def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
+    """Model, tokenizer and the problems of each split; in the tiny world every step has new training problems."""
+    from evoalign_lib import tiny
+    from evoalign_lib.es import load_model
+    from evoalign_lib.tasks import countdown
+
+    sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
+    if spec["base"] in tiny.BASES:
+        model, tokenizer = tiny.load(spec["base"])
+        sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
+        if spec["kind"] in ("train", "audit"):
+            # a branch of the seed tree that no fixed set uses
+            seed = np.random.SeedSequence([spec["seed"], 1])
+            needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
+            unique = spec.get("unique_prompts", needed)
+            sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
+        return model, tokenizer, sets
+    model, tokenizer = load_model(spec["base"])
+    validation = countdown.generate(sizes["validation"], 0, high=99, split="validation")
+    test = countdown.load_public("test")[: sizes["test"]]
+    return model, tokenizer, {"train": countdown.load_public("train"), "validation": validation, "test": test}
+
+
+def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0) -> np.ndarray:
+    """Right answers (samples or 1, problems) of the engine's current weights under the strict grader."""
+    from evoalign_lib.tasks import countdown
+
+    completions = engine.generate(name, samples=samples, seed=seed)
+    return np.array(
+        [
+            [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in zip(row, problems, strict=True)]
+            for row in completions
+        ]
+    )
+
+
+def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
+    """Accuracy on the test set, greedy and at temperature 1 (mean of 16 samples), with the outcome of every problem."""
+    from evoalign_lib import stats
+
+    greedy = _accuracy(engine, "test", problems, 0)[0]
+    counts = _accuracy(engine, "test", problems, samples).sum(0).astype(int)
+    return {
+        "n": len(problems),
+        "greedy": round(float(greedy.mean()), 6),
+        "greedy_bits": stats.pack_bits(greedy.astype(int)),
+        "t1": round(float(counts.mean()) / samples, 6),
+        "t1_counts": stats.pack_counts(counts),
+    }
+
+
+def _run_base(spec: Spec) -> Record:
+    """Accuracy of an untrained base: on the validation set with pass@k, and on the test set."""
+    from evoalign_lib import tiny
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+    from evoalign_lib.tasks import countdown
+
+    model, tokenizer, sets = _world(spec)
+    prompts = {name: Prompts(countdown.dataset(sets[name], tokenizer), tokenizer) for name in ("validation", "test")}
+    length = spec["max_completion_length"]
+    engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=length)
+    test = _test(engine, sets["test"])
+    return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
+
+
+def run_train(spec: Spec, keep: Path | None = None) -> Record:
+    """Return the record of a training run: validation accuracy along the way, that on the test set once, at the end.
+
+    keep: where the ledger of an ES run goes, compressed; None: it is not kept.
+    """
+    run = _run_es if spec["arm"].startswith("es") else _run_sft if spec["arm"] == "sft" else _run_gradient
+    return run(spec) if keep is None else _run_es(spec, keep)
+
+
+_FITNESS = {"es": "reward", "es_shuffled": "shuffled", "es_random": "random", "es_sampled": "reward"}
+
+
+def _run_es(spec: Spec, keep: Path | None = None) -> Record:
+    import tempfile
+
+    from evoalign_lib.es import ESTrainer
+
+    model, tokenizer, sets = _world(spec)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = {"fitness": _FITNESS[spec["arm"]]}
+        if spec["arm"] == "es_sampled":
+            changed |= {"sampling": "common", "arm": "es_sampled"}
+        trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, **changed)
+        start = trainer.engine.master.copy()
+        trainer.train()
+        kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
+    budget = _spent_by_es(trainer)
+    budget["core_seconds"] = round(budget["core_seconds"], 2)
+    result = {"budget": budget, "counts": dict(trainer.counts), "plan": trainer.engine.plan, "curve": curve}
+    return result | kept | _outcome(spec, trainer.engine, start, sets)
+
+
+def _spent_by_es(trainer: Any) -> dict[str, Any]:
+    """The budget of an ES run so far."""
+    budget = dict(trainer.budget)
+    # a forward pass costs 2 floating-point operations a parameter and token; attention products are left out
+    tokens = budget["prompt_tokens"] + budget["generated_tokens"]
+    return budget | {"forward_flops": 2 * trainer.engine.layout.d * tokens}
+
+
+def _run_gradient(spec: Spec) -> Record:
+    """One run of TRL's trainers; see `grpo`."""
+    import tempfile
+
+    import trl
+    from transformers import PrinterCallback, TrainerCallback
+
+    from evoalign_lib import grpo
+    from evoalign_lib.tasks import countdown
+
+    model, tokenizer, sets = _world(spec)
+    engine = _evaluation_engine(spec, model, tokenizer, sets)
+    start = engine.master.copy()
+    zero_std = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.on_log(args, state, control, logs={})
+
+        def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
+            if "train_runtime" in logs:  # the summary at the end
+                return
+            if "frac_reward_zero_std" in logs:
+                zero_std.append(logs["frac_reward_zero_std"])
+            if state.global_step in points:
+                _take_weights(engine, model)
+                record(state.global_step, budget.spent(engine.layout.d), logs.get("reward"), engine)
+
+    points, curve, record = _curve(spec, sets)
+    arm = "grpo" if spec["arm"] == "grpo_random" else spec["arm"]
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    settings = {name: spec[name] for name in names} | {"scale_rewards": spec.get("scale_rewards")}
+    with tempfile.TemporaryDirectory() as folder:
+        general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+        args = grpo.config(arm, output_dir=folder, **settings, **general)
+        reward = grpo.random_reward(spec["seed"]) if spec["arm"] == "grpo_random" else countdown.reward
+        rows = countdown.dataset(sets["train"], tokenizer)
+        trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [Watch()])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    _take_weights(engine, model)
+    counts = dict(budget.counts) | {"zero_std_groups": round(float(np.mean(zero_std)), 5)}
+    result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": curve, "trl": trl.__version__}
+    return result | _outcome(spec, engine, start, sets)
+
+
+def _run_sft(spec: Spec) -> Record:
+    """Fine-tune on the right answers among the base's samples (rejection sampling); see `grpo.filtered_sft`."""
+    import tempfile
+
+    from transformers import PrinterCallback
+
+    from evoalign_lib import grpo
+    from evoalign_lib.engines.local import Prompts
+    from evoalign_lib.tasks import countdown
+
+    model, tokenizer, sets = _world(spec)
+    engine = _evaluation_engine(spec, model, tokenizer, sets)
+    start, cpu = engine.master.copy(), time.process_time()
+    engine.prompts["train"] = prompts = Prompts(countdown.dataset(sets["train"], tokenizer), tokenizer)
+    samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
+    pairs = [
+        (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
+        for row in samples
+        for i, ((text, ids), p) in enumerate(zip(row, sets["train"], strict=True))
+        if countdown.grade(text, p.numbers, p.target).answer and ids[-1] in engine.eos_ids
+    ]
+    sampled = {
+        "completions": len(samples) * len(prompts),
+        "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
+        "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
+        general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=folder, **settings, **general)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
+    passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
+    budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
+    budget |= {"core_seconds": round(time.process_time() - cpu, 2)}
+    _take_weights(engine, model)
+    return {"budget": budget, "counts": {"kept": len(pairs)}} | _outcome(spec, engine, start, sets)
+
+
+def _run_best_of_n(spec: Spec) -> Record:
+    """Accuracy when the reward chooses the best of n samples of the base, n = 1, 2, 4, ...: no weights change.
+
+    The choice is by the very reward that is measured, so it is the share of problems that n samples solve: the bound of
+    what choosing alone can give, at n completions for each test problem.
+    """
+    from evoalign_lib.tasks import countdown
+
+    model, tokenizer, sets = _world(spec)
+    engine = _evaluation_engine(spec, model, tokenizer, sets)
+    cpu, problems = time.process_time(), sets["test"]
+    samples = engine.generate("test", samples=spec["samples"], seed=spec["seed"])
+    grades = [
+        [countdown.grade(text, p.numbers, p.target) for (text, _), p in zip(row, problems, strict=True)]
+        for row in samples
+    ]
+    rewards = np.array([[grade.reward for grade in row] for row in grades])
+    right = np.array([[grade.answer for grade in row] for row in grades])
+    accuracy = {}
+    for n in (2**k for k in range(spec["samples"].bit_length())):
+        best = rewards[:n].argmax(0)  # the first of the best
+        accuracy[str(n)] = round(float(right[best, np.arange(len(problems))].mean()), 6)
+    tokens = sum(len(ids) for row in samples for _, ids in row)
+    prompt_tokens = int(engine.prompts["test"].lengths.sum()) * len(samples)
+    budget = {"completions": right.size, "generated_tokens": tokens, "prompt_tokens": prompt_tokens}
+    budget |= {"forward_flops": 2 * engine.layout.d * (tokens + prompt_tokens)}
+    budget |= {"core_seconds": round(time.process_time() - cpu, 2)}
+    return {"budget": budget, "d": engine.layout.d, "best_of_n": accuracy}
+
+
+def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
+    """An engine that decodes the validation and test problems with weights that somebody else trains."""
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+    from evoalign_lib.tasks import countdown
+
+    prompts = {name: Prompts(countdown.dataset(sets[name], tokenizer), tokenizer) for name in sets if name != "train"}
+    return LocalEngine(model, tokenizer, None, prompts, max_completion_length=spec["max_completion_length"])
+
+
+def _take_weights(engine: Any, model: Any) -> None:
+    parameters = dict(model.named_parameters())
+    for name, tensor in engine.weights.tensors().items():
+        tensor.copy_(parameters[name].detach())
+
+
+def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list]) -> Record:
+    """What is measured of every trained model."""
+    moved = np.linalg.norm((engine.master - start).astype(np.float64))
+    outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
+    outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
+    return outcome | ({"test": _test(engine, sets["test"])} if "test" in sets else {})
+
+
+def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:
+    """The steps after which a run is evaluated, the curve, and the function that adds a point to it."""
+    steps, count = spec["steps"], spec["curve_points"]
+    spaced = np.linspace(0, steps, count)
+    axes = ["completions"]
+    if spec.get("curve_spacing") == "log":
+        spaced = np.append(0, np.geomspace(1, steps, count - 1))
+        axes += ["generated_tokens", "forward_flops", "core_seconds"]
+    points = set(spaced.round().astype(int).tolist())
+    measured = ("validation_greedy", "validation_t1", "reward")
+    curve: dict[str, list] = {name: [] for name in ("step", *axes, *measured)}
+
+    def record(step: int, budget: Mapping[str, Any], reward: float | None, engine: Any) -> None:
+        curve["step"].append(step)
+        for axis in axes:
+            curve[axis].append(round(budget[axis], 2))
+        for name, samples in (("greedy", 0), ("t1", 4)):
+            right = _accuracy(engine, "validation", sets["validation"], samples, seed=step)
+            curve[f"validation_{name}"].append(round(float(right.mean()), 5))
+        curve["reward"].append(None if reward is None else round(reward, 5))
+
+    return points, curve, record
+
+
+def _trainer(
+    kind: type, spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list], folder: str, **changed: Any
+) -> tuple[Any, dict[str, list]]:
+    """An ES trainer for a spec, and the curve that its training fills in."""
+    from transformers import TrainerCallback
+
+    from evoalign_lib.es import ESConfig
+    from evoalign_lib.tasks import countdown
+
+    points, curve, record = _curve(spec, sets)
+
+    class Curve(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.on_log(args, state, control)
+
+        def on_log(self, args, state, control, **kwargs):  # after each step, when its reward is known
+            if state.global_step in points:
+                reward = state.log_history[-1]["reward"] if state.log_history else None
+                record(state.global_step, _spent_by_es(trainer), reward, trainer.engine)
+
+    config = ESConfig(
+        output_dir=folder,
+        seed=spec["seed"],
+        max_steps=spec["steps"],
+        max_completion_length=spec["max_completion_length"],
+        workers=1,
+        disable_tqdm=True,
+        report_to="none",
+        save_strategy="no",
+        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
+        **changed,
+    )
+    rows = countdown.dataset(sets["train"], tokenizer)
+    trainer = kind(model, countdown.reward, config, rows, None, tokenizer, [Curve()])
+    for name in sets.keys() - {"train"}:
+        trainer.engine.add_prompts(name, countdown.dataset(sets[name], tokenizer))
+    return trainer, curve
+
+
+def _run_audit(spec: Spec) -> Record:
+    """One ES run of a bfloat16 model, with the arithmetic and the noise of the spec: what became of its updates.
+
+    Of each step: the share of weights that restoring the members changed, and how far (rms); cosine and gain of the
+    applied update against the intended one. Of the whole path: the same two, restores included; and the cosine of the
+    displacements of two layers' tensors of equal name, which independent noise leaves near 0.
+    """
+    import tempfile
+
+    import torch
+
+    from evoalign_lib import noise, precision
+    from evoalign_lib.es import ESTrainer, coefficients
+
+    model, tokenizer, sets = _world(spec)
+    updates: list[tuple[float, float]] = []
+    path: dict[str, list] = {"step": [0], "cosine": [None], "gain": [None]}
+
+    class Audited(ESTrainer):
+        def tell(self, members, fitness):
+            weights, layout = self.engine.weights, self.engine.layout
+            before = weights.float32().copy()
+            tied = super().tell(members, fitness)
+            if not tied:
+                step = np.zeros(layout.size, np.float32)
+                keys = np.array([m.key for m in members], np.uint64)
+                noise.update(step, layout, keys, coefficients(fitness, self.args.alpha), distribution=self.args.noise)
+                updates.append(precision.agreement(step, weights.float32() - before))
+                self.intended += step
+            if (done := self.state.global_step + 1) % max(1, spec["steps"] // 20) == 0:
+                applied = weights.float32() - self.start
+                # nothing is intended as long as all populations were tied
+                found = precision.agreement(self.intended, applied) if self.intended.any() else (None, None)
+                path["step"].append(done)
+                for name, value in zip(("cosine", "gain"), found, strict=True):
+                    path[name].append(value if value is None else round(value, 5))
+            return tied
+
+    with tempfile.TemporaryDirectory() as folder:
+        changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
+        # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
+        audited = Audited, spec, model.to(torch.bfloat16), tokenizer, sets, folder
+        trainer, curve = _trainer(*audited, arm="es", **changed)
+        trainer.start = trainer.engine.weights.float32().copy()
+        trainer.intended = np.zeros(trainer.engine.layout.size)
+        trainer.train()
+    engine = trainer.engine
+    views = engine.layout.views(engine.weights.float32() - trainer.start)
+    alike = [
+        precision.agreement(view, views[twin])[0]
+        for name, view in views.items()
+        if view.ndim == 2 and view.any() and (twin := name.replace(".layers.0.", ".layers.1.")) != name
+    ]
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    restores = {
+        f"restore_{what}": float(np.mean([entry.get(f"restore_{what}", 0.0) for entry in log]))
+        for what in ("changed", "drift")
+    }
+    audit = restores
+    if updates:  # else all populations were tied
+        audit |= {"layers_cosine": np.mean(alike)} if alike else {}
+        audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
+    result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
+    result |= {"plan": engine.plan, "d": engine.layout.d, "curve": curve}
+    return result | ({"test": _test(engine, sets["test"])} if spec["fitness"] == "reward" else {})
+
+
+def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
+    """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
+    run, source = trainer.ledger, trainer.ledger.path
+    error = np.abs(ledger.replay(source, base) - trainer.engine.master).max()
+    packed = ledger.pack(source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    with open(partial, "wb") as file:
+        file.write(packed)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)  # complete, or not there
+    return {
+        "bytes": source.stat().st_size,
+        "gzip_bytes": len(packed),
+        "sha256": hashlib.sha256(packed).hexdigest(),
+        "weights": run.weights[len(run.steps)],
+        "replay_error": float(error),
+    }
+
+
+def _run_estimator(spec: Spec) -> Record:
+    """One ES step against the exact gradient of expected reward (see `geometry`)."""
+    objective = _objective(spec["base"], spec["estimator_problems"], spec["targets"])
+    arguments = {k: spec[k] for k in ("N", "sigma", "alpha", "repeat", "fitness")}
+    result = objective.run(**arguments)
+    return {
+        "estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items() if k not in arguments}
+    }
+
+
+@lru_cache(maxsize=2)
+def _objective(base: str, n: int, targets: str):
+    """The enumeration of a base's completions takes longer than a step: once a process."""
+    from evoalign_lib import geometry, tiny
+    from evoalign_lib.tasks import countdown
+
+    drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
+    chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
+    if len(chosen) < n:
+        raise ValueError(f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer.")
+    # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
+    return geometry.ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
+
+
+RUNNERS: dict[str, Callable[[Spec], Record]] = {
+    "base": _run_base,
+    "train": run_train,
+    "best_of_n": _run_best_of_n,
+    "audit": _run_audit,
+    "estimator": _run_estimator,
+}
