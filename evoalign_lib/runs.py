@@ -100,6 +100,44 @@ def train_specs(
     return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
 
 
+SWEEP: dict[str, list[dict[str, float]]] = {
+    "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
+    "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
+}
+"""Twelve settings an arm, from which one is chosen: for ES as published, sigma and alpha; for GRPO, learning rate and
+beta."""
+SWEEP_SEED = 100
+
+
+def sweep_specs(
+    arm: str, base: str, settings: Mapping[str, Any], scale: str, choices: Sequence[Mapping[str, float]] | None = None
+) -> list[Spec]:
+    """Specs of a sweep: each setting once, at half length, on the validation set only, with a seed of its own.
+
+    Args:
+        arm: "es" or "grpo".
+        settings: as for `train_specs`, at full length.
+        choices: the settings compared; None: those of `SWEEP`.
+    """
+    half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
+    choices = SWEEP[arm] if choices is None else choices
+    return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
+
+
+def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
+    """Score and setting of the runs of a sweep, best first.
+
+    The score is greedy validation accuracy, the mean of the last three points of the curve: those of one point differ
+    by more than most settings do. Of equal scores the earlier in the sweep comes first.
+    """
+    scored = []
+    for r in sweep:
+        names = SWEEP["es" if r["spec"]["arm"].startswith("es") else "grpo"][0]
+        score = float(np.mean(r["curve"]["validation_greedy"][-3:]))
+        scored.append((score, {name: r["spec"][name] for name in names}))
+    return sorted(scored, key=lambda pair: -pair[0])
+
+
 def best_of_n_specs(
     base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
