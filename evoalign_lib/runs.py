@@ -3,10 +3,10 @@
 `experiments` stores and finds records; here is what is in them. A kind of spec has a function that makes its specs and
 one that runs it (`RUNNERS`): "base" measures an untrained model, "train" trains one with an arm, "best_of_n" lets the
 reward choose among samples of the base, "audit" repeats an ES run in half precision, "estimator" compares single ES
-steps with the exact gradient.
+steps with the exact gradient, "kl" compares estimators of the KL with its exact value.
 
 Every training run is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and the test set
-once, at the end. Evaluation is in no budget.
+once, at the end, with the KL of the trained model from its base. Evaluation is in no budget.
 """
 
 from __future__ import annotations
@@ -100,6 +100,44 @@ def train_specs(
     return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
 
 
+SWEEP: dict[str, list[dict[str, float]]] = {
+    "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
+    "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
+}
+"""Twelve settings an arm, from which one is chosen: for ES as published, sigma and alpha; for GRPO, learning rate and
+beta."""
+SWEEP_SEED = 100
+
+
+def sweep_specs(
+    arm: str, base: str, settings: Mapping[str, Any], scale: str, choices: Sequence[Mapping[str, float]] | None = None
+) -> list[Spec]:
+    """Specs of a sweep: each setting once, at half length, on the validation set only, with a seed of its own.
+
+    Args:
+        arm: "es" or "grpo".
+        settings: as for `train_specs`, at full length.
+        choices: the settings compared; None: those of `SWEEP`.
+    """
+    half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
+    choices = SWEEP[arm] if choices is None else choices
+    return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
+
+
+def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
+    """Score and setting of the runs of a sweep, best first.
+
+    The score is greedy validation accuracy, the mean of the last three points of the curve: those of one point differ
+    by more than most settings do. Of equal scores the earlier in the sweep comes first.
+    """
+    scored = []
+    for r in sweep:
+        names = SWEEP["es" if r["spec"]["arm"].startswith("es") else "grpo"][0]
+        score = float(np.mean(r["curve"]["validation_greedy"][-3:]))
+        scored.append((score, {name: r["spec"][name] for name in names}))
+    return sorted(scored, key=lambda pair: -pair[0])
+
+
 def best_of_n_specs(
     base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
@@ -144,6 +182,26 @@ def estimator_specs(
     """
     wanted = {k: settings[k] for k in ("sigma", "alpha", "estimator_problems")}
     spec = _spec("estimator", base, scale) | wanted | {"fitness": fitness, "targets": targets, "N": N}
+    return [spec | {"repeat": repeat} for repeat in range(repeats)]
+
+
+def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Specs of the comparison of KL estimators with the exact KL, of a base moved by noise from the base itself.
+
+    Args:
+        sigma: standard deviation of the noise on every weight: it decides the size of the KL.
+        repeats: draws of the noise, each with samples of its own.
+        settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions a problem).
+
+    Raises:
+        ValueError: an odd number of samples, of which two halves are made.
+    """
+    if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
+        raise ValueError(
+            f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of the samples."
+        )
+    wanted = {k: settings[k] for k in ("max_completion_length", "kl_problems", "kl_samples")}
+    spec = _spec("kl", base, scale) | wanted | {"sigma": sigma}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
@@ -402,7 +460,22 @@ def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
-    return outcome | ({"test": _test(engine, sets["test"])} if "test" in sets else {})
+    if "test" not in sets:
+        return outcome
+    return outcome | {"test": _test(engine, sets["test"]), "kl_policy_base": _kl_from_base(spec, engine)}
+
+
+def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
+    """KL(trained || base) in nats, on one sample at temperature 1 of every validation prompt (see `kl.measure`)."""
+    from evoalign_lib import kl
+
+    engine.write_model()
+    base, _, _ = _world(spec | {"kind": "base"})
+    prompts = engine.prompts["validation"]
+    (samples,) = engine.generate("validation", samples=1, seed=spec["seed"])
+    completions = [ids for _, ids in samples]
+    found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
 
 
 def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:
@@ -580,10 +653,35 @@ def _objective(base: str, n: int, targets: str):
     return geometry.ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
 
 
+def _run_kl(spec: Spec) -> Record:
+    """KL(policy || ref) of a base moved by noise, by every estimator, and their gradients as losses (see `kl`)."""
+    from evoalign_lib import kl, noise, tiny
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+    from evoalign_lib.tasks import countdown
+
+    (policy, tokenizer), (reference, _) = tiny.load(spec["base"]), tiny.load(spec["base"])
+    problems = tiny.problems("validation", spec["kl_problems"])
+    prompts = Prompts(countdown.dataset(problems, tokenizer), tokenizer)
+    length = spec["max_completion_length"]
+    engine = LocalEngine(policy, tokenizer, None, {"validation": prompts}, max_completion_length=length)
+    key = noise.member_key(noise.run_key("kl", spec["repeat"]), 0, 0)
+    noise.perturb(engine.master, engine.master.copy(), engine.layout, key, spec["sigma"])
+    engine.write_model()
+    samples = engine.generate("validation", samples=spec["kl_samples"], seed=spec["repeat"])
+    completions = [ids for sample in samples for _, ids in sample]
+    repeated = [np.tile(a, (spec["kl_samples"], 1)) for a in (prompts.ids, prompts.mask)]
+    arguments = policy, reference, *repeated, completions, engine.eos_ids
+    comparison = kl.compare(*arguments)
+    result = {"sequences": len(completions), "tokens": int(comparison.mask.sum())}
+    result |= kl.estimator_errors(comparison) | kl.gradient_errors(*arguments)
+    return {"kl": {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in result.items()}}
+
+
 RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "base": _run_base,
     "train": run_train,
     "best_of_n": _run_best_of_n,
     "audit": _run_audit,
     "estimator": _run_estimator,
+    "kl": _run_kl,
 }
