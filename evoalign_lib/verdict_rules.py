@@ -36,7 +36,7 @@ class Finding:
     have: str
     """The runs found, in words."""
     interval: Interval | None
-    """The quantity; None where it cannot be had, and then `value` says why if there are runs."""
+    """The quantity; None without runs, and where it is not defined on them, of which `context` says why."""
     bound: float = 0.0
     """The value that the quantity is compared with."""
     side: str = "above"
@@ -271,12 +271,11 @@ def _compare_arms(
     if not all(arms):
         return Finding(label, 0, have, None, **kept)
     _one_base(claim, label, arms[0] + arms[1])
-    # a model without seed is one fixed thing: it needs no replicates
-    fixed = claim["unit"] not in arms[1][0]["spec"]
+    fixed = _is_fixed(claim, arms[1])
     n = len(arms[0]) if fixed else min(map(len, arms))
     counts = f"n = {n}" if fixed or len(arms[0]) == len(arms[1]) else f"n = {len(arms[0])} v {len(arms[1])}"
     try:
-        interval, test, value, context = _COMPARED[comparison.get("by", "difference")](claim, comparison, arms, fixed)
+        interval, test, value, context = _COMPARED[comparison.get("by", "difference")](claim, comparison, arms)
     except _Undecided as error:
         return Finding(label, n, have, None, value="not defined", context=f"({error})", **kept)
     return Finding(label, n, have, interval, test=test, value=value, context=context.format(n=counts), **kept)
@@ -286,31 +285,40 @@ _Compared = tuple[Interval, float | None, str, str]
 """The interval, the p-value of the rule's own test or None, and value and context in words, {n} for the counts."""
 
 
-def _difference(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+def _is_fixed(claim: _Claim, arm: list[_Record]) -> bool:
+    """Return whether an arm is one model without seed, which moves with the problems alone and needs no replicates."""
+    return claim["unit"] not in arm[0]["spec"]
+
+
+def _difference(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
     """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
     measure = comparison["measure"]
     scores = _scores(claim, measure, arms)
     if "test" in measure:
-        arm, other = (accuracy_matrix(arm, measure["test"]) for arm in arms)
-        # a fixed model's row moves with the problems alone
-        interval = stats.crossed_bootstrap(arm, other[0] if fixed else other)
+        matrix, baseline = (accuracy_matrix(arm, measure["test"]) for arm in arms)
+        interval = stats.crossed_bootstrap(matrix, baseline[0] if _is_fixed(claim, arms[1]) else baseline)
     else:
         interval = _defined(stats.stratified_bootstrap, [scores[0]], [scores[1]])
     test = _defined(stats.mann_whitney, *scores) if comparison.get("p") == "mann_whitney" else None
     return interval, test, f"{interval.format()} points", _context(interval, scores[1], measure)
 
 
-def _equivalence(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
-    """Compare means by two one-sided tests over seeds, within the margin of the claim."""
-    scores = _scores(claim, comparison["measure"], arms)
-    found = _defined(stats.welch_equivalence, *scores, claim["margin"])
+def _equivalence(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
+    """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
+    measure = comparison["measure"]
+    scores = _scores(claim, measure, arms)
+    if "test" in measure:
+        matrices = [accuracy_matrix(arm, measure["test"]) for arm in arms]
+        found = _defined(stats.equivalence, *matrices, claim["margin"])
+    else:
+        found = _defined(stats.welch_equivalence, *scores, claim["margin"])
     value = f"{found.interval.format()} points (90 % interval)"
     if abs(found.interval.value) >= claim["margin"]:
         value += f", {comparison['of' if found.interval.value > 0 else 'to']} ahead"
-    return found.interval, found.p, value, _context(found.interval, scores[1], comparison["measure"])
+    return found.interval, found.p, value, _context(found.interval, scores[1], measure)
 
 
-def _spread(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+def _spread(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
     """Compare standard deviations over seeds: the logarithm of their ratio."""
     scores = _scores(claim, comparison["measure"], arms)
     interval = _defined(stats.log_std_ratio, *scores)

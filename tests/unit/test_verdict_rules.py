@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, runs
+from evoalign_lib import claims, runs, tiny
 from evoalign_lib.claims import evaluate, evaluate_together
 from evoalign_lib.stats import pack_bits, pack_counts
 from evoalign_lib.verdict_rules import Finding
@@ -19,19 +19,27 @@ DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
 FAMILY = list(DECLARED.values())
 TUNED = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.01}}
 OTHER = {"es": {"sigma": 0.03, "alpha": 0.02}, "grpo": {"learning_rate": 1e-3, "beta": 0.0}}
+GENERAL = {"max_completion_length": 16, "validation_problems": 512, "test_problems": PROBLEMS}
+GENERAL |= {"curve_points": 25, "curve_spacing": "log"}
 FIXED = {
-    "es": {"steps": 208, "population_size": 30, "prompts_per_step": 128},
-    "grpo": {"steps": 250, "num_generations": 16, "prompts_per_step": 16},
+    "es": GENERAL | {"steps": 208, "population_size": 30, "prompts_per_step": 128},
+    "grpo": GENERAL | {"steps": 250, "num_generations": 16, "prompts_per_step": 16},
 }
 # jitter over seeds, of mean 0 over eight seeds and over sixteen
 JITTER = [1, -1, 2, -2, 0, 0, 1, -1] * 2
 
 
+def _family(arm: str) -> str:
+    return "es" if arm.startswith("es") else "grpo"
+
+
 def _spec(arm: str, base: str, seed: int, **more: object) -> dict:
-    family = "es" if arm.startswith("es") else "grpo"
-    spec = {"kind": "train", "task": "countdown", "arm": arm, "base": base, "base_digest": f"digest of {base}"}
-    spec |= {"scale": "tiny", "seed": seed, "test_problems": PROBLEMS} | FIXED[family] | TUNED[family]
-    return spec | more
+    """The spec of a run, as the notebooks make it; `more` holds fields that it sets or has besides."""
+    wanted = FIXED[_family(arm)] | TUNED[_family(arm)] | more
+    # other arms, and other bases, have the same fields
+    known, shipped = (arm if arm in runs.ARMS else _family(arm)), (base if base in tiny.BASES else "A0")
+    (spec,) = runs.train_specs(known, [shipped], [seed], wanted, "tiny")
+    return spec | more | {"arm": arm, "base": base, "base_digest": f"digest of {base}"}
 
 
 def _test(right: int, sampled: int = 0) -> dict:
@@ -61,16 +69,13 @@ def _runs(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int =
 
 def _sweep(arm: str, base: str = "A0", best: dict | None = None, choices: list[dict] | None = None) -> list[dict]:
     """A sweep that `best` wins; by default the whole one, won by the tuned setting."""
-    best = best or TUNED[arm]
-    half = {"seed": runs.SWEEP_SEED, "test_problems": 0, "steps": FIXED[arm]["steps"] // 2}
-    return [
-        {
-            "spec": _spec(arm, base, 0) | half | choice,
-            "status": "finished",
-            "curve": {"validation_greedy": [0.1, 0.2, 0.3 if choice == best else 0.2]},
-        }
-        for choice in (choices or runs.SWEEP[arm])
-    ]
+    records = []
+    for spec in runs.sweep_specs(arm, base, FIXED[arm], "tiny", choices):
+        won = all(spec[name] == value for name, value in (best or TUNED[arm]).items())
+        curve = {"validation_greedy": [0.1, 0.2, 0.3 if won else 0.2]}
+        spec |= {"base_digest": f"digest of {base}"}
+        records.append({"spec": spec, "status": "finished", "curve": curve})
+    return records
 
 
 def _base(base: str, right: int) -> dict:
@@ -208,6 +213,17 @@ def test_two_arms_match_or_one_is_ahead(grpo: int, expected: str, words: str) ->
 def test_fifteen_seeds_are_too_few_for_a_match() -> None:
     verdict = _evaluate("C2", [*SWEEPS, *_runs("es", 60, seeds=15), *_runs("grpo", 56)])
     assert (verdict.verdict, verdict.n) == ("underpowered", 15)
+
+
+def test_a_match_on_the_test_set_counts_the_problems_too() -> None:
+    rule = {
+        "kind": "compare",
+        "comparisons": [{"measure": {"test": "greedy"}, "of": "grpo", "to": "es", "by": "equivalence"}],
+    }
+    records = [*SWEEPS, *_runs("es", 60), *_runs("grpo", 62)]
+    verdict = _evaluate("C2", records, rule=rule, margin=0.05)
+    assert verdict.verdict == "supported" and _value(verdict, "grpo less es, test greedy") == pytest.approx(0.01)
+    assert _evaluate("C2", records, rule=rule, margin=0.01).verdict == "underpowered"
 
 
 def test_budgets_outside_a_curve_are_refused() -> None:
