@@ -78,12 +78,13 @@ def train_specs(
         settings: as for `base_specs`, and those that `ARMS` names: for ES population_size, sigma, alpha; for gradient
             arms learning_rate, beta, num_generations; for both steps, prompts_per_step, curve_points. Where they are
             there: curve_spacing "log" (points evenly spaced in the logarithm of the steps; else evenly in steps),
-            unique_prompts (the run sees so many problems, again and again; without it every step has new ones), and
-            scale_rewards in the place of the arm's own.
+            unique_prompts (the run sees so many problems, again and again: each equally often in the whole run, in turn
+            by a gradient arm and in random order by ES; without it every step has new ones), and scale_rewards in the
+            place of the arm's own.
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing, or more curve points than a record holds, said here and
-            not after the run.
+        ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
+            or more than a record holds, said here and not after the run, an unknown curve_spacing, or no prompts.
     """
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
@@ -93,10 +94,15 @@ def train_specs(
             raise ValueError(f"arm {arm!r} needs the setting {name!r}.")
         wanted[name] = settings[name]
     wanted |= {name: settings[name] for name in _OPTIONAL if settings.get(name) is not None}
-    if wanted.get("curve_points", 0) > MAX_CURVE:
-        raise ValueError(f"curve_points={wanted['curve_points']} is more than a record holds: at most {MAX_CURVE}.")
     if wanted.get("curve_spacing", "log") != "log":
         raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
+    points, least = wanted.get("curve_points", MAX_CURVE), 3 if "curve_spacing" in wanted else 2
+    if points > MAX_CURVE:
+        raise ValueError(f"curve_points={points} is more than a record holds: at most {MAX_CURVE}.")
+    if points < least:
+        raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
+    if wanted.get("unique_prompts", 1) < 1:
+        raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
     return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
 
 
@@ -141,7 +147,14 @@ def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
 def best_of_n_specs(
     base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
-    """Specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples."""
+    """Specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples.
+
+    Args:
+        samples: drawn for each problem, at least 1.
+        settings: max_completion_length, test_problems.
+    """
+    if samples < 1:
+        raise ValueError(f"samples={samples} must be at least 1.")
     wanted = {k: settings[k] for k in ("max_completion_length", "test_problems")} | {"samples": samples}
     return [_spec("best_of_n", base, scale) | wanted | {"seed": seed} for seed in seeds]
 
@@ -365,7 +378,9 @@ def _run_gradient(spec: Spec) -> Record:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     _take_weights(engine, model)
-    counts = dict(budget.counts) | {"zero_std_groups": round(float(np.mean(zero_std)), 5)}
+    counts = dict(budget.counts)
+    if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
+        counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": curve, "trl": trl.__version__}
     return result | _outcome(spec, engine, start, sets)
 
@@ -374,6 +389,7 @@ def _run_sft(spec: Spec) -> Record:
     """Fine-tune on the right answers among the base's samples (rejection sampling); see `grpo.filtered_sft`."""
     import tempfile
 
+    import trl
     from transformers import PrinterCallback
 
     from evoalign_lib import grpo
@@ -407,7 +423,8 @@ def _run_sft(spec: Spec) -> Record:
     budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
     budget |= {"core_seconds": round(time.process_time() - cpu, 2)}
     _take_weights(engine, model)
-    return {"budget": budget, "counts": {"kept": len(pairs)}} | _outcome(spec, engine, start, sets)
+    result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
+    return result | _outcome(spec, engine, start, sets)
 
 
 def _run_best_of_n(spec: Spec) -> Record:
