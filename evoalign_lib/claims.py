@@ -152,12 +152,8 @@ def evaluate_together(claims: Sequence[_Claim], records: Iterable[_Record], scal
         judged.append((claim, findings, p))
         if "primary" in claim and p is not None:
             families.setdefault(claim["primary"], {})[claim["id"]] = p
-    verdicts = []
-    for claim, findings, p in judged:
-        family = families.get(claim.get("primary"), {})
-        correction = (stats.holm(family)[claim["id"]], len(family)) if claim["id"] in family else None
-        verdicts.append(_verdict(claim, findings, p, correction, scale))
-    return verdicts
+    corrections = {name: (p, len(family)) for family in families.values() for name, p in stats.holm(family).items()}
+    return [_verdict(claim, findings, p, corrections.get(claim["id"]), scale) for claim, findings, p in judged]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
