@@ -186,7 +186,8 @@ def decide(
     """
     findings = [finding for finding in findings if finding.decisive]
     if all(finding.n == 0 for finding in findings):
-        return "open", "nothing to compare yet"
+        lacking = dict.fromkeys(finding.lacks for finding in findings if finding.lacks)
+        return "open", "; ".join(["nothing to compare yet", *lacking])
     few = [finding for finding in findings if finding.n < min_seeds]
     if few:
         return "underpowered", f"needs {min_seeds} a cell, has " + "; ".join(finding.have for finding in few)

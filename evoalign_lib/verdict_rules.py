@@ -50,6 +50,8 @@ class Finding:
     """What the words of a verdict say of it besides: base accuracy, n, smallest detectable effect."""
     decisive: bool = True
     """Whether the verdict rests on it; otherwise it is only reported."""
+    lacks: str = ""
+    """The sweep that is to say which runs count, where it is not finished."""
 
     @property
     def text(self) -> str:
@@ -80,10 +82,11 @@ class Finding:
 
 
 class _Runs(NamedTuple):
-    """The runs of one arm in one cell, sorted by unit, and their number in words."""
+    """The runs of one arm in one cell, sorted by unit, their number in words, and what their sweep lacks."""
 
     records: list[_Record]
     have: str
+    lacks: str = ""
 
 
 # ---- selection of runs
@@ -116,7 +119,7 @@ def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str,
     if setting and chosen:
         tuned = _tuned(claim, records, chosen[0]["spec"], setting)
         if isinstance(tuned, str):
-            return _Runs([], f"0 of {name} ({tuned})")
+            return _Runs([], f"0 of {name} ({tuned})", tuned)
         chosen = [r for r in chosen if matches(r, tuned)]
     unit, context = claim["unit"], f"claim {claim['id']}, {arm} {wanted}"
     have = f"{len(chosen)} of {name}"
@@ -144,12 +147,13 @@ def _tuned(
     """Return the setting that won the sweep from which a run's was to be taken, or, in words, what the sweep lacks.
 
     The sweep: runs of ES or GRPO with the seed of sweeps and without test set, which otherwise differ from the run in
-    their length and in the setting alone.
+    the setting, in their length and in how often they were evaluated.
     """
     arm = "es" if run["arm"].startswith("es") else "grpo"
     base = run["base"] if setting["base"] == "own" else setting["base"]
     names = tuple(runs.SWEEP[arm][0])
-    of_sweep = {field: value for field, value in run.items() if field not in ("steps", "base_digest", *names)}
+    apart = ("base_digest", "steps", "curve_points", "curve_spacing", "validation_problems", *names)
+    of_sweep = {field: value for field, value in run.items() if field not in apart}
     of_sweep |= {"arm": arm, "base": base, "seed": runs.SWEEP_SEED, "test_problems": 0}
     of_sweep |= {"unique_prompts": None, "scale_rewards": None}
     made = [record for record in records if matches(record, of_sweep)]
@@ -164,6 +168,10 @@ def _tuned(
         return f"{sweep} has {len(made)} of {best_of} settings"
     # in the order of the settings: of equal scores the first wins
     return runs.ranked([found[values] for values in sorted(found)])[0][1]
+
+
+def _lacking(selected: Iterable[_Runs]) -> str:
+    return "; ".join(dict.fromkeys(found.lacks for found in selected if found.lacks))
 
 
 def _one_base(claim: _Claim, label: str, records: Iterable[_Record]) -> None:
@@ -269,7 +277,7 @@ def _compare_arms(
     side = next((side for side in ("above", "below") if side in comparison), "within")
     kept = {"bound": float(comparison.get(side, 0)), "side": side, "decisive": decisive}
     if not all(arms):
-        return Finding(label, 0, have, None, **kept)
+        return Finding(label, 0, have, None, lacks=_lacking(selected), **kept)
     _one_base(claim, label, arms[0] + arms[1])
     fixed = _is_fixed(claim, arms[1])
     n = len(arms[0]) if fixed else min(map(len, arms))
@@ -414,7 +422,7 @@ def _weighted(
         by_seed = [{record["spec"][claim["unit"]]: record for record in cell.records} for cell in found]
         seeds = sorted(set.intersection(*map(set, by_seed)))
         if not seeds:
-            return Finding(label, 0, have, None, float(rule["above"]))
+            return Finding(label, 0, have, None, float(rule["above"]), lacks=_lacking(sum(selected.values(), [])))
         right = accuracy_matrix([cell[seed] for cell in by_seed for seed in seeds], rule["decoding"])
         right = right.reshape(len(terms), len(seeds), -1)
         matrices.append(np.tensordot([weight for *_, weight in terms], right, axes=1))
@@ -438,12 +446,12 @@ def _bounds(claim: _Claim, records: list[_Record]) -> list[Finding]:
     bounds += [(name, value, "above") for name, value in rule.get("above", {}).items()]
     findings = []
     for cell, where in cells(claim):
-        selected, number = _select(claim, records, "treatment", where)
+        selected, number, lacks = _select(claim, records, "treatment", where)
         for name, bound, side in bounds:
             label = f"{cell} {name}".strip()
-            have = f"{label}: {number}"
+            have = f"{label.replace('_', ' ')}: {number}"
             if not selected:
-                findings.append(Finding(label, 0, have, None))
+                findings.append(Finding(label, 0, have, None, lacks=lacks))
                 continue
             try:
                 values = [QUANTITIES[name](record) for record in selected]

@@ -108,9 +108,13 @@ def test_runs_with_the_setting_that_won_the_sweep_are_compared() -> None:
 
 def test_a_sweep_that_is_not_finished_names_no_winner() -> None:
     runs_of_both = [*_runs("es", 60), *_runs("es_sampled", 50)]
-    assert _evaluate("C31", runs_of_both).verdict == "open"
+    none = _evaluate("C31", runs_of_both)
+    assert (none.verdict, none.text) == ("open", "nothing to compare yet; the sweep of es on A0 has 0 of 12 settings")
     verdict = _evaluate("C33", [*SWEEPS[1:], *_runs("es", 60), *_runs("grpo", 60)])
-    assert verdict.verdict == "open"
+    assert (verdict.verdict, verdict.text) == (
+        "open",
+        "nothing to compare yet; the sweep of es on A0 has 11 of 12 settings",
+    )
     # one cell of three without its sweep
     world = [*_sweep("es"), *_sweep("grpo")[:7], *_runs("es", 60), *_runs("grpo", 50), _base("A0", 20)]
     assert "0 of grpo (the sweep of grpo on A0 has 7 of 12 settings)" in _evaluate("C1", world).text
@@ -339,7 +343,11 @@ def test_regret(es: int, grpo: int, expected: str) -> None:
 def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all_have() -> None:
     records = _transfer({"es": 50, "grpo": 40}, {"es": 50, "grpo": 70})
     of_sweep = [r for r in records if r["spec"]["base"] == "A2" and r["spec"]["seed"] == runs.SWEEP_SEED]
-    assert _evaluate("C9", [r for r in records if r is not of_sweep[0]]).verdict == "open"
+    verdict = _evaluate("C9", [r for r in records if r is not of_sweep[0]])
+    assert (verdict.verdict, verdict.text) == (
+        "open",
+        "nothing to compare yet; the sweep of es on A2 has 3 of 4 settings",
+    )
     missing = [r for r in records if (r["spec"]["base"], r["spec"]["arm"], r["spec"]["seed"]) != ("A2", "es", 3)]
     verdict = _evaluate("C9", missing)
     assert (verdict.verdict, verdict.n) == ("underpowered", 7)
