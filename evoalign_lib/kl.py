@@ -300,7 +300,7 @@ def parameter_gradients(
     exact = torch.where(mask, exact_kl_policy_ref_tokens(logits, ref_logits), 0.0)
     log_policy, log_ref = _of_tokens(_log_softmax(logits), ids), _of_tokens(_log_softmax(ref_logits), ids)
     with torch.no_grad():
-        to_go = exact.flip(1).cumsum(1).flip(1)
+        to_go = exact.flip(1).cumsum(1).flip(1) - exact
         others = (to_go.sum(0) - to_go) / (mask.sum(0) - 1).clamp(min=1)
         expected = loss_gradients(logits, ref_logits)
     losses = {
