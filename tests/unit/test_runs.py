@@ -1,6 +1,7 @@
 """What specs run: the records of every arm, and that nothing but the spec decides them."""
 
 import json
+import time
 from functools import lru_cache
 
 import numpy as np
@@ -113,10 +114,15 @@ def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
 
     def spy(model, tokenizer, pairs, **settings):
         kept.extend(pairs)
+        end = time.process_time() + 0.5  # as the first import of the trainer takes
+        while time.process_time() < end:
+            pass
         return original(model, tokenizer, pairs, **settings)
 
     monkeypatch.setattr(grpo, "filtered_sft", spy)
+    started = time.process_time()
     record = runs.run_train(spec_of("sft"))
+    assert 0 < record["budget"]["core_seconds"] < time.process_time() - started - 0.5
     _, tokenizer, sets = runs._world(spec_of("sft"))
     texts = [row["prompt"] for row in countdown.dataset(sets["train"], tokenizer)]
     by_prompt = {tuple(tokenizer(text)["input_ids"]): p for text, p in zip(texts, sets["train"], strict=True)}
