@@ -18,6 +18,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -414,8 +415,9 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
                 elif failure is None:
                     failure = error
                     failure.add_note(f"in the run {futures[future]}; {_STORED}")
-                    for other in futures:
-                        other.cancel()
+                    begun = sum(not other.cancel() for other in futures if not other.done())
+                    if begun:
+                        tqdm.write(f"a run failed ({error!r}); {begun} that had begun are finished first", sys.stderr)
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()

@@ -423,20 +423,17 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     _await(lambda: not _alive(children))
     done = read_records(file)
     assert 1 <= len(done) < 5
-    # the second call runs the rest; a run that fails is named, and costs no other that had begun
+    # the second call runs the rest; a run that fails is named, and costs none that waits in a process already
     with pytest.raises(ValueError, match="model 'no-such-model' is neither"):
         runs.base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
     bad = specs[0] | {"base": "no-such-model"}
-    with pytest.raises(ValueError, match="model 'no-such-model' is neither") as error:
-        load_or_run([bad, *specs], "nb", "smoke", workers=1)
-    assert "in the run {" in error.value.__notes__[-1] and "no-such-model" in error.value.__notes__[-1]
-    more = read_records(file)
-    assert more[: len(done)] == done and len(more) > len(done)
     capsys.readouterr()
-    load_or_run(specs, "nb", "smoke", workers=1)
-    assert capsys.readouterr().out == f"loaded {len(more)} records, ran {5 - len(more)}\n"
+    with pytest.raises(ValueError, match="model 'no-such-model' is neither") as error:
+        load_or_run([*specs[:-1], bad, specs[-1]], "nb", "smoke", workers=1)
+    assert "in the run {" in error.value.__notes__[-1] and "no-such-model" in error.value.__notes__[-1]
+    assert "a run failed (ValueError(" in (err := capsys.readouterr().err) and "; 1 that had begun" in err
     records = read_records(file)
-    assert records[: len(more)] == more and [r["spec"] for r in records] == specs
+    assert records[: len(done)] == done and [r["spec"] for r in records] == specs
     assert load_or_run(specs[::-1], "nb", "smoke") == records[::-1]
     assert capsys.readouterr().out == "loaded 5 records, ran 0\n" and not (folders / "results").exists()
     # the same run in another process, beside others
