@@ -30,7 +30,9 @@ from evoalign_lib.tasks import countdown
 FAMILIES = ("A", "H")
 BASES = ("A0", "A1", "A2")
 """Family A's bases, which play the part of model families."""
-SHIPPED = (*BASES, "H0")
+FILLER_BASES = ("H0",)
+"""Family H's base, whose prompts say how long to think (see `dataset`)."""
+SHIPPED = BASES + FILLER_BASES
 """Every base that `load` knows."""
 MAX_COMPLETION_LENGTH = (
     16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
