@@ -22,6 +22,8 @@ def verify(
         typer.echo(problem)
     if problems:
         raise typer.Exit(1)
+    for name in artifacts.undrawn():
+        typer.echo(f"paper/results/{name} has records that no notebook draws yet: nothing to compare them with")
     typer.echo("written" if write else "all tables, numbers and plotted data agree with the committed records")
 
 
