@@ -212,7 +212,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]
     Each notebook is executed as committed, by this interpreter, into a temporary folder. Compared are csv, tex, md and
     json, the notebook's part of the manifest, the README's blocks, and the ledger of claims. Pictures are not compared.
 
-    notebooks: names without suffix; None for all that have committed records and are not `undrawn` (and then stray files
+    notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
     write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
     Returns one line a problem; an empty list means agreement (or, with write, that everything was drawn).
