@@ -37,7 +37,7 @@ def _spec(arm: str, base: str, seed: int, **more: object) -> dict:
     """The spec of a run, as the notebooks make it; `more` holds fields that it sets or has besides."""
     wanted = FIXED[_family(arm)] | TUNED[_family(arm)] | more
     # other arms, and other bases, have the same fields
-    known, shipped = (arm if arm in runs.ARMS else _family(arm)), (base if base in tiny.BASES else "A0")
+    known, shipped = (arm if arm in runs.ARMS else _family(arm)), (base if base in tiny.SHIPPED else "A0")
     (spec,) = runs.train_specs(known, [shipped], [seed], wanted, "tiny")
     return spec | more | {"arm": arm, "base": base, "base_digest": f"digest of {base}"}
 
@@ -375,8 +375,9 @@ def test_the_slope_over_unique_prompts(es: int, grpo: int, expected: str) -> Non
 def test_the_change_with_the_horizon(es: int, expected: str) -> None:
     records = []
     for steps, of_es, of_grpo in ((4, 60, 60), (16, 5, 190), (64, es, 40)):
-        records += _runs("es", of_es, "H0", 8, steps=52, filler_steps=steps)
-        records += _runs("grpo", of_grpo, "H0", 8, steps=125, filler_steps=steps)
+        filler = {"filler_steps": steps, "max_completion_length": steps + 24}
+        records += _runs("es", of_es, "H0", 8, steps=52, **filler)
+        records += _runs("grpo", of_grpo, "H0", 8, steps=125, **filler)
     verdict = _evaluate("C11", records)
     # what is in between counts for nothing
     assert _value(verdict, "last less first, es less grpo") == pytest.approx((es - 40) / PROBLEMS)
