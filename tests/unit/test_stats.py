@@ -1,11 +1,15 @@
-"""Intervals against enumerated resamples and hand-computed values; the packed results against their definition."""
+"""Intervals and tests against enumeration and hand-computed values; the packed results against their definition."""
 
-from itertools import product
+from itertools import combinations, permutations, product
+from math import log, sqrt
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.stats import f as snedecor
+from scipy.stats import mannwhitneyu, ttest_ind
+from scipy.stats import t as student
 
 from evoalign_lib import stats
 from evoalign_lib.stats import Interval
@@ -14,6 +18,17 @@ from evoalign_lib.stats import Interval
 def _every_resample(n: int) -> np.ndarray:
     """Return (n**n, n): the indices of every resample of n units, each as likely as the others."""
     return np.array(list(product(range(n), repeat=n)))
+
+
+def _two_sided(observed: float, null: np.ndarray) -> float:
+    """Return twice the smaller tail of equally likely values, at most 1; equal but for rounding counts as equal."""
+    return min(1.0, 2 * min(np.mean(null >= observed - 1e-9), np.mean(null <= observed + 1e-9)))
+
+
+def _deals(values: np.ndarray, n: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return every way to deal values into a first group of n and a second of the rest."""
+    chosen = [np.isin(np.arange(len(values)), first) for first in combinations(range(len(values)), n)]
+    return [(values[first], values[~first]) for first in chosen]
 
 
 def _ends(means: np.ndarray) -> np.ndarray:
@@ -47,7 +62,7 @@ def test_bootstrap_mean_of_equal_values_and_of_one_value() -> None:
 def test_crossed_bootstrap_matches_the_enumeration() -> None:
     matrix = np.array([[1, 0, 1], [1, 0, 0], [1, 1, 1]], dtype=float)
     exact = np.array([matrix[np.ix_(s, p)].mean() for s in _every_resample(3) for p in _every_resample(3)])
-    drawn = stats._crossed_resamples([matrix], 20_000, np.random.default_rng(0))
+    drawn = stats._crossed_resamples([matrix], "mean", 20_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.005)
     assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
     assert set(drawn.round(9)) <= set(exact.round(9))
@@ -77,11 +92,104 @@ def test_crossed_bootstrap_of_two_arms_matches_the_enumeration() -> None:
             for p in _every_resample(3)
         ]
     )
-    drawn = stats._crossed_resamples([arm, other], 20_000, np.random.default_rng(1))
+    drawn = stats._crossed_resamples([arm, other], "mean", 20_000, np.random.default_rng(1))
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.006)
     assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
     interval = stats.crossed_bootstrap(arm, other)
     assert (interval.value, interval.n) == (pytest.approx(1 / 3), 2)
+
+
+def test_crossed_bootstrap_of_paired_seeds_takes_the_difference_of_the_matrices() -> None:
+    arm, other = np.array([[1, 1, 0], [1, 0, 1]], dtype=float), np.array([[0, 1, 0], [0, 0, 1]], dtype=float)
+    exact = np.array([(arm - other)[np.ix_(s, p)].mean() for s in _every_resample(2) for p in _every_resample(3)])
+    interval = stats.crossed_bootstrap(arm - other)
+    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
+    # both seeds gain one problem of three, whatever they share: unpaired, their own luck would widen the interval
+    shared = np.eye(3)[:, [0, 1, 2, 0, 1, 2]]
+    gained = shared + np.array([0, 0, 0, 1, 1, 1])
+    assert stats.crossed_bootstrap(gained - shared).low > stats.crossed_bootstrap(gained, shared).low
+
+
+def test_crossed_bootstrap_of_iqm_matches_the_enumeration() -> None:
+    matrix = np.array([[0, 0], [1, 0], [1, 1], [1, 1]], dtype=float)
+    exact = np.array(
+        [stats.iqm(matrix[np.ix_(s, p)].mean(axis=1)) for s in _every_resample(4) for p in _every_resample(2)]
+    )
+    drawn = stats._crossed_resamples([matrix], "iqm", 20_000, np.random.default_rng(0))
+    for value in sorted(set(exact.round(9))):
+        assert np.mean(drawn.round(9) == value) == pytest.approx(np.mean(exact.round(9) == value), abs=0.012)
+    interval = stats.crossed_bootstrap(matrix, statistic="iqm")
+    # accuracies 0, 1/2, 1, 1 of which the first and the last are cut
+    assert interval.value == 0.75 and (interval.low, interval.high) == pytest.approx(_ends(exact))
+    with pytest.raises(ValueError, match="unknown statistic 'median'"):
+        stats.crossed_bootstrap(matrix, statistic="median")
+
+
+def test_a_lower_level_gives_a_narrower_interval() -> None:
+    matrix = np.random.default_rng(3).random((8, 40))
+    wide, narrow = stats.crossed_bootstrap(matrix), stats.crossed_bootstrap(matrix, level=0.9)
+    draws = stats._crossed_resamples([matrix], "mean", 10_000, np.random.default_rng(0))
+    assert (narrow.low, narrow.high) == pytest.approx(np.quantile(draws, [0.05, 0.95]))
+    assert wide.low < narrow.low < narrow.value == wide.value < narrow.high < wide.high
+    assert (wide.level, narrow.level) == (0.95, 0.9)
+    # the same standard error from either
+    assert narrow.detectable() == pytest.approx(wide.detectable(), rel=0.03)
+
+
+def test_equivalence_of_arms_without_spread_is_exact() -> None:
+    arm, other = np.full((4, 6), 0.75), np.full((3, 6), 0.5)
+    match = stats.equivalence(arm, other, 0.5)
+    assert match.interval == Interval(0.25, 0.25, 0.25, 3, 0.9)
+    assert match.equivalent and match.p == pytest.approx(1 / 10_001)
+    edge = stats.equivalence(arm, other, 0.25)  # as large as the margin is no match
+    assert not edge.equivalent and edge.p == 1.0
+    assert stats.equivalence(other, arm, 0.5).equivalent and not stats.equivalence(other, arm, 0.25).equivalent
+
+
+def test_equivalence_p_is_the_share_of_resamples_beyond_the_margin() -> None:
+    arm = np.array([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 1, 1]], dtype=float)
+    base = np.array([1, 0, 1, 0], dtype=float)
+    gain = arm - base
+    exact = np.array([gain[np.ix_(s, p)].mean() for s in _every_resample(3) for p in _every_resample(4)])
+    for margin in (0.3, 0.55, 0.8):
+        found = stats.equivalence(arm, base, margin)
+        assert found.p == pytest.approx(max(np.mean(exact <= -margin), np.mean(exact >= margin)), abs=0.015)
+        assert found.interval == stats.crossed_bootstrap(arm, base, level=0.9)
+        assert found.equivalent == (found.p < 0.05)
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.floats(0.01, 1.0), min_size=2, max_size=4))
+@settings(max_examples=20)
+def test_a_wider_margin_is_easier_to_match(seed: int, margins: list[float]) -> None:
+    arm, other = np.random.default_rng(seed).random((2, 5, 7))
+    found = [stats.equivalence(arm, other, margin, n_resamples=500) for margin in sorted(margins)]
+    assert all(a.p >= b.p and a.equivalent <= b.equivalent for a, b in zip(found, found[1:], strict=False))
+    assert len({match.interval for match in found}) == 1
+
+
+def test_welch_equivalence_by_hand() -> None:
+    # means 1 and 1, variances 1 and 1, standard error sqrt(2/3), 4 degrees of freedom: t.95 = 2.1318
+    match = stats.welch_equivalence([0, 1, 2], [0, 1, 2], 2.0)
+    assert (match.interval.low, match.interval.high) == pytest.approx((-1.7406, 1.7406), abs=1e-4)
+    assert match.p == pytest.approx(student.sf(2 / sqrt(2 / 3), 4)) and match.equivalent
+    assert match.interval.level == 0.9 and match.interval.n == 3
+    assert not stats.welch_equivalence([0, 1, 2], [0, 1, 2], 1.7).equivalent
+    # variances 1 and 4 of 3: Satterthwaite's (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 50/17 degrees of freedom
+    unequal = stats.welch_equivalence([0, 1, 2], [0, 2, 4], 5.0)
+    assert unequal.p == pytest.approx(student.sf(4 / sqrt(5 / 3), 50 / 17))
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=2, max_size=8),
+    st.lists(st.floats(0, 1), min_size=2, max_size=8),
+    st.floats(0.05, 1),
+)
+def test_welch_equivalence_is_the_interval_inside_the_margin(arm: list, other: list, margin: float) -> None:
+    assume(np.ptp(arm) > 1e-3 or np.ptp(other) > 1e-3)
+    match, mirrored = stats.welch_equivalence(arm, other, margin), stats.welch_equivalence(other, arm, margin)
+    assume(abs(match.p - 0.05) > 1e-6)
+    assert match.equivalent == (match.p < 0.05)
+    assert mirrored.p == pytest.approx(match.p) and mirrored.interval.low == pytest.approx(-match.interval.high)
 
 
 def test_a_single_seed_leaves_the_interval_of_the_problems() -> None:
@@ -114,6 +222,19 @@ def test_intervals_follow_the_seed_and_leave_the_global_state_alone() -> None:
 def test_crossed_bootstrap_refuses(matrix: np.ndarray, baseline: np.ndarray | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stats.crossed_bootstrap(matrix, baseline)
+    with pytest.raises(ValueError, match=message):
+        stats.equivalence(matrix, baseline, 0.02)
+
+
+def test_equivalence_refuses_one_seed_and_a_margin_that_is_none() -> None:
+    for arm, other in ((np.ones((1, 3)), None), (np.ones((2, 3)), np.ones((1, 3)))):
+        with pytest.raises(ValueError, match="an arm has 1 seed"):
+            stats.equivalence(arm, other, 0.02)
+    for margin in (0.0, -0.02, float("nan")):
+        with pytest.raises(ValueError, match=f"margin is {margin}"):
+            stats.equivalence(np.ones((2, 3)), None, margin)
+        with pytest.raises(ValueError, match=f"margin is {margin}"):
+            stats.welch_equivalence([1, 2], [1, 2], margin)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +250,276 @@ def test_iqm(values: list, expected: float) -> None:
     assert stats.iqm(values) == expected
 
 
+def _strata_resamples(strata: list[list[float]]) -> list[list[np.ndarray]]:
+    """Return every resample of each base, all combinations."""
+    return list(product(*[list(np.array(base)[_every_resample(len(base))]) for base in strata]))
+
+
+def test_stratified_bootstrap_matches_the_enumeration() -> None:
+    strata = [[0.1, 0.5], [0.2, 0.3, 0.9]]
+    exact = np.array([np.mean([base.mean() for base in drawn]) for drawn in _strata_resamples(strata)])
+    interval = stats.stratified_bootstrap(strata)
+    # bases weigh the same: (0.3 + 1.4/3) / 2, whatever their numbers of seeds
+    assert (interval.value, interval.n) == (pytest.approx(0.38333, abs=1e-5), 2)
+    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
+
+
+def test_stratified_bootstrap_of_iqm_pools_the_bases() -> None:
+    strata = [[0.0, 0.4], [0.5, 1.0]]
+    exact = np.array([stats.iqm(drawn) for drawn in _strata_resamples(strata)])
+    interval = stats.stratified_bootstrap(strata, statistic="iqm")
+    assert interval.value == pytest.approx(0.45)  # 0 and 1 are cut
+    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
+
+
+@pytest.mark.parametrize("statistic", ["mean", "iqm"])
+def test_stratified_bootstrap_of_a_difference_matches_the_enumeration(statistic: str) -> None:
+    arm, other = np.array([[0.3, 0.5], [0.6, 1.0]]), np.array([[0.1, 0.2], [0.5, 0.9]])
+    of = {"mean": np.mean, "iqm": stats.iqm}[statistic]
+    exact = np.array([of(a) - of(b) for a in _strata_resamples(arm) for b in _strata_resamples(other)])
+    interval = stats.stratified_bootstrap(arm, other, statistic=statistic, level=0.8)
+    assert interval.value == pytest.approx(of(arm) - of(other))
+    assert (interval.low, interval.high) == pytest.approx(
+        np.quantile(exact, [0.1, 0.9], method="inverted_cdf"), abs=0.026
+    )
+
+
+def test_stratified_bootstrap_keeps_differences_between_bases_out_of_the_interval() -> None:
+    strata = [[0.1, 0.1, 0.1], [0.9, 0.9, 0.9]]
+    assert stats.stratified_bootstrap(strata) == Interval(0.5, 0.5, 0.5, 3)
+
+
+def test_probability_of_improvement_by_hand() -> None:
+    # pairs of the first base: 2 won, 2 tied, 2 lost; of the second all won
+    interval = stats.probability_of_improvement([[1, 2, 3], [5, 6]], [[2, 2], [1, 1]])
+    assert (interval.value, interval.n) == (0.75, 2)
+    # of a resample of 1, 2, 3, each value wins 0, 1/2 or 1
+    exact = np.array([0, 0.5, 1])[_every_resample(3)].mean(axis=1) / 2 + 0.5
+    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
+
+
+@given(
+    st.lists(st.integers(-5, 5), min_size=2, max_size=6),
+    st.lists(st.integers(-5, 5), min_size=2, max_size=6),
+)
+@settings(max_examples=30)
+def test_probability_of_improvement_is_of_ranks_and_sums_to_one(arm: list[int], other: list[int]) -> None:
+    def of(a: list, b: list) -> float:
+        return stats.probability_of_improvement([a], [b], n_resamples=10).value
+
+    assert of(arm, other) == pytest.approx(1 - of(other, arm))
+    assert of(np.exp(arm), np.exp(other)) == of(arm, other)
+
+
+def test_strata_are_refused() -> None:
+    with pytest.raises(ValueError, match="base 1 of the baseline has 1 seed"):
+        stats.stratified_bootstrap([[1, 2], [1, 2]], [[1, 2], [1]])
+    with pytest.raises(ValueError, match="2 strata against 1: give the same bases"):
+        stats.probability_of_improvement([[1, 2], [1, 2]], [[1, 2]])
+    with pytest.raises(ValueError, match="0 strata"):
+        stats.stratified_bootstrap([])
+    with pytest.raises(ValueError, match=r"strata have \[2, 3\] seeds"):
+        stats.stratified_bootstrap([[1, 2], [1, 2, 3]], statistic="iqm")
+    with pytest.raises(ValueError, match="unknown statistic"):
+        stats.stratified_bootstrap([[1, 2]], statistic="max")
+    with pytest.raises(ValueError, match="dimension"):
+        stats.stratified_bootstrap([1.0, 2.0])
+
+
+def test_log_std_ratio_by_hand() -> None:
+    # without one of 0, 1, 2 the deviation is sqrt(1/2), sqrt(2), sqrt(1/2): jackknife variance of the log (2/3 log 2)^2
+    interval = stats.log_std_ratio([0, 2, 4], [0, 1, 2])
+    assert interval.value == pytest.approx(log(2))
+    half = student.ppf(0.975, 4) * sqrt(2) * 2 / 3 * log(2)
+    assert (interval.low, interval.high) == pytest.approx((log(2) - half, log(2) + half))
+    assert (interval.n, interval.level) == (3, 0.95)
+    assert stats.log_std_ratio([0, 2, 4], [0, 1, 2], level=0.8).low > interval.low
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(3, 10), st.floats(0.1, 10), st.floats(-5, 5))
+@settings(max_examples=50)
+def test_log_std_ratio_follows_scale_and_not_location(seed: int, n: int, scale: float, shift: float) -> None:
+    arm, other = np.random.default_rng(seed).normal(size=(2, n))
+    plain, scaled = stats.log_std_ratio(arm, other), stats.log_std_ratio(scale * arm + shift, other)
+    assert scaled.value == pytest.approx(plain.value + log(scale), abs=1e-6)
+    assert scaled.high - scaled.low == pytest.approx(plain.high - plain.low, rel=1e-6)
+    swapped = stats.log_std_ratio(other, arm)
+    assert (swapped.low, swapped.high) == pytest.approx((-plain.high, -plain.low))
+
+
+@pytest.mark.parametrize(("n", "other"), [(16, 16), (16, 8)])
+def test_log_std_ratio_covers_the_true_ratio(n: int, other: int) -> None:
+    rng = np.random.default_rng(n + other)
+    drawn = [stats.log_std_ratio(rng.normal(0, 3, n), rng.normal(0, 1, other)) for _ in range(1000)]
+    # 950 expected, with a standard deviation of 7
+    assert 929 <= sum(interval.low <= log(3) <= interval.high for interval in drawn) <= 971
+
+
+def test_spread_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="values has 2 seed"):
+        stats.log_std_ratio([1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match="baseline: all values, or all but one, equal 1.0"):
+        stats.log_std_ratio([1, 2, 3], [1, 1, 1, 0.2])
+    with pytest.raises(ValueError, match="neither arm"):
+        stats.brown_forsythe([1, 1, 1], [0.3, 0.3, 0.3])
+    with pytest.raises(ValueError, match="without spread"):
+        stats.welch_equivalence([1, 1], [1, 1], 0.1)
+
+
+def test_brown_forsythe_by_hand() -> None:
+    # distances from the medians 1 0 1 and 2 0 2: F = (2/3) / ((2/3 + 8/3) / 4) with 1 and 4 degrees of freedom
+    assert stats.brown_forsythe([0, 1, 2], [5, 7, 9]) == pytest.approx(snedecor.sf(0.8, 1, 4))
+    assert stats.brown_forsythe([1, 1, 1, 1], [0, 1, 2, 3]) < 0.05
+
+
+@pytest.mark.parametrize(("n", "p"), [(3, 2 / 20), (4, 2 / 70), (5, 2 / 252)])
+def test_the_smallest_p_of_a_permutation_test_is_set_by_the_seeds(n: int, p: float) -> None:
+    low, high = np.arange(n), np.arange(n) + 10
+    assert stats.permutation_test(low, high) == pytest.approx(p)
+    assert stats.mann_whitney(low, high) == pytest.approx(p)
+    assert stats.permutation_test(low, high, paired=True) == pytest.approx(2 / 2**n)
+
+
+@given(st.integers(2, 5), st.integers(2, 4), st.data())
+@settings(max_examples=40)
+def test_unpaired_permutation_test_is_the_enumeration(n: int, m: int, data: st.DataObject) -> None:
+    arm, other = (np.array(data.draw(st.lists(st.integers(0, 6), min_size=k, max_size=k))) / 7 for k in (n, m))
+    deals = _deals(np.concatenate([arm, other]), n)
+    exact = _two_sided(arm.mean() - other.mean(), np.array([a.mean() - b.mean() for a, b in deals]))
+    assert stats.permutation_test(arm, other) == pytest.approx(exact)
+    wins = np.array([np.sign(a[:, None] - b).sum() for a, b in deals])
+    assert stats.mann_whitney(arm, other) == pytest.approx(_two_sided(np.sign(arm[:, None] - other).sum(), wins))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=7))
+@settings(max_examples=40)
+def test_paired_permutation_test_is_the_enumeration(pairs: list[tuple[int, int]]) -> None:
+    arm, other = np.array(pairs).T / 7
+    signs = np.array(list(product([1, -1], repeat=len(pairs))))
+    exact = _two_sided((arm - other).mean(), (signs * (arm - other)).mean(axis=1))
+    assert stats.permutation_test(arm, other, paired=True) == pytest.approx(exact)
+
+
+def test_permutation_tests_of_many_seeds_draw_and_repeat_themselves() -> None:
+    rng = np.random.default_rng(4)
+    arm, other = rng.normal(size=16), rng.normal(0.9, 1, size=16)
+    signs = np.array(list(product([1, -1], repeat=16)))
+    exact = _two_sided((arm - other).mean(), (signs * (arm - other)).mean(axis=1))
+    assert 0.01 < exact < 0.5
+    drawn = stats.permutation_test(arm, other, paired=True)
+    assert drawn == pytest.approx(exact, abs=0.01) and drawn != exact
+    assert (
+        drawn
+        == stats.permutation_test(arm, other, paired=True)
+        != stats.permutation_test(arm, other, paired=True, seed=1)
+    )
+    assert stats.permutation_test(arm, other) == pytest.approx(ttest_ind(arm, other).pvalue, abs=0.02)
+    assert stats.mann_whitney(arm, other) == pytest.approx(mannwhitneyu(arm, other).pvalue, abs=0.02)
+
+
+def test_pairing_uses_what_pairs_share() -> None:
+    shared = np.arange(8.0)
+    assert stats.permutation_test(shared + 0.1, shared, paired=True) == pytest.approx(2 / 256)
+    assert stats.permutation_test(shared + 0.1, shared) > 0.9
+    with pytest.raises(ValueError, match="2 values and 3 of the baseline form no pairs"):
+        stats.permutation_test([1, 2], [1, 2, 3], paired=True)
+
+
+@pytest.mark.parametrize("test", [stats.permutation_test, stats.mann_whitney])
+def test_one_seed_is_no_sample(test) -> None:
+    with pytest.raises(ValueError, match=r"baseline has 1 seed\(s\).*train more"):
+        test([1, 2], [1])
+
+
+def test_jonckheere_by_hand() -> None:
+    # of the 6! / (2! 2! 2!) = 90 ways to fill the groups one is in perfect order
+    assert stats.jonckheere([[1, 2], [3, 4], [5, 6]]) == pytest.approx(1 / 90)
+    assert stats.jonckheere([[5, 6], [3, 4], [1, 2]]) == 1.0
+    with pytest.raises(ValueError, match="2 groups make no trend"):
+        stats.jonckheere([[1, 2], [3, 4]])
+
+
+@given(st.lists(st.integers(0, 4), min_size=6, max_size=6))
+@settings(max_examples=15)
+def test_jonckheere_with_ties_is_the_enumeration(values: list[int]) -> None:
+    def pairs(v: tuple) -> float:
+        groups = [v[0:2], v[2:4], v[4:6]]
+        return sum(np.sign(b - a) for x, y in combinations(groups, 2) for a in x for b in y)
+
+    every = np.array([pairs(order) for order in permutations(values)])
+    assert stats.jonckheere([values[0:2], values[2:4], values[4:6]]) == pytest.approx(np.mean(every >= pairs(values)))
+
+
+def test_page_trend_by_hand() -> None:
+    # the six orders of three settings have L = 14, 13, 13, 11, 11, 10
+    assert stats.page_trend([[1, 2, 3], [10, 20, 30]]) == pytest.approx(1 / 36)
+    assert stats.page_trend([[0.1, 0.2, 0.3], [0.1, 0.3, 0.2]]) == pytest.approx(5 / 36)
+    with pytest.raises(ValueError, match=r"\(1, 3\): a trend needs"):
+        stats.page_trend([[1, 2, 3]])
+
+
+def test_wilson_by_hand() -> None:
+    # without hits the upper end is z^2 / (n + z^2)
+    none = stats.wilson(0, 8)
+    assert (none.value, none.n) == (0.0, 8)
+    assert (none.low, none.high) == pytest.approx((0.0, 3.841459 / 11.841459))
+    # the ends are the rates r of which 4 of 16 is z standard errors sqrt(r (1 - r) / 16) away
+    some = stats.wilson(4, 16)
+    for end in (some.low, some.high):
+        assert abs(0.25 - end) == pytest.approx(1.959964 * sqrt(end * (1 - end) / 16))
+
+
+@given(st.integers(1, 40), st.data())
+def test_wilson_mirrors_hits_and_misses(n: int, data: st.DataObject) -> None:
+    hits = data.draw(st.integers(0, n))
+    rate, rest = stats.wilson(hits, n), stats.wilson(n - hits, n)
+    assert 0 <= rate.low <= rate.value <= rate.high <= 1
+    assert (rest.low, rest.high) == pytest.approx((1 - rate.high, 1 - rate.low))
+
+
+def test_fisher_and_barnard_by_hand() -> None:
+    assert stats.fisher(0, 8, 4, 8) == pytest.approx(2 * 70 / 1820)  # 2 C(8, 4) / C(16, 4)
+    assert stats.fisher(0, 16, 8, 16) == pytest.approx(0.00245, abs=1e-5)
+    # 0 of 2 against 2 of 2 has probability p^2 (1 - p)^2, twice that both ways, at most at p = 1/2
+    assert stats.barnard(0, 2, 2, 2) == pytest.approx(2 / 16)
+    assert stats.fisher(0, 2, 2, 2) == pytest.approx(2 / 6)
+    assert stats.barnard(3, 8, 3, 8) == stats.fisher(3, 8, 3, 8) == stats.barnard(0, 8, 0, 8) == 1.0
+    assert stats.barnard(1, 16, 6, 8) == pytest.approx(stats.barnard(6, 8, 1, 16), rel=1e-6)
+    assert stats.barnard(1, 16, 6, 8) == pytest.approx(stats.barnard(15, 16, 2, 8), rel=1e-6)
+
+
+@pytest.mark.parametrize(("hits", "n"), [(9, 8), (-1, 8), (0, 0)])
+def test_rates_are_refused(hits: int, n: int) -> None:
+    for call in (
+        lambda: stats.wilson(hits, n),
+        lambda: stats.fisher(1, 8, hits, n),
+        lambda: stats.barnard(hits, n, 1, 8),
+    ):
+        with pytest.raises(ValueError, match=f"{hits} hits of {n} runs form no rate"):
+            call()
+
+
+def test_holm_by_hand() -> None:
+    # 3 x 0.01, then 2 x 0.02 and 1 x 0.03, each no less than the one before
+    assert stats.holm({"C2": 0.02, "C1": 0.01, "C8": 0.03}) == pytest.approx({"C2": 0.04, "C1": 0.03, "C8": 0.04})
+    assert list(stats.holm({"C2": 0.02, "C1": 0.01})) == ["C2", "C1"]
+    with pytest.raises(ValueError, match="'C1' is not in"):
+        stats.holm({"C1": float("nan")})
+    with pytest.raises(ValueError, match="no p-values"):
+        stats.holm({})
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1), min_size=1))
+@settings(max_examples=6)  # statsmodels collects garbage on every call, a tenth of a second
+def test_holm_lies_between_no_correction_and_bonferroni(p_values: dict[str, float]) -> None:
+    adjusted = stats.holm(p_values)
+    assert adjusted.keys() == p_values.keys()
+    for name, p in p_values.items():
+        assert p <= adjusted[name] <= min(1.0, len(p_values) * p) + 1e-12
+    by_size = sorted(p_values, key=p_values.get)
+    assert all(adjusted[a] <= adjusted[b] for a, b in zip(by_size, by_size[1:], strict=False))
+
+
 def test_curve_band_resamples_whole_curves() -> None:
     curves = np.array([[0.0, 0.0, 0.2], [1.0, 0.4, 0.2], [2.0, 0.8, 0.2]])
     mean, low, high = stats.curve_band(curves)
@@ -142,6 +533,7 @@ def test_interval_format_and_detectable_effect() -> None:
     assert Interval(0.4124, 0.39, 0.43, 8).format() == "41.2 [39.0, 43.0]"
     assert Interval(-0.0001, -0.02, 0.5, 8).format(percent=False, digits=2) == "0.00 [-0.02, 0.50]"
     assert stats.bootstrap_mean([0.25]).format() == "25.0 [no interval, n = 1]"
+    assert Interval(0, -1.644854, 1.644854, 8, level=0.9).detectable() == pytest.approx(2.801585)
     # a standard error of 1 gives 1.96 + 0.84
     assert Interval(0, -1.959964, 1.959964, 8).detectable() == pytest.approx(2.801585)
 

@@ -1,0 +1,165 @@
+"""What is measured on whole runs' curves: budget to a target, drawdown, scores at a matched mean; and on a whole sweep.
+
+A curve is a pair (x, score): x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises. A run
+that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, inf, nan
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib.stats import Interval
+
+
+@dataclass(frozen=True)
+class ToTarget:
+    """The budget at which each run of an arm first reached a target."""
+
+    x: NDArray[np.float64]
+    """(runs,), in the unit of the curves; of a run that never reached the target, the end of its budget."""
+    reached: NDArray[np.bool_]
+    """(runs,), whether the run reached the target; False is censored."""
+
+
+def completions_to_target(
+    curves: Sequence[tuple[ArrayLike, ArrayLike]], target: float, interpolate: bool = False
+) -> ToTarget:
+    """Return when runs first reached a target score.
+
+    curves: (x, score) of each run, both (points,), with any axis of budget as x. target: in the unit of the scores.
+    interpolate: False gives the first evaluated point at or above the target; True the crossing on the straight line
+    over log x to it from the point before (from x = 0, which has no logarithm, the point itself).
+    Raises ValueError for no runs, shapes that differ, x that does not rise or is negative, values that are not finite.
+    """
+    if not curves:
+        raise ValueError("no curves: a budget to a target needs at least one run")
+    if not np.isfinite(target):
+        raise ValueError(f"target {target} is not a score: give a finite one")
+    ends, reached = [], []
+    for run, (budget, score) in enumerate(curves):
+        x, y = np.asarray(budget, np.float64), np.asarray(score, np.float64)
+        if x.ndim != 1 or x.shape != y.shape or len(x) == 0:
+            raise ValueError(
+                f"curve {run} has x of shape {x.shape} and scores of shape {y.shape}: give (points,) twice"
+            )
+        if not (np.isfinite(x).all() and np.isfinite(y).all() and x[0] >= 0 and (np.diff(x) > 0).all()):
+            raise ValueError(
+                f"curve {run}: x must rise from 0 or more, x and scores be finite: leave out points not measured"
+            )
+        above = np.flatnonzero(y >= target)
+        reached.append(len(above) > 0)
+        if not reached[-1]:
+            ends.append(x[-1])
+        elif interpolate and above[0] > 0 and x[above[0] - 1] > 0:
+            after = above[0]
+            share = (target - y[after - 1]) / (y[after] - y[after - 1])
+            ends.append(x[after - 1] * (x[after] / x[after - 1]) ** share)
+        else:
+            ends.append(x[above[0]])
+    return ToTarget(np.array(ends), np.array(reached))
+
+
+def median_to_target(found: ToTarget, level: float = 0.95) -> Interval:
+    """Return the Kaplan-Meier median budget to a target, with the interval of Brookmeyer and Crowley (log-log scale).
+
+    The median is the first x by which half of the runs have reached the target: infinite if that never happens, and
+    then low and high tell what can still be said. With no run at the target there is no interval (NaN).
+    Raises ValueError for fewer than 2 runs.
+    Source: Brookmeyer and Crowley, Biometrics 1982 (statsmodels' SurvfuncRight).
+    """
+    from statsmodels.duration.survfunc import SurvfuncRight
+
+    n = len(found.x)
+    if n < 2:
+        raise ValueError(f"{n} run has no interval of its median: train more seeds")
+    if not found.reached.any():
+        return Interval(inf, nan, nan, n, level)
+    curve = SurvfuncRight(found.x, found.reached.astype(int))
+    # statsmodels takes the logarithm of rounded products, and its own quantile compares them with one half exactly
+    half = np.flatnonzero(curve.surv_prob <= 0.5 + 1e-9)
+    median = float(curve.surv_times[half[0]]) if len(half) else inf
+    with np.errstate(divide="ignore", invalid="ignore"):  # log 0, where the last run has reached the target
+        low, high = curve.quantile_ci(0.5, alpha=1 - level)
+    if np.isnan(low):
+        # no step is undecided: one went from surely above one half to surely below, or all stay surely above
+        low, high = (median, median) if len(half) else (found.x.max(), inf)
+    return Interval(median, float(low), float(high), n, level)
+
+
+def log_rank(found: ToTarget, baseline: ToTarget) -> float:
+    """Return the two-sided p-value of equal budgets to a target by the log-rank test, censored runs included.
+
+    Arms are compared up to the smaller of their largest budgets. Raises ValueError for fewer than 2 runs in an arm, and
+    where no run of either reached the target. Source: Mantel 1966 (statsmodels' survdiff, chi-squared).
+    """
+    from statsmodels.duration.survfunc import survdiff
+
+    fewest = min(len(found.x), len(baseline.x))
+    if fewest < 2:
+        raise ValueError(f"an arm has {fewest} run(s): the log-rank test needs 2 or more in both")
+    x, reached = np.concatenate([found.x, baseline.x]), np.concatenate([found.reached, baseline.reached])
+    if not reached.any():
+        raise ValueError("no run of either arm reached the target: choose a lower one, or report both as censored")
+    arm = np.repeat([0, 1], [len(found.x), len(baseline.x)])
+    try:
+        return float(survdiff(x, reached.astype(int), arm)[1])
+    except np.linalg.LinAlgError:
+        # zero variance: whenever a run reached it, all at risk did, or only one arm still had budget
+        return 1.0
+
+
+def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.float64]]:
+    """Return the first point at which an arm's mean over seeds reaches a target, and the scores (seeds,) there.
+
+    Spread shrinks by itself near a ceiling: two arms' spreads are compared where their means are the same.
+
+    matrix: (seeds, points), scores of runs evaluated at the same points. target: in the unit of the scores.
+    Raises ValueError for another shape, values that are not finite, and a target that the mean never reaches.
+    """
+    curves = _points(matrix, 2)
+    mean = curves.mean(axis=0)
+    above = np.flatnonzero(mean >= target)
+    if len(above) == 0:
+        raise ValueError(f"the arm's mean never reaches {target}: its largest is {mean.max():.4g}, choose no more")
+    return int(above[0]), curves[:, above[0]]
+
+
+def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
+    """Return how far curves fall at most below their running maximum, in the unit of the scores; 0 if they never do.
+
+    It grows with the number of points and the noise of their evaluation: compare arms evaluated alike.
+
+    curves: (..., points). Returns (...,). Raises ValueError for no points and values that are not finite.
+    """
+    scores = _points(curves, np.ndim(curves))
+    return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1)
+
+
+def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
+    """Return the expected best of k configurations drawn from a sweep without replacement, for k = 1..n.
+
+    Dodge et al. draw with replacement, which falls short of the true expectation and, at k = n, of the sweep's own
+    best. Without replacement every k is unbiased (Tang et al.): k = 1 is the mean, k = n the best of the sweep.
+
+    scores: (n,), validation scores of the configurations of one sweep. Returns (n,).
+    Raises ValueError for another shape and values that are not finite.
+    Source: Dodge et al. 2019 (arXiv 1909.03004); Tang et al. 2020 (arXiv 2004.13705).
+    """
+    ordered = np.sort(_points(scores, 1))
+    n = len(ordered)
+    # the i-th smallest is the best of k in comb(i - 1, k - 1) of the comb(n, k) choices
+    return np.array([[comb(i, k - 1) / comb(n, k) for i in range(n)] for k in range(1, n + 1)]) @ ordered
+
+
+def _points(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != ndim or array.ndim == 0 or array.size == 0:
+        raise ValueError(f"scores have shape {array.shape}: give a non-empty array, points last")
+    if not np.isfinite(array).all():
+        raise ValueError("scores hold a value that is not finite: leave out points that were not measured")
+    return array

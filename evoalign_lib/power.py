@@ -1,0 +1,180 @@
+"""What a sweep can show with the seeds it has: power and smallest detectable effects, printed before it starts.
+
+All arms have n seeds each and normal scores with one standard deviation, that of a pilot (n - 1 in the denominator).
+Effects, margins and standard deviations are in the unit of the quantity; power and alpha are fractions. For m tests
+under Holm's rule give alpha / m, the level of the strictest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, nan, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One comparison of two arms that a sweep is about to make."""
+
+    quantity: str
+    """What is compared, such as "test accuracy, ES less GRPO"."""
+    test: str
+    """"difference" (two-sided t test of means), "equivalence" (TOST) or "std ratio" (F test)."""
+    n: int
+    """Seeds in each arm."""
+    effect: float
+    """The difference, the margin, or the ratio of standard deviations to be found."""
+    std: float = nan
+    """Standard deviation over the pilot's seeds; a ratio of standard deviations needs none."""
+
+
+def report(plans: Sequence[Plan], power: float = 0.8, alpha: float = 0.05) -> DataFrame:
+    """Return a table of what each comparison can show; print it before the sweep starts.
+
+    Columns: quantity, test, n, pilot std, effect, power (of finding that effect), detectable (the smallest effect,
+    margin or ratio found with the given power). A standard deviation from 4 pilot runs may be off by a factor of 2 or
+    more either way, and detectable effects with it.
+    Raises ValueError for an unknown test and for values without meaning, naming the quantity.
+    """
+    import pandas as pd
+
+    rows = []
+    for plan in plans:
+        if plan.test not in _TESTS:
+            raise ValueError(f"{plan.quantity}: unknown test {plan.test!r}; known: {', '.join(_TESTS)}")
+        try:
+            found, smallest = _TESTS[plan.test](plan, power, alpha)
+        except ValueError as error:
+            raise ValueError(f"{plan.quantity}: {error}") from error
+        rows.append((plan.quantity, plan.test, plan.n, plan.std, plan.effect, found, smallest))
+    return pd.DataFrame(rows, columns=["quantity", "test", "n", "pilot std", "effect", "power", "detectable"])
+
+
+def difference(n: int, effect: float, std: float, alpha: float = 0.05) -> float:
+    """Return the power of a two-sided t test to find a difference of two arms' means (pooled variance, exact).
+
+    Raises ValueError for n < 2, a standard deviation that is not positive and alpha outside (0, 1).
+    """
+    from scipy.stats import norm, t
+
+    _check(n, std, alpha)
+    reach, shift = t.isf(alpha / 2, 2 * n - 2), effect / (std * sqrt(2 / n))
+    return _over_estimates(lambda u: norm.sf(reach * u - shift) + norm.cdf(-reach * u - shift), n)
+
+
+def detectable_difference(n: int, std: float, power: float = 0.8, alpha: float = 0.05) -> float:
+    """Return the smallest difference of means that a two-sided t test finds with the given power.
+
+    >>> round(detectable_difference(16, 0.01), 4)
+    0.0102
+    """
+    _check(n, std, alpha)
+    return std * _smallest(lambda effect: difference(n, effect, 1.0, alpha), 0.0, power, alpha)
+
+
+def equivalence(n: int, margin: float, std: float, true_difference: float = 0.0, alpha: float = 0.05) -> float:
+    """Return the power of TOST to show two arms' means equal within a margin (pooled variance, exact).
+
+    Raises ValueError for n < 2, a standard deviation or margin that is not positive and alpha outside (0, 1).
+    """
+    from scipy.stats import norm, t
+
+    _check(n, std, alpha)
+    if not margin > 0:
+        raise ValueError(f"margin is {margin}: it must be positive")
+    error, reach = std * sqrt(2 / n), t.isf(alpha, 2 * n - 2)
+    upper, lower = (margin - true_difference) / error, (-margin - true_difference) / error
+    # from margin / (error * reach) on, the interval is wider than the margin and no difference is inside
+    widest = margin / (error * reach)
+    return _over_estimates(lambda u: norm.cdf(upper - reach * u) - norm.cdf(lower + reach * u), n, widest)
+
+
+def detectable_margin(n: int, std: float, power: float = 0.8, alpha: float = 0.05) -> float:
+    """Return the smallest margin within which TOST shows two equal means to be equal with the given power."""
+    _check(n, std, alpha)
+    return std * _smallest(lambda margin: equivalence(n, margin, 1.0, 0.0, alpha) if margin else 0.0, 0.0, power, 0.0)
+
+
+def std_ratio(n: int, ratio: float, alpha: float = 0.05) -> float:
+    """Return the power of a two-sided F test to find a ratio of two arms' standard deviations.
+
+    `stats.log_std_ratio` and `stats.brown_forsythe`, which do without normal scores, have a little less.
+    Raises ValueError for n < 2, a ratio that is not positive and alpha outside (0, 1).
+    """
+    from scipy.stats import f
+
+    _check(n, 1.0, alpha)
+    if not ratio > 0:
+        raise ValueError(f"ratio is {ratio}: a ratio of standard deviations is positive")
+    critical = f.isf(alpha / 2, n - 1, n - 1)
+    return float(f.sf(critical / ratio**2, n - 1, n - 1) + f.cdf(1 / critical / ratio**2, n - 1, n - 1))
+
+
+def detectable_std_ratio(n: int, power: float = 0.8, alpha: float = 0.05) -> float:
+    """Return the smallest ratio above 1 of two arms' standard deviations that an F test finds with the given power.
+
+    >>> round(detectable_std_ratio(16), 2)
+    2.11
+    """
+    _check(n, 1.0, alpha)
+    return _smallest(lambda ratio: std_ratio(n, ratio, alpha), 1.0, power, alpha)
+
+
+def _check(n: int, std: float, alpha: float) -> None:
+    if n < 2:
+        raise ValueError(f"n is {n}: two arms of at least 2 seeds can be compared")
+    if not 0 < std < inf:
+        raise ValueError(f"standard deviation is {std}: give that of a pilot of several seeds, which is positive")
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha is {alpha}: it is a fraction between 0 and 1, such as 0.05")
+
+
+def _over_estimates(rejected: Callable[[NDArray], NDArray], n: int, widest: float = inf) -> float:
+    """Return a probability of rejection, averaged over u = estimated / true standard deviation of two arms, u < widest.
+
+    Gauss-Legendre quadrature over the law of u: the non-central t that gives the same in closed form is NaN for large
+    effects in scipy, and so in statsmodels' TTestIndPower.
+    """
+    from scipy.stats import chi2
+
+    freedom = 2 * n - 2
+    low, high = (sqrt(end / freedom) for end in (chi2.ppf(1e-15, freedom), chi2.isf(1e-15, freedom)))
+    high = min(high, widest)
+    if high <= low:
+        return 0.0
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    u = low + (high - low) * (nodes + 1) / 2
+    density = 2 * freedom * u * chi2.pdf(freedom * u * u, freedom)
+    return min(1.0, float((weights * density * rejected(u)).sum() * (high - low) / 2))
+
+
+def _smallest(power_of: Callable[[float], float], start: float, power: float, least: float) -> float:
+    """Return the effect, from start on, whose power (which rises from least) is the wanted one."""
+    from scipy.optimize import brentq
+
+    if not least < power < 1:
+        raise ValueError(f"power is {power}: it is a fraction above {least} and below 1, such as 0.8")
+    width = 1.0
+    while power_of(start + width) < power:
+        width *= 2
+    return float(brentq(lambda effect: power_of(effect) - power, start, start + width, xtol=1e-10))
+
+
+_TESTS: dict[str, Callable[[Plan, float, float], tuple[float, float]]] = {
+    "difference": lambda p, power, alpha: (
+        difference(p.n, p.effect, p.std, alpha),
+        detectable_difference(p.n, p.std, power, alpha),
+    ),
+    "equivalence": lambda p, power, alpha: (
+        equivalence(p.n, p.effect, p.std, 0.0, alpha),
+        detectable_margin(p.n, p.std, power, alpha),
+    ),
+    "std ratio": lambda p, power, alpha: (std_ratio(p.n, p.effect, alpha), detectable_std_ratio(p.n, power, alpha)),
+}

@@ -1,0 +1,210 @@
+"""Budgets to a target, spread at a matched mean, drawdown and expected maxima against hand-computed cases."""
+
+from itertools import combinations
+from math import inf, isnan, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2, norm
+
+from evoalign_lib import curves
+from evoalign_lib.curves import ToTarget
+
+
+def _found(x: list[float], reached: list[int]) -> ToTarget:
+    return ToTarget(np.array(x, float), np.array(reached, bool))
+
+
+def test_completions_to_target_is_the_first_point_at_it_or_the_end_of_the_run() -> None:
+    x = [0, 100, 1000, 10_000]
+    runs = [
+        (x, [0.1, 0.2, 0.4, 0.3]),
+        (x, [0.1, 0.1, 0.1, 0.39]),  # never: censored at its own end
+        ([0, 50], [0.1, 0.2]),  # a shorter run, censored there
+        (x, [0.5, 0.1, 0.1, 0.1]),  # there before training
+        (x, [0.1, 0.4, 0.2, 0.6]),  # the first time counts, though it falls back
+    ]
+    found = curves.completions_to_target(runs, 0.4)
+    np.testing.assert_array_equal(found.x, [1000, 10_000, 50, 0, 100])
+    np.testing.assert_array_equal(found.reached, [True, False, False, True, True])
+
+
+def test_completions_to_target_interpolates_over_log_x() -> None:
+    x = [0, 100, 1000, 10_000]
+    runs = [
+        (x, [0.1, 0.2, 0.4, 0.5]),  # half of the way from 100 to 1000: 10^2.5
+        (x, [0.1, 0.2, 0.2, 0.6]),  # a quarter of the way from 1000 to 10,000
+        (x, [0.1, 0.3, 0.4, 0.5]),  # at a point
+        (x, [0.2, 0.4, 0.5, 0.6]),  # from x = 0 there is no logarithm
+        (x, [0.1, 0.2, 0.2, 0.2]),
+    ]
+    found = curves.completions_to_target(runs, 0.3, interpolate=True)
+    assert found.x == pytest.approx([10**2.5, 10**3.25, 100, 100, 10_000])
+    assert found.reached.tolist() == [True, True, True, True, False]
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.floats(0, 1), st.floats(0, 1))
+def test_a_higher_target_takes_no_less(scores: list[float], target: float, other: float) -> None:
+    run = [(np.arange(len(scores)) * 10.0, scores)]
+    low, high = sorted((target, other))
+    for interpolate in (False, True):
+        first, second = (curves.completions_to_target(run, goal, interpolate) for goal in (low, high))
+        assert first.x[0] <= second.x[0] + 1e-9 and first.reached[0] >= second.reached[0]
+    stepped, between = (curves.completions_to_target(run, low, interpolate) for interpolate in (False, True))
+    assert between.x[0] <= stepped.x[0] + 1e-9
+    assert stepped.reached[0] == (max(scores) >= low)
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([], "no curves"),
+        ([([1, 2], [0.1])], "curve 0 has x of shape"),
+        ([([1, 2], [0.1, 0.2]), ([2, 2], [0.1, 0.2])], "curve 1: x must rise"),
+        ([([-1, 2], [0.1, 0.2])], "from 0 or more"),
+        ([([1, 2], [0.1, np.nan])], "be finite"),
+    ],
+)
+def test_completions_to_target_refuses(runs: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        curves.completions_to_target(runs, 0.3)
+
+
+def test_completions_to_target_refuses_a_target_that_is_no_score() -> None:
+    with pytest.raises(ValueError, match="target nan"):
+        curves.completions_to_target([([1, 2], [0.1, 0.2])], float("nan"))
+
+
+def test_median_to_target_of_uncensored_runs_is_the_lower_median() -> None:
+    for n in range(2, 17):
+        assert curves.median_to_target(_found(list(range(1, n + 1)), [1] * n)).value == (n + 1) // 2
+
+
+def test_median_to_target_with_censored_runs_by_hand() -> None:
+    # survival after 1, 3, 5: 5/6, 5/6 * 3/4 = 0.625, 0.625 * 1/2 = 0.3125; the runs at 2 and 4 left before
+    found = curves.median_to_target(_found([1, 2, 3, 4, 5, 6], [1, 0, 1, 0, 1, 0]))
+    assert (found.value, found.n) == (5, 6)
+
+
+def test_median_to_target_interval_by_hand() -> None:
+    # 16 runs without censoring: survival s after k runs has the variance s (1 - s) / 16, on the scale log(-log s)
+    survival = 1 - np.arange(1, 16) / 16
+    error = np.sqrt(survival * (1 - survival) / 16) / np.abs(survival * np.log(survival))
+    z = (np.log(-np.log(survival)) - np.log(-np.log(0.5))) / error
+    undecided = 1 + np.flatnonzero(np.abs(z) <= norm.ppf(0.975))
+    found = curves.median_to_target(_found(list(range(1, 17)), [1] * 16))
+    assert (found.low, found.high) == (undecided[0], undecided[-1] + 1)
+    assert 1 < found.low < 8 < found.high < 16
+    narrow = curves.median_to_target(_found(list(range(1, 17)), [1] * 16), level=0.5)
+    assert found.low < narrow.low <= narrow.high < found.high
+
+
+def test_median_to_target_says_what_can_be_said_of_runs_that_never_reach_it() -> None:
+    few = curves.median_to_target(_found([3, *[9] * 7], [1, *[0] * 7]))
+    assert (few.value, few.low, few.high) == (inf, 3, inf)
+    # 1 of 200 by the end of the budget: the median surely lies beyond it
+    rare = curves.median_to_target(_found([3, *[9] * 199], [1, *[0] * 199]))
+    assert (rare.value, rare.low, rare.high) == (inf, 9, inf)
+    none = curves.median_to_target(_found([9] * 8, [0] * 8))
+    assert none.value == inf and isnan(none.low) and isnan(none.high)
+    assert none.format(percent=False) == "inf [no interval, n = 8]"
+    together = curves.median_to_target(_found([3] * 8, [1] * 8))
+    assert (together.value, together.low, together.high) == (3, 3, 3)
+    with pytest.raises(ValueError, match="train more seeds"):
+        curves.median_to_target(_found([3], [1]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=2, max_size=16))
+def test_the_median_lies_in_its_interval(runs: list[tuple[int, bool]]) -> None:
+    found = curves.median_to_target(_found([x for x, _ in runs], [reached for _, reached in runs]))
+    assert isnan(found.low) or found.low <= found.value <= found.high
+
+
+def test_log_rank_by_hand() -> None:
+    # at 1 one of 4 (2 a side), at 2 one of 3 (1 of the first arm), at 3 one of 2, at 4 the last
+    # expected in the first arm 1/2 + 1/3, variance 1/4 + 2/9; observed 2
+    statistic = (2 - 5 / 6) ** 2 / (1 / 4 + 2 / 9)
+    p = curves.log_rank(_found([1, 2], [1, 1]), _found([3, 4], [1, 1]))
+    assert p == pytest.approx(chi2.sf(statistic, 1))
+    # censored at 2 instead: expected 1/2, variance 1/4, observed 1
+    p = curves.log_rank(_found([1, 2], [1, 0]), _found([3, 4], [0, 0]))
+    assert p == pytest.approx(chi2.sf((1 - 1 / 2) ** 2 / (1 / 4), 1))
+
+
+def test_log_rank_where_nothing_can_differ_and_where_nothing_happened() -> None:
+    assert curves.log_rank(_found([5, 5], [1, 1]), _found([5, 5], [1, 1])) == 1.0
+    # the only run at its target reached it after the other arm's budget had ended
+    assert curves.log_rank(_found([9, 9], [1, 0]), _found([5, 5], [0, 0])) == 1.0
+    with pytest.raises(ValueError, match="no run of either arm reached"):
+        curves.log_rank(_found([5, 5], [0, 0]), _found([5, 5], [0, 0]))
+    with pytest.raises(ValueError, match="an arm has 1 run"):
+        curves.log_rank(_found([5], [1]), _found([5, 5], [0, 0]))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=25)
+def test_log_rank_depends_on_the_order_alone_and_not_on_which_arm_is_first(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    arm, other = (_found(rng.integers(1, 8, n), rng.random(n) < 0.7) for n in (6, 8))
+    arm.reached[0] = True
+    p = curves.log_rank(arm, other)
+    assert curves.log_rank(other, arm) == pytest.approx(p)
+    later = [ToTarget(10**run.x, run.reached) for run in (arm, other)]
+    assert curves.log_rank(*later) == pytest.approx(p)
+
+
+def test_scores_at_mean_are_those_of_the_first_point_at_the_target() -> None:
+    matrix = np.array([[0.0, 0.2, 0.5, 0.2], [0.0, 0.4, 0.7, 0.8]])  # means 0, 0.3, 0.6, 0.5
+    point, scores = curves.scores_at_mean(matrix, 0.3)
+    assert point == 1 and scores.tolist() == [0.2, 0.4]
+    point, scores = curves.scores_at_mean(matrix, 0.31)
+    assert point == 2 and scores.tolist() == [0.5, 0.7]
+    with pytest.raises(ValueError, match="never reaches 0.7: its largest is 0.6"):
+        curves.scores_at_mean(matrix, 0.7)
+    with pytest.raises(ValueError, match="not finite"):
+        curves.scores_at_mean([[0.1, np.nan]], 0.1)
+    with pytest.raises(ValueError, match="shape"):
+        curves.scores_at_mean([0.1, 0.2], 0.1)
+
+
+def test_largest_drawdown_by_hand() -> None:
+    # from 0.5 to 0.2, though the last value lies below the second maximum by less
+    runs = [[0.1, 0.5, 0.2, 0.6, 0.4], [0.0, 0.1, 0.1, 0.2, 0.3], [0.9, 0.4, 0.4, 0.4, 0.0]]
+    np.testing.assert_allclose(curves.largest_drawdown(runs), [0.3, 0.0, 0.9])
+    assert curves.largest_drawdown(runs[0]) == pytest.approx(0.3)
+    for wrong in ([], 0.3, [[0.1, np.nan]]):
+        with pytest.raises(ValueError, match="scores ho|scores have"):
+            curves.largest_drawdown(wrong)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=12))
+def test_largest_drawdown_is_the_largest_fall_between_two_points(scores: list[float]) -> None:
+    falls = [a - b for a, b in combinations(scores, 2)]
+    assert curves.largest_drawdown(scores) == max([0.0, *falls])
+
+
+def test_expected_maximum_by_hand() -> None:
+    # of 1, 2, 4: single draws average 7/3; pairs have the best 2, 4, 4
+    np.testing.assert_allclose(curves.expected_maximum([4, 1, 2]), [7 / 3, 10 / 3, 4])
+    with pytest.raises(ValueError, match="shape"):
+        curves.expected_maximum([])
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=9))
+def test_expected_maximum_is_the_mean_over_all_choices(scores: list[float]) -> None:
+    exact = [np.mean([max(c) for c in combinations(scores, k)]) for k in range(1, len(scores) + 1)]
+    found = curves.expected_maximum(scores)
+    np.testing.assert_allclose(found, exact, atol=1e-12)
+    assert (np.diff(found) >= -1e-12).all()
+
+
+def test_expected_maximum_is_unbiased_where_drawing_with_replacement_is_not() -> None:
+    # the best of 8 uniform scores is 8/9 on average
+    sweeps = np.random.default_rng(0).random((2000, 12))
+    best = np.mean([curves.expected_maximum(sweep)[7] for sweep in sweeps])
+    cdf = (np.arange(13) / 12) ** 8
+    replaced = np.mean(np.sort(sweeps, axis=1) @ np.diff(cdf))
+    spread = sqrt(8 / (9**2 * 10)) / sqrt(2000)
+    assert abs(best - 8 / 9) < 4 * spread < 8 / 9 - replaced

@@ -1,0 +1,124 @@
+"""Power against published tables, closed forms, and the tests themselves run on drawn scores."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import f, norm, ttest_ind
+from statsmodels.stats.power import TTestIndPower
+
+from evoalign_lib import power, stats
+from evoalign_lib.power import Plan
+
+
+def test_difference_gives_the_textbook_sample_sizes() -> None:
+    # Cohen 1988, table 2.4.1: at alpha 0.05 and power 0.80 effects of 0.2, 0.5 and 0.8 take 393, 64 and 26 a group
+    for effect, n in ((0.2, 393), (0.5, 64), (0.8, 26)):
+        assert power.difference(n - 1, effect, 1.0) < 0.803 and power.difference(n, effect, 1.0) > 0.798
+        assert power.detectable_difference(n, 1.0) == pytest.approx(effect, rel=0.01)
+    assert power.difference(16, 0.0, 0.01) == pytest.approx(0.05)
+
+
+def test_difference_is_the_non_central_t_and_goes_on_where_that_is_nan() -> None:
+    for n, effect in ((2, 3.0), (3, 1.0), (8, 0.5), (16, 1.0), (100, 0.3)):
+        assert power.difference(n, effect, 1.0) == pytest.approx(TTestIndPower().power(effect, n, 0.05), abs=1e-9)
+    for n, effect in ((16, 10.0), (64, 2.0), (393, 1.0), (20_000, 0.5)):
+        assert power.difference(n, effect, 1.0) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_difference_is_the_share_of_drawn_samples_that_a_t_test_tells_apart() -> None:
+    rng = np.random.default_rng(0)
+    arm, other = rng.normal(0.5, 0.4, (8, 4000)), rng.normal(0.0, 0.4, (8, 4000))
+    found = np.mean(ttest_ind(arm, other).pvalue < 0.05)
+    assert found == pytest.approx(power.difference(8, 0.5, 0.4), abs=0.03)
+    assert power.difference(8, -0.5, 0.4) == power.difference(8, 0.5, 0.4)
+
+
+def test_equivalence_of_many_seeds_is_that_of_known_variance() -> None:
+    # 2 Phi(m / se - z.95) - 1
+    n = 20_000
+    margin = 3 * np.sqrt(2 / n)
+    assert power.equivalence(n, margin, 1.0) == pytest.approx(2 * norm.cdf(3 - norm.ppf(0.95)) - 1, abs=1e-3)
+
+
+def test_equivalence_is_the_share_of_drawn_samples_that_tost_declares_a_match() -> None:
+    rng = np.random.default_rng(1)
+    for difference in (0.0, 0.3):
+        found = [stats.welch_equivalence(rng.normal(difference, 1, 8), rng.normal(0, 1, 8), 1.2) for _ in range(500)]
+        share = np.mean([match.equivalent for match in found])
+        assert share == pytest.approx(power.equivalence(8, 1.2, 1.0, difference), abs=0.07)
+
+
+def test_equivalence_at_the_margin_is_the_level_of_the_test() -> None:
+    assert power.equivalence(16, 2.0, 1.0, 2.0) == pytest.approx(0.05, abs=1e-4)
+    assert power.equivalence(16, 2.0, 1.0, -2.0, alpha=0.01) == pytest.approx(0.01, abs=1e-4)
+    # a margin that no interval of so few seeds fits into
+    assert power.equivalence(4, 0.01, 1.0) < 1e-6
+
+
+def test_std_ratio_is_the_share_of_drawn_samples_that_an_f_test_tells_apart() -> None:
+    rng = np.random.default_rng(2)
+    ratio = rng.normal(0, 2, (16, 8000)).var(axis=0, ddof=1) / rng.normal(0, 1, (16, 8000)).var(axis=0, ddof=1)
+    found = np.mean((ratio > f.ppf(0.975, 15, 15)) | (ratio < f.ppf(0.025, 15, 15)))
+    assert found == pytest.approx(power.std_ratio(16, 2.0), abs=0.02)
+    assert power.std_ratio(16, 0.5) == pytest.approx(power.std_ratio(16, 2.0))
+    assert power.std_ratio(16, 1.0) == pytest.approx(0.05)
+
+
+@given(st.integers(2, 64), st.floats(0.2, 0.95), st.sampled_from([0.05, 0.0125]), st.floats(1e-3, 10))
+@settings(max_examples=12)
+def test_a_detectable_effect_has_the_power_it_was_asked_for(n: int, share: float, alpha: float, std: float) -> None:
+    effect = power.detectable_difference(n, std, share, alpha)
+    assert power.difference(n, effect, std, alpha) == pytest.approx(share, abs=1e-6)
+    margin = power.detectable_margin(n, std, share, alpha)
+    assert power.equivalence(n, margin, std, 0.0, alpha) == pytest.approx(share, abs=1e-5)
+    ratio = power.detectable_std_ratio(n, share, alpha)
+    assert ratio > 1 and power.std_ratio(n, ratio, alpha) == pytest.approx(share, abs=1e-6)
+
+
+def test_report_has_a_row_for_each_comparison() -> None:
+    plans = [
+        Plan("accuracy", "difference", 16, 0.02, 0.012),
+        Plan("accuracy", "equivalence", 16, 0.02, 0.012),
+        Plan("spread", "std ratio", 16, 2.0),
+    ]
+    table = power.report(plans)
+    assert list(table) == ["quantity", "test", "n", "pilot std", "effect", "power", "detectable"]
+    assert table["test"].tolist() == ["difference", "equivalence", "std ratio"]
+    assert table["power"].tolist() == [
+        power.difference(16, 0.02, 0.012),
+        power.equivalence(16, 0.02, 0.012),
+        power.std_ratio(16, 2.0),
+    ]
+    assert table["detectable"].tolist() == [
+        power.detectable_difference(16, 0.012),
+        power.detectable_margin(16, 0.012),
+        power.detectable_std_ratio(16),
+    ]
+    stricter = power.report(plans, power=0.9, alpha=0.05 / 4)
+    assert (stricter["detectable"] > table["detectable"]).all() and (stricter["power"] < table["power"]).all()
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan("accuracy", "anova", 16, 0.02, 0.01), "accuracy: unknown test 'anova'; known: difference"),
+        (Plan("accuracy", "difference", 1, 0.02, 0.01), "accuracy: n is 1"),
+        (Plan("accuracy", "difference", 8, 0.02), "accuracy: standard deviation is nan"),
+        (Plan("accuracy", "equivalence", 8, 0.0, 0.01), "margin is 0.0"),
+        (Plan("spread", "std ratio", 8, 0.0), "ratio is 0.0"),
+    ],
+)
+def test_report_refuses(plan: Plan, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        power.report([plan])
+
+
+def test_power_and_alpha_are_fractions() -> None:
+    with pytest.raises(ValueError, match="alpha is 5"):
+        power.difference(16, 0.02, 0.01, alpha=5)
+    with pytest.raises(ValueError, match="power is 80"):
+        power.detectable_difference(16, 0.01, power=80)
+    # no effect has less power than none has
+    with pytest.raises(ValueError, match="above 0.05"):
+        power.detectable_std_ratio(16, power=0.04)
