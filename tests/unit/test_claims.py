@@ -145,7 +145,7 @@ def test_estimator_claim_reads_only_its_population() -> None:
 def test_decide_one_finding(low: float, high: float, margin: float, above: bool, expected: str) -> None:
     for bound in (0.0, 1.0):
         interval = Interval(bound + (low + high) / 2, bound + low, bound + high, 8)
-        finding = Finding("x", 8, "x: 8", interval, bound=bound, above=above)
+        finding = Finding("x", 8, "x: 8", interval, bound=bound, side="above" if above else "below")
         assert claims.decide([finding], margin, min_seeds=8)[0] == expected
 
 
@@ -222,7 +222,7 @@ def test_rule_hash_follows_the_rule_and_not_the_note() -> None:
 def test_the_ledger_is_data(tmp_path: Path) -> None:
     path = tmp_path / "claims.yaml"
     path.write_text(yaml.safe_dump([DECLARED["E1"], DECLARED["E1"]]))
-    with pytest.raises(ValueError, match="'E1' is used twice"):
+    with pytest.raises(ValueError, match="'E1' is used 2 times"):
         claims.load_claims(path)
     path.write_text("id: E1")
     with pytest.raises(ValueError, match="must be a list"):

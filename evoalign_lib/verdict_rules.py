@@ -1,0 +1,534 @@
+"""What a claim's verdict rests on: the runs that it selects, and the findings that each kind of rule makes of them.
+
+`claims` declares, judges and words; here the records become findings. A rule that compares arms ("compare", "regret",
+"interaction", and "interval_above", the first form of "compare") takes a difference of accuracies over seeds and
+problems, or of one score a run over seeds; "estimator_bounds" and "ledger_bounds" hold numbers of the records against
+given values; "open" is a claim without a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign_lib import runs, stats
+from evoalign_lib.stats import Interval, accuracy_matrix
+
+_Record = dict[str, Any]
+_Claim = dict[str, Any]
+_Z = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison that a claim rests on: a quantity that should lie beyond a bound, or within a margin of it."""
+
+    label: str
+    """The cell, quantity or comparison, such as "A0"."""
+    n: int
+    """Units in the smaller arm; 0 where an arm has no run."""
+    have: str
+    """The runs found, in words."""
+    interval: Interval | None
+    """The quantity; None where it cannot be had, and then `text` says why if there are runs."""
+    bound: float = 0.0
+    """The value that the quantity is compared with."""
+    side: str = "above"
+    """Where the claim says that the quantity lies: "above" or "below" the bound, or "within" the margin of it."""
+    test: float | None = None
+    """The two-sided p-value of a test that the rule names (for "within" that of two one-sided tests); None: the
+    interval's own."""
+    text: str = ""
+    """The quantity in words, with its context."""
+    decisive: bool = True
+    """Whether the verdict rests on it; otherwise it is only reported."""
+
+    def excess(self) -> tuple[float, float, float]:
+        """Return how far value, low and high lie beyond the bound in the claimed direction, smallest end second."""
+        value, low, high = (x - self.bound for x in (self.interval.value, self.interval.low, self.interval.high))
+        return (-value, -high, -low) if self.side == "below" else (value, low, high)
+
+    def p(self, margin: float) -> float:
+        """Return the p-value that the quantity does not lie where the claim says; 1 where it points the other way.
+
+        Two-sided, from the interval as if the estimate were normal with the spread that its end on the side of the
+        bound shows: below 0.05 exactly where the 95 % interval lies beyond the margin. Or that of the rule's own test.
+        """
+        if self.side == "within":
+            return self.test
+        value, low, _ = self.excess()
+        if value <= margin:
+            return 1.0
+        if self.test is not None:
+            return self.test
+        if low >= value:  # all units agree
+            return 0.0
+        return 2 * NormalDist().cdf(-_Z * (value - margin) / (value - low))
+
+
+class _Runs(NamedTuple):
+    """The runs of one arm in one cell, sorted by unit, and their number in words."""
+
+    records: list[_Record]
+    have: str
+
+
+# ---- selection of runs
+
+
+def cells(claim: _Claim) -> list[tuple[str, dict[str, Any]]]:
+    """Return the label and the spec field of every cell; one cell without field where none are declared."""
+    declared = claim.get("cells", {})
+    return [(str(value), {field: value}) for field, values in declared.items() for value in values] or [("", {})]
+
+
+def matches(record: _Record, wanted: Mapping[str, Any]) -> bool:
+    """Return whether a record's spec has these fields; None asks for a field that is absent."""
+    return all(record["spec"].get(field) == value for field, value in wanted.items())
+
+
+def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str, Any]) -> _Runs:
+    """Return the runs of one arm in one cell; they differ in nothing but the unit."""
+    wanted = claim["arms"][arm] | where
+    setting = wanted.pop("setting", None)
+    chosen = [r for r in records if matches(r, wanted)]
+    name = wanted.get("arm", wanted.get("kind"))
+    if setting and chosen:
+        tuned = _tuned(claim, records, wanted | {"base": chosen[0]["spec"]["base"]}, setting)
+        if isinstance(tuned, str):
+            return _Runs([], f"0 of {name} ({tuned})")
+        chosen = [r for r in chosen if matches(r, tuned)]
+    unit, context = claim["unit"], f"claim {claim['id']}, {arm} {wanted}"
+    have = f"{len(chosen)} of {name}"
+    if chosen and all(unit not in record["spec"] for record in chosen):
+        if len(chosen) > 1:
+            raise ValueError(f"{context}: {len(chosen)} records without {unit!r}: select one by its spec")
+        return _Runs(chosen, have)
+    units = [record["spec"].get(unit) for record in chosen]
+    if len(set(units)) < len(units):
+        raise ValueError(f"{context}: two records of one {unit} among {sorted(map(str, units))}: select by their specs")
+    for record in chosen:
+        differing = sorted(
+            field
+            for field in record["spec"].keys() | chosen[0]["spec"].keys()
+            if field != unit and record["spec"].get(field) != chosen[0]["spec"].get(field)
+        )
+        if differing:
+            raise ValueError(f"{context}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
+    return _Runs(sorted(chosen, key=lambda record: record["spec"][unit]), have)
+
+
+def _tuned(
+    claim: _Claim, records: list[_Record], wanted: Mapping[str, Any], setting: Mapping[str, Any]
+) -> dict[str, float] | str:
+    """Return the setting that won a sweep, or, in words, what the sweep lacks."""
+    arm = "es" if wanted["arm"].startswith("es") else "grpo"
+    base = wanted["base"] if setting["base"] == "own" else setting["base"]
+    of_sweep = {"kind": "train", "task": wanted["task"], "arm": arm, "base": base}
+    of_sweep |= {"seed": runs.SWEEP_SEED, "test_problems": 0}
+    names = list(runs.SWEEP[arm][0])
+    found = {tuple(r["spec"][name] for name in names): r for r in records if matches(r, of_sweep)}
+    sweep, n = f"the sweep of {arm} on {base}", sum(matches(r, of_sweep) for r in records)
+    if n > setting["best_of"] or n > len(found):
+        raise ValueError(
+            f"claim {claim['id']}: {sweep} has {n} runs of {len(found)} settings where {setting['best_of']} were "
+            "declared: the best of more is another rule"
+        )
+    if n < setting["best_of"]:
+        return f"{sweep} has {n} of {setting['best_of']} settings"
+    # in the order of the settings, since of equal scores the first wins
+    return runs.ranked([found[values] for values in sorted(found)])[0][1]
+
+
+def _one_base(claim: _Claim, label: str, records: Iterable[_Record]) -> None:
+    digests = sorted({record["spec"]["base_digest"] for record in records})
+    if len(digests) > 1:
+        raise ValueError(f"claim {claim['id']}, {label}: runs start from different bases ({', '.join(digests)})")
+
+
+# ---- scores of runs
+
+
+def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_Record]]) -> list[NDArray[np.float64]]:
+    """Return one score a run of each arm, (seeds,) fractions. Raises _Undecided where the measure has no value."""
+    if "test" in measure:
+        return [accuracy_matrix(arm, measure["test"]).mean(axis=1) for arm in arms]
+    from evoalign_lib import curves
+
+    decoding = measure.get("validation", measure.get("drawdown"))
+    validation = [_curves(claim, arm, f"validation_{decoding}") for arm in arms]
+    if "drawdown" in measure:
+        return [np.array([curves.largest_drawdown(curve) for curve in arm]) for arm in validation]
+    if "at_mean" in measure:
+        reached = [np.mean(arm, axis=0).max() for arm in validation]
+        if min(reached) < measure["at_mean"]:
+            raise _Undecided(
+                "an arm's mean stays below it, at most " + " and ".join(f"{100 * r:.1f} %" for r in reached)
+            )
+        return [curves.scores_at_mean(arm, measure["at_mean"])[1] for arm in validation]
+    spent = [_curves(claim, arm, measure["at_equal"]) for arm in arms]
+    budget = min(axis[-1] for arm in spent for axis in arm)
+    return [
+        np.array([_at(budget, *curve) for curve in zip(axes, scores, strict=True)])
+        for axes, scores in zip(spent, validation, strict=True)
+    ]
+
+
+def _curves(claim: _Claim, arm: Sequence[_Record], name: str) -> list[NDArray[np.float64]]:
+    try:
+        return [np.array(record["curve"][name], np.float64) for record in arm]
+    except KeyError as error:
+        raise ValueError(f"claim {claim['id']}: a record's curve has no {name!r}") from error
+
+
+def _at(budget: float, spent: NDArray[np.float64], scores: NDArray[np.float64]) -> float:
+    """Return a curve's score at a budget, interpolated over the logarithm of what was spent."""
+    begun = spent > 0
+    if not spent[begun][0] <= budget <= spent[-1]:
+        raise ValueError(f"a curve from {spent[begun][0]:g} to {spent[-1]:g} has no score at {budget:g}")
+    return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
+
+
+def _words(measure: Mapping[str, Any]) -> str:
+    words = {"test": "test", "validation": "validation", "drawdown": "largest drawdown of validation"}
+    (kind, decoding), *more = measure.items()
+    text = f"{words[kind]} {'temperature 1' if decoding == 't1' else decoding}"
+    for name, value in more:
+        text += f" at equal {value}".replace("_", " ") if name == "at_equal" else f" at mean {100 * value:g} %"
+    return text
+
+
+class _Undecided(Exception):
+    """The runs are there, but the quantity is not defined on them; says why."""
+
+
+# ---- comparisons of two arms
+
+
+def _interval_above(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find, in each cell, the mean difference of test accuracy between treatment and comparison."""
+    comparison = {"measure": {"test": claim["rule"]["decoding"]}, "of": "treatment", "to": "comparison", "above": 0}
+    return [_compare_arms(claim, records, comparison, where, label) for label, where in cells(claim)]
+
+
+def _compare(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find, in each cell, every declared comparison, and those that are only reported."""
+    rule, findings = claim["rule"], []
+    declared = [(comparison, True) for comparison in rule["comparisons"]]
+    declared += [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
+    for cell, where in cells(claim):
+        for comparison, decisive in declared:
+            joint = "over" if comparison.get("by") == "spread" else "less"
+            arms = f"{comparison['of']} {joint} {comparison['to']}".replace("_", " ")
+            label = f"{cell} {arms}, {_words(comparison['measure'])}".strip()
+            findings.append(_compare_arms(claim, records, comparison, where, label, decisive))
+        if "trend" in rule:
+            findings += _trend(claim, records, where)
+    return findings
+
+
+def _compare_arms(
+    claim: _Claim,
+    records: list[_Record],
+    comparison: Mapping[str, Any],
+    where: Mapping[str, Any],
+    label: str,
+    decisive: bool = True,
+) -> Finding:
+    """Find one comparison in one cell."""
+    selected = [_select(claim, records, comparison[side], where) for side in ("of", "to")]
+    arms = [found.records for found in selected]
+    have = f"{label}: {', '.join(found.have for found in selected)}"
+    side = next((side for side in ("above", "below") if side in comparison), "within")
+    kept = {"bound": float(comparison.get(side, 0)), "side": side, "decisive": decisive}
+    if not all(arms):
+        return Finding(label, 0, have, None, **kept)
+    _one_base(claim, label, arms[0] + arms[1])
+    # a model without seed is one fixed thing: it needs no replicates
+    fixed = claim["unit"] not in arms[1][0]["spec"]
+    n = len(arms[0]) if fixed else min(map(len, arms))
+    counts = f"n = {n}" if fixed or len(arms[0]) == len(arms[1]) else f"n = {len(arms[0])} v {len(arms[1])}"
+    try:
+        interval, test, value, detectable = _COMPARED[comparison.get("by", "difference")](
+            claim, comparison, arms, fixed
+        )
+    except _Undecided as error:
+        return Finding(label, n, have, None, text=f"{label}: {error}", **kept)
+    text = f"{label} {value} ({counts}, detectable {detectable})"
+    return Finding(label, n, have, interval, test=test, text=text, **kept)
+
+
+_Compared = tuple[Interval, float | None, str, str]
+"""The interval, the p-value of the rule's own test or None, and in words the value and the smallest detectable one."""
+
+
+def _difference(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+    """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
+    measure = comparison["measure"]
+    scores = _scores(claim, measure, arms)
+    if "test" in measure:
+        arm, other = (accuracy_matrix(arm, measure["test"]) for arm in arms)
+        # a fixed model's row moves with the problems alone
+        interval = stats.crossed_bootstrap(arm, other[0] if fixed else other)
+    else:
+        interval = _defined(stats.stratified_bootstrap, [scores[0]], [scores[1]])
+    test = _defined(stats.mann_whitney, *scores) if comparison.get("p") == "mann_whitney" else None
+    return interval, test, _points(interval, scores[1], measure), f"{100 * interval.detectable():.1f}"
+
+
+def _equivalence(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+    """Compare means by two one-sided tests over seeds, within the margin of the claim."""
+    scores = _scores(claim, comparison["measure"], arms)
+    found = _defined(stats.welch_equivalence, *scores, claim["margin"])
+    value = f"{_points(found.interval, scores[1], comparison['measure'])} (90 % interval)"
+    if abs(found.interval.value) >= claim["margin"]:
+        value += f", {comparison['of' if found.interval.value > 0 else 'to']} ahead"
+    return found.interval, found.p, value, f"{100 * found.interval.detectable():.1f}"
+
+
+def _spread(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+    """Compare standard deviations over seeds: the logarithm of their ratio."""
+    scores = _scores(claim, comparison["measure"], arms)
+    interval = _defined(stats.log_std_ratio, *scores)
+    ratio, low, high = (f"{exp(x):.2f}" for x in (interval.value, interval.low, interval.high))
+    of, to = (f"{100 * values.std(ddof=1):.2f}" for values in scores)
+    return interval, None, f"{ratio} [{low}, {high}], {of} over {to} points", f"{exp(-interval.detectable()):.2f}"
+
+
+_COMPARED = {"difference": _difference, "equivalence": _equivalence, "spread": _spread}
+
+
+def _points(interval: Interval, other: NDArray[np.float64], measure: Mapping[str, Any]) -> str:
+    unit = "" if "drawdown" in measure else " %"
+    return f"{interval.format()} points from {100 * other.mean():.1f}{unit}"
+
+
+def _defined(statistic: Callable[..., Any], *scores: Any) -> Any:
+    """Return a statistic of scores; where they are too few or do not vary, its refusal is the finding."""
+    try:
+        return statistic(*scores)
+    except ValueError as error:
+        raise _Undecided(str(error)) from error
+
+
+def _trend(claim: _Claim, records: list[_Record], where: Mapping[str, Any]) -> list[Finding]:
+    """Report the trend of greedy test accuracy over arms in their declared order; nothing where one has no runs."""
+    names = claim["rule"]["trend"]
+    arms = [_select(claim, records, arm, where).records for arm in names]
+    if min(map(len, arms)) < 2:
+        return []
+    scores = _scores(claim, {"test": "greedy"}, arms)
+    rise, fall = stats.jonckheere(scores), stats.jonckheere(scores[::-1])
+    means = ", ".join(f"{name} {100 * values.mean():.1f} %" for name, values in zip(names, scores, strict=True))
+    text = f"trend: {means}; Jonckheere's p {rise:.2g} of a rise, {fall:.2g} of a fall"
+    return [Finding("trend", min(map(len, arms)), "", None, text=text, decisive=False)]
+
+
+# ---- comparisons over cells
+
+
+def _regret(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find the difference of two arms' regret: accuracy of the best setting less that of the shared one, mean of cells.
+
+    Runs of one seed belong together, and where the best setting is the shared one, they are the same runs.
+    """
+    rule, found = claim["rule"], cells(claim)
+    terms = [
+        (f"{label} {name}", where | {"setting": rule[name]}, sign / len(found))
+        for label, where in found
+        for name, sign in (("best", 1), ("shared", -1))
+    ]
+    return [_weighted(claim, records, terms, "regret")]
+
+
+def _interaction(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find the difference of two arms' contrast of accuracy over the cells."""
+    found = cells(claim)
+    contrast = claim["rule"]["contrast"]
+    weights = CONTRASTS[contrast]([value for _, where in found for value in where.values()])
+    terms = [(label, where, weight) for (label, where), weight in zip(found, weights, strict=True)]
+    return [_weighted(claim, records, terms, contrast)]
+
+
+def _slope(levels: Sequence[float]) -> list[float]:
+    """Return the weights of accuracies at these levels in the least-squares slope over their decimal logarithm."""
+    x = np.log10(levels) - np.mean(np.log10(levels))
+    return list(x / (x @ x))
+
+
+CONTRASTS: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "slope over log10": _slope,
+    "last less first": lambda levels: [-1.0, *[0.0] * (len(levels) - 2), 1.0],
+}
+"""What a rule "interaction" may take of each arm over the cells: the weight of each cell's accuracy."""
+
+
+def _weighted(
+    claim: _Claim, records: list[_Record], terms: list[tuple[str, dict[str, Any], float]], quantity: str
+) -> Finding:
+    """Find the difference between two arms of a weighted sum of accuracies over cells, each seed's in one row.
+
+    terms: of each cell the label, the fields of its spec and its weight.
+    """
+    rule = claim["rule"]
+    label = f"{quantity}, {rule['of']} less {rule['to']}"
+    selected = {arm: [_select(claim, records, arm, where) for _, where, _ in terms] for arm in (rule["of"], rule["to"])}
+    have = "; ".join(
+        f"{name}: {', '.join(found[i].have for found in selected.values())}" for i, (name, *_) in enumerate(terms)
+    )
+    matrices, words = [], []
+    for arm, found in selected.items():
+        by_seed = [{record["spec"][claim["unit"]]: record for record in cell.records} for cell in found]
+        seeds = sorted(set.intersection(*map(set, by_seed)))
+        if not seeds:
+            return Finding(label, 0, have, None, float(rule["above"]))
+        right = accuracy_matrix([cell[seed] for cell in by_seed for seed in seeds], rule["decoding"])
+        right = right.reshape(len(terms), len(seeds), -1)
+        matrices.append(np.tensordot([weight for *_, weight in terms], right, axes=1))
+        accuracies = zip(terms, right.mean(axis=(1, 2)), strict=True)
+        words.append(f"{arm} " + ", ".join(f"{name} {100 * accuracy:.1f} %" for (name, *_), accuracy in accuracies))
+    for i, (name, *_) in enumerate(terms):
+        _one_base(claim, name, [record for found in selected.values() for record in found[i].records])
+    interval = stats.crossed_bootstrap(*matrices)
+    text = f"{label} {interval.format()} points; {'; '.join(words)} (n = {interval.n}, "
+    text += f"detectable {100 * interval.detectable():.1f})"
+    return Finding(label, interval.n, have, interval, float(rule["above"]), text=text)
+
+
+# ---- bounds of numbers in records
+
+
+def _bounds(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find, in each cell, the means of record quantities that should lie below or above given values."""
+    rule = claim["rule"]
+    bounds = [(name, value, "below") for name, value in rule["below"].items()]
+    bounds += [(name, value, "above") for name, value in rule.get("above", {}).items()]
+    findings = []
+    for cell, where in cells(claim):
+        selected, found = _select(claim, records, "treatment", where)
+        for name, bound, side in bounds:
+            label = f"{cell} {name}".strip()
+            have = f"{label}: {found}"
+            if not selected:
+                findings.append(Finding(label, 0, have, None))
+                continue
+            try:
+                values = [QUANTITIES[name](record) for record in selected]
+            except KeyError as error:
+                raise ValueError(f"claim {claim['id']}: a record has no {error}, of which {name!r} is made") from error
+            interval = stats.bootstrap_mean(values)
+            low, high = (f"{end:.3g}" for end in (interval.low, interval.high))
+            text = f"{label.replace('_', ' ')} {interval.value:.3g} [{low}, {high}] (n = {interval.n})"
+            findings.append(Finding(label, interval.n, have, interval, float(bound), side, text=text))
+    return findings
+
+
+QUANTITIES: dict[str, Callable[[_Record], float]] = {
+    "absolute_cosine": lambda r: abs(r["estimator"]["cosine"]),
+    "aligned_over_orthogonal_gain": lambda r: r["estimator"]["gain_aligned"] - abs(r["estimator"]["gain_orthogonal"]),
+    "replay_error": lambda r: r["ledger"]["replay_error"],
+    "ledger_bytes_a_step": lambda r: r["ledger"]["bytes"] / r["spec"]["steps"],
+    "gzipped_bytes_a_step": lambda r: r["ledger"]["gzip_bytes"] / r["spec"]["steps"],
+}
+"""What a rule may ask of a record: numbers computed from its `estimator` or `ledger` block."""
+
+
+# ---- the kinds of rule, and what each may declare
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of rule: how it finds what the verdict rests on, the keys that it must and may have, the arms it takes."""
+
+    find: Callable[[_Claim, list[_Record]], list[Finding]]
+    keys: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    arms: tuple[str, ...] | None = None
+    """None: any names."""
+
+
+RULES: dict[str, Rule] = {
+    "interval_above": Rule(_interval_above, ("decoding",), arms=("treatment", "comparison")),
+    "estimator_bounds": Rule(_bounds, ("below", "above"), arms=("treatment",)),
+    "ledger_bounds": Rule(_bounds, ("below",), arms=("treatment",)),
+    "compare": Rule(_compare, ("comparisons",), ("also", "trend")),
+    "regret": Rule(_regret, ("decoding", "shared", "best", "of", "to", "above")),
+    "interaction": Rule(_interaction, ("decoding", "contrast", "of", "to", "above")),
+    "open": Rule(lambda claim, records: []),
+}
+"""The kinds of rule that a claim may declare."""
+
+
+def check_rule(claim: _Claim) -> None:
+    """Raise ValueError, naming the claim and the field, where a claim's rule is not well declared."""
+    name, rule = f"claim {claim['id']}", claim["rule"]
+    if rule.get("kind") not in RULES:
+        raise ValueError(f"{name}: unknown rule kind {rule.get('kind')!r}; known: {', '.join(RULES)}")
+    known, arms = RULES[rule["kind"]], claim.get("arms", {})
+    check_keys(f"{name}, rule of kind {rule['kind']}", rule, ("kind", *known.keys), known.optional)
+    if known.arms:
+        check_keys(f"{name}, arms of kind {rule['kind']}", arms, known.arms)
+    settings = [(f"arm {arm}", spec["setting"]) for arm, spec in arms.items() if "setting" in spec]
+    settings += [(key, rule[key]) for key in ("shared", "best") if key in rule]
+    for where, setting in settings:
+        check_keys(f"{name}, setting of {where}", setting, ("best_of", "base"))
+    for side in ("below", "above"):
+        if isinstance(rule.get(side), dict):
+            check_keys(f"{name}, {side}", rule[side], (), tuple(QUANTITIES))
+    if rule.get("contrast", "slope over log10") not in CONTRASTS:
+        raise ValueError(f"{name}: unknown contrast {rule['contrast']!r}; known: {', '.join(CONTRASTS)}")
+    if rule["kind"] in ("regret", "interaction") and sum(map(len, claim.get("cells", {}).values())) < 2:
+        raise ValueError(f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
+    named = [rule[side] for side in ("of", "to") if side in rule] + list(rule.get("trend", ()))
+    for comparison in rule.get("comparisons", ()):
+        _check_comparison(name, comparison, claim["margin"])
+    for comparison in rule.get("also", ()):
+        check_keys(f"{name}, also", comparison, ("measure", "of", "to"))
+        _check_measure(name, comparison["measure"])
+    comparisons = [*rule.get("comparisons", ()), *rule.get("also", ())]
+    named += [comparison[side] for comparison in comparisons for side in ("of", "to")]
+    for arm in named:
+        if arm not in arms:
+            raise ValueError(f"{name}: arm {arm!r} of the rule is not declared; declared: {', '.join(arms)}")
+
+
+def _check_comparison(name: str, comparison: Mapping[str, Any], margin: float) -> None:
+    check_keys(f"{name}, comparison", comparison, ("measure", "of", "to"), ("by", "above", "below", "p"))
+    _check_measure(name, comparison["measure"])
+    by = comparison.get("by", "difference")
+    if by not in _COMPARED:
+        raise ValueError(f"{name}: arms cannot be compared by {by!r}; known: {', '.join(_COMPARED)}")
+    sides = sum(side in comparison for side in ("above", "below"))
+    if by == "equivalence" and (sides or not margin > 0):
+        raise ValueError(f"{name}: an equivalence lies within the claim's margin: declare a positive one, no bound")
+    if by != "equivalence" and sides != 1:
+        raise ValueError(f"{name}: a comparison lies above or below a value: declare one of the two")
+    if comparison.get("p", "mann_whitney") != "mann_whitney" or ("p" in comparison and by != "difference"):
+        raise ValueError(f"{name}: p must be 'mann_whitney', of a difference, or left to the interval")
+
+
+def _check_measure(name: str, measure: Mapping[str, Any]) -> None:
+    (kind, decoding), *more = measure.items()
+    if kind not in ("test", "validation", "drawdown") or decoding not in ("greedy", "t1"):
+        raise ValueError(f"{name}: unknown measure {kind}: {decoding}; use test, validation or drawdown: greedy or t1")
+    if [key for key, _ in more] not in ([["at_equal"], ["at_mean"]] if kind == "validation" else [[]]):
+        raise ValueError(
+            f"{name}: validation is measured at_equal or at_mean, the test set and drawdown without either"
+        )
+
+
+def check_keys(where: str, given: Iterable[str], wanted: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """Raise ValueError where a declaration has an unknown key or lacks one."""
+    given = list(given)
+    unknown = [key for key in given if key not in wanted + optional]
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(wanted + optional)}")
+    lacking = [key for key in wanted if key not in given]
+    if lacking:
+        raise ValueError(f"{where} must declare {lacking[0]!r}")
