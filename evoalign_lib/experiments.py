@@ -243,13 +243,13 @@ def load_or_run(
         aside: put new records beside the committed ones.
         dry_run: run nothing.
         workers: processes, one run each with one thread; None: one a core.
-        keep_ledgers: those of the specs, training runs, whose ledgers are kept with their records.
+        keep_ledgers: those of the specs, training runs of ES, whose ledgers are kept with their records.
 
     Returns:
         (specs,) records in the order of the specs, and prints how many were loaded and how many run.
 
     Raises:
-        ValueError: two equal specs, a spec of another scale, a ledger of something that is no training run among the
+        ValueError: two equal specs, a spec of another scale, a ledger of something that is no run of ES among the
             specs, or a record whose ledger should have been kept and is not there (see `ledger_file`).
         DryRun: runs are missing in a dry run; the message names them.
     """
@@ -261,8 +261,8 @@ def load_or_run(
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train":
-            raise ValueError(f"keep_ledgers holds a spec that is no training run among the specs: {spec}.")
+        if h not in hashes or spec["kind"] != "train" or not spec.get("arm", "es").startswith("es"):
+            raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
     target = paths.RESULTS / notebook / f"{scale}.jsonl"

@@ -31,8 +31,8 @@ Where `dr_grpo` departs from Dr.GRPO (Liu et al., arXiv 2503.20783):
 
 Where `dapo` departs from DAPO (Yu et al., arXiv 2503.14476):
 
-9. Token-level loss and the raised upper clip (0.28) only, and the clip is inactive (2). No dynamic sampling, no
-   overlong shaping: TRL has neither inside the loss.
+9. Token-level loss and the raised upper clip (0.28) only, and the clip is inactive (2). No dynamic sampling, which TRL
+   does not have; no overlong filtering (`mask_truncated_completions`) and no penalty of length.
 
 Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
@@ -45,12 +45,14 @@ PPO left TRL in version 1.13; published numbers keep its row in tables of their 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 
@@ -72,13 +74,20 @@ _COMMON = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "generation_kwargs": None,
+    "chat_template_kwargs": None,
+    "cache_implementation": None,
+    "use_transformers_continuous_batching": False,
     "num_iterations": 1,
     "epsilon": 0.2,
     "mask_truncated_completions": False,
     "sync_ref_model": False,
     "disable_dropout": True,
+    "router_aux_loss_coef": 0.0,  # of mixtures of experts: no loss besides the one of the arm
+    "reward_weights": None,  # TRL gets one function; weights are `trainer`'s
+    "remove_unused_columns": False,  # reward functions read them
     "shuffle_dataset": False,
     "use_vllm": False,
+    "restore_callback_states_from_checkpoint": False,  # would replace the `Budget`, which restores itself
 }
 _GRPO_ONLY = {
     "delta": None,
@@ -92,6 +101,16 @@ _GRPO_ONLY = {
     "multi_objective_aggregation": "sum_then_normalize",
     "cast_lm_head_to_fp32": False,
 }
+_SFT = {
+    "completion_only_loss": True,
+    "assistant_only_loss": False,
+    "loss_type": "nll",
+    "router_aux_loss_coef": 0.0,
+    "max_length": None,
+    "packing": False,
+    "padding_free": False,
+    "shuffle_dataset": False,  # before the epochs, which are shuffled
+}
 _OPTIMISER = {
     "optim": "adamw_torch",
     "adam_beta1": 0.9,
@@ -104,6 +123,7 @@ _OPTIMISER = {
     "bf16": False,
     "fp16": False,
     "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,  # no mathematics: it warns where there is no GPU
 }
 
 
@@ -136,17 +156,24 @@ def config(
         scale_rewards: "group", "batch" or "none" in the place of the arm's own; not for "rloo".
         micro_batch: completions in memory at once, a divisor of those of a step (None: all). It changes no gradient but
             by rounding.
-        others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu.
+        others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
+            TRL's logging.
 
     Returns:
         A GRPOConfig, or an RLOOConfig for "rloo".
 
     Raises:
-        ValueError: an unknown arm or scale_rewards, a group of fewer than two, a learning rate that is not positive, a
-            negative beta, a micro batch that does not divide the step, or a setting that this module fixes.
+        ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
+            of fewer than two, a learning rate that is not positive, a negative beta, a micro batch that does not divide
+            the step, a setting that this module fixes, or a launch as one of several processes, whose batches and
+            budgets would be others.
     """
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
+    counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_completion_length": max_completion_length}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count!r} must be at least 1.")
     if num_generations < 2:
         raise ValueError(f"num_generations={num_generations}: a group needs at least 2 completions to compare.")
     if not learning_rate > 0:
@@ -165,26 +192,39 @@ def config(
     micro_batch = rollouts if micro_batch is None else micro_batch
     if micro_batch < 1 or rollouts % micro_batch:
         raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
-    fixed = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
-    if taken := sorted(fixed.keys() & others.keys()):
-        raise ValueError(f"{taken[0]}={others[taken[0]]!r}: this arm fixes it at {fixed[taken[0]]!r}; remove it.")
+    stated = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
+    stated |= {
+        "output_dir": output_dir,
+        "seed": seed,
+        "max_steps": steps,
+        "num_generations": num_generations,
+        "max_completion_length": max_completion_length,
+        "learning_rate": learning_rate,
+        "beta": beta,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": rollouts // micro_batch,
+        "steps_per_generation": rollouts // micro_batch,
+    }
+    _refuse(others, stated)
 
     from trl import GRPOConfig, RLOOConfig
 
-    return (RLOOConfig if arm == "rloo" else GRPOConfig)(
-        output_dir=output_dir,
-        seed=seed,
-        max_steps=steps,
-        num_generations=num_generations,
-        max_completion_length=max_completion_length,
-        learning_rate=learning_rate,
-        beta=beta,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=rollouts // micro_batch,
-        steps_per_generation=rollouts // micro_batch,
-        **fixed,
-        **others,
-    )
+    args = (RLOOConfig if arm == "rloo" else GRPOConfig)(**stated, **others)
+    if args.world_size > 1:
+        raise ValueError(f"{args.world_size} processes were launched: start one, without torchrun or accelerate.")
+    return args
+
+
+def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+    if taken := sorted(others.keys() & stated.keys()):
+        name = taken[0]
+        raise ValueError(f"{name}={others[name]!r}: here it is {stated[name]!r} for every run of this arm; remove it.")
+
+
+def _check_float32(model: Any) -> None:
+    other = {str(p.dtype) for p in model.parameters()} - {"torch.float32"}
+    if other:
+        raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
 
 
 def trainer(
@@ -194,11 +234,19 @@ def trainer(
     train_dataset: Iterable[Mapping[str, Any]],
     processing_class: Any = None,
     callbacks: Sequence[TrainerCallback] = (),
+    *,
+    reward_weights: Sequence[float] | None = None,
+    reward_floor: float | None = None,
+    reward_timeout: float | None = None,
 ) -> tuple[Any, Budget]:
     """Return TRL's trainer of an arm, and what it spends.
 
+    `train(resume_from_checkpoint=...)` of a trainer made from the starting model goes on with the bits and the budget
+    of an uninterrupted run.
+
     Args:
-        model: a float32 model, or a folder or name (TRL loads it in float32).
+        model: a float32 model, or a folder or name (TRL loads it in float32). Its generation settings become the plain
+            ones: generate() would fill in whatever TRL leaves open, such as a ban of repeated n-grams.
         reward_funcs: as for `ESTrainer`; they are called through the same wrapper (`rewards.Rewards`), so a failure
             scores the floor or stops the run, and None is left out, just as there.
         args: from `config`.
@@ -206,45 +254,62 @@ def trainer(
             and from the start again when they are spent.
         processing_class: the tokenizer.
         callbacks: called after the budget is up to date.
+        reward_weights, reward_floor, reward_timeout: as in `ESConfig`.
 
     Returns:
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
-        ValueError: a model that is not float32, or fewer rows than a step takes prompts.
+        ValueError: a model that is not float32, one without a name though beta is not 0, or fewer rows than a step
+            takes prompts.
     """
     from datasets import Dataset
+    from transformers import GenerationConfig
     from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    rows = list(train_dataset)
+    rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
     if len(rows) < prompts:
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
-    if not isinstance(model, str) and str(model.dtype) != "torch.float32":
-        raise ValueError(f"the model is {model.dtype}: load it in float32, as every arm holds its weights.")
+    if not isinstance(model, str):
+        _check_float32(model)
+        if args.beta > 0 and not model.config._name_or_path:
+            raise ValueError(
+                f"beta={args.beta}: TRL loads the reference model by name, and this model has none. Save it by "
+                "save_pretrained(folder), and give the folder or the model loaded from there."
+            )
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
-    budget = Budget(Rewards(reward_funcs), old_logprobs=kind is RLOOTrainer, reference=args.beta > 0)
+    rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout)
+    budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0)
     built = kind(
         model=model,
         reward_funcs=budget.reward,
         args=args,
-        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        # TRL would leave out the rows at the end of the set that do not fill a step
+        train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
         processing_class=processing_class,
         callbacks=[budget, *callbacks],
     )
+    _check_float32(built.model)
     budget.model = built.model
+    own = built.model.generation_config
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    built.model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
     if args.beta > 0:
         built.ref_model.load_state_dict(built.model.state_dict())
     return built, budget
 
 
-class Budget(TrainerCallback):
+_SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds", "counts")
+
+
+class Budget(TrainerCallback, ExportableState):
     """What a gradient arm spends, on the axes of ES: completions, tokens, FLOPs, core-seconds.
 
     A forward pass costs 2 floating-point operations a parameter and token (attention products are left out, as for ES),
     a backward pass twice that; all passes are over the prompts and completions of the step, without padding: one for
     generation, three for the loss and its gradient, one for the reference model where there is one, one for the
-    log-probabilities before the update where TRL computes them.
+    log-probabilities before the update where TRL computes them. Checkpoints hold it, and a resumed run goes on with it.
 
     Attributes:
         completions, generated_tokens, prompt_tokens: so far; a prompt counts once for each of its completions.
@@ -259,7 +324,7 @@ class Budget(TrainerCallback):
         self.counts = dict.fromkeys(KINDS, 0)
         self.passes = 4 + int(old_logprobs) + int(reference)
         self.model: Any = None
-        self._started = 0.0
+        self._before = (0.0, 0, 0)
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
@@ -282,14 +347,27 @@ class Budget(TrainerCallback):
         reward.__name__ = "+".join(self._score.names)
         return reward
 
+    def state(self) -> dict[str, Any]:
+        """What transformers writes into a checkpoint."""
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in _SPENT}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Go on with the budget of the checkpoint, if the run resumes from one."""
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is None:
+            raise ValueError("the checkpoint holds no budget: it is of a run that grpo.trainer() did not make.")
+        for name in _SPENT:
+            setattr(self, name, saved["attributes"][name])
+
     def on_step_begin(self, args, state, control, **kwargs):
         """Start the clock."""
-        self._started = time.process_time()
+        self._before = time.process_time(), int(state.num_input_tokens_seen), self.generated_tokens
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Stop the clock and read the tokens that TRL has seen."""
-        self.core_seconds += time.process_time() - self._started
-        self.prompt_tokens = int(state.num_input_tokens_seen) - self.generated_tokens
+        """Stop the clock and read the tokens that TRL has seen: prompts and completions."""
+        started, seen, generated = self._before
+        self.core_seconds += time.process_time() - started
+        self.prompt_tokens += int(state.num_input_tokens_seen) - seen - (self.generated_tokens - generated)
 
     def spent(self, d: int) -> dict[str, Any]:
         """The budget of a model of d parameters so far, for a record."""
@@ -346,10 +424,22 @@ def filtered_sft(
         others: further settings of `transformers.TrainingArguments`.
 
     Raises:
-        ValueError: no pairs, which is what a reward that lets nothing through leaves.
+        ValueError: no pairs, which is what a reward that lets nothing through leaves; a model that is not float32; or a
+            setting that this module fixes.
     """
     if not pairs:
         raise ValueError("no completion passed the filter: draw more samples a prompt, or lower the threshold.")
+    _check_float32(model)
+    stated = _SFT | _OPTIMISER
+    stated |= {
+        "output_dir": output_dir,
+        "seed": seed,
+        "num_train_epochs": epochs,
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": learning_rate,
+    }
+    _refuse(others, stated)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -357,22 +447,9 @@ def filtered_sft(
         {"input_ids": [*prompt, *completion], "completion_mask": [0] * len(prompt) + [1] * len(completion)}
         for prompt, completion in pairs
     ]
-    args = SFTConfig(
-        output_dir=output_dir,
-        seed=seed,
-        num_train_epochs=epochs,
-        per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate,
-        completion_only_loss=True,
-        packing=False,
-        max_length=None,
-        loss_type="nll",
-        **_OPTIMISER,
-        **others,
-    )
     return SFTTrainer(
         model=model,
-        args=args,
+        args=SFTConfig(**stated, **others),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=list(callbacks),

@@ -305,7 +305,7 @@ def _number(value: Any, name: str, prompt: Any) -> float:
 
 def _failure(name: str, where: str, what: str) -> str:
     return (
-        f"reward function {name!r} gave {what} {where}. Mend it, or set reward_floor in the config so that failures "
+        f"reward function {name!r} gave {what} {where}. Mend it, or set reward_floor so that failures "
         "score the floor and are counted."
     )
 

@@ -3,10 +3,10 @@
 `experiments` stores and finds records; here is what is in them. A kind of spec has a function that makes its specs and
 one that runs it (`RUNNERS`): "base" measures an untrained model, "train" trains one with an arm, "best_of_n" lets the
 reward choose among samples of the base, "audit" repeats an ES run in half precision, "estimator" compares single ES
-steps with the exact gradient.
+steps with the exact gradient, "kl" compares estimators of the KL with its exact value.
 
 Every training run is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and the test set
-once, at the end. Evaluation is in no budget.
+once, at the end, with the KL of the trained model from its base. Evaluation is in no budget.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def train_specs(
         settings: as for `base_specs`, and those that `ARMS` names: for ES population_size, sigma, alpha; for gradient
             arms learning_rate, beta, num_generations; for both steps, prompts_per_step, curve_points. Where they are
             there: curve_spacing "log" (points evenly spaced in the logarithm of the steps; else evenly in steps),
-            unique_prompts (the run sees so many problems, again and again; without it every step has new ones), and
-            scale_rewards in the place of the arm's own.
+            unique_prompts (the run sees so many problems, again and again: each equally often in the whole run, in turn
+            by a gradient arm and in random order by ES; without it every step has new ones), and scale_rewards in the
+            place of the arm's own.
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing, or more curve points than a record holds, said here and
-            not after the run.
+        ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
+            or more than a record holds, said here and not after the run, an unknown curve_spacing, or no prompts.
     """
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
@@ -93,10 +94,15 @@ def train_specs(
             raise ValueError(f"arm {arm!r} needs the setting {name!r}.")
         wanted[name] = settings[name]
     wanted |= {name: settings[name] for name in _OPTIONAL if settings.get(name) is not None}
-    if wanted.get("curve_points", 0) > MAX_CURVE:
-        raise ValueError(f"curve_points={wanted['curve_points']} is more than a record holds: at most {MAX_CURVE}.")
     if wanted.get("curve_spacing", "log") != "log":
         raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
+    points, least = wanted.get("curve_points", MAX_CURVE), 3 if "curve_spacing" in wanted else 2
+    if points > MAX_CURVE:
+        raise ValueError(f"curve_points={points} is more than a record holds: at most {MAX_CURVE}.")
+    if points < least:
+        raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
+    if wanted.get("unique_prompts", 1) < 1:
+        raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
     return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
 
 
@@ -141,7 +147,14 @@ def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
 def best_of_n_specs(
     base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
-    """Specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples."""
+    """Specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples.
+
+    Args:
+        samples: drawn for each problem, at least 1.
+        settings: max_completion_length, test_problems.
+    """
+    if samples < 1:
+        raise ValueError(f"samples={samples} must be at least 1.")
     wanted = {k: settings[k] for k in ("max_completion_length", "test_problems")} | {"samples": samples}
     return [_spec("best_of_n", base, scale) | wanted | {"seed": seed} for seed in seeds]
 
@@ -182,6 +195,26 @@ def estimator_specs(
     """
     wanted = {k: settings[k] for k in ("sigma", "alpha", "estimator_problems")}
     spec = _spec("estimator", base, scale) | wanted | {"fitness": fitness, "targets": targets, "N": N}
+    return [spec | {"repeat": repeat} for repeat in range(repeats)]
+
+
+def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Specs of the comparison of KL estimators with the exact KL, of a base moved by noise from the base itself.
+
+    Args:
+        sigma: standard deviation of the noise on every weight: it decides the size of the KL.
+        repeats: draws of the noise, each with samples of its own.
+        settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions a problem).
+
+    Raises:
+        ValueError: an odd number of samples, of which two halves are made.
+    """
+    if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
+        raise ValueError(
+            f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of the samples."
+        )
+    wanted = {k: settings[k] for k in ("max_completion_length", "kl_problems", "kl_samples")}
+    spec = _spec("kl", base, scale) | wanted | {"sigma": sigma}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
@@ -345,7 +378,9 @@ def _run_gradient(spec: Spec) -> Record:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     _take_weights(engine, model)
-    counts = dict(budget.counts) | {"zero_std_groups": round(float(np.mean(zero_std)), 5)}
+    counts = dict(budget.counts)
+    if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
+        counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": curve, "trl": trl.__version__}
     return result | _outcome(spec, engine, start, sets)
 
@@ -354,6 +389,7 @@ def _run_sft(spec: Spec) -> Record:
     """Fine-tune on the right answers among the base's samples (rejection sampling); see `grpo.filtered_sft`."""
     import tempfile
 
+    import trl
     from transformers import PrinterCallback
 
     from evoalign_lib import grpo
@@ -387,7 +423,8 @@ def _run_sft(spec: Spec) -> Record:
     budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
     budget |= {"core_seconds": round(time.process_time() - cpu, 2)}
     _take_weights(engine, model)
-    return {"budget": budget, "counts": {"kept": len(pairs)}} | _outcome(spec, engine, start, sets)
+    result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
+    return result | _outcome(spec, engine, start, sets)
 
 
 def _run_best_of_n(spec: Spec) -> Record:
@@ -440,7 +477,22 @@ def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
-    return outcome | ({"test": _test(engine, sets["test"])} if "test" in sets else {})
+    if "test" not in sets:
+        return outcome
+    return outcome | {"test": _test(engine, sets["test"]), "kl_policy_base": _kl_from_base(spec, engine)}
+
+
+def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
+    """KL(trained || base) in nats, on one sample at temperature 1 of every validation prompt (see `kl.measure`)."""
+    from evoalign_lib import kl
+
+    engine.write_model()
+    base, _, _ = _world(spec | {"kind": "base"})
+    prompts = engine.prompts["validation"]
+    (samples,) = engine.generate("validation", samples=1, seed=spec["seed"])
+    completions = [ids for _, ids in samples]
+    found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
 
 
 def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:
@@ -618,10 +670,35 @@ def _objective(base: str, n: int, targets: str):
     return geometry.ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
 
 
+def _run_kl(spec: Spec) -> Record:
+    """KL(policy || ref) of a base moved by noise, by every estimator, and their gradients as losses (see `kl`)."""
+    from evoalign_lib import kl, noise, tiny
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+    from evoalign_lib.tasks import countdown
+
+    (policy, tokenizer), (reference, _) = tiny.load(spec["base"]), tiny.load(spec["base"])
+    problems = tiny.problems("validation", spec["kl_problems"])
+    prompts = Prompts(countdown.dataset(problems, tokenizer), tokenizer)
+    length = spec["max_completion_length"]
+    engine = LocalEngine(policy, tokenizer, None, {"validation": prompts}, max_completion_length=length)
+    key = noise.member_key(noise.run_key("kl", spec["repeat"]), 0, 0)
+    noise.perturb(engine.master, engine.master.copy(), engine.layout, key, spec["sigma"])
+    engine.write_model()
+    samples = engine.generate("validation", samples=spec["kl_samples"], seed=spec["repeat"])
+    completions = [ids for sample in samples for _, ids in sample]
+    repeated = [np.tile(a, (spec["kl_samples"], 1)) for a in (prompts.ids, prompts.mask)]
+    arguments = policy, reference, *repeated, completions, engine.eos_ids
+    comparison = kl.compare(*arguments)
+    result = {"sequences": len(completions), "tokens": int(comparison.mask.sum())}
+    result |= kl.estimator_errors(comparison) | kl.gradient_errors(*arguments)
+    return {"kl": {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in result.items()}}
+
+
 RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "base": _run_base,
     "train": run_train,
     "best_of_n": _run_best_of_n,
     "audit": _run_audit,
     "estimator": _run_estimator,
+    "kl": _run_kl,
 }

@@ -107,7 +107,7 @@ def test_what_cannot_be_kept_is_refused_before_any_run(folder):
     one, other = specs()
     base = runs.base_specs(["A0"], SETTINGS, "tiny")[0]
     for all_of_them, wrong in (([one], other), ([one, base], base)):
-        with pytest.raises(ValueError, match="keep_ledgers holds a spec that is no training run among the specs: {"):
+        with pytest.raises(ValueError, match="keep_ledgers holds a spec that is no run of ES among the specs: {"):
             load_or_run(all_of_them, "nb", "tiny", keep_ledgers=[wrong])
     with pytest.raises(
         ValueError, match=r"of nb \(es A0 1\) was made without keeping the run's ledger: delete its line to run it"

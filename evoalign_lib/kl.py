@@ -1,0 +1,592 @@
+"""KL divergence of a policy from a reference: three estimators, the exact value, and each one's gradient as a loss.
+
+Everything here is KL(policy || ref) = E[log policy(x) - log ref(x)] for x drawn from the policy, in nats. With
+r = ref(x) / policy(x), the estimators of J. Schulman, "Approximating KL Divergence" (2020), are
+
+    k1 = -log r              unbiased, of either sign
+    k2 = (log r)^2 / 2       biased, never negative
+    k3 = (r - 1) - log r     unbiased, never negative, with a heavy tail where ref(x) >> policy(x)
+
+Tokens and sequences. A token's KL is that of the next token's distribution, given the tokens before it; the KL of a
+sequence is the expected sum of its tokens' KL. The ratio of a sequence is the product of its tokens' ratios, so k1 of
+the sequence is the sum of its tokens' k1, but k3 is not: k3 of the sequence's ratio (`kl_policy_ref_sequences`) and the
+sum of the tokens' k3 (`kl_policy_ref_tokens(...).k3.sum(-1)`) are different estimators of one number, both unbiased,
+and the tail of the first is that of a product of many ratios. A third one is the sum of the tokens' exact KL over the
+vocabulary at the prefixes that were sampled: each log ratio is replaced by its expectation given the prefix
+(Rao-Blackwell, token by token), which is unbiased and usually, not always, has less variance than k1.
+
+Losses. With S = grad log policy(x), and the sample x held fixed as in any training step, the gradients of k1, k2 and k3
+are S, log(policy/ref) S and (1 - r) S. Expected over the policy they are 0, the gradient of KL(policy || ref), and the
+gradient of KL(ref || policy): the value of k3 is unbiased and its gradient is that of another divergence. k3 times the
+ratio policy / old policy of an importance-weighted loss (TRL's use_bias_correction_kl) has the gradient of k2, sample
+by sample, where the two policies are equal. For sequences all this holds given the prefixes: `parameter_gradients` says
+what a sum over tokens leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+_ELEMENTS = 1 << 22  # of the logits of one forward pass; 32 MB each for half a dozen float64 tensors
+
+
+class Estimates(NamedTuple):
+    """Three estimates of KL(policy || ref) from the same samples, nats; see the module."""
+
+    k1: Tensor
+    k2: Tensor
+    k3: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What two models say of sampled completions: (rows, tokens) tensors on the CPU, 0 outside the mask."""
+
+    log_policy: Tensor
+    """float64, log-probability of each token, nats"""
+    log_ref: Tensor
+    """float64, the same under the reference"""
+    exact: Tensor
+    """float64, KL(policy || ref) over the vocabulary at each token's prefix, nats per token"""
+    mask: Tensor
+    """bool: a token of the completion, the end token included"""
+
+
+# ---- estimators
+
+
+def kl_policy_ref_tokens(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayLike | None = None) -> Estimates:
+    """Estimate KL(policy || ref) from each token of samples of the policy.
+
+    Args:
+        log_policy: log-probabilities of the sampled tokens under the policy, nats, any shape; gradients pass through.
+        log_ref: the same under the reference.
+        mask: the tokens that count, of the same shape; None: all do. What lies outside may be anything, NaN included.
+
+    Returns:
+        Estimates of that shape, float64, nats per token, 0 outside the mask.
+
+    >>> k1, k2, k3 = kl_policy_ref_tokens(np.log([0.5, 0.5]), np.log([0.25, 1.0]))
+    >>> [[round(x, 4) for x in k.tolist()] for k in (k1, k2, k3)]
+    [[0.6931, -0.6931], [0.2402, 0.2402], [0.1931, 0.3069]]
+    """
+    difference = torch.as_tensor(log_policy).double() - torch.as_tensor(log_ref).double()
+    if mask is not None:
+        difference = torch.where(torch.as_tensor(mask).bool(), difference, 0.0)
+    # expm1: r - 1 of a ratio near 1, without the rounding of r
+    return Estimates(difference, difference**2 / 2, torch.expm1(-difference) + difference)
+
+
+def kl_policy_ref_sequences(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayLike | None = None) -> Estimates:
+    """Estimate KL(policy || ref) from each sequence: the estimators of the sequence's ratio, not sums over tokens.
+
+    Args:
+        log_policy, log_ref, mask: (..., tokens), as for `kl_policy_ref_tokens`.
+
+    Returns:
+        Estimates (...), float64, nats per sequence.
+    """
+    difference = kl_policy_ref_tokens(log_policy, log_ref, mask).k1.sum(-1)
+    return kl_policy_ref_tokens(difference, torch.zeros_like(difference))
+
+
+def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(policy || ref) over the whole vocabulary, at each position.
+
+    Args:
+        policy_logits: (..., vocabulary), of any floating dtype; gradients pass through.
+        ref_logits: the same of the reference.
+        temperature: of the sampling; both logits are divided by it.
+
+    Returns:
+        float64 (...), nats per token. Infinite where the policy has a token that the reference rules out.
+
+    Raises:
+        ValueError: logits of different shapes, or a temperature that is not positive (see `check_sampling`).
+
+    >>> exact_kl_policy_ref_tokens(torch.tensor([0.0, 0.0]), torch.tensor([0.0, math.log(3)])).item()  # log(2/sqrt(3))
+    0.143841...
+    """
+    _check_shapes(policy_logits, ref_logits)
+    log_policy, log_ref = _log_softmax(policy_logits, temperature), _log_softmax(ref_logits, temperature)
+    p = log_policy.exp()
+    return (p * torch.where(p > 0, log_policy - log_ref, 0.0)).sum(-1)
+
+
+def check_sampling(
+    temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+) -> None:
+    """Refuse settings of the sampling under which KL(policy || ref) is not the finite number that is measured here.
+
+    Args:
+        temperature: positive. Policy and reference are compared at this temperature.
+        top_k: off is None, 0 or -1. (`generate` of transformers has 50 where nothing is said.)
+        top_p: off is None or 1.
+        min_p: off is None or 0.
+
+    Raises:
+        ValueError: greedy decoding (temperature 0), or a truncated distribution, with what to do instead.
+    """
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(
+            f"temperature={temperature!r} must be positive and finite: greedy decoding (0) puts all probability on one "
+            "token, which makes the KL 0 or infinite. Measure on completions sampled at temperature 1."
+        )
+    for name, value, off in (("top_k", top_k, (None, -1, 0)), ("top_p", top_p, (None, 1)), ("min_p", min_p, (None, 0))):
+        if value not in off:
+            raise ValueError(
+                f"{name}={value!r} truncates the distribution: policy and reference then allow different tokens, and "
+                f"KL(policy || ref) is formally infinite. Sample the completions for the KL with {name}={off[-1]}."
+            )
+
+
+# ---- Schulman's Gaussians
+
+
+def gaussian_exact(mean: float) -> dict[str, float]:
+    """Bias and standard deviation of k1, k2 and k3 for the policy N(0, 1) and the reference N(mean, 1), in closed form.
+
+    log r is normal with mean -m^2/2 and variance m^2, which gives everything: KL = m^2/2; bias of k2 m^4/8; variances
+    m^2, m^4/2 + m^6/4 and exp(m^2) - 1 - m^2.
+
+    Args:
+        mean: m of the reference, not 0. Schulman's cases are 0.1 and 1.
+
+    Returns:
+        "kl", nats; then "k1_bias", "k1_std", "k2_bias", ... as multiples of it, as in his tables.
+
+    Raises:
+        ValueError: a mean of 0, where the KL is 0, or one that is not finite.
+
+    >>> {k: round(v, 4) for k, v in gaussian_exact(1.0).items()}
+    {'kl': 0.5, 'k1_bias': 0.0, 'k1_std': 2.0, 'k2_bias': 0.25, 'k2_std': 1.7321, 'k3_bias': 0.0, 'k3_std': 1.695}
+    """
+    kl, square = _gaussian_kl(mean), mean**2
+    bias = {"k1": 0.0, "k2": square**2 / 8, "k3": 0.0}
+    variance = {"k1": square, "k2": square**2 / 2 + square**3 / 4, "k3": math.expm1(square) - square}
+    result = {"kl": kl}
+    for name in ESTIMATORS:
+        result |= {f"{name}_bias": bias[name] / kl, f"{name}_std": math.sqrt(variance[name]) / kl}
+    return result
+
+
+def gaussian_sampled(mean: float, n: int, rng: np.random.Generator) -> dict[str, float]:
+    """The same numbers as `gaussian_exact`, from samples.
+
+    Args:
+        mean: of the reference, not 0.
+        n: samples, at least 2.
+        rng: draws them.
+
+    Returns:
+        As `gaussian_exact`; the biases have a standard error of std / sqrt(n).
+
+    Raises:
+        ValueError: as `gaussian_exact`, or fewer than 2 samples.
+    """
+    kl = _gaussian_kl(mean)
+    if n < 2:
+        raise ValueError(f"n={n} samples have no standard deviation: draw at least 2.")
+    x = rng.standard_normal(n)
+    # log densities up to their common constant
+    estimates = kl_policy_ref_tokens(-(x**2) / 2, -((x - mean) ** 2) / 2)
+    result = {"kl": kl}
+    for name, values in zip(ESTIMATORS, estimates, strict=True):
+        result[f"{name}_bias"] = (values.mean().item() - kl) / kl
+        result[f"{name}_std"] = values.std().item() / kl
+    return result
+
+
+def _gaussian_kl(mean: float) -> float:
+    if mean == 0 or not math.isfinite(mean):
+        raise ValueError(f"mean={mean!r} must be finite and not 0: bias and std are given as multiples of the KL.")
+    return mean**2 / 2
+
+
+# ---- gradients as losses
+
+
+def loss_gradients(policy_logits: Tensor, ref_logits: Tensor) -> dict[str, Tensor]:
+    """Expected gradient of each estimator as a loss, for a policy softmax(logits) and a token drawn from it.
+
+    The token is held fixed while the loss is differentiated; then the expectation is taken over the policy:
+    E[f(x) grad log policy(x)] = p (f - E f), with f = 1, log(policy/ref) and 1 - r.
+
+    Args:
+        policy_logits: (..., vocabulary), finite.
+        ref_logits: the same of the reference.
+
+    Returns:
+        Gradients with respect to the policy's logits, float64 (..., vocabulary), nats: "true" of KL(policy || ref);
+        "k1" (0); "k2" (the true one); "k3" (of KL(ref || policy): p - ref); "k3_ratio", k3 times policy /
+        policy.detach() (the true one).
+
+    Raises:
+        ValueError: logits of different shapes.
+    """
+    _check_shapes(policy_logits, ref_logits)
+    log_policy, log_ref = _log_softmax(policy_logits), _log_softmax(ref_logits)
+    p, difference = log_policy.exp(), log_policy - log_ref
+    slope = -torch.expm1(-difference)  # of k3 in log policy: 1 - r
+
+    def expected(f: Tensor) -> Tensor:
+        return p * (f - (p * f).sum(-1, keepdim=True))
+
+    return {
+        # d/dz of sum p log(p/ref): the derivative of log p inside the sum drops out, since the p add up to 1
+        "true": expected(difference),
+        "k1": torch.zeros_like(p),  # expected(1): p (1 - 1)
+        "k2": expected(difference),
+        "k3": expected(slope),
+        # the ratio's own derivative brings in the value of k3: 1 - r + k3 = log(policy/ref)
+        "k3_ratio": expected(slope + kl_policy_ref_tokens(log_policy, log_ref).k3),
+    }
+
+
+def parameter_gradients(
+    policy: Any,
+    reference: Any,
+    prompt_ids: ArrayLike,
+    prompt_mask: ArrayLike,
+    completion_ids: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+) -> dict[str, Tensor]:
+    """Gradients of KL(policy || ref) and of the estimators as losses, with respect to all weights of the policy.
+
+    Losses are sums over the tokens of a sequence, averaged over sequences, at temperature 1 (TRL's division by a number
+    of tokens changes the length of the gradient alone, where it is one number for the batch). Two objects can be asked
+    for. With s_t the prefix of token t and KL_t its exact KL,
+
+        token      E[sum_t grad KL_t(s_t)]: each token's KL, the prefixes held fixed where they were sampled;
+        sequence   token + E[sum_t (KL_t+1 + KL_t+2 + ...) grad log policy(token t | s_t)]: grad KL of the sequence.
+
+    The second term is what a policy gains by moving towards prefixes after which it differs less from the reference. A
+    sum over tokens of k1, k2 or k3 misses it, with each token's ratio or without. (k2 of the sequence's ratio has it:
+    its expected gradient is the second object.) A baseline is used here, the mean of the other rows at the position.
+
+    Args:
+        policy: a Hugging Face decoder-only model; its weights and their `grad` are left alone.
+        reference: another one, of the same vocabulary.
+        prompt_ids, prompt_mask, completion_ids, eos_ids: samples of the policy at temperature 1, as for `compare`.
+
+    Returns:
+        float32 (weights,) vectors, nats per weight unit, in the order of `policy.parameters()`: "token" and "sequence";
+        "k2" and "k3", expected over each token given its prefix (that of k1 is 0); "k1_sampled", "k2_sampled" and
+        "k3_sampled", of the tokens that were sampled. Averages over the given rows.
+
+    Raises:
+        ValueError: as `compare`; or no token at all.
+    """
+    rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
+    if not rows.mask.any():
+        raise ValueError(f"none of the {len(rows.mask)} completions has a token: there is no gradient.")
+    n, parameters = len(rows.mask), list(policy.parameters())
+    with _evaluation(policy, reference):
+        logits = _logits(policy, rows)
+        with torch.no_grad():
+            ref_logits = _logits(reference, rows).to(logits.device)
+    mask, ids = rows.mask.to(logits.device), rows.ids.to(logits.device)
+    exact = torch.where(mask, exact_kl_policy_ref_tokens(logits, ref_logits), 0.0)
+    log_policy, log_ref = _of_tokens(_log_softmax(logits), ids), _of_tokens(_log_softmax(ref_logits), ids)
+    with torch.no_grad():
+        to_go = exact.flip(1).cumsum(1).flip(1) - exact
+        others = (to_go.sum(0) - to_go) / (mask.sum(0) - 1).clamp(min=1)
+        expected = loss_gradients(logits, ref_logits)
+    losses = {
+        "token": exact.sum(),
+        "prefixes": ((to_go - others) * torch.where(mask, log_policy, 0.0)).sum(),
+    }
+    sampled = kl_policy_ref_tokens(log_policy, log_ref, mask)
+    losses |= {f"{k}_sampled": values.sum() for k, values in zip(ESTIMATORS, sampled, strict=True)}
+
+    def flat(output: Tensor, weight: Tensor | None = None) -> Tensor:
+        parts = torch.autograd.grad(output, parameters, weight, retain_graph=True)
+        return torch.cat([part.flatten() for part in parts]).float() / n
+
+    gradients = {name: flat(loss) for name, loss in losses.items()}
+    for name in ("k2", "k3"):
+        gradients[name] = flat(logits, torch.where(mask[..., None], expected[name], 0.0).to(logits.dtype))
+    gradients["sequence"] = gradients["token"] + gradients.pop("prefixes")
+    return gradients
+
+
+# ---- models
+
+
+def compare(
+    policy: Any,
+    reference: Any,
+    prompt_ids: ArrayLike,
+    prompt_mask: ArrayLike,
+    completion_ids: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+    temperature: float = 1.0,
+) -> Comparison:
+    """Log-probabilities of sampled completions under two models, and their exact KL at every token.
+
+    One forward pass of each model, in blocks of rows where the logits are large. Models in training mode are put into
+    evaluation mode meanwhile: dropout has no place here.
+
+    Args:
+        policy: the Hugging Face decoder-only model that sampled the completions.
+        reference: another one, of the same vocabulary.
+        prompt_ids: (rows, width) ids, padded on the left, as `Prompts.ids`.
+        prompt_mask: (rows, width) 1 at the prompt's tokens, 0 at padding.
+        completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows do,
+            too; a completion that was cut off has no end token; an empty one has no tokens.
+        eos_ids: ids that end a completion; each completion's counts once.
+        temperature: of the sampling, without top-k, top-p or min-p (see `check_sampling`).
+
+    Returns:
+        The comparison; its tokens are as many as the longest completion has.
+
+    Raises:
+        ValueError: arrays that do not fit together, prompts not padded on the left, two vocabularies, or a temperature
+            that is not positive.
+    """
+    check_sampling(temperature)
+    rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
+    exact, log_policy, log_ref = (torch.zeros(rows.mask.shape, dtype=torch.float64) for _ in range(3))
+    block = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * policy.config.vocab_size))
+    with torch.inference_mode(), _evaluation(policy, reference):
+        for start in range(0, len(rows.ids) if rows.mask.any() else 0, block):
+            at = slice(start, start + block)
+            part = _Rows(*(tensor[at] for tensor in rows))
+            logits = _logits(policy, part)
+            ref_logits = _logits(reference, part).to(logits.device)
+            exact[at] = exact_kl_policy_ref_tokens(logits, ref_logits, temperature).cpu()
+            for values, z in ((log_policy, logits), (log_ref, ref_logits)):
+                values[at] = _of_tokens(_log_softmax(z, temperature), part.ids.to(z.device)).cpu()
+    outside = ~rows.mask
+    return Comparison(*(x.masked_fill_(outside, 0.0) for x in (log_policy, log_ref, exact)), rows.mask)
+
+
+def measure(
+    policy: Any,
+    reference: Any,
+    prompt_ids: ArrayLike,
+    prompt_mask: ArrayLike,
+    completion_ids: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+    temperature: float = 1.0,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> dict[str, float | int | None]:
+    """KL(policy || ref) on completions that the policy sampled, for a record.
+
+    Args:
+        policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature: as for `compare`.
+        top_k, top_p, min_p: of the sampling; they must be off.
+
+    Returns:
+        "tokens" and "sequences", their numbers; "k1_nats_per_token", ..., "exact_nats_per_token", means over all tokens
+        together; "k1_nats_per_sequence", ..., means over sequences of the estimators of the sequence's ratio, and
+        "exact_nats_per_sequence", of the sum of the tokens' exact KL. (The sum of the tokens' k3 is k3_nats_per_token *
+        tokens / sequences.) None where there is nothing to average, or where the mean is not finite, as of a diverged
+        policy: JSON has no such numbers.
+
+    Raises:
+        ValueError: as `compare`, or a truncated distribution (see `check_sampling`).
+    """
+    check_sampling(temperature, top_k, top_p, min_p)
+    found = compare(policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature)
+    tokens, sequences = int(found.mask.sum()), len(found.mask)
+
+    def mean(values: Tensor, n: int) -> float | None:
+        value = values.sum().item() / n if n else math.nan
+        return value if math.isfinite(value) else None
+
+    arguments = found.log_policy, found.log_ref, found.mask
+    by_token = kl_policy_ref_tokens(*arguments)._asdict() | {"exact": found.exact}
+    by_sequence = kl_policy_ref_sequences(*arguments)._asdict() | {"exact": found.exact}
+    return (
+        {"tokens": tokens, "sequences": sequences}
+        | {f"{k}_nats_per_token": mean(values, tokens) for k, values in by_token.items()}
+        | {f"{k}_nats_per_sequence": mean(values, sequences) for k, values in by_sequence.items()}
+    )
+
+
+def estimator_errors(comparison: Comparison) -> dict[str, float]:
+    """Bias and standard deviation of the estimators of KL(policy || ref) on sampled completions, nats.
+
+    Biases are against the exact KL at the same prefixes, which leaves the noise of the sampled tokens alone in them.
+    Standard deviations are those over tokens or sequences, the differences between prefixes and prompts included.
+
+    Args:
+        comparison: of at least two completions.
+
+    Returns:
+        "exact_token_mean" and "_std"; "exact_sequence_mean" and "_std" (sums of the tokens' exact KL); of k1, k2 and k3
+        each: "k1_token_bias" and "_std", per token; "k1_sum_bias" and "_std", of the sum over a sequence's tokens;
+        "k1_sequence_bias" and "_std", of the sequence's ratio.
+
+    Raises:
+        ValueError: fewer than two completions, or a token in none of them.
+    """
+    if len(comparison.mask) < 2 or comparison.mask.sum() < 2:
+        raise ValueError(
+            f"{len(comparison.mask)} completions of {int(comparison.mask.sum())} tokens have no standard deviation: at "
+            "least 2 of both are needed."
+        )
+    arguments = comparison.log_policy, comparison.log_ref, comparison.mask
+    tokens, sequences = kl_policy_ref_tokens(*arguments), kl_policy_ref_sequences(*arguments)
+    exact = {"token": comparison.exact[comparison.mask], "sequence": comparison.exact.sum(-1)}
+    result = {}
+    for level, values in exact.items():
+        result |= {f"exact_{level}_mean": values.mean().item(), f"exact_{level}_std": values.std().item()}
+    for name in ESTIMATORS:
+        values = getattr(tokens, name)
+        levels = {"token": values[comparison.mask], "sum": values.sum(-1), "sequence": getattr(sequences, name)}
+        for level, values in levels.items():
+            true = exact["token" if level == "token" else "sequence"]
+            result[f"{name}_{level}_bias"] = (values - true).mean().item()
+            result[f"{name}_{level}_std"] = values.std().item()
+    return result
+
+
+def gradient_errors(
+    policy: Any,
+    reference: Any,
+    prompt_ids: ArrayLike,
+    prompt_mask: ArrayLike,
+    completion_ids: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+) -> dict[str, float | None]:
+    """How far each estimator's gradient as a loss is from the true one (see `parameter_gradients`).
+
+    Args:
+        policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids: as for `parameter_gradients`. The rows
+            are computed in two halves, which should hold the same prompts.
+
+    Returns:
+        "gradient_token_norm" and "gradient_sequence_norm" of the two true gradients, nats per weight unit;
+        "gradient_sequence_noise", the standard error of the second (from the halves' difference in the term that it
+        alone has) over its norm. For k1, k2 and k3, with the token averaged out given its prefix:
+        "k1_gradient_token_cosine" and "_norm_ratio" against the first, "k1_gradient_sequence_cosine" and "_norm_ratio"
+        against the second; "k1_gradient_noise", the norm of what the sampled tokens add, over that of the first. The
+        cosines of k1, whose gradient is 0, are None.
+
+    Raises:
+        ValueError: as `parameter_gradients`, or fewer than two completions.
+    """
+    half, rest = divmod(len(completion_ids), 2)
+    if not half or rest:
+        raise ValueError(f"{len(completion_ids)} completions do not make two halves: give an even number of them.")
+    ids, mask = torch.as_tensor(prompt_ids), torch.as_tensor(prompt_mask)
+    halves = [
+        parameter_gradients(policy, reference, ids[part], mask[part], completion_ids[part], eos_ids)
+        for part in (slice(half), slice(half, None))
+    ]
+    mean = {name: (halves[0][name].double() + halves[1][name].double()) / 2 for name in halves[0]}
+    one, other = (gradients["sequence"] - gradients["token"] for gradients in halves)
+    result: dict[str, float | None] = {f"gradient_{name}_norm": mean[name].norm().item() for name in _TRUE}
+    result["gradient_sequence_noise"] = ((one - other).norm() / 2 / mean["sequence"].norm()).item()
+    for name in ESTIMATORS:
+        expected = mean[name] if name in mean else torch.zeros_like(mean["token"])
+        for true in _TRUE:
+            ratio = (expected.norm() / mean[true].norm()).item()
+            cosine = (expected @ mean[true] / (expected.norm() * mean[true].norm())).item() if ratio else None
+            result |= {f"{name}_gradient_{true}_cosine": cosine, f"{name}_gradient_{true}_norm_ratio": ratio}
+        noise = mean[f"{name}_sampled"] - expected
+        result[f"{name}_gradient_noise"] = (noise.norm() / mean["token"].norm()).item()
+    return result
+
+
+_TRUE = ("token", "sequence")
+
+
+class _Rows(NamedTuple):
+    """Checked prompts, padded on the left, and completions, padded on the right: (rows, width) and (rows, tokens)."""
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    ids: Tensor
+    mask: Tensor  # bool, of the completions
+
+
+def _rows(
+    prompt_ids: ArrayLike, prompt_mask: ArrayLike, completion_ids: Sequence[Sequence[int]], eos_ids: Collection[int]
+) -> _Rows:
+    prompt_ids, prompt_mask = torch.as_tensor(prompt_ids).cpu(), torch.as_tensor(prompt_mask).long().cpu()
+    if prompt_ids.ndim != 2 or prompt_ids.shape != prompt_mask.shape:
+        raise ValueError(
+            "prompt_ids and prompt_mask must be two arrays of one shape (rows, width), got "
+            f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}."
+        )
+    if len(completion_ids) != len(prompt_ids):
+        raise ValueError(
+            f"{len(completion_ids)} completions do not fit {len(prompt_ids)} prompts: give each completion its prompt."
+        )
+    if not ((prompt_mask[:, -1:] == 1).all() and (prompt_mask.diff(dim=1) >= 0).all()):
+        raise ValueError("every prompt must be padded on the left and hold at least one token: look at prompt_mask.")
+    kept = [_until_end(ids, frozenset(eos_ids)) for ids in completion_ids]
+    lengths = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
+    mask = torch.arange(max(map(len, kept), default=0)) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int64)  # a position outside the mask may hold any id
+    ids[mask] = torch.tensor([token for row in kept for token in row], dtype=torch.int64)
+    return _Rows(prompt_ids, prompt_mask, ids, mask)
+
+
+def _until_end(ids: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
+    """A completion up to and with its first end token."""
+    kept = []
+    for token in map(int, ids):
+        kept.append(token)
+        if token in eos_ids:
+            break
+    return kept
+
+
+def _logits(model: Any, rows: _Rows) -> Tensor:
+    """(rows, tokens, vocabulary): those that each token of the completions was drawn from."""
+    attention = torch.cat([rows.prompt_mask, rows.mask.long()], 1).to(model.device)
+    return model(
+        input_ids=torch.cat([rows.prompt_ids, rows.ids], 1).to(model.device),
+        attention_mask=attention,
+        position_ids=(attention.cumsum(1) - 1).clamp_(min=0),
+        use_cache=False,
+        logits_to_keep=rows.ids.shape[1] + 1,
+    ).logits[:, :-1]
+
+
+def _log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    check_sampling(temperature)
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def _of_tokens(log_probabilities: Tensor, ids: Tensor) -> Tensor:
+    return log_probabilities.gather(-1, ids[..., None])[..., 0]
+
+
+def _check_shapes(policy_logits: Tensor, ref_logits: Tensor) -> None:
+    if policy_logits.shape != ref_logits.shape:
+        raise ValueError(
+            f"policy and reference have logits of the shapes {tuple(policy_logits.shape)} and "
+            f"{tuple(ref_logits.shape)}: they must share one vocabulary, without padding of their own."
+        )
+
+
+@contextmanager
+def _evaluation(*models: Any) -> Iterator[None]:
+    """Models in evaluation mode, and back as they were."""
+    training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, training, strict=True):
+            model.train(mode)

@@ -1,0 +1,151 @@
+"""TRL's losses are the ones that the notebooks explain: equal values and gradients, on the rollouts of a real step."""
+
+import pytest
+import torch
+
+from evoalign_lib import grpo, tiny
+from evoalign_lib.tasks import countdown
+
+GROUPS, G, LENGTH = 3, 4, 12
+
+
+def grpo_loss(logp, old_logp, ref_logp, rewards, mask, *, loss_type, beta, max_length, low=0.2, high=0.2):
+    """The loss of GRPO and two of its relatives, for completions in groups.
+
+    Args:
+        logp, old_logp, ref_logp: (groups, G, tokens) log-probability of each token of the completions under the policy,
+            the policy that sampled them, and the reference.
+        rewards: (groups, G) of the completions of each prompt.
+        mask: (groups, G, tokens) 1 for the tokens of a completion, its end token included; 0 for padding.
+        loss_type: "grpo" (arXiv 2402.03300), "dr_grpo" (2503.20783) or "dapo" (2503.14476).
+        beta: weight of the KL penalty.
+        max_length: new tokens a completion may have.
+        low, high: how far the ratio may leave 1 before the clip ends the incentive.
+    """
+    # advantage: better than the other answers to the same prompt? The group replaces a value network
+    advantage = rewards - rewards.mean(dim=1, keepdim=True)
+    if loss_type != "dr_grpo":  # whose authors object: dividing by the spread favours prompts of little spread
+        advantage = advantage / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    advantage = advantage[..., None]  # every token of a completion gets its advantage
+    # importance ratio: 1 as long as the policy is the one that sampled, but its gradient is that of logp
+    ratio = (logp - old_logp).exp()
+    # the smaller of the two: nothing is gained by moving beyond the clip
+    objective = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    # k3, an estimate of KL(policy || reference) from one sampled token; never negative
+    log_r = ref_logp - logp
+    k3 = log_r.exp() - 1 - log_r
+    loss = -(objective - beta * k3) * mask
+    if loss_type == "grpo":  # every completion weighs the same: a token of a long one weighs less
+        return (loss.sum(dim=-1) / mask.sum(dim=-1)).mean()
+    if loss_type == "dr_grpo":  # every token weighs the same, whatever the batch
+        return loss.sum() / (rewards.numel() * max_length)
+    return loss.sum() / mask.sum()  # "dapo": every token of the batch weighs the same
+
+
+def log_probabilities(model, inputs):
+    """(completions, tokens) log-probabilities of the completions' tokens, from the model's plain logits."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    tokens = inputs["completion_ids"].shape[1]
+    logits = model(ids, attention_mask=mask).logits[:, -tokens - 1 : -1]
+    return logits.log_softmax(-1).gather(2, inputs["completion_ids"][..., None]).squeeze(2)
+
+
+def rollouts(folder, monkeypatch, arm, beta=0.0):
+    """TRL's trainer after a step that moved nothing: what its loss was given, in groups, and the rewards.
+
+    With a penalty, the reference is another model than the policy.
+    """
+    seen, rewards = [], []
+
+    def reward(prompts, completions, **columns):
+        rewards.extend(0.1 * len(text) + text.count("1") for text in completions)
+        return rewards
+
+    # TRL shuffles completions before it splits them into micro batches: here the groups stay together
+    monkeypatch.setattr(f"trl.trainer.{'rloo' if arm == 'rloo' else 'grpo'}_trainer.shuffle_sequence_dict", dict)
+    args = grpo.config(
+        arm,
+        output_dir=str(folder),
+        seed=1,
+        steps=1,
+        prompts_per_step=GROUPS,
+        num_generations=G,
+        max_completion_length=LENGTH,
+        learning_rate=1e-30,
+        beta=beta,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    tok = tiny.tokenizer()
+    data = countdown.dataset(tiny.problems("train", GROUPS, 2), tok)
+    trainer, _ = grpo.trainer(tiny.load("A0")[0], reward, args, data, tok)
+    if beta:
+        with torch.no_grad():
+            trainer.ref_model.model.norm.weight.mul_(0.9)
+    loss = trainer._compute_loss
+    monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs: seen.append(inputs) or loss(model, inputs))
+    trainer.train()
+    monkeypatch.undo()
+    (inputs,) = seen
+    lengths = inputs["completion_mask"].sum(1)
+    assert lengths.min() < lengths.max()
+    return trainer, inputs, torch.tensor(rewards)
+
+
+def gradient(loss, model):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize("arm", ["grpo", "dr_grpo", "dapo"])
+def test_the_loss_of_the_notebook_is_the_one_of_trl(tmp_path, monkeypatch, arm):
+    trainer, inputs, rewards = rollouts(tmp_path, monkeypatch, arm)
+    model = trainer.model.train()
+    policy = log_probabilities(model, inputs).detach()
+    draw = torch.Generator().manual_seed(0)
+    off = inputs | {
+        "old_per_token_logps": policy + 0.3 * torch.randn(policy.shape, generator=draw),
+        "ref_per_token_logps": policy + 0.5 * torch.randn(policy.shape, generator=draw),
+    }
+    on = inputs | {"ref_per_token_logps": off["ref_per_token_logps"]}
+    for case, beta in ((on, 0.0), (off, 0.0), (off, 0.04), (on, 5.0)):
+        trainer.beta = beta
+        theirs = trainer._compute_loss(model, case)
+        logp = log_probabilities(model, case)
+        old = case.get("old_per_token_logps", logp.detach())
+        terms = [x.view(GROUPS, G, -1) for x in (logp, old, case["ref_per_token_logps"])]
+        mask = case["completion_mask"].view(GROUPS, G, -1)
+        settings = {"loss_type": arm, "beta": beta, "max_length": LENGTH, "high": 0.28 if arm == "dapo" else 0.2}
+        ours = grpo_loss(*terms, rewards.view(GROUPS, G), mask, **settings)
+        assert ours.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-6)
+        one, other = gradient(ours, model), gradient(theirs, model)
+        assert (one - other).norm() < 1e-5 * other.norm() and other.norm() > 0
+        if case is off:  # ratios on both sides of the clip, with advantages of both signs
+            clipped = trainer._metrics["train"]["clip_ratio/region_mean"][-1]
+            assert 0.1 < clipped < 0.9 and trainer._metrics["train"]["clip_ratio/low_mean"][-1] > 0
+        if beta:
+            log_r = terms[2] - terms[0]
+            k3 = (((log_r.exp() - 1 - log_r) * mask).sum() / mask.sum()).item()
+            assert trainer._metrics["train"]["kl"][-1] == pytest.approx(k3, rel=1e-5) and k3 > 0.01
+
+
+def test_the_loss_of_rloo(tmp_path, monkeypatch):
+    """A completion's reward less beta * k1 of its tokens, against the mean of the others of its group; not scaled."""
+    beta = 0.5
+    trainer, inputs, rewards = rollouts(tmp_path, monkeypatch, "rloo", beta)
+    model, mask = trainer.model.train(), inputs["completion_mask"]
+    policy, reference = (log_probabilities(m, inputs).detach() for m in (model, trainer.ref_model))
+    k1 = ((policy - reference) * mask).sum(1)
+    scores = (rewards - beta * k1).view(GROUPS, G)
+    advantage = (scores - (scores.sum(1, keepdim=True) - scores) / (G - 1)).flatten()
+    assert k1.abs().max() > 0.1
+    torch.testing.assert_close(inputs["advantages"], advantage, rtol=1e-5, atol=1e-5)
+    old = (policy * mask).sum(1) + 0.3 * torch.randn(GROUPS * G, generator=torch.Generator().manual_seed(0))
+    for case in (inputs, inputs | {"old_logps": old}):
+        theirs = trainer._compute_loss(model, case)
+        ratio = ((log_probabilities(model, case) * mask).sum(1) - case["old_logps"]).exp()  # of whole completions
+        ours = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        assert ours.item() == pytest.approx(theirs.item(), rel=1e-4, abs=1e-5)
+        one, other = gradient(ours, model), gradient(theirs, model)
+        assert (one - other).norm() < 1e-4 * other.norm() and other.norm() > 0

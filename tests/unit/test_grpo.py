@@ -1,0 +1,482 @@
+"""The gradient arms: every setting of TRL is stated, what runs cost is counted, and nothing is lost or swallowed."""
+
+import dataclasses
+import time
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+import trl
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from evoalign_lib import grpo, tiny
+from evoalign_lib.engines.local import Prompts
+from evoalign_lib.rewards import RewardError
+from evoalign_lib.tasks import countdown
+from tests.helpers import random_model
+
+SETTINGS = {
+    "seed": 3,
+    "steps": 2,
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "learning_rate": 1e-3,
+}
+QUIET = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+
+
+@lru_cache
+def rows(n: int = 4):
+    return countdown.dataset(tiny.problems("train", n, 5), tiny.tokenizer())
+
+
+def length_reward(prompts, completions, **columns):
+    """A reward that no group is likely to agree on, so that every step moves the weights."""
+    return [len(text) % 7 / 7 + text.count("1") for text in completions]
+
+
+def built(folder, arm="grpo", reward=length_reward, model=None, data=None, callbacks=(), rewards=None, **changed):
+    """A trainer of the arm, and its budget."""
+    args = grpo.config(arm, output_dir=str(folder), **SETTINGS | QUIET | changed)
+    model = tiny.load("A0")[0] if model is None else model
+    data = rows() if data is None else data
+    return grpo.trainer(model, reward, args, data, tiny.tokenizer(), callbacks, **rewards or {})
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- settings
+
+# fields of TRL's configurations that a run's mathematics does not depend on, or only through one that is stated
+IRRELEVANT = {
+    "how and where a model is loaded": ["model_init_kwargs", "trust_remote_code", "ds3_gather_for_generation"],
+    "logging": ["log_completions", "log_completions_hub_repo", "log_multimodal", "log_unique_prompts"]
+    + ["num_completions_to_print"],
+    "evaluation, of which TRL does none": ["num_generations_eval", "eval_packing"],
+    "follows from steps_per_generation": ["generation_batch_size"],
+    "padding is masked": ["pad_to_multiple_of"],
+    "no tools": ["max_tool_calling_iterations"],
+    "sync_ref_model is off": ["ref_model_mixup_alpha", "ref_model_sync_steps"],
+    "use_adaptive_entropy is off": ["entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"],
+    "of other values of loss_type": ["sapo_temperature_neg", "sapo_temperature_pos"]
+    + ["vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"],
+    "use_transformers_continuous_batching is off": ["transformers_continuous_batching_config"],
+    "deprecated": ["use_transformers_paged", "pad_token"],
+    "filtered_sft gives token ids: there is no text to prepare, to pack or to cut": ["chat_template_path"]
+    + ["dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eos_token", "packing_strategy", "truncation_mode"],
+    "memory": ["activation_offloading"],
+}
+USE_VLLM_IS_OFF = "vllm_"
+
+
+class Stated(Exception):
+    """Raised in the place of making a configuration."""
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("GRPOConfig", lambda: grpo.config("grpo", output_dir="x", **SETTINGS)),
+        ("GRPOConfig", lambda: grpo.config("dapo", output_dir="x", **SETTINGS)),
+        ("RLOOConfig", lambda: grpo.config("rloo", output_dir="x", **SETTINGS)),
+        (
+            "SFTConfig",
+            lambda: grpo.filtered_sft(
+                random_model(), None, [([1], [2])], output_dir="x", seed=0, learning_rate=1e-3, batch_size=1
+            ),
+        ),
+    ],
+)
+def test_every_setting_of_trl_is_stated_or_known_to_be_irrelevant(monkeypatch, name, make):
+    fields = {f.name for f in dataclasses.fields(getattr(trl, name))}
+    general = {f.name for f in dataclasses.fields(TrainingArguments)}
+
+    def record(**settings):
+        raise Stated(settings)
+
+    monkeypatch.setattr(trl, name, record)
+    with pytest.raises(Stated) as raised:
+        make()
+    (stated,) = raised.value.args
+    assert stated.keys() <= fields | general
+    # TRL gives these general ones other defaults than transformers
+    assert {"learning_rate", "bf16", "gradient_checkpointing", "lr_scheduler_type", "optim"} <= stated.keys()
+    irrelevant = {field for group in IRRELEVANT.values() for field in group}
+    unknown = {f for f in fields - general - stated.keys() - irrelevant if not f.startswith(USE_VLLM_IS_OFF)}
+    assert not unknown, (
+        f"TRL {trl.__version__} has settings of {name} that nobody has judged: {sorted(unknown)}. State those that "
+        "change the mathematics in evoalign_lib/grpo.py (at the value that changes nothing), and add the others to "
+        "IRRELEVANT, with the reason."
+    )
+    assert not irrelevant & stated.keys()
+
+
+def test_what_the_arms_differ_in():
+    args = {arm: grpo.config(arm, output_dir="x", **SETTINGS) for arm in grpo.ARMS}
+    losses = {arm: (a.loss_type, a.scale_rewards, a.epsilon_high) for arm, a in args.items() if arm != "rloo"}
+    assert losses == {
+        "grpo": ("grpo", "group", None),
+        "dr_grpo": ("dr_grpo", "none", None),
+        "dapo": ("dapo", "group", 0.28),
+    }
+    assert isinstance(args["rloo"], trl.RLOOConfig) and not args["rloo"].normalize_advantages
+    for a in args.values():
+        assert (a.generation_batch_size, a.per_device_train_batch_size, a.steps_per_generation) == (8, 8, 1)
+        assert (a.beta, a.temperature, a.top_k, a.num_iterations, a.bf16, a.max_steps) == (0, 1, 0, 1, False, 2)
+    mixed = grpo.config("grpo", output_dir="x", **SETTINGS, scale_rewards="none", micro_batch=2, beta=0.04)
+    assert (mixed.loss_type, mixed.scale_rewards, mixed.beta) == ("grpo", "none", 0.04)
+    assert (mixed.gradient_accumulation_steps, mixed.steps_per_generation, mixed.generation_batch_size) == (4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed", "message"),
+    [
+        ("ppo", {}, "arm 'ppo' is not one of grpo, dr_grpo, dapo, rloo"),
+        ("grpo", {"num_generations": 1}, "num_generations=1: a group needs at least 2 completions to compare"),
+        ("grpo", {"beta": -0.01}, "beta=-0.01 must not be negative; 0 leaves the KL penalty out"),
+        ("grpo", {"beta": float("nan")}, "beta=nan must not be negative"),
+        ("grpo", {"learning_rate": 0.0}, "learning_rate=0.0 must be positive, for example 1e-6"),
+        ("grpo", {"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+        ("grpo", {"steps": 0}, "steps=0 must be at least 1"),
+        ("grpo", {"prompts_per_step": 0}, "prompts_per_step=0 must be at least 1"),
+        ("grpo", {"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
+        ("grpo", {"micro_batch": 3}, "micro_batch=3 does not divide the 8 completions of a step"),
+        ("grpo", {"micro_batch": 0}, "micro_batch=0 does not divide"),
+        ("grpo", {"scale_rewards": "std"}, "scale_rewards='std' for arm 'grpo': use one of group, batch, none"),
+        ("rloo", {"scale_rewards": "group"}, "scale_rewards='group' for arm 'rloo'.*leave it out for 'rloo'"),
+        ("grpo", {"temperature": 0.7}, "temperature=0.7: here it is 1.0 for every run of this arm; remove it"),
+        ("dapo", {"epsilon_high": 0.2}, "epsilon_high=0.2: here it is 0.28"),
+        ("grpo", {"loss_type": "dapo"}, "loss_type='dapo': here it is 'grpo'"),
+        ("grpo", {"bf16": True}, "bf16=True: here it is False"),
+        ("grpo", {"max_steps": 5}, "max_steps=5: here it is 2"),
+        ("grpo", {"per_device_train_batch_size": 4}, "per_device_train_batch_size=4: here it is 8"),
+        ("grpo", {"reward_weights": [1.0]}, r"reward_weights=\[1.0\]: here it is None"),
+        ("rloo", {"restore_callback_states_from_checkpoint": True}, "restore_callback_states_from_checkpoint=True: "),
+    ],
+)
+def test_settings_that_are_refused(arm, changed, message):
+    with pytest.raises(ValueError, match=message):
+        grpo.config(arm, output_dir="x", **SETTINGS | changed)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(trl.GRPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="2 processes were launched: start one, without torchrun or accelerate"):
+        grpo.config("grpo", output_dir="x", **SETTINGS)
+
+
+# ---- what a run does
+
+
+class Gradients(TrainerCallback):
+    """The gradient of each step, as the optimiser gets it."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):
+    ends = []
+    for seed in (3, 3, 4):
+        trainer, _ = built(tmp_path, seed=seed)
+        trainer.train()
+        ends.append(weights(trainer.model))
+    assert same(ends[0], ends[1]) and not same(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("arm", grpo.ARMS)
+def test_a_micro_batch_changes_gradients_by_rounding_only(tmp_path, arm):
+    """Completions of unequal length in every part: a mean of means would differ from the mean."""
+    found = []
+    for micro_batch in (None, 2):
+        gradients = Gradients()
+        trainer, budget = built(tmp_path, arm, callbacks=[gradients], beta=0.04, micro_batch=micro_batch)
+        start = weights(trainer.model)
+        trainer.train()
+        moved = torch.cat([(p - start[name]).flatten() for name, p in weights(trainer.model).items()])
+        found.append((gradients.steps, moved, budget.spent(1)["generated_tokens"]))
+    (whole, moved, tokens), (parts, moved_parts, tokens_parts) = found
+    assert tokens == tokens_parts and len(whole) == len(parts) == 2
+    assert (whole[0] - parts[0]).norm() < 1e-5 * whole[0].norm()
+    # Adam divides by the gradient's size, so that a rounding of the smallest gradients is a small part of a step
+    assert (moved - moved_parts).norm() < 0.01 * moved.norm()
+
+
+def test_weights_gradients_and_moments_are_float32(tmp_path):
+    trainer, _ = built(tmp_path, steps=1)
+    start = weights(trainer.model)
+    trainer.train()
+    assert not same(start, weights(trainer.model))
+    moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert len(moments) == 2 * len(start)
+    assert {t.dtype for t in [*moments, *trainer.model.parameters()]} == {torch.float32}
+
+
+def test_other_precisions_are_refused(tmp_path):
+    model = tiny.load("A0")[0]
+    with pytest.raises(ValueError, match="the model has weights in torch.bfloat16: load it in float32"):
+        built(tmp_path, model=tiny.load("A0")[0].to(torch.bfloat16))
+    model.model.layers[1].mlp.to(torch.float16)  # model.dtype is that of the first parameter
+    with pytest.raises(ValueError, match="weights in torch.float16"):
+        built(tmp_path, model=model)
+    with pytest.raises(ValueError, match="weights in torch.float16"):
+        grpo.filtered_sft(model, None, [([1], [2])], output_dir="x", seed=0, learning_rate=1e-3, batch_size=1)
+    folder = str(tiny.bases_folder() / "A0")
+    with pytest.raises(ValueError, match="weights in torch.bfloat16"):
+        built(tmp_path, model=folder, model_init_kwargs={"dtype": "bfloat16"})
+    assert built(tmp_path, model=folder)[0].model.dtype == torch.float32
+
+
+def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
+    """TRL loads it by the model's name: alone, it would compare with a model that nobody trains."""
+
+    def changed_model():
+        model = tiny.load("A0")[0]
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        return model
+
+    args = grpo.config("grpo", output_dir=str(tmp_path), beta=0.04, **SETTINGS | QUIET)
+    alone = trl.GRPOTrainer(changed_model(), length_reward, args, _dataset(rows()), processing_class=tiny.tokenizer())
+    named, start = weights(tiny.load("A0")[0]), weights(changed_model())
+    assert same(weights(alone.ref_model), named) and not same(start, named)
+    for arm in ("grpo", "rloo"):
+        trainer, _ = built(tmp_path, arm, model=changed_model(), beta=0.04)
+        trainer.train()
+        assert same(weights(trainer.ref_model), start) and not same(weights(trainer.model), start)
+        # before the first update the policy is its own reference
+        first, second = (entry["kl"] for entry in trainer.state.log_history if "kl" in entry)
+        assert abs(first) < 1e-6 < abs(second)
+    assert built(tmp_path)[0].ref_model is None
+    with pytest.raises(ValueError, match=r"beta=0.04: TRL loads the reference model by name, and this model has none"):
+        built(tmp_path, model=random_model(), beta=0.04)
+
+
+def _dataset(data):
+    from datasets import Dataset
+
+    return Dataset.from_list(list(data))
+
+
+def test_rollouts_are_samples_of_the_plain_model(tmp_path):
+    """Whatever the model's own generation settings say: generate() would fill in what TRL leaves open."""
+    ends = []
+    for own in ({}, {"min_p": 0.5, "no_repeat_ngram_size": 2, "top_k": 3, "repetition_penalty": 2.0, "top_p": 0.5}):
+        model = tiny.load("A0")[0]
+        for name, value in own.items():
+            setattr(model.generation_config, name, value)
+        trainer, _ = built(tmp_path, model=model)
+        trainer.train()
+        ends.append(weights(trainer.model))
+    assert same(*ends)
+    config, tok = trainer.model.generation_config, tiny.tokenizer()
+    assert (config.eos_token_id, config.pad_token_id, config.min_p) == ([tok.eos_token_id], tok.pad_token_id, None)
+
+
+def test_prompts_come_in_order_and_from_the_start_again(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.append(prompts[::2])  # groups of 2
+        return length_reward(prompts, completions)
+
+    data = rows(3)
+    trainer, _ = built(tmp_path, reward=reward, data=data, steps=3, num_generations=2)
+    trainer.train()
+    assert seen == [[data[i % 3]["prompt"] for i in pair] for pair in ((0, 1), (2, 3), (4, 5))]
+    with pytest.raises(ValueError, match="a step takes 4 prompts, the training set has 3: lower prompts_per_step"):
+        built(tmp_path, data=data, prompts_per_step=4)
+
+
+# ---- budget
+
+
+class Busy(TrainerCallback):
+    """Uses 0.2 s of CPU time after each step, as an evaluation would."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+
+
+@pytest.mark.parametrize(("arm", "beta", "passes"), [("grpo", 0, 4), ("grpo", 0.04, 5), ("rloo", 0, 5), ("rloo", 1, 6)])
+def test_the_budget_is_what_a_count_by_hand_gives(tmp_path, arm, beta, passes):
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        seen.append((prompts, completion_ids))
+        return length_reward(prompts, completions)
+
+    trainer, budget = built(tmp_path, arm, reward, beta=beta, callbacks=[Busy()])
+    scored = []  # forward passes over a step's completions, policy and reference, besides those that generate
+
+    def count(module, arguments, inputs):
+        if "labels" in inputs:
+            scored.append(torch.is_grad_enabled())
+
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        model.register_forward_pre_hook(count, with_kwargs=True)
+    started = time.process_time()
+    trainer.train()
+    total = time.process_time() - started
+    spent = budget.spent(1000)
+    assert spent["completions"] == sum(len(ids) for _, ids in seen) == 2 * 2 * 4
+    assert spent["generated_tokens"] == sum(len(row) for _, ids in seen for row in ids)
+    # the very prompts that ES decodes
+    lengths = Prompts(rows(), tiny.tokenizer()).lengths
+    assert spent["prompt_tokens"] == 4 * lengths.sum()
+    # generation, passes without gradient, and three for a pass with its gradient
+    assert passes == 1 + (scored.count(False) + 3 * scored.count(True)) / 2 and scored.count(True) == 2
+    assert spent["forward_flops"] == 2 * 1000 * passes * (spent["prompt_tokens"] + spent["generated_tokens"])
+    assert 0 < spent["core_seconds"] < total - 2 * 0.2
+    before = budget.state()
+    trainer.evaluate(_dataset(rows()))
+    assert len(seen) == 4 and budget.state() == before  # scored, not counted
+
+
+def test_failed_rewards_are_counted_and_score_the_floor(tmp_path):
+    def reward(prompts, completions, **columns):
+        if len(completions) == 1 and columns["numbers"][0] == rows()[0]["numbers"]:
+            raise ZeroDivisionError
+        if len(completions) > 1 and rows()[0]["prompt"] in prompts:
+            raise ZeroDivisionError
+        kinds = {rows()[1]["prompt"]: None, rows()[2]["prompt"]: float("nan")}
+        return [kinds.get(prompt, 0.5) for prompt in prompts]
+
+    returned = []
+    trainer, budget = built(tmp_path, reward=reward, rewards={"reward_floor": -1.0})
+    spied = trainer.reward_funcs[0]
+
+    def spy(**arguments):
+        returned.extend(zip(arguments["prompts"], spied(**arguments), strict=True))
+        return [score for _, score in returned[-len(arguments["prompts"]) :]]
+
+    trainer.reward_funcs[0] = spy
+    trainer.train()
+    assert budget.counts == {"none": 4, "nan": 4, "exception": 4, "timeout": 0}
+    assert [score for _, score in returned] == 4 * [-1.0] + 4 * [None] + 4 * [-1.0] + 4 * [0.5]
+    # nothing was learned where all of a group score alike or do not count
+    assert same(weights(trainer.model), weights(tiny.load("A0")[0]))
+
+
+def test_a_failing_reward_without_a_floor_stops_the_run_and_names_the_prompt(tmp_path):
+    def broken(prompts, completions, **columns):
+        return [float("nan")] * len(prompts)
+
+    trainer, _ = built(tmp_path, reward=broken)
+    with pytest.raises(RewardError, match="reward function 'broken' gave nan on prompt .*You are a helpful assistant"):
+        trainer.train()
+
+
+def test_several_rewards_are_weighted_and_named(tmp_path):
+    def one(prompts, completions, log_metric, **columns):
+        log_metric("seen", len(completions))
+        return [1.0] * len(prompts)
+
+    trainer, _ = built(tmp_path, reward=[one, length_reward], rewards={"reward_weights": [2.0, 0.0]}, steps=1)
+    trainer.train()
+    (log,) = (entry for entry in trainer.state.log_history if "reward" in entry)
+    assert log["reward"] == log["rewards/one+length_reward/mean"] == 2 and log["seen"] == 8
+
+
+@pytest.mark.parametrize("arm", ["grpo", "rloo"])
+def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm):
+    settings = {"steps": 3, "beta": 0.04, "micro_batch": 4, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"data": rows(6)}
+    whole, budget = built(tmp_path, arm, **settings)
+    whole.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks["Budget"]
+    resumed, again = built(tmp_path, arm, **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert same(weights(resumed.model), weights(whole.model))
+    assert same(weights(resumed.ref_model), weights(whole.ref_model))
+    ours, theirs = again.spent(1), budget.spent(1)
+    assert 0 < saved["attributes"]["core_seconds"] < ours.pop("core_seconds") and theirs.pop("core_seconds")
+    assert ours == theirs and ours["completions"] == 24 and again.counts == budget.counts
+    assert saved["attributes"]["completions"] == 16
+
+
+def test_a_checkpoint_without_a_budget_is_refused(tmp_path):
+    settings = {"steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = grpo.config("grpo", output_dir=str(tmp_path), **SETTINGS | QUIET | settings)
+    alone = trl.GRPOTrainer(
+        tiny.load("A0")[0], length_reward, args, _dataset(rows()), processing_class=tiny.tokenizer()
+    )
+    alone.train()
+    trainer, _ = built(tmp_path, **settings | {"steps": 2})
+    with pytest.raises(ValueError, match="the checkpoint holds no budget: it is of a run that grpo.trainer"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+# ---- nulls and sanity arms
+
+
+def test_random_rewards_are_those_of_seed_and_step():
+    def draws(seed, step, n=400, completions="x"):
+        state = TrainerState(global_step=step)
+        return grpo.random_reward(seed)(prompts=["p"] * n, completions=[completions] * n, trainer_state=state, target=1)
+
+    assert draws(0, 5) == draws(0, 5, completions="another text")
+    others = [draws(seed, step) for seed, step in ((0, 5), (0, 6), (1, 5), (5, 0), (0, 56), (0, 0))]
+    assert len(set(map(tuple, others))) == 6
+    # pairs of runs and steps agree as coins do: 0.5 +- 5 standard errors of 0.5 / sqrt(400)
+    for i, a in enumerate(others):
+        for b in others[:i]:
+            assert abs(np.mean(np.equal(a, b)) - 0.5) < 0.125
+    many = [r for step in range(50) for r in draws(7, step)]
+    assert set(many) == {0.0, 1.0} and abs(np.mean(many) - 0.5) < 5 * 0.5 / 20_000**0.5
+    assert grpo.random_reward(3)(prompts=["p"], completions=["x"]) in ([0.0], [1.0])
+
+
+def pairs(n: int = 6):
+    """Prompts, and completions of unequal length with their end token."""
+    tok = tiny.tokenizer()
+    return [
+        (tok(row["prompt"])["input_ids"], tok("1" * (i + 1))["input_ids"] + [tok.eos_token_id])
+        for i, row in enumerate(rows(n))
+    ]
+
+
+def sft(folder, data, **changed):
+    settings = {"seed": 0, "learning_rate": 3e-3, "batch_size": 3} | QUIET | changed
+    return grpo.filtered_sft(tiny.load("A0")[0], tiny.tokenizer(), data, output_dir=str(folder), **settings)
+
+
+def test_fine_tuning_learns_completions_with_their_end_and_no_prompt(tmp_path):
+    data = pairs()
+    trainer = sft(tmp_path, data, batch_size=len(data), epochs=6)
+    (batch,) = trainer.get_train_dataloader()
+    learned = []
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        start = next(i for i, label in enumerate(labels) if label != -100)
+        completion = [label for label in labels if label != -100]
+        assert ids[start:][: len(completion)] == labels[start:][: len(completion)] == completion
+        learned.append((ids[:start], completion))
+    assert sorted(learned) == sorted(data)
+    with torch.no_grad():
+        logits = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).item()
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(expected, rel=1e-4)
+    assert len(losses) == 6 and losses[-1] < 0.5 * losses[0]
+
+
+def test_fine_tuning_on_nothing_and_settings_it_fixes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no completion passed the filter: draw more samples a prompt"):
+        sft(tmp_path, [])
+    with pytest.raises(ValueError, match="weight_decay=0.1: here it is 0.0 for every run of this arm; remove it"):
+        sft(tmp_path, pairs(), weight_decay=0.1)
