@@ -1,0 +1,237 @@
+"""What specs run: the records of every arm, and that nothing but the spec decides them."""
+
+import json
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import experiments, grpo, paths, runs, tiny
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
+from evoalign_lib.tasks import countdown
+
+pytestmark = pytest.mark.skipif(
+    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
+)
+
+SETTINGS = {
+    "max_completion_length": 16,
+    "validation_problems": 6,
+    "test_problems": 10,
+    "steps": 4,
+    "prompts_per_step": 4,
+    "curve_points": 4,
+    "curve_spacing": "log",
+}
+SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01}
+SETTINGS |= {"num_generations": 4, "learning_rate": 1e-3, "beta": 0.0}
+SETTINGS |= {"prompts": 24, "batch_size": 4, "epochs": 2}
+AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
+
+
+def spec_of(arm: str, seed: int = 0, **changed):
+    [spec] = runs.train_specs(arm, ["A0"], [seed], SETTINGS | changed, "smoke")
+    return spec
+
+
+@lru_cache
+def record_of(arm: str):
+    return experiments.run(spec_of(arm), "nb", "commit")
+
+
+@pytest.mark.parametrize("arm", runs.ARMS)
+def test_the_record_of_every_arm(arm, tmp_path):
+    r = record_of(arm)
+    append_record(tmp_path / "x.jsonl", r)
+    assert read_records(tmp_path / "x.jsonl") == [r] == json.loads(f"[{json.dumps(r, allow_nan=False)}]")
+    assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec_of(arm)) and r["d"] == 140_928
+    assert r["update_norm"] > 0 and r["test"]["n"] == 10 and len(r["digest"]) == 16
+    budget = r["budget"]
+    assert budget["forward_flops"] % (2 * r["d"]) == 0 and budget["core_seconds"] <= budget["core_seconds_total"]
+    if arm == "es_random":  # generates nothing
+        assert [budget[axis] for axis in AXES[:3]] == [0, 0, 0]
+        return
+    assert budget["completions"] == {"es": 3 * 16, "sf": 4 * 24}.get(arm[:2], 4 * 16)
+    assert 0 < budget["generated_tokens"] <= 16 * budget["completions"] < budget["forward_flops"]
+    assert ("trl" in r) == (not arm.startswith("es")) and ("plan" in r) == arm.startswith("es")
+    if arm == "sft":
+        assert 0 < r["counts"]["kept"] <= 4 * 24 and "curve" not in r
+        return
+    curve = r["curve"]
+    assert curve["step"] == [0, 1, 2, 4] and curve["completions"] == [
+        budget["completions"] * s // 4 for s in (0, 1, 2, 4)
+    ]
+    for axis in AXES:
+        assert curve[axis][0] == 0 and all(a < b for a, b in zip(curve[axis], curve[axis][1:], strict=False))
+        assert curve[axis][-1] == pytest.approx(budget[axis], abs=0.01)
+    assert curve["reward"][0] is None and all(0 <= reward <= 1.1 for reward in curve["reward"][1:])
+    assert {len(values) for values in curve.values()} == {4}
+
+
+def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
+    """The same run made by hand, without a curve, ends with the same weights and the same accuracy."""
+    spec = spec_of("dr_grpo", seed=5, beta=0.04, scale_rewards="group")
+    record = experiments.run(spec, "nb", "commit")
+    model, tokenizer = tiny.load("A0")
+    start = LocalEngine(model, tokenizer, None, {}, max_completion_length=16).master.copy()
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    settings = {name: spec[name] for name in names} | {"scale_rewards": "group"}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = grpo.config("dr_grpo", output_dir=str(tmp_path), **settings, **quiet)
+    problems = tiny.problems("train", 16, np.random.SeedSequence([5, 1]))
+    trainer, budget = grpo.trainer(model, countdown.reward, args, countdown.dataset(problems, tokenizer), tokenizer)
+    trainer.train()
+    prompts = {"validation": Prompts(countdown.dataset(tiny.problems("validation", 6), tokenizer), tokenizer)}
+    engine = LocalEngine(trainer.model, tokenizer, None, prompts, max_completion_length=16)
+    assert record["update_norm"] == pytest.approx(np.linalg.norm(engine.master - start), rel=1e-5)
+    assert runs.base_digest(trainer.model) != spec["base_digest"]
+    (greedy,) = engine.generate("validation")
+    right = [
+        countdown.grade(text, p.numbers, p.target).answer
+        for (text, _), p in zip(greedy, tiny.problems("validation", 6), strict=True)
+    ]
+    assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
+    assert all(record["budget"][axis] == budget.spent(140_928)[axis] for axis in AXES[:3])
+    # another curve, the same run
+    short = experiments.run(spec | {"curve_points": 3}, "nb", "commit")
+    assert short["digest"] == record["digest"] and short["curve"]["step"] == [0, 1, 4]
+
+
+def test_the_null_of_grpo_learns_from_coins():
+    r, other = record_of("grpo_random"), record_of("grpo")
+    assert r["digest"] != other["digest"] and r["budget"]["completions"] == other["budget"]["completions"]
+    assert all(reward * 16 == round(reward * 16) for reward in r["curve"]["reward"][1:])  # 16 coins a step
+    assert r["counts"]["zero_std_groups"] < 1
+
+
+def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
+    kept = []
+    original = grpo.filtered_sft
+
+    def spy(model, tokenizer, pairs, **settings):
+        kept.extend(pairs)
+        return original(model, tokenizer, pairs, **settings)
+
+    monkeypatch.setattr(grpo, "filtered_sft", spy)
+    record = runs.run_train(spec_of("sft"))
+    _, tokenizer, sets = runs._world(spec_of("sft"))
+    texts = [row["prompt"] for row in countdown.dataset(sets["train"], tokenizer)]
+    by_prompt = {tuple(tokenizer(text)["input_ids"]): p for text, p in zip(texts, sets["train"], strict=True)}
+    assert len(kept) == record["counts"]["kept"] > 0
+    for prompt, completion in kept:
+        problem = by_prompt[tuple(prompt)]
+        text = tokenizer.decode(completion, skip_special_tokens=True)
+        assert countdown.grade(text, problem.numbers, problem.target).answer == 1
+        assert completion[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in completion[:-1]
+    assert record["digest"] == record_of("sft")["digest"]  # the same run again
+    # sampling, and three passes over what was kept, twice
+    trained = 2 * sum(len(prompt) + len(completion) for prompt, completion in kept)
+    sampled = record["budget"]["generated_tokens"] + record["budget"]["prompt_tokens"]
+    assert record["budget"]["forward_flops"] == 2 * record["d"] * (sampled + 3 * trained)
+
+
+def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
+    [spec] = runs.best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
+    r = experiments.run(spec, "nb", "commit")
+    append_record(tmp_path / "x.jsonl", r)
+    model, tokenizer = tiny.load("A0")
+    problems = tiny.problems("test", 40)
+    prompts = {"test": Prompts(countdown.dataset(problems, tokenizer), tokenizer)}
+    samples = LocalEngine(model, tokenizer, None, prompts, max_completion_length=16).generate("test", samples=9, seed=3)
+    right = np.array(
+        [
+            [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in zip(row, problems, strict=True)]
+            for row in samples
+        ]
+    )
+    assert list(r["best_of_n"]) == ["1", "2", "4", "8"]
+    assert r["best_of_n"]["1"] == pytest.approx(right[0].mean(), abs=1e-6)
+    for n, accuracy in r["best_of_n"].items():
+        assert accuracy == pytest.approx(right[: int(n)].max(0).mean(), abs=1e-6)
+    accuracies = list(r["best_of_n"].values())
+    assert accuracies == sorted(accuracies) and accuracies[0] < accuracies[-1]
+    assert r["budget"]["completions"] == 9 * 40
+    tokens = r["budget"]["generated_tokens"] + r["budget"]["prompt_tokens"]
+    assert r["budget"]["generated_tokens"] == sum(len(ids) for row in samples for _, ids in row)
+    assert r["budget"]["forward_flops"] == 2 * r["d"] * tokens
+    with pytest.raises(ValueError, match="samples=0 must be at least 1"):
+        runs.best_of_n_specs("A0", [0], 0, SETTINGS, "smoke")
+
+
+# ---- specs
+
+
+def test_the_specs_of_committed_records_are_made_as_they_were():
+    """A spec that changes, or gets a new entry, would orphan every record: hours of runs."""
+    records = read_records(paths.RESULTS / "01_es_countdown/tiny.jsonl")
+    assert {r["spec"]["kind"] for r in records} == {"base", "train", "audit", "estimator"}
+    for r in records:
+        spec = r["spec"]
+        origin = [spec["base"]]
+        if spec["kind"] == "base":
+            [made] = runs.base_specs(origin, spec, "tiny")
+        elif spec["kind"] == "train":
+            [made] = runs.train_specs(spec["arm"], origin, [spec["seed"]], spec, "tiny")
+        elif spec["kind"] == "audit":
+            arithmetic = spec["precision"], spec["noise"], spec["fitness"]
+            [made] = runs.audit_specs(*origin, *arithmetic, [spec["seed"]], spec, "tiny")
+        else:
+            arguments = spec["N"], spec["repeat"] + 1, spec["fitness"], spec["targets"]
+            made = runs.estimator_specs(*origin, *arguments, spec, "tiny")[-1]
+        assert spec_hash(made) == r["spec_hash"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed", "message"),
+    [
+        ("ppo", {}, "arm 'ppo' is not one of es, es_shuffled, "),
+        ("grpo", {"beta": ...}, "arm 'grpo' needs the setting 'beta'"),
+        ("sft", {"prompts": ...}, "arm 'sft' needs the setting 'prompts'"),
+        ("grpo", {"curve_spacing": "linear"}, "curve_spacing='linear': use 'log', or leave it out for even spacing"),
+        ("grpo", {"curve_points": 51}, "curve_points=51 is more than a record holds: at most 50"),
+        ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
+        ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
+        ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
+    ],
+)
+def test_settings_that_are_refused_before_any_run(arm, changed, message):
+    settings = {name: value for name, value in (SETTINGS | changed).items() if value is not ...}
+    with pytest.raises(ValueError, match=message):
+        runs.train_specs(arm, ["A0"], [0], settings, "smoke")
+
+
+def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
+    plain = SETTINGS | {"curve_spacing": None, "unique_prompts": None}
+    [spec] = runs.train_specs("grpo", ["A0"], [0], plain, "smoke")
+    assert not {"curve_spacing", "unique_prompts", "scale_rewards"} & spec.keys()
+    assert spec_hash(spec) != spec_hash(spec_of("grpo")) != spec_hash(spec_of("grpo", unique_prompts=3))
+
+
+@pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (16, 16), (99, 16)])
+def test_training_problems_are_new_or_come_again_in_turn(unique, expected):
+    spec = spec_of("grpo", **{} if unique is None else {"unique_prompts": unique})
+    problems = runs._world(spec)[2]["train"]
+    assert len(problems) == 16 and len({countdown.problem_key(p) for p in problems}) == expected
+    assert all(p == problems[i % expected] for i, p in enumerate(problems))
+    # other problems for another seed, the same for another arm
+    assert runs._world(spec | {"seed": 1})[2]["train"][0] != problems[0]
+    es = spec_of("es", **{} if unique is None else {"unique_prompts": unique})
+    assert runs._world(es)[2]["train"] == problems
+
+
+@given(st.integers(1, 6000), st.integers(3, MAX_CURVE), st.booleans())
+def test_the_points_of_a_curve(steps, count, log):
+    spec = {"steps": steps, "curve_points": count} | ({"curve_spacing": "log"} if log else {})
+    points, curve, _ = runs._curve(spec, {})
+    assert {0, steps} <= points <= set(range(steps + 1)) and len(points) <= count
+    assert ("core_seconds" in curve) == log
+    assert not log or 1 in points
+
+
+def test_points_evenly_spaced_in_the_logarithm():
+    spec = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
+    assert sorted(runs._curve(spec, {})[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
+    assert sorted(runs._curve(spec | {"steps": 4}, {})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
