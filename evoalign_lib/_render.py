@@ -55,13 +55,22 @@ def csv_text(frame: DataFrame) -> str:
     return pd.DataFrame(columns).to_csv(index=False, float_format="%.4g", lineterminator="\n")
 
 
-def tex_table(cells: DataFrame, name: str, caption: str, columns: str | None = None) -> str:
+def tex_table(cells: DataFrame, name: str, caption: str) -> str:
     """Return caption, label and a booktabs tabular; columns that hold only numbers are set flush right."""
-    alignment = columns or "".join("r" if cells[c].str.match(r"^([-+\d].*)?$").all() else "l" for c in cells)
+    alignment = "".join("r" if cells[c].str.match(r"^([-+\d].*)?$").all() else "l" for c in cells)
     rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
     lines = [r"\centering", rf"\caption{{{tex_escape(caption)}}}", rf"\label{{tab:{name}}}"]
     lines += [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\"]
     return "\n".join([*lines, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def tex_long_table(cells: DataFrame, name: str, caption: str, columns: str) -> str:
+    """Return a longtable with caption and label, which goes on over pages of one column under a repeated head."""
+    rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
+    head = [r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\", r"\midrule"]
+    lines = [rf"\begin{{longtable}}{{{columns}}}", rf"\caption{{{tex_escape(caption)}}}\label{{tab:{name}}}\\"]
+    lines += [*head, r"\endfirsthead", *head, r"\endhead", r"\bottomrule", r"\endfoot"]
+    return "\n".join([*lines, *rows, r"\end{longtable}"]) + "\n"
 
 
 def tex_numbers(numbers: dict[str, str]) -> str:

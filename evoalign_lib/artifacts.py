@@ -171,22 +171,37 @@ def render_readme_block(name: str, markdown: str) -> bool:
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
-    """Write the ledger of claims as claims.csv, .tex and .md into a folder; return the Markdown."""
+    """Write the ledger of claims into a folder: all as claims.csv and .tex, the README's as .md; return the latter.
+
+    The README's has a line for each claim with a rule, and the number of the others.
+    """
     from pandas import DataFrame
 
+    verdicts = list(verdicts)
     rows = [
         {"claim": v.id, "statement": v.statement, "verdict": v.verdict, "result": v.text, "n": v.n, "rule": v.rule_hash}
         for v in verdicts
     ]
     _write(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
     caption = (
         "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
         "scale tiny (tiny models, trained from scratch)."
     )
-    columns = r"lp{0.32\linewidth}lp{0.38\linewidth}"
-    _write(generated / "claims.tex", _render.tex_table(cells, "claims", caption, columns))
-    markdown = _render.markdown_table(cells, caption)
+    columns = r"lp{0.31\linewidth}p{0.12\linewidth}p{0.42\linewidth}"
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    _write(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
+    short = [
+        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key}
+        for v in verdicts
+        if v.rule != "open"
+    ]
+    of_field = [v.verdict for v in verdicts if v.id.startswith("C")]
+    rest = (
+        f" Of the {len(of_field)} claims of the field, C1 to C{len(of_field)}, {of_field.count('open')} are open (no "
+        f"rule or no runs yet) and {of_field.count('not testable at this scale')} not testable at this scale; the "
+        "paper's table has all."
+    )
+    markdown = _render.markdown_table(DataFrame(short), caption + rest)
     _write(generated / "claims.md", markdown)
     return markdown
 

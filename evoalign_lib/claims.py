@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 from evoalign_lib import paths, stats
 from evoalign_lib._render import canonical_json
 from evoalign_lib.stats import Interval
-from evoalign_lib.verdict_rules import RULES, Finding, check_keys, check_rule
+from evoalign_lib.verdict_rules import RULES, Finding, check_keys, check_rule, has_runs
 
 VERDICTS = ("supported", "contradicted", "within margin", "underpowered", "not testable at this scale", "open")
 """All verdicts; "open" is a claim that has no rule yet, or of which no run exists yet."""
@@ -42,6 +43,8 @@ class Verdict:
     """The claim's identifier, such as "E1"."""
     title: str
     """What is claimed, in a few words."""
+    rule: str
+    """The kind of its rule; "open" has none yet."""
     statement: str
     """What is claimed."""
     verdict: str
@@ -49,7 +52,7 @@ class Verdict:
     text: str
     """The reason in words: intervals, n, base accuracy, smallest detectable effect."""
     key: str
-    """The finding that decides: of those with the verdict, the one nearest to another. Empty without findings."""
+    """The finding that speaks most against the claim, in short. Empty where there are no runs."""
     intervals: dict[str, Interval]
     """The interval of each finding, by its label, in the unit of the quantity."""
     n: int
@@ -149,12 +152,8 @@ def evaluate_together(claims: Sequence[_Claim], records: Iterable[_Record], scal
         judged.append((claim, findings, p))
         if "primary" in claim and p is not None:
             families.setdefault(claim["primary"], {})[claim["id"]] = p
-    verdicts = []
-    for claim, findings, p in judged:
-        family = families.get(claim.get("primary"), {})
-        correction = (stats.holm(family)[claim["id"]], len(family)) if claim["id"] in family else None
-        verdicts.append(_verdict(claim, findings, p, correction, scale))
-    return verdicts
+    corrections = {name: (p, len(family)) for family in families.values() for name, p in stats.holm(family).items()}
+    return [_verdict(claim, findings, p, corrections.get(claim["id"]), scale) for claim, findings, p in judged]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
@@ -187,7 +186,8 @@ def decide(
     """
     findings = [finding for finding in findings if finding.decisive]
     if all(finding.n == 0 for finding in findings):
-        return "open", "nothing to compare yet"
+        lacking = dict.fromkeys(finding.lacks for finding in findings if finding.lacks)
+        return "open", "; ".join(["nothing to compare yet", *lacking])
     few = [finding for finding in findings if finding.n < min_seeds]
     if few:
         return "underpowered", f"needs {min_seeds} a cell, has " + "; ".join(finding.have for finding in few)
@@ -199,7 +199,7 @@ def decide(
             return name, f"{reason} on {', '.join(labels)}" if len(findings) > 1 else ""
     if correction and correction[0] >= 0.05:
         p, claims = correction
-        return "underpowered", f"supported by itself, but p = {p:.2g} after Holm's correction for {claims} claims"
+        return "underpowered", f"supported by itself, but p = {p:.2g} after Holm's correction, family of {claims}"
     return "supported", ""
 
 
@@ -240,19 +240,94 @@ def _verdict(
         name, reason = decide(findings, claim["margin"], claim["min_seeds"], correction)
         parts = [reason, "; ".join(finding.text for finding in findings if finding.text)]
         if name != "open":
-            key = min((f for f in decisive if f.text), key=lambda f: _nearness(f, claim["margin"])).text
+            worst = min((f for f in decisive if f.value), key=lambda f: _nearness(f, claim["margin"]))
+            key = f"{worst.label.replace('_', ' ')} {worst.value}".strip() + f" (n = {worst.n})"
         if correction and name == "supported":
-            parts.append(f"p = {correction[0]:.2g} after Holm's correction for {correction[1]} claims")
+            parts.append(f"p = {correction[0]:.2g} after Holm's correction, family of {correction[1]}")
     if limit and scale in claim["scales"]:
         parts.append(f"not testable at this scale: {limit}")
-    intervals = {finding.label: finding.interval for finding in findings if finding.interval is not None}
-    n = min((finding.n for finding in decisive), default=0)
-    p = correction[0] if correction else p
-    text = ". ".join(part for part in parts if part)
-    return Verdict(claim["id"], claim["title"], claim["statement"], name, text, key, intervals, n, p, rule_hash(claim))
+    return Verdict(
+        id=claim["id"],
+        title=claim["title"],
+        statement=claim["statement"],
+        rule=claim["rule"]["kind"],
+        verdict=name,
+        text=". ".join(part for part in parts if part),
+        key=key,
+        intervals={finding.label: finding.interval for finding in findings if finding.interval is not None},
+        n=min((finding.n for finding in decisive), default=0),
+        p=correction[0] if correction else p,
+        rule_hash=rule_hash(claim),
+    )
 
 
 def _nearness(finding: Finding, margin: float) -> tuple[int, float, float]:
     """Return what sorts findings from the one that speaks most against a claim."""
     order = ("contradicted", "underpowered", "within margin", "supported").index(_outcome(finding, margin))
     return (order, -1.0, 0.0) if finding.interval is None else (order, -finding.p(margin), finding.excess()[1])
+
+
+# ---- the lock
+
+
+def read_lock() -> dict[str, list[str]]:
+    """Return paper/claims.lock as the hashes of each claim's rule, oldest first.
+
+    A line is "id date hash", written when a rule was declared or changed. Raises ValueError for any other line.
+    """
+    path = paths.PAPER / "claims.lock"
+    locked: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+        found = re.fullmatch(r"(\w+) \d{4}-\d\d-\d\d ([0-9a-f]{64})", line)
+        if not found:
+            raise ValueError(f"claims.lock, line {number} is not 'id date hash': {line[:100]!r}; write it by --lock")
+        locked.setdefault(found[1], []).append(found[2])
+    return locked
+
+
+def lock_problems() -> list[str]:
+    """Return, one line each, the claims whose rule is not the locked one, or was changed without an entry in LOG.md."""
+    locked, log, problems = read_lock(), _log(), []
+    declared = load_claims()
+    for claim in declared:
+        name, present = claim["id"], rule_hash(claim)
+        hashes = locked.get(name, [])
+        if not hashes and claim["rule"]["kind"] != "open":
+            problems.append(f"claim {name} has a rule and no line in claims.lock: run evoalign claims --lock")
+        elif hashes and hashes[-1] != present:
+            problems.append(f"claim {name} is not what claims.lock holds: it was changed, or the lock was")
+        elif len(hashes) > 1 and present[:12] not in log:
+            problems.append(f"claim {name} was changed: LOG.md must say why and quote {present[:12]}")
+    gone = sorted(locked.keys() - {claim["id"] for claim in declared})
+    return problems + [f"claim {name} is in claims.lock and no longer declared: a claim stays" for name in gone]
+
+
+def lock(date: str) -> list[str]:
+    """Add to paper/claims.lock a line for every rule that it does not hold yet, and return these lines.
+
+    date: year-month-day. A rule that was locked before, or that is declared when its runs exist, is a change: raises
+    ValueError, and writes nothing, unless LOG.md quotes the first 12 digits of its hash.
+    """
+    locked, log = read_lock(), _log()
+    records = [record for scale in _SCALES for record in committed_records(scale)]
+    added, refused = [], []
+    for claim in load_claims():
+        name, present = claim["id"], rule_hash(claim)
+        hashes = locked.get(name, [])
+        if hashes[-1:] == [present] or (claim["rule"]["kind"] == "open" and not hashes):
+            continue
+        why = "was locked with another rule" if hashes else "has runs already" if has_runs(claim, records) else ""
+        if why and present[:12] not in log:
+            refused.append(f"claim {name} {why}: say in LOG.md why it is this one now, and quote {present[:12]}")
+        added.append(f"{name} {date} {present}")
+    if refused:
+        raise ValueError("\n".join(refused))
+    if added:
+        with open(paths.PAPER / "claims.lock", "a", encoding="utf-8", newline="\n") as file:
+            file.write("".join(f"{line}\n" for line in added))
+    return added
+
+
+def _log() -> str:
+    path = paths.ROOT / "LOG.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -26,12 +26,33 @@ def verify(
 
 
 @app.command()
-def claims() -> None:
+def claims(
+    id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
+    lock: Annotated[bool, typer.Option("--lock", help="Add new rules to paper/claims.lock.")] = False,
+) -> None:
     """Print the ledger of claims with the verdicts that the committed records give."""
-    from evoalign_lib.claims import evaluate_all
+    import datetime
 
-    for verdict in evaluate_all():
-        typer.echo(f"{verdict.id}  {verdict.verdict.upper()}\n    {verdict.statement.strip()}\n    {verdict.text}\n")
+    from evoalign_lib import claims as ledger
+
+    try:
+        if lock:
+            added = ledger.lock(datetime.date.today().isoformat())
+            typer.echo("\n".join(added) or "every rule is locked")
+            return
+        verdicts = ledger.evaluate_all()
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    known = [verdict.id for verdict in verdicts]
+    unknown = [name for name in id or () if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"no claim {unknown[0]!r}; there are {', '.join(known)}")
+    for v in verdicts:
+        if not id:
+            typer.echo(f"{v.id:4}{v.verdict:28}{v.title}" + (f"\n{'':32}{v.key}" if v.key else ""))
+        elif v.id in id:
+            typer.echo(f"{v.id}  {v.verdict.upper()}\n    {v.statement.strip()}\n    {v.text}")
 
 
 @app.command()

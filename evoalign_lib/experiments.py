@@ -16,10 +16,14 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,6 +256,10 @@ def load_or_run(
         ValueError: two equal specs, a spec of another scale, a ledger of something that is no run of ES among the
             specs, or a record whose ledger should have been kept and is not there (see `ledger_file`).
         DryRun: runs are missing in a dry run; the message names them.
+        RuntimeError: a process that ran specs was killed.
+
+    The error of a run that fails is raised when the runs that had begun are finished and stored; an interrupt ends them
+    at once. In either case, and after a kill, another call runs what is missing.
     """
     hashes = [spec_hash(s) for s in specs]
     if len(set(hashes)) < len(hashes):
@@ -279,9 +287,15 @@ def load_or_run(
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
     keep = {h: target.parent / "ledgers" / f"{h}.jsonl.gz" for h in kept}
-    for record in _run_all(missing, notebook, workers, keep):
-        append_record(target, record)
-        found[record["spec_hash"]] = record
+    try:
+        # closed at once where storing fails or is interrupted: no process goes on in the background
+        with closing(_run_all(missing, notebook, workers, keep)) as finished:
+            for record in finished:
+                append_record(target, record)
+                found[record["spec_hash"]] = record
+    except KeyboardInterrupt as error:
+        error.add_note(_STORED)
+        raise
     print(f"loaded {len(specs) - len(missing)} records, ran {len(missing)}")
     if force:
         committed = {r["spec_hash"]: r for f in paths.RESULTS.glob(f"*/{scale}.jsonl") for r in read_records(f)}
@@ -353,10 +367,20 @@ def run_folder(notebook: str, scale: str) -> Path:
     return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
 
 
-def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path]) -> Iterable[Record]:
+_STORED = "finished runs are stored: call again for the rest"
+
+
+def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path]) -> Iterator[Record]:
     """Run specs in processes of their own (spawned: nothing is inherited), yielding records as they finish.
 
-    keep: spec hash -> where the run's ledger goes.
+    After a run that fails, those that have begun are finished and yielded before its error is raised; on an interrupt
+    the processes are ended at once.
+
+    Args:
+        keep: spec hash -> where the run's ledger goes.
+
+    Raises:
+        RuntimeError: a process was killed.
     """
     import multiprocessing
 
@@ -370,16 +394,47 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     os.environ["OMP_NUM_THREADS"] = "1"
     workers = min(workers or default_workers(), len(specs))
     commit, context = _commit(), multiprocessing.get_context("spawn")
+    others, failure = set(multiprocessing.active_children()), None
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
-        futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
         try:
-            for future in tqdm(as_completed(futures), total=len(futures), unit="run", desc=notebook):
-                if error := future.exception():
-                    error.add_note(f"in the run {futures[future]}; finished runs are stored, call again for the rest")
-                yield future.result()
+            with _interrupts_ignored():
+                futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
+            # time left from the mean over all runs: several end at once
+            for future in tqdm(as_completed(futures), total=len(futures), unit="run", desc=notebook, smoothing=0):
+                if future.cancelled():
+                    continue
+                error = future.exception()
+                if error is None:
+                    yield future.result()
+                elif isinstance(error, BrokenProcessPool):
+                    raise RuntimeError(
+                        "a process that ran specs was killed, perhaps for memory, and the others were ended with it; "
+                        f"{_STORED}, with fewer workers if memory was short."
+                    ) from error
+                elif failure is None:
+                    failure = error
+                    failure.add_note(f"in the run {futures[future]}; {_STORED}")
+                    for other in futures:
+                        other.cancel()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
             raise
+    if failure is not None:
+        raise failure
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal or notebook: those that start in here leave it to this one."""
+    if threading.current_thread() is not threading.main_thread():  # only there handlers can be set
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _start_worker(parent: int) -> None:

@@ -2,8 +2,8 @@
 
 `claims` declares, judges and words; here the records become findings. A rule that compares arms ("compare", "regret",
 "interaction", and "interval_above", the first form of "compare") takes a difference of accuracies over seeds and
-problems, or of one score a run over seeds; "estimator_bounds" and "ledger_bounds" hold numbers of the records against
-given values; "open" is a claim without a rule.
+problems, or of one score a run over seeds; "estimator_bounds", "ledger_bounds" and "kl_bounds" hold numbers of the
+records against given values; "open" is a claim without a rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib import runs, stats
+from evoalign_lib import curves, runs, stats
 from evoalign_lib.stats import Interval, accuracy_matrix
 
 _Record = dict[str, Any]
@@ -36,7 +36,7 @@ class Finding:
     have: str
     """The runs found, in words."""
     interval: Interval | None
-    """The quantity; None where it cannot be had, and then `text` says why if there are runs."""
+    """The quantity; None without runs, and where it is not defined on them, of which `context` says why."""
     bound: float = 0.0
     """The value that the quantity is compared with."""
     side: str = "above"
@@ -44,10 +44,19 @@ class Finding:
     test: float | None = None
     """The two-sided p-value of a test that the rule names (for "within" that of two one-sided tests); None: the
     interval's own."""
-    text: str = ""
-    """The quantity in words, with its context."""
+    value: str = ""
+    """The quantity with its interval, in words."""
+    context: str = ""
+    """What the words of a verdict say of it besides: base accuracy, n, smallest detectable effect."""
     decisive: bool = True
     """Whether the verdict rests on it; otherwise it is only reported."""
+    lacks: str = ""
+    """The sweep that is to say which runs count, where it is not finished."""
+
+    @property
+    def text(self) -> str:
+        """The quantity in words, with its context; empty without runs."""
+        return f"{self.label.replace('_', ' ')} {self.value} {self.context}".strip() if self.value else ""
 
     def excess(self) -> tuple[float, float, float]:
         """Return how far value, low and high lie beyond the bound in the claimed direction, smallest end second."""
@@ -73,10 +82,11 @@ class Finding:
 
 
 class _Runs(NamedTuple):
-    """The runs of one arm in one cell, sorted by unit, and their number in words."""
+    """The runs of one arm in one cell, sorted by unit, their number in words, and what their sweep lacks."""
 
     records: list[_Record]
     have: str
+    lacks: str = ""
 
 
 # ---- selection of runs
@@ -93,6 +103,13 @@ def matches(record: _Record, wanted: Mapping[str, Any]) -> bool:
     return all(record["spec"].get(field) == value for field, value in wanted.items())
 
 
+def has_runs(claim: _Claim, records: Iterable[_Record]) -> bool:
+    """Return whether there is any replicate of any arm that a claim compares, whatever its setting."""
+    arms = [{k: v for k, v in arm.items() if k != "setting"} for arm in claim.get("arms", {}).values()]
+    wanted = [arm | where for arm in arms for _, where in cells(claim)]
+    return any(claim["unit"] in r["spec"] and any(matches(r, fields) for fields in wanted) for r in records)
+
+
 def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str, Any]) -> _Runs:
     """Return the runs of one arm in one cell; they differ in nothing but the unit."""
     wanted = claim["arms"][arm] | where
@@ -100,9 +117,9 @@ def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str,
     chosen = [r for r in records if matches(r, wanted)]
     name = wanted.get("arm", wanted.get("kind"))
     if setting and chosen:
-        tuned = _tuned(claim, records, wanted | {"base": chosen[0]["spec"]["base"]}, setting)
+        tuned = _tuned(claim, records, chosen[0]["spec"], setting)
         if isinstance(tuned, str):
-            return _Runs([], f"0 of {name} ({tuned})")
+            return _Runs([], f"0 of {name} ({tuned})", tuned)
         chosen = [r for r in chosen if matches(r, tuned)]
     unit, context = claim["unit"], f"claim {claim['id']}, {arm} {wanted}"
     have = f"{len(chosen)} of {name}"
@@ -125,25 +142,36 @@ def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str,
 
 
 def _tuned(
-    claim: _Claim, records: list[_Record], wanted: Mapping[str, Any], setting: Mapping[str, Any]
+    claim: _Claim, records: list[_Record], run: Mapping[str, Any], setting: Mapping[str, Any]
 ) -> dict[str, float] | str:
-    """Return the setting that won a sweep, or, in words, what the sweep lacks."""
-    arm = "es" if wanted["arm"].startswith("es") else "grpo"
-    base = wanted["base"] if setting["base"] == "own" else setting["base"]
-    of_sweep = {"kind": "train", "task": wanted["task"], "arm": arm, "base": base}
-    of_sweep |= {"seed": runs.SWEEP_SEED, "test_problems": 0}
-    names = list(runs.SWEEP[arm][0])
-    found = {tuple(r["spec"][name] for name in names): r for r in records if matches(r, of_sweep)}
-    sweep, n = f"the sweep of {arm} on {base}", sum(matches(r, of_sweep) for r in records)
-    if n > setting["best_of"] or n > len(found):
+    """Return the setting that won the sweep from which a run's was to be taken, or, in words, what the sweep lacks.
+
+    The sweep: runs of ES or GRPO with the seed of sweeps and without test set, which otherwise differ from the run in
+    the setting, in their length and in how often they were evaluated.
+    """
+    arm = "es" if run["arm"].startswith("es") else "grpo"
+    base = run["base"] if setting["base"] == "own" else setting["base"]
+    names = tuple(runs.SWEEP[arm][0])
+    apart = ("base_digest", "steps", "curve_points", "curve_spacing", "validation_problems", *names)
+    of_sweep = {field: value for field, value in run.items() if field not in apart}
+    of_sweep |= {"arm": arm, "base": base, "seed": runs.SWEEP_SEED, "test_problems": 0}
+    of_sweep |= {"unique_prompts": None, "scale_rewards": None}
+    made = [record for record in records if matches(record, of_sweep)]
+    found = {tuple(record["spec"][name] for name in names): record for record in made}
+    sweep, best_of = f"the sweep of {arm} on {base}", setting["best_of"]
+    if not len(made) == len(found) <= best_of:
         raise ValueError(
-            f"claim {claim['id']}: {sweep} has {n} runs of {len(found)} settings where {setting['best_of']} were "
-            "declared: the best of more is another rule"
+            f"claim {claim['id']}: {sweep} has {len(made)} runs of {len(found)} settings where {best_of} were "
+            "declared, one run each: the best of more is another rule"
         )
-    if n < setting["best_of"]:
-        return f"{sweep} has {n} of {setting['best_of']} settings"
-    # in the order of the settings, since of equal scores the first wins
+    if len(made) < best_of:
+        return f"{sweep} has {len(made)} of {best_of} settings"
+    # in the order of the settings: of equal scores the first wins
     return runs.ranked([found[values] for values in sorted(found)])[0][1]
+
+
+def _lacking(selected: Iterable[_Runs]) -> str:
+    return "; ".join(dict.fromkeys(found.lacks for found in selected if found.lacks))
 
 
 def _one_base(claim: _Claim, label: str, records: Iterable[_Record]) -> None:
@@ -159,8 +187,6 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
     """Return one score a run of each arm, (seeds,) fractions. Raises _Undecided where the measure has no value."""
     if "test" in measure:
         return [accuracy_matrix(arm, measure["test"]).mean(axis=1) for arm in arms]
-    from evoalign_lib import curves
-
     decoding = measure.get("validation", measure.get("drawdown"))
     validation = [_curves(claim, arm, f"validation_{decoding}") for arm in arms]
     if "drawdown" in measure:
@@ -196,12 +222,15 @@ def _at(budget: float, spent: NDArray[np.float64], scores: NDArray[np.float64]) 
 
 
 def _words(measure: Mapping[str, Any]) -> str:
-    words = {"test": "test", "validation": "validation", "drawdown": "largest drawdown of validation"}
-    (kind, decoding), *more = measure.items()
-    text = f"{words[kind]} {'temperature 1' if decoding == 't1' else decoding}"
-    for name, value in more:
-        text += f" at equal {value}".replace("_", " ") if name == "at_equal" else f" at mean {100 * value:g} %"
-    return text
+    (kind,) = measure.keys() & _MEASURES.keys()
+    text = f"{_MEASURES[kind]} {'temperature 1' if measure[kind] == 't1' else measure[kind]}"
+    if "at_equal" in measure:
+        text += f" at equal {measure['at_equal'].replace('_', ' ')}"
+    return text + (f" at mean {100 * measure['at_mean']:g} %" if "at_mean" in measure else "")
+
+
+_MEASURES = {"test": "test", "validation": "validation", "drawdown": "largest drawdown of validation"}
+_BUDGETS = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
 class _Undecided(Exception):
@@ -248,65 +277,71 @@ def _compare_arms(
     side = next((side for side in ("above", "below") if side in comparison), "within")
     kept = {"bound": float(comparison.get(side, 0)), "side": side, "decisive": decisive}
     if not all(arms):
-        return Finding(label, 0, have, None, **kept)
+        return Finding(label, 0, have, None, lacks=_lacking(selected), **kept)
     _one_base(claim, label, arms[0] + arms[1])
-    # a model without seed is one fixed thing: it needs no replicates
-    fixed = claim["unit"] not in arms[1][0]["spec"]
+    fixed = _is_fixed(claim, arms[1])
     n = len(arms[0]) if fixed else min(map(len, arms))
     counts = f"n = {n}" if fixed or len(arms[0]) == len(arms[1]) else f"n = {len(arms[0])} v {len(arms[1])}"
     try:
-        interval, test, value, detectable = _COMPARED[comparison.get("by", "difference")](
-            claim, comparison, arms, fixed
-        )
+        interval, test, value, context = _COMPARED[comparison.get("by", "difference")](claim, comparison, arms)
     except _Undecided as error:
-        return Finding(label, n, have, None, text=f"{label}: {error}", **kept)
-    text = f"{label} {value} ({counts}, detectable {detectable})"
-    return Finding(label, n, have, interval, test=test, text=text, **kept)
+        return Finding(label, n, have, None, value="not defined", context=f"({error})", **kept)
+    return Finding(label, n, have, interval, test=test, value=value, context=context.format(n=counts), **kept)
 
 
 _Compared = tuple[Interval, float | None, str, str]
-"""The interval, the p-value of the rule's own test or None, and in words the value and the smallest detectable one."""
+"""The interval, the p-value of the rule's own test or None, and value and context in words, {n} for the counts."""
 
 
-def _difference(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+def _is_fixed(claim: _Claim, arm: list[_Record]) -> bool:
+    """Return whether an arm is one model without seed, which moves with the problems alone and needs no replicates."""
+    return claim["unit"] not in arm[0]["spec"]
+
+
+def _difference(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
     """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
     measure = comparison["measure"]
     scores = _scores(claim, measure, arms)
     if "test" in measure:
-        arm, other = (accuracy_matrix(arm, measure["test"]) for arm in arms)
-        # a fixed model's row moves with the problems alone
-        interval = stats.crossed_bootstrap(arm, other[0] if fixed else other)
+        matrix, baseline = (accuracy_matrix(arm, measure["test"]) for arm in arms)
+        interval = stats.crossed_bootstrap(matrix, baseline[0] if _is_fixed(claim, arms[1]) else baseline)
     else:
         interval = _defined(stats.stratified_bootstrap, [scores[0]], [scores[1]])
     test = _defined(stats.mann_whitney, *scores) if comparison.get("p") == "mann_whitney" else None
-    return interval, test, _points(interval, scores[1], measure), f"{100 * interval.detectable():.1f}"
+    return interval, test, f"{interval.format()} points", _context(interval, scores[1], measure)
 
 
-def _equivalence(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
-    """Compare means by two one-sided tests over seeds, within the margin of the claim."""
-    scores = _scores(claim, comparison["measure"], arms)
-    found = _defined(stats.welch_equivalence, *scores, claim["margin"])
-    value = f"{_points(found.interval, scores[1], comparison['measure'])} (90 % interval)"
+def _equivalence(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
+    """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
+    measure = comparison["measure"]
+    scores = _scores(claim, measure, arms)
+    if "test" in measure:
+        matrices = [accuracy_matrix(arm, measure["test"]) for arm in arms]
+        found = _defined(stats.equivalence, *matrices, claim["margin"])
+    else:
+        found = _defined(stats.welch_equivalence, *scores, claim["margin"])
+    value = f"{found.interval.format()} points (90 % interval)"
     if abs(found.interval.value) >= claim["margin"]:
         value += f", {comparison['of' if found.interval.value > 0 else 'to']} ahead"
-    return found.interval, found.p, value, f"{100 * found.interval.detectable():.1f}"
+    return found.interval, found.p, value, _context(found.interval, scores[1], measure)
 
 
-def _spread(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]], fixed: bool) -> _Compared:
+def _spread(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
     """Compare standard deviations over seeds: the logarithm of their ratio."""
     scores = _scores(claim, comparison["measure"], arms)
     interval = _defined(stats.log_std_ratio, *scores)
     ratio, low, high = (f"{exp(x):.2f}" for x in (interval.value, interval.low, interval.high))
     of, to = (f"{100 * values.std(ddof=1):.2f}" for values in scores)
-    return interval, None, f"{ratio} [{low}, {high}], {of} over {to} points", f"{exp(-interval.detectable()):.2f}"
+    context = f"from {to} to {of} points ({{n}}, detectable {exp(-interval.detectable()):.2f})"
+    return interval, None, f"{ratio} [{low}, {high}]", context
 
 
 _COMPARED = {"difference": _difference, "equivalence": _equivalence, "spread": _spread}
 
 
-def _points(interval: Interval, other: NDArray[np.float64], measure: Mapping[str, Any]) -> str:
+def _context(interval: Interval, other: NDArray[np.float64], measure: Mapping[str, Any]) -> str:
     unit = "" if "drawdown" in measure else " %"
-    return f"{interval.format()} points from {100 * other.mean():.1f}{unit}"
+    return f"from {100 * other.mean():.1f}{unit} ({{n}}, detectable {100 * interval.detectable():.1f})"
 
 
 def _defined(statistic: Callable[..., Any], *scores: Any) -> Any:
@@ -326,8 +361,8 @@ def _trend(claim: _Claim, records: list[_Record], where: Mapping[str, Any]) -> l
     scores = _scores(claim, {"test": "greedy"}, arms)
     rise, fall = stats.jonckheere(scores), stats.jonckheere(scores[::-1])
     means = ", ".join(f"{name} {100 * values.mean():.1f} %" for name, values in zip(names, scores, strict=True))
-    text = f"trend: {means}; Jonckheere's p {rise:.2g} of a rise, {fall:.2g} of a fall"
-    return [Finding("trend", min(map(len, arms)), "", None, text=text, decisive=False)]
+    value = f"{means}; Jonckheere's p {rise:.2g} of a rise, {fall:.2g} of a fall"
+    return [Finding("trend", min(map(len, arms)), "", None, value=value, decisive=False)]
 
 
 # ---- comparisons over cells
@@ -387,7 +422,7 @@ def _weighted(
         by_seed = [{record["spec"][claim["unit"]]: record for record in cell.records} for cell in found]
         seeds = sorted(set.intersection(*map(set, by_seed)))
         if not seeds:
-            return Finding(label, 0, have, None, float(rule["above"]))
+            return Finding(label, 0, have, None, float(rule["above"]), lacks=_lacking(sum(selected.values(), [])))
         right = accuracy_matrix([cell[seed] for cell in by_seed for seed in seeds], rule["decoding"])
         right = right.reshape(len(terms), len(seeds), -1)
         matrices.append(np.tensordot([weight for *_, weight in terms], right, axes=1))
@@ -396,9 +431,9 @@ def _weighted(
     for i, (name, *_) in enumerate(terms):
         _one_base(claim, name, [record for found in selected.values() for record in found[i].records])
     interval = stats.crossed_bootstrap(*matrices)
-    text = f"{label} {interval.format()} points; {'; '.join(words)} (n = {interval.n}, "
-    text += f"detectable {100 * interval.detectable():.1f})"
-    return Finding(label, interval.n, have, interval, float(rule["above"]), text=text)
+    context = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {'; '.join(words)}"
+    value = f"{interval.format()} points"
+    return Finding(label, interval.n, have, interval, float(rule["above"]), value=value, context=context)
 
 
 # ---- bounds of numbers in records
@@ -411,12 +446,12 @@ def _bounds(claim: _Claim, records: list[_Record]) -> list[Finding]:
     bounds += [(name, value, "above") for name, value in rule.get("above", {}).items()]
     findings = []
     for cell, where in cells(claim):
-        selected, found = _select(claim, records, "treatment", where)
+        selected, number, lacks = _select(claim, records, "treatment", where)
         for name, bound, side in bounds:
             label = f"{cell} {name}".strip()
-            have = f"{label}: {found}"
+            have = f"{label.replace('_', ' ')}: {number}"
             if not selected:
-                findings.append(Finding(label, 0, have, None))
+                findings.append(Finding(label, 0, have, None, lacks=lacks))
                 continue
             try:
                 values = [QUANTITIES[name](record) for record in selected]
@@ -424,8 +459,10 @@ def _bounds(claim: _Claim, records: list[_Record]) -> list[Finding]:
                 raise ValueError(f"claim {claim['id']}: a record has no {error}, of which {name!r} is made") from error
             interval = stats.bootstrap_mean(values)
             low, high = (f"{end:.3g}" for end in (interval.low, interval.high))
-            text = f"{label.replace('_', ' ')} {interval.value:.3g} [{low}, {high}] (n = {interval.n})"
-            findings.append(Finding(label, interval.n, have, interval, float(bound), side, text=text))
+            value = f"{interval.value:.3g} [{low}, {high}]"
+            context = f"(n = {interval.n})"
+            found = Finding(label, interval.n, have, interval, float(bound), side, value=value, context=context)
+            findings.append(found)
     return findings
 
 
@@ -435,8 +472,11 @@ QUANTITIES: dict[str, Callable[[_Record], float]] = {
     "replay_error": lambda r: r["ledger"]["replay_error"],
     "ledger_bytes_a_step": lambda r: r["ledger"]["bytes"] / r["spec"]["steps"],
     "gzipped_bytes_a_step": lambda r: r["ledger"]["gzip_bytes"] / r["spec"]["steps"],
+    "k2_relative_bias": lambda r: r["kl"]["k2_token_bias"] / r["kl"]["exact_token_mean"],
+    "k1_over_k3_std": lambda r: r["kl"]["k1_token_std"] / r["kl"]["k3_token_std"],
+    "k3_gradient_cosine": lambda r: r["kl"]["k3_gradient_token_cosine"],
 }
-"""What a rule may ask of a record: numbers computed from its `estimator` or `ledger` block."""
+"""What a rule may ask of a record: numbers computed from its `estimator`, `ledger` or `kl` block."""
 
 
 # ---- the kinds of rule, and what each may declare
@@ -457,6 +497,7 @@ RULES: dict[str, Rule] = {
     "interval_above": Rule(_interval_above, ("decoding",), arms=("treatment", "comparison")),
     "estimator_bounds": Rule(_bounds, ("below", "above"), arms=("treatment",)),
     "ledger_bounds": Rule(_bounds, ("below",), arms=("treatment",)),
+    "kl_bounds": Rule(_bounds, ("below", "above"), arms=("treatment",)),
     "compare": Rule(_compare, ("comparisons",), ("also", "trend")),
     "regret": Rule(_regret, ("decoding", "shared", "best", "of", "to", "above")),
     "interaction": Rule(_interaction, ("decoding", "contrast", "of", "to", "above")),
@@ -514,13 +555,14 @@ def _check_comparison(name: str, comparison: Mapping[str, Any], margin: float) -
 
 
 def _check_measure(name: str, measure: Mapping[str, Any]) -> None:
-    (kind, decoding), *more = measure.items()
-    if kind not in ("test", "validation", "drawdown") or decoding not in ("greedy", "t1"):
-        raise ValueError(f"{name}: unknown measure {kind}: {decoding}; use test, validation or drawdown: greedy or t1")
-    if [key for key, _ in more] not in ([["at_equal"], ["at_mean"]] if kind == "validation" else [[]]):
-        raise ValueError(
-            f"{name}: validation is measured at_equal or at_mean, the test set and drawdown without either"
-        )
+    check_keys(f"{name}, measure", measure, (), (*_MEASURES, "at_equal", "at_mean"))
+    kinds = sorted(measure.keys() & _MEASURES.keys())
+    if len(kinds) != 1 or measure[kinds[0]] not in ("greedy", "t1"):
+        raise ValueError(f"{name}: measure {dict(measure)}: declare one of {', '.join(_MEASURES)}, as greedy or t1")
+    if len(measure) != (2 if kinds == ["validation"] else 1):
+        raise ValueError(f"{name}: validation is measured at_equal or at_mean, test and drawdown without them")
+    if measure.get("at_equal", "completions") not in _BUDGETS:
+        raise ValueError(f"{name}: unknown budget {measure['at_equal']!r}; known: {', '.join(_BUDGETS)}")
 
 
 def check_keys(where: str, given: Iterable[str], wanted: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from evoalign_lib import artifacts, cli, paths, style
 from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
+from evoalign_lib.claims import evaluate_together, load_claims
 
 REPOSITORY = paths.ROOT
 ENVIRONMENT = {"python": "3.12.1", "torch": "2.13.0", "numpy": "2.3.5", "evoalign": "0.1.0", "device": "cpu"}
@@ -254,6 +255,25 @@ store.save_figure(Figure(), "curves", frame, "Curves.")
 store.save_table(frame, "gain", "Gain.", readme=True)
 store.save_number("Runs", len(records), "d")
 """
+
+
+def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(repository: Path) -> None:
+    declared = load_claims()
+    markdown = artifacts.save_claims(evaluate_together(declared, []), repository / "paper/generated")
+    assert (repository / "paper/generated/claims.md").read_text() == markdown
+    rows = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].removeprefix("| ") for row in rows] == [c["id"] for c in declared if c["rule"]["kind"] != "open"]
+    assert rows[4][1:] == ["ES improves Countdown on every base and beats RL", "open", " |"]
+    assert (
+        "Of the 39 claims of the field, C1 to C39, 37 are open (no rule or no runs yet) and 2 not testable" in markdown
+    )
+    tex = (repository / "paper/generated/claims.tex").read_text().splitlines()
+    assert tex[0].startswith(r"\begin{longtable}{lp{") and tex[-1] == r"\end{longtable}"
+    assert tex.count(r"claim & statement & verdict & result \\") == 2  # on the first page, and on the others
+    assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == 43
+    table = pd.read_csv(repository / "paper/generated/claims.csv", index_col="claim")
+    assert list(table.index) == [c["id"] for c in declared]
+    assert table.loc["C17", "verdict"] == "not testable at this scale" and len(table.loc["C2", "rule"]) == 64
 
 
 def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
-"""Verdicts from hand-built records: each kind of rule, each verdict, each refusal."""
+"""Claims as they are declared, locked and judged; verdicts of E1 to E4 from hand-built records."""
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from evoalign_lib import claims
+from evoalign_lib import claims, cli, paths
 from evoalign_lib.claims import Finding, evaluate
 from evoalign_lib.stats import Interval, pack_bits, pack_counts
 
@@ -199,6 +201,60 @@ def test_badly_declared_claims(change: dict, message: str) -> None:
     assert evaluate(DECLARED["E1"], []).verdict == "open"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("C1", {"rule": {"kind": "compare"}}, "rule of kind compare must declare 'comparisons'"),
+        ("C1", {"primary": "03"}, "C1 is primary of 03, which is none of its notebooks"),
+        ("C1", {"not_testable": {"smoke": "all"}}, "unknown key 'smoke'; known: tiny, full"),
+        (
+            "C1",
+            {"arms": {"es": {"setting": {"best": 3}}}},
+            "setting of arm es: unknown key 'best'; known: best_of, base",
+        ),
+        ("C1", {"arms": {"es": {}, "base": {}}}, "arm 'grpo' of the rule is not declared; declared: es, base"),
+        ("C2", {"margin": 0}, "an equivalence lies within the claim's margin: declare a positive one"),
+        ("C9", {"cells": {}}, "a rule of kind regret is made over two cells or more"),
+        ("C9", {"rule": DECLARED["C9"]["rule"] | {"best": {"best_of": 4}}}, "setting of best must declare 'base'"),
+        ("C10", {"rule": DECLARED["C10"]["rule"] | {"trend": ["n8", "n9"]}}, "arm 'n9' of the rule is not declared"),
+        (
+            "C37",
+            {"rule": DECLARED["C37"]["rule"] | {"contrast": "curve"}},
+            "unknown contrast 'curve'; known: slope over",
+        ),
+        ("C3", {"rule": {"kind": "open", "below": {}}}, "rule of kind open: unknown key 'below'"),
+        ("C3", {"rule": {"kind": "regret"}}, "C3 does not declare unit, arms, margin, min_seeds"),
+    ],
+)
+def test_badly_declared_rules(name: str, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        claims.check_claim(DECLARED[name] | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"by": "eye"}, "cannot be compared by 'eye'; known: difference, equivalence, spread"),
+        ({"below": 0}, "lies above or below a value: declare one of the two"),
+        ({"by": "equivalence"}, "an equivalence lies within the claim's margin"),
+        ({"p": "fisher"}, "p must be 'mann_whitney'"),
+        ({"by": "spread", "p": "mann_whitney"}, "p must be 'mann_whitney', of a difference"),
+        ({"measure": {"train": "greedy"}}, "measure: unknown key 'train'; known: test, validation"),
+        ({"measure": {"test": "beam"}}, "declare one of test, validation, drawdown, as greedy or t1"),
+        ({"measure": {"test": "greedy", "drawdown": "greedy"}}, "declare one of test, validation, drawdown"),
+        ({"measure": {"validation": "greedy", "at_equal": "steps"}}, "unknown budget 'steps'; known: completions"),
+        ({"measure": {"validation": "greedy"}}, "validation is measured at_equal or at_mean"),
+        ({"measure": {"drawdown": "greedy", "at_mean": 0.2}}, "test and drawdown without them"),
+        ({"to": "dapo"}, "arm 'dapo' of the rule is not declared"),
+        ({"than": "grpo"}, "comparison: unknown key 'than'"),
+    ],
+)
+def test_badly_declared_comparisons(change: dict, message: str) -> None:
+    rule = {"kind": "compare", "comparisons": [DECLARED["C31"]["rule"]["comparisons"][0] | change]}
+    with pytest.raises(ValueError, match=f"claim C31.*{message}"):
+        claims.check_claim(DECLARED["C31"] | {"rule": rule, "margin": 0.02})
+
+
 def test_unknown_estimator_quantity_and_missing_field() -> None:
     claim = copy.deepcopy(DECLARED["E3"])
     claim["rule"]["below"] = {"luck": 1}
@@ -214,6 +270,7 @@ def test_rule_hash_follows_the_rule_and_not_the_note() -> None:
     original = claims.rule_hash(claim)
     assert claims.rule_hash(claim | {"note": "seen once, in passing"}) == original
     assert claims.rule_hash(dict(reversed(claim.items()))) == original
+    assert claims.rule_hash(claim | {"title": "Shorter", "notebooks": ["02"]}) == original
     for change in ({"margin": 0.01}, {"min_seeds": 16}, {"rule": {"kind": "interval_above", "decoding": "t1"}}):
         assert claims.rule_hash(claim | change) != original
     assert evaluate(claim, []).rule_hash == original
@@ -256,3 +313,195 @@ def test_the_ledger_claim(changed: dict[str, float], expected: str) -> None:
 def test_a_record_without_what_the_rule_asks_for() -> None:
     with pytest.raises(ValueError, match="E4: a record has no 'ledger', of which 'replay_error' is made"):
         evaluate(DECLARED["E4"], [_run("A0", 10, seed=seed) for seed in range(8)])
+
+
+# ---- the field's claims
+
+
+def test_all_claims_of_the_field_are_declared() -> None:
+    assert list(DECLARED) == [f"E{i}" for i in range(1, 5)] + [f"C{i}" for i in range(1, 40)]
+    ruled = {name for name, claim in DECLARED.items() if name[0] == "C" and claim["rule"]["kind"] != "open"}
+    assert ruled == {f"C{i}" for i in (1, 2, 8, 9, 10, 11, 29, 30, 31, 33, 37, 38)}
+    primary = {name: claim["primary"] for name, claim in DECLARED.items() if "primary" in claim}
+    assert primary == dict.fromkeys(("C1", "C2", "C30", "C31"), "02") | dict.fromkeys(("C8", "C9", "C10", "C33"), "05")
+    for verdict in claims.evaluate_together(list(DECLARED.values()), []):
+        assert verdict.verdict == ("not testable at this scale" if verdict.id in ("C15", "C17") else "open")
+        assert (verdict.n, verdict.intervals, verdict.p, verdict.key) == (0, {}, None, "")
+    assert evaluate(DECLARED["C3"], []).text == "no rule yet"
+    assert evaluate(DECLARED["C5"], []).text == "no rule yet. not testable at this scale: real judges"
+    assert evaluate(DECLARED["C17"], []).text == "wall-clock time on accelerators"
+    assert evaluate(DECLARED["C17"], [], scale="full").verdict == "open"
+
+
+def test_a_notebook_has_four_primary_claims_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "claims.yaml"
+    fifth = DECLARED["C29"] | {"primary": "02"}
+    path.write_text(yaml.safe_dump([*(c for c in DECLARED.values() if c["id"] != "C29"), fifth]))
+    with pytest.raises(ValueError, match="notebook 02 has 5 primary claims: at most 4"):
+        claims.load_claims(path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (-0.01, 0.019, "supported"),
+        (0.02, 0.05, "contradicted"),
+        (-0.05, -0.02, "contradicted"),
+        (0.01, 0.03, "underpowered"),
+        (-0.03, 0.03, "underpowered"),
+        (-0.02, 0.01, "underpowered"),
+    ],
+)
+def test_decide_a_match(low: float, high: float, expected: str) -> None:
+    finding = Finding("x", 16, "x: 16", Interval((low + high) / 2, low, high, 16, 0.9), side="within", test=0.01)
+    assert claims.decide([finding], 0.02, 16)[0] == expected
+
+
+def test_decide_with_findings_that_have_no_value_or_decide_nothing() -> None:
+    good = Finding("g", 8, "g: 8", Interval(3.0, 2.0, 4.0, 8))
+    undefined = Finding("u", 8, "u: 8", None, value="not defined")
+    aside = Finding("a", 2, "a: 2", Interval(-3.0, -4.0, -2.0, 2), decisive=False)
+    assert claims.decide([good, undefined], 0, 8) == ("underpowered", "the interval does not decide on u")
+    assert claims.decide([good, aside], 0, 8) == ("supported", "")
+
+
+def test_decide_after_holms_correction() -> None:
+    good, bad = (Finding(name, 8, name, Interval(x, x - 1, x + 1, 8)) for name, x in (("g", 3), ("b", -3)))
+    assert claims.decide([good], 0, 8, (0.049, 4)) == ("supported", "")
+    words = "supported by itself, but p = 0.05 after Holm's correction, family of 4"
+    assert claims.decide([good], 0, 8, (0.05, 4)) == ("underpowered", words)
+    # nothing else is changed by it
+    assert claims.decide([bad], 0, 8, (1.0, 4))[0] == "contradicted"
+    assert claims.decide([good], 5, 8, (1.0, 4))[0] == "within margin"
+
+
+# ---- the lock
+
+
+def test_rules_are_the_locked_ones() -> None:
+    assert claims.lock_problems() == []
+
+
+def test_e1_and_e2_were_changed_once() -> None:
+    assert {name: len(hashes) for name, hashes in claims.read_lock().items() if len(hashes) > 1} == {"E1": 2, "E2": 2}
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of the claims C1 (open here), C10 and E1, locked before any record."""
+    for name, folder in {"ROOT": ".", "PAPER": "paper", "RESULTS": "paper/results"}.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(paths, name, tmp_path / folder)
+    _declare(tmp_path)
+    assert [line.split()[:2] for line in claims.lock("2026-01-01")] == [["C10", "2026-01-01"], ["E1", "2026-01-01"]]
+    return tmp_path
+
+
+def _declare(repository: Path, **changes: dict) -> None:
+    """Write claims.yaml with changes by claim."""
+    declared = [DECLARED["C1"] | {"rule": {"kind": "open"}}, DECLARED["C10"], DECLARED["E1"]]
+    changed = [claim | changes.get(claim["id"], {}) for claim in declared]
+    (repository / "paper/claims.yaml").write_text(yaml.safe_dump(changed))
+
+
+def _record(repository: Path, *records: dict) -> None:
+    (repository / "paper/results/01_toy").mkdir(exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (repository / "paper/results/01_toy/tiny.jsonl").write_text(lines)
+
+
+def _log(repository: Path, name: str) -> None:
+    (claim,) = (claim for claim in claims.load_claims() if claim["id"] == name)
+    (repository / "LOG.md").write_text(f"## Why\n\n{name} is {claims.rule_hash(claim)[:12]} now.\n")
+
+
+def test_a_locked_claim_may_change_in_title_note_and_notebooks_alone(repository: Path) -> None:
+    assert claims.lock_problems() == [] and claims.lock("2026-01-02") == []
+    _declare(repository, E1={"title": "Other", "note": "Other", "notebooks": ["05"]})
+    assert claims.lock_problems() == [] and claims.lock("2026-01-02") == []
+
+
+def test_a_changed_rule_needs_the_log(repository: Path) -> None:
+    _record(repository, _run("A0", 10))
+    before = (repository / "paper/claims.lock").read_text()
+    _declare(repository, E1={"margin": 0.01})
+    problem = "claim E1 is not what claims.lock holds: it was changed, or the lock was"
+    assert claims.lock_problems() == [problem]
+    with pytest.raises(ValueError, match="claim E1 was locked with another rule: say in LOG.md why .* and quote"):
+        claims.lock("2026-01-02")
+    assert (repository / "paper/claims.lock").read_text() == before
+
+    _log(repository, "E1")
+    (line,) = claims.lock("2026-01-02")
+    assert (repository / "paper/claims.lock").read_text() == f"{before}{line}\n"
+    assert claims.lock_problems() == []
+    (repository / "LOG.md").write_text("")
+    assert claims.lock_problems() == [f"claim E1 was changed: LOG.md must say why and quote {line.split()[2][:12]}"]
+    # and back: the lock's last line counts, not any
+    _declare(repository)
+    assert claims.lock_problems() == [problem]
+
+
+def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path) -> None:
+    rule = {"C1": {"rule": DECLARED["C1"]["rule"]}}
+    # a measured base is no run of the claim, and neither is a run of another length
+    _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
+    _declare(repository, **rule)
+    assert claims.lock_problems() == ["claim C1 has a rule and no line in claims.lock: run evoalign claims --lock"]
+    before = (repository / "paper/claims.lock").read_text()
+    run = _run("A1", 10)
+    _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
+    with pytest.raises(ValueError, match="claim C1 has runs already: say in LOG.md why"):
+        claims.lock("2026-01-02")
+    _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
+    assert [line.split()[0] for line in claims.lock("2026-01-02")] == ["C1"]
+    (repository / "paper/claims.lock").write_text(before)
+    _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
+    _log(repository, "C1")
+    assert [line.split()[0] for line in claims.lock("2026-01-02")] == ["C1"]
+
+
+def test_a_claim_cannot_go_and_its_rule_cannot_be_withdrawn(repository: Path) -> None:
+    (repository / "paper/claims.yaml").write_text(yaml.safe_dump([DECLARED["C10"] | {"rule": {"kind": "open"}}]))
+    assert claims.lock_problems() == [
+        "claim C10 is not what claims.lock holds: it was changed, or the lock was",
+        "claim E1 is in claims.lock and no longer declared: a claim stays",
+    ]
+
+
+def test_a_damaged_lock_is_refused(repository: Path) -> None:
+    with open(repository / "paper/claims.lock", "a") as file:
+        file.write("E1 yesterday 123\n")
+    with pytest.raises(ValueError, match="claims.lock, line 3 is not 'id date hash': 'E1 yesterday 123'"):
+        claims.read_lock()
+
+
+# ---- the command
+
+
+def test_the_command_prints_all_claims_or_one_in_full(repository: Path) -> None:
+    _record(repository, *_world({"A0": 12, "A1": 12, "A2": 12}))
+    result = CliRunner().invoke(cli.app, ["claims"])
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and len(lines) == 4
+    assert lines[0] == "C1  open                        ES improves Countdown on every base and beats RL"
+    assert lines[2] == "E1  supported                   ES learns Countdown on every tiny base"
+    assert lines[3].startswith(" " * 32 + "A0 29.7 [") and lines[3].endswith("] points (n = 8)")
+    result = CliRunner().invoke(cli.app, ["claims", "--id", "E1"])
+    lines = result.output.splitlines()
+    assert lines[0] == "E1  SUPPORTED" and lines[1].startswith("    ES learns Countdown. On each")
+    assert lines[2].count("points from 25.0 % (n = 8, detectable") == 3 and len(lines) == 3
+    result = CliRunner().invoke(cli.app, ["claims", "--id", "C99"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "no claim 'C99'; there are C1, C10, E1" in result.output
+
+
+def test_the_command_locks(repository: Path) -> None:
+    _record(repository, _run("A0", 10))
+    assert CliRunner().invoke(cli.app, ["claims", "--lock"]).output == "every rule is locked\n"
+    _declare(repository, E1={"margin": 0.01})
+    result = CliRunner().invoke(cli.app, ["claims", "--lock"])
+    assert result.exit_code == 1 and "claim E1 was locked with another rule" in result.output
+    _log(repository, "E1")
+    result = CliRunner().invoke(cli.app, ["claims", "--lock"])
+    assert (result.exit_code, result.output.split()[0]) == (0, "E1")
+    assert claims.lock_problems() == []

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -226,7 +227,9 @@ def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
         "t1_counts": stats.pack_counts(rng.integers(0, 17, 2000)),
     }
     curve = {name: rng.random(50).round(5).tolist() for name in ("reward", "validation_greedy", "validation_t1")}
-    curve |= {"step": list(range(0, 5000, 100)), "completions": list(range(0, 5_000_000, 100_000))}
+    for name, last in (("step", 5e3), ("completions", 5e6), ("generated_tokens", 2e7), ("forward_flops", 1e15)):
+        curve[name] = np.geomspace(1, last, 50).astype(int).tolist()
+    curve["core_seconds"] = np.geomspace(0.1, 9999, 50).round(2).tolist()
     append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=experiments.environment()))
     assert (tmp_path / "x.jsonl").stat().st_size < 7_500
 
@@ -254,7 +257,7 @@ def test_a_killed_writer_loses_no_finished_record(tmp_path):
         known = len(records)
 
 
-def _await(condition, seconds: float = 60) -> None:
+def _await(condition, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timed out"
@@ -274,6 +277,9 @@ SETTINGS = {
     "prompts_per_step": 24,
     "curve_points": 3,
 }
+
+
+GRADIENT = {"num_generations": 4, "learning_rate": 1e-4, "beta": 0.04, "prompts_per_step": 4}
 
 
 @pytest.fixture
@@ -404,7 +410,8 @@ if __name__ == "__main__":
 @needs_bases
 def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     specs = runs.base_specs(["A0"], SETTINGS, "smoke")
-    specs += runs.train_specs("es", ["A0"], range(4), SETTINGS, "smoke")
+    specs += runs.train_specs("es", ["A0"], range(2), SETTINGS, "smoke")
+    specs += runs.train_specs("grpo", ["A0"], range(2), SETTINGS | GRADIENT, "smoke")
     script, file = folders / "sweep.py", folders / "run/results/smoke.jsonl"
     script.write_text(textwrap.dedent(SWEEP))
     with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as sweep:
@@ -413,23 +420,87 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
         sweep.kill()
     assert sweep.returncode == -signal.SIGKILL and children
     # nobody goes on in the background (Z: ended, not yet reaped)
-    _await(lambda: all(_processes().get(child, (0, "Z"))[1] == "Z" for child in children))
+    _await(lambda: not _alive(children))
     done = read_records(file)
     assert 1 <= len(done) < 5
-    # the second call runs the rest; a run that fails is named, and costs no other
+    # the second call runs the rest; a run that fails is named, and costs no other that had begun
     with pytest.raises(ValueError, match="model 'no-such-model' is neither"):
         runs.base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
     bad = specs[0] | {"base": "no-such-model"}
     with pytest.raises(ValueError, match="model 'no-such-model' is neither") as error:
-        load_or_run([*specs, bad], "nb", "smoke", workers=1)
+        load_or_run([bad, *specs], "nb", "smoke", workers=1)
     assert "in the run {" in error.value.__notes__[-1] and "no-such-model" in error.value.__notes__[-1]
-    records = read_records(file)
-    assert records[: len(done)] == done and [r["spec"] for r in records] == specs
+    more = read_records(file)
+    assert more[: len(done)] == done and len(more) > len(done)
     capsys.readouterr()
+    load_or_run(specs, "nb", "smoke", workers=1)
+    assert capsys.readouterr().out == f"loaded {len(more)} records, ran {5 - len(more)}\n"
+    records = read_records(file)
+    assert records[: len(more)] == more and [r["spec"] for r in records] == specs
     assert load_or_run(specs[::-1], "nb", "smoke") == records[::-1]
     assert capsys.readouterr().out == "loaded 5 records, ran 0\n" and not (folders / "results").exists()
     # the same run in another process, beside others
     assert comparable(experiments.run(specs[-1], "nb", "commit")) == comparable(records[-1])
+
+
+def _sweep(specs, file, act):
+    """Run specs in two processes; `act` gets their ids as soon as one record more is there than before."""
+    before = len(read_records(file))
+
+    def wait():
+        try:
+            _await(lambda: len(read_records(file)) > before)
+        finally:  # else the sweep would go on for an hour
+            act([pid for pid, (parent, _) in _processes().items() if parent == os.getpid() and _is_worker(pid)])
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        load_or_run(specs, "nb", "smoke", workers=2)
+    finally:
+        thread.join()
+
+
+def _is_worker(pid: int) -> bool:
+    return b"multiprocessing.spawn" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@needs_bases
+def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finished_run(folders, capfd):
+    """The first run of each sweep would take an hour."""
+    file, seen = folders / "run/results/smoke.jsonl", []
+    [endless] = runs.train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT | {"steps": 20_000}, "smoke")
+    bases = runs.base_specs(["A0", "A1"], SETTINGS, "smoke")
+
+    def interrupt(workers):  # as a terminal does
+        seen.extend(workers)
+        for pid in (*workers, os.getpid()):
+            os.kill(pid, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        _sweep([endless, bases[0]], file, interrupt)
+    assert interrupted.value.__notes__ == ["finished runs are stored: call again for the rest"]
+    assert len(seen) == 2 and not _alive(seen)
+    (first,) = read_records(file)
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err and "Loading weights" not in err and "nb:" in err and "50%" in err
+
+    def kill(workers):
+        seen.extend(workers)
+        os.kill(workers[0], signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match="was killed, perhaps for memory.*finished runs are stored: call again for"):
+        _sweep([endless, *bases], file, kill)
+    assert len(seen) == 4 and not _alive(seen)
+    records = read_records(file)
+    assert [r["spec"] for r in records] == bases and records[0] == first
+    capfd.readouterr()
+    assert load_or_run(bases, "nb", "smoke") == records and capfd.readouterr().out == "loaded 2 records, ran 0\n"
+
+
+def _alive(pids) -> list[int]:
+    processes = _processes()
+    return [pid for pid in pids if processes.get(pid, (0, "Z"))[1] != "Z"]
 
 
 def _processes() -> dict[int, tuple[int, str]]:

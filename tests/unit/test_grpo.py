@@ -209,8 +209,8 @@ def test_a_micro_batch_changes_gradients_by_rounding_only(tmp_path, arm):
     (whole, moved, tokens), (parts, moved_parts, tokens_parts) = found
     assert tokens == tokens_parts and len(whole) == len(parts) == 2
     assert (whole[0] - parts[0]).norm() < 1e-5 * whole[0].norm()
-    # Adam divides by the gradient's size, so that a rounding of the smallest gradients is a small part of a step
-    assert (moved - moved_parts).norm() < 0.01 * moved.norm()
+    # measured: 3e-7 of the gradient, and 1e-5 of the path of two steps, where Adam enlarges the smallest gradients
+    assert (moved - moved_parts).norm() < 1e-3 * moved.norm()
 
 
 def test_weights_gradients_and_moments_are_float32(tmp_path):
