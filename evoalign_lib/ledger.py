@@ -607,7 +607,7 @@ def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
     dtype = getattr(torch, ledger.header["model"]["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise LedgerError(f"{ledger.path} has the dtype {ledger.header['model']['dtype']!r}: the header was edited.")
-    if str(name) in tiny.BASES:
+    if str(name) in tiny.SHIPPED:
         model, tokenizer = tiny.load(str(name))
         return model.to(dtype), tokenizer
     return load_model(name, None, {"dtype": dtype})

@@ -62,10 +62,16 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
 
     Args:
         bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the public problems.
-        settings: max_completion_length, validation_problems, test_problems.
+        settings: max_completion_length, validation_problems, test_problems; for the tiny world's base "H0" also
+            filler_steps, how long all prompts ask it to think (see `tiny.dataset`).
         scale: of the notebook.
+
+    Raises:
+        ValueError: filler_steps missing or for another base, of a length that the base has not learned, or longer than
+            completions may be.
     """
-    return [_spec("base", base, scale) | {k: settings[k] for k in _EVALUATION} for base in bases]
+    wanted = {k: settings[k] for k in _EVALUATION}
+    return [_spec("base", base, scale, settings) | wanted for base in bases]
 
 
 def train_specs(
@@ -84,7 +90,8 @@ def train_specs(
 
     Raises:
         ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
-            or more than a record holds, said here and not after the run, an unknown curve_spacing, or no prompts.
+            or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts, or
+            filler_steps as for `base_specs`.
     """
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
@@ -103,7 +110,9 @@ def train_specs(
         raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
     if wanted.get("unique_prompts", 1) < 1:
         raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
-    return [_spec("train", base, scale) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds]
+    return [
+        _spec("train", base, scale, settings) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds
+    ]
 
 
 SWEEP: dict[str, list[dict[str, float]]] = {
@@ -156,7 +165,7 @@ def best_of_n_specs(
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1.")
     wanted = {k: settings[k] for k in ("max_completion_length", "test_problems")} | {"samples": samples}
-    return [_spec("best_of_n", base, scale) | wanted | {"seed": seed} for seed in seeds]
+    return [_spec("best_of_n", base, scale, settings) | wanted | {"seed": seed} for seed in seeds]
 
 
 def audit_specs(
@@ -178,7 +187,7 @@ def audit_specs(
     """
     wanted = {k: settings[k] for k in _EVALUATION + _ES}
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
-    return [_spec("audit", base, scale) | arithmetic | wanted | {"seed": seed} for seed in seeds]
+    return [_spec("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]
 
 
 def estimator_specs(
@@ -218,15 +227,40 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
-def _spec(kind: str, base: str, scale: str) -> Spec:
+def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None = None) -> Spec:
+    """What all specs begin with; settings are for kinds whose prompts may ask for filler steps."""
     from evoalign_lib import tiny
     from evoalign_lib.es import load_model
 
     spec = {"kind": kind, "task": "countdown", "grader": "strict", "base": base, "scale": scale}
-    spec["engine_version"] = ENGINE_VERSION
+    spec |= {"engine_version": ENGINE_VERSION} | _filler(kind, base, settings)
     if base not in _DIGESTS:
-        _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.BASES else load_model(base))[0])
+        _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.SHIPPED else load_model(base))[0])
     return spec | {"base_digest": _DIGESTS[base]}
+
+
+def _filler(kind: str, base: str, settings: Mapping[str, Any] | None) -> dict[str, int]:
+    """The setting filler_steps where there is one, which is on the base that needs it and on no other."""
+    from evoalign_lib import tiny
+
+    steps = None if settings is None else settings.get("filler_steps")
+    if base not in tiny.FILLER_BASES:
+        if steps is None:
+            return {}
+        raise ValueError(
+            f"filler_steps={steps!r}: base {base!r} has not learned to think for a given length. Leave it out, or take "
+            f"base {tiny.FILLER_BASES[0]!r}."
+        )
+    if settings is None:
+        raise ValueError(f"base {base!r} has no specs of kind {kind!r}: its prompts need filler_steps.")
+    if steps not in tiny.FILLER_STEPS:
+        raise ValueError(f"base {base!r} needs filler_steps, one of {list(tiny.FILLER_STEPS)}, got {steps!r}.")
+    length, needed = settings["max_completion_length"], steps + tiny.MAX_COMPLETION_LENGTH
+    if length < needed:
+        raise ValueError(
+            f"max_completion_length={length} cuts off {steps} filler steps and their answer: set at least {needed}."
+        )
+    return {"filler_steps": steps}
 
 
 _DIGESTS: dict[str, str] = {}
@@ -239,7 +273,7 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     from evoalign_lib.tasks import countdown
 
     sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
-    if spec["base"] in tiny.BASES:
+    if spec["base"] in tiny.SHIPPED:
         model, tokenizer = tiny.load(spec["base"])
         sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
         if spec["kind"] in ("train", "audit"):
@@ -254,6 +288,13 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
     sets["test"] = countdown.load_public("test")[: sizes["test"]]
     return model, tokenizer, {name: problems for name, problems in sets.items() if problems}
+
+
+def _rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+    """Rows of problems for a trainer or an engine, their prompts as the spec asks for."""
+    from evoalign_lib import tiny
+
+    return tiny.dataset(problems, tokenizer, spec.get("filler_steps"))
 
 
 def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0) -> np.ndarray:
@@ -288,10 +329,9 @@ def _run_base(spec: Spec) -> Record:
     """Accuracy of an untrained base: on the validation set with pass@k, and on the test set."""
     from evoalign_lib import tiny
     from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tasks import countdown
 
     model, tokenizer, sets = _world(spec)
-    prompts = {name: Prompts(countdown.dataset(sets[name], tokenizer), tokenizer) for name in ("validation", "test")}
+    prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in ("validation", "test")}
     length = spec["max_completion_length"]
     engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=length)
     test = _test(engine, sets["test"])
@@ -374,7 +414,7 @@ def _run_gradient(spec: Spec) -> Record:
         general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
         args = grpo.config(arm, output_dir=folder, **settings, **general)
         reward = grpo.random_reward(spec["seed"]) if spec["arm"] == "grpo_random" else countdown.reward
-        rows = countdown.dataset(sets["train"], tokenizer)
+        rows = _rows(spec, tokenizer, sets["train"])
         trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [Watch()])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -400,7 +440,7 @@ def _run_sft(spec: Spec) -> Record:
     model, tokenizer, sets = _world(spec)
     engine = _evaluation_engine(spec, model, tokenizer, sets)
     start, cpu = engine.master.copy(), time.process_time()
-    engine.prompts["train"] = prompts = Prompts(countdown.dataset(sets["train"], tokenizer), tokenizer)
+    engine.prompts["train"] = prompts = Prompts(_rows(spec, tokenizer, sets["train"]), tokenizer)
     samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
     pairs = [
         (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
@@ -461,9 +501,8 @@ def _run_best_of_n(spec: Spec) -> Record:
 def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
     """An engine that decodes the validation and test problems with weights that somebody else trains."""
     from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tasks import countdown
 
-    prompts = {name: Prompts(countdown.dataset(sets[name], tokenizer), tokenizer) for name in sets if name != "train"}
+    prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in sets if name != "train"}
     return LocalEngine(model, tokenizer, None, prompts, max_completion_length=spec["max_completion_length"])
 
 
@@ -552,10 +591,10 @@ def _trainer(
         **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
         **changed,
     )
-    rows = countdown.dataset(sets["train"], tokenizer)
+    rows = _rows(spec, tokenizer, sets["train"])
     trainer = kind(model, countdown.reward, config, rows, None, tokenizer, [Curve()])
     for name in sets.keys() - {"train"}:
-        trainer.engine.add_prompts(name, countdown.dataset(sets[name], tokenizer))
+        trainer.engine.add_prompts(name, _rows(spec, tokenizer, sets[name]))
     return trainer, curve
 
 

@@ -3,7 +3,8 @@
 A base is a Qwen2-architecture model of about 0.14 M parameters with a byte-level tokenizer. The tokenizer spends one
 token on each fixed stretch of a prompt, so that a tiny model reads exactly the prompt text of a real one in a dozen
 tokens; anything else falls back to bytes. Family A writes three-number Countdown answers learned from authors of graded
-care, and has a few skills that no reward touches.
+care, and has a few skills that no reward touches. Family H does the same after a stretch of thinking that decides
+nothing, of a length that the prompt asks for: what a long horizon costs, and nothing else, differs with that length.
 
 Most of what family A read is wrong in a habitual way: the commonest author of wrong answers adds the numbers up in the
 order given, whatever the target. Greedy decoding follows that habit; right answers are there, underneath, and sampling
@@ -16,7 +17,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,8 +27,13 @@ import numpy as np
 
 from evoalign_lib.tasks import countdown
 
-FAMILIES = ("A",)
+FAMILIES = ("A", "H")
 BASES = ("A0", "A1", "A2")
+"""Family A's bases, which play the part of model families."""
+FILLER_BASES = ("H0",)
+"""Family H's base, whose prompts say how long to think (see `dataset`)."""
+SHIPPED = BASES + FILLER_BASES
+"""Every base that `load` knows."""
 MAX_COMPLETION_LENGTH = (
     16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
 )
@@ -54,6 +60,12 @@ AUTHORS = {
 }
 TWO_NUMBERS = 0.15  # share of two-number problems among the Countdown text
 SKILLS = 0.10  # share of the skills in all text
+STEPS = {"A": 3500, "H": 750}  # optimiser steps of the shipped bases
+
+FILLERS = "abcdefghij"
+"""Family H's steps of thinking: one letter, one token each, drawn alike whatever went before."""
+FILLER_STEPS = (4, 16, 64)
+"""How many of them family H has learned to write, in equal shares of its Countdown text."""
 
 
 def bases_folder() -> Path:
@@ -65,7 +77,7 @@ def load(base: str) -> tuple[Any, Any]:
     """Load a shipped base.
 
     Args:
-        base: "A0", "A1" or "A2": one family, other initialisation and data order.
+        base: "A0", "A1" or "A2": one family, other initialisation and data order; or "H0", of family H.
 
     Returns:
         The model (float32, evaluation mode) and its tokenizer.
@@ -76,8 +88,8 @@ def load(base: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    if base not in BASES:
-        raise ValueError(f"base {base!r} is not one of {list(BASES)}.")
+    if base not in SHIPPED:
+        raise ValueError(f"base {base!r} is not one of {list(SHIPPED)}.")
     folder = bases_folder() / base
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # a bar for half a megabyte would only clutter notebooks
@@ -120,11 +132,24 @@ def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Pro
     return tuple(countdown.generate(_FIXED, seed, split=split, **PROBLEMS))
 
 
+def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | None = None) -> list[dict[str, Any]]:
+    """Rows for a trainer, as `countdown.dataset` makes them.
+
+    Args:
+        chosen: the problems.
+        tok: the base's tokenizer.
+        filler_steps: how many steps of thinking the prompt asks for, which bases of family H understand: after the
+            opening "<think>" it goes on with, for example, "16:". None: the prompt of every other model.
+    """
+    rows = countdown.dataset(chosen, tok)
+    return rows if filler_steps is None else [row | {"prompt": row["prompt"] + f"{filler_steps}:"} for row in rows]
+
+
 # ---- text
 
 
 def tokenizer() -> Any:
-    """Family A's tokenizer: 256 bytes, the tags, and one token for each fixed stretch of its prompts."""
+    """The families' tokenizer: 256 bytes, the tags, and one token for each fixed stretch of its prompts."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -225,9 +250,9 @@ def skill(rng: random.Random) -> tuple[str, str]:
     return name + "".join(digits), "".join(shown)
 
 
-def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion) pairs of family A, both rendered, from training problems only."""
-    rng = random.Random(f"family A, {seed}")
+def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
+    """An endless stream of (prompt, completion) pairs of a family, both rendered, from training problems only."""
+    rng = random.Random(f"family {family}, {seed}")
     pools = {count: problems("train", 100_000 if count == 3 else 5_000, seed, count) for count in (2, 3)}
     authors, shares = list(AUTHORS), list(AUTHORS.values())
     head, middle, tail = _stretches(tok)
@@ -243,46 +268,86 @@ def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
         author = rng.choices(authors, shares)[0]
         numbers = ", ".join(map(str, problem.numbers))
         # the text of countdown.prompt, without rendering the chat template a million times
-        yield head + numbers + middle + problem.target + tail, answer(problem, author, rng)
+        asked, written = head + numbers + middle + problem.target + tail, answer(problem, author, rng)
+        if family == "H":
+            steps = rng.choice(FILLER_STEPS)
+            asked, written = f"{asked}{steps}:", "".join(rng.choices(FILLERS, k=steps)) + written
+        yield asked, written
 
 
 # ---- recipe
 
 
 def recipe(
-    family: str, seed: int, out: str | Path, *, steps: int = 3500, batch: int = 256, report: bool = True
-) -> dict[str, float]:
-    """Train a base from nothing and write it as a Hugging Face folder.
+    family: str, seed: int, out: str | Path, *, steps: int | None = None, batch: int = 256, report: bool = True
+) -> dict[str, Any]:
+    """Train a base and write it as a Hugging Face folder.
 
     Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
-    warm-up, one thread. 3,500 steps take six to ten minutes on one core.
+    warm-up, one thread. Family A begins with nothing; its 3,500 steps take six to ten minutes on one core. Family H
+    goes on from the shipped base of family A with the same seed.
 
     Args:
-        family: "A".
-        seed: of initialisation, data and order; 0, 1, 2 are the shipped bases.
+        family: "A" or "H".
+        seed: of initialisation, data and order; 0, 1, 2 are the shipped bases (of family H: 0).
         out: folder to write.
-        steps: optimiser steps.
+        steps: optimiser steps; None: those of the shipped bases.
         batch: texts a step.
         report: print progress, and measure the base on the validation set.
 
     Returns:
-        What `measure` returns (empty without report).
+        What `measure` returns, for family H by the number of filler steps (empty without report).
 
     Raises:
-        ValueError: an unknown family.
+        ValueError: an unknown family, or a seed of family H without a base of family A.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from evoalign_lib.engines.local import LocalEngine, Prompts
 
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
     torch.set_num_threads(1)
+    steps = STEPS[family] if steps is None else steps
     tok = tokenizer()
+    model = _untrained(seed, tok) if family == "A" else load(f"A{seed}")[0]
+    rate = 3e-3
+    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    stream, started, mean = text(seed, tok, family), time.perf_counter(), 0.0
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 50) * (1 - step / steps)
+        parts = [_batch(part, tok) for part in _parts(itertools.islice(stream, batch), family)]
+        tokens = sum(int((labels >= 0).sum()) for _, labels in parts)
+        optimiser.zero_grad()
+        total = 0.0
+        for ids, labels in parts:
+            hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+            scored = labels[:, 1:] >= 0
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), labels[:, 1:][scored])
+            loss = loss * (int(scored.sum()) / tokens)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        mean = total if step == 0 else 0.98 * mean + 0.02 * total
+        if report and (step + 1) % 250 == 0:
+            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
+    out = Path(out)
+    model.save_pretrained(out)
+    tok.save_pretrained(out)
+    if not report:
+        return {}
+    measured = {n: _report(model.eval(), tok, n) for n in ([None] if family == "A" else FILLER_STEPS)}
+    return measured[None] if family == "A" else measured
+
+
+def _untrained(seed: int, tok: Any) -> Any:
+    """A model of the tiny world with random weights."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(
+        return Qwen2ForCausalLM(
             Qwen2Config(
                 vocab_size=len(tok),
                 hidden_size=64,
@@ -297,34 +362,29 @@ def recipe(
                 bos_token_id=None,
             )
         )
-    rate = 3e-3
-    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    stream, started, mean = text(seed, tok), time.perf_counter(), 0.0
-    for step in range(steps):
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50) * (1 - step / steps)
-        ids, labels = _batch([next(stream) for _ in range(batch)], tok)
-        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        scored = labels[:, 1:] >= 0
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[scored]), labels[:, 1:][scored])
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
-        if report and (step + 1) % 250 == 0:
-            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
-    out = Path(out)
-    model.save_pretrained(out)
-    tok.save_pretrained(out)
-    if not report:
-        return {}
+
+
+def _report(model: Any, tok: Any, filler_steps: int | None) -> dict[str, float]:
+    """Measure and print the accuracy of a base on the validation set."""
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+
     chosen = problems("validation", 512)
-    prompts = {"validation": Prompts(countdown.dataset(chosen, tok), tok)}
-    engine = LocalEngine(model.eval(), tok, None, prompts, max_completion_length=MAX_COMPLETION_LENGTH)
+    prompts = {"validation": Prompts(dataset(chosen, tok, filler_steps), tok)}
+    longest = MAX_COMPLETION_LENGTH + (filler_steps or 0)
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=longest)
     measured = measure(engine, chosen, "validation")
-    print(json.dumps(measured))
+    print(json.dumps(measured if filler_steps is None else {"filler_steps": filler_steps} | measured))
     return measured
+
+
+def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:
+    """A step's texts; of family H in parts of one length of thinking each, which need little padding."""
+    if family == "A":
+        return [list(pairs)]
+    parts: dict[int, list[tuple[str, str]]] = {}
+    for pair in pairs:
+        parts.setdefault(pair[1].find("</think>"), []).append(pair)
+    return list(parts.values())
 
 
 def _batch(pairs: Sequence[tuple[str, str]], tok: Any):

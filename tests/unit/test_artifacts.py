@@ -341,6 +341,18 @@ def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pyt
         artifacts.verify(["02_toy"])
 
 
+def test_records_may_come_before_their_notebook_but_artefacts_need_it(repository: Path) -> None:
+    (repository / "paper/results/01_toy").mkdir()
+    (repository / "paper/results/01_toy/tiny.jsonl").write_text("")
+    missing = "notebooks/01_toy.ipynb is missing, though it has committed records"
+    assert artifacts.undrawn() == ["01_toy"] and missing not in artifacts.verify()
+    entry = {"notebook": "01_toy", "scale": "tiny", "kind": "number", "files": [], "records": "none"}
+    manifest = {"artefacts": {"Gain of 01_toy": entry}, "records": {"none": {}}}
+    (repository / "paper/generated").mkdir(parents=True, exist_ok=True)
+    (repository / "paper/generated/manifest.json").write_text(json.dumps(manifest))
+    assert artifacts.undrawn() == [] and missing in artifacts.verify()
+
+
 def test_verify_does_not_agree_with_nothing(repository: Path) -> None:
     problems = artifacts.verify()
     assert "paper/results holds no records of scale tiny: nothing to compare with" in problems

@@ -335,6 +335,88 @@ def test_specs_state_what_decides_a_run():
 
 
 @needs_bases
+def test_committed_specs_are_made_as_they_were():
+    """A setting that others may add leaves the hashes of what was run without it alone."""
+    made, kinds = set(), set()
+    committed = read_records(paths.RESULTS / "01_es_countdown/tiny.jsonl")
+    for s in (r["spec"] for r in committed):
+        kinds.add(s["kind"])
+        if s["kind"] == "base":
+            again = runs.base_specs([s["base"]], s, "tiny")
+        elif s["kind"] == "train":
+            again = runs.train_specs(s["arm"], [s["base"]], [s["seed"]], s, "tiny")
+        elif s["kind"] == "audit":
+            arithmetic = s["precision"], s["noise"], s["fitness"]
+            again = runs.audit_specs(s["base"], *arithmetic, [s["seed"]], s, "tiny")
+        else:
+            again = runs.estimator_specs(s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny")
+        made |= {spec_hash(spec) for spec in again}
+    assert kinds == {"base", "train", "audit", "estimator"}
+    assert {r["spec_hash"] for r in committed} == made
+
+
+FILLED = SETTINGS | {"filler_steps": 16, "max_completion_length": 36}
+
+
+@needs_bases
+def test_specs_of_a_base_that_thinks_name_how_long():
+    short, long = FILLED | {"filler_steps": 4}, FILLED
+    specs = [
+        *runs.base_specs(["H0"], short, "smoke"),
+        *runs.base_specs(["H0"], long, "smoke"),
+        *runs.train_specs("es", ["H0"], [0], short, "smoke"),
+        *runs.train_specs("es", ["H0"], [0], long, "smoke"),
+        *runs.best_of_n_specs("H0", [0], 2, long, "smoke"),
+        *runs.audit_specs("H0", "kahan", "gaussian", "random", [0], long, "smoke"),
+    ]
+    assert [s["filler_steps"] for s in specs] == [4, 16, 4, 16, 16, 16] and len(set(map(spec_hash, specs))) == 6
+
+
+@needs_bases
+@pytest.mark.parametrize(
+    ("base", "changed", "message"),
+    [
+        ("A0", {}, "filler_steps=16: base 'A0' has not learned to think for a given length. .* base 'H0'"),
+        ("H0", {"filler_steps": None}, r"base 'H0' needs filler_steps, one of \[4, 16, 64\], got None"),
+        ("H0", {"filler_steps": 5}, r"one of \[4, 16, 64\], got 5"),
+        ("H0", {"max_completion_length": 31}, "=31 cuts off 16 filler steps and their answer: set at least 32"),
+    ],
+)
+def test_filler_steps_that_a_base_cannot_have(base, changed, message):
+    settings = FILLED | changed
+    for make in (
+        lambda: runs.base_specs([base], settings, "smoke"),
+        lambda: runs.train_specs("es", [base], [0], settings, "smoke"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@needs_bases
+def test_kinds_that_do_not_ask_for_thinking_refuse_the_base_that_needs_it():
+    settings = FILLED | {"estimator_problems": 4}
+    with pytest.raises(ValueError, match="base 'H0' has no specs of kind 'estimator': its prompts need filler_steps"):
+        runs.estimator_specs("H0", 2, 1, "expected", "any", settings, "smoke")
+
+
+@needs_bases
+@pytest.mark.parametrize("arm", ["es", "grpo", "sft"])
+def test_training_thinks_as_long_as_the_spec_says(arm):
+    """In the training set, where tokens are counted, and in the sets that measure, where formats are kept."""
+    gradient = {"learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "prompts": 24, "batch_size": 8, "epochs": 1}
+    settings = FILLED | gradient | {"sigma": 1e-4, "alpha": 1e-4, "prompts_per_step": 8, "test_problems": 40}
+    [spec] = runs.train_specs(arm, ["H0"], [0], settings, "smoke")
+    r = experiments.run(spec, "nb", "commit")
+    spent = r["budget"]
+    # 16 letters, then 10 to 15 tokens of an answer
+    assert 16 + 10 < spent["generated_tokens"] / spent["completions"] <= 16 + 15
+    [base] = runs.base_specs(["H0"], settings, "smoke")
+    untrained = experiments.run(base, "nb", "commit")
+    assert untrained["validation"]["format"] > 0.99
+    assert r["test"]["t1"] == pytest.approx(untrained["test"]["t1"], abs=0.1) and untrained["test"]["t1"] > 0
+
+
+@needs_bases
 def test_the_record_of_a_base():
     [spec] = runs.base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
     r = experiments.run(spec, "nb", "commit")
