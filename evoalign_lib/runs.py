@@ -284,9 +284,10 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
             sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
         return model, tokenizer, sets
     model, tokenizer = load_model(spec["base"])
-    validation = countdown.generate(sizes["validation"], 0, high=99, split="validation")
-    test = countdown.load_public("test")[: sizes["test"]]
-    return model, tokenizer, {"train": countdown.load_public("train"), "validation": validation, "test": test}
+    sets = {"train": countdown.load_public("train")}
+    sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
+    sets["test"] = countdown.load_public("test")[: sizes["test"]]
+    return model, tokenizer, {name: problems for name, problems in sets.items() if problems}
 
 
 def _rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:

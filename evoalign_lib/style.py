@@ -22,7 +22,7 @@ class Arm:
     """How one arm looks in every figure and what it is called in every table."""
 
     color: str
-    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008)."""
+    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
     marker: str
     """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
     label: str
@@ -32,9 +32,19 @@ class Arm:
 ARMS: dict[str, Arm] = {
     "es": Arm("#0072B2", "o", "ES"),
     "es_shuffled": Arm("#E69F00", "s", "ES, shuffled fitness"),
+    "es_sampled": Arm("#56B4E9", "h", "ES, sampled fitness"),
+    "es_random": Arm("#999999", "<", "ES, random fitness"),
+    "grpo": Arm("#D55E00", "^", "GRPO"),
+    "dr_grpo": Arm("#CC79A7", "v", "Dr.GRPO"),
+    "dapo": Arm("#009E73", "D", "DAPO"),
+    "rloo": Arm("#009E73", "P", "RLOO"),
+    "sft": Arm("#009E73", "X", "filtered SFT"),
+    "grpo_random": Arm("#999999", ">", "GRPO, random reward"),
+    "best_of_n": Arm("#000000", "*", "best of n"),
     "base": Arm("#4D4D4D", "", "base"),
 }
-"""One entry an arm; a notebook that brings a new arm adds it here, with a colour and a marker not yet used."""
+"""One entry an arm; a notebook that brings a new arm adds it here, with a marker not yet used. Eight colours do not go
+round: arms that only describe share one, and so do nulls."""
 
 
 @dataclass(frozen=True)

@@ -256,14 +256,14 @@ def generate(
         target = numerator // denominator
         kept = (numerator == target * denominator) & (target >= target_low) & (target <= target_high)
         for row, value in zip(numbers[kept].tolist(), target[kept].tolist(), strict=True):
+            if distinct:
+                key = tuple(sorted(row)), value
+                if key in seen:
+                    continue
+                seen.add(key)  # of whatever split: nearly all draws of a large n are repetitions
             problem = Problem(tuple(row), str(value))
             if split is not None and split_of(problem) != split:
                 continue
-            if distinct:
-                key = problem_key(problem)
-                if key in seen:
-                    continue
-                seen.add(key)
             problems.append(problem)
             if len(problems) == n:
                 break

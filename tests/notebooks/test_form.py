@@ -6,8 +6,9 @@ import statistics
 import nbformat
 import numpy as np
 import pytest
+import torch
 
-from evoalign_lib import experiments, noise, paths
+from evoalign_lib import experiments, kl, noise, paths
 from evoalign_lib.engines.local import Member
 from evoalign_lib.update_rules import standardise
 
@@ -70,15 +71,20 @@ def test_no_settings_name_is_rebound_by_a_cell(notebook):
             assert not (bound - {"base", "es_shuffled", "estimator"}) & settings, source
 
 
-def functions(path, *names):
-    """Functions defined in a notebook's cells, by name."""
-    wanted = [
+def definitions(path, *names):
+    """The syntax trees of functions defined in a notebook's cells, by name."""
+    return [
         node
         for cell in read(path).cells
         if cell.cell_type == "code"
         for node in ast.parse(cell.source).body
         if isinstance(node, ast.FunctionDef) and node.name in names
     ]
+
+
+def functions(path, *names):
+    """Functions defined in a notebook's cells, by name."""
+    wanted = definitions(path, *names)
     namespace = {"np": np, "noise": noise}
     module = ast.Module(body=wanted, type_ignores=[])
     exec(compile(module, str(path), "exec"), namespace)  # our own notebook, as Jupyter would
@@ -110,3 +116,20 @@ def test_the_step_written_out_in_notebook_01_is_the_librarys():
     for name, view in layout.views(master).items():
         assert np.array_equal(moved[name], view)
         assert not np.array_equal(moved[name], theta[name])
+
+
+def test_the_loss_written_out_in_notebook_02_is_the_one_held_equal_to_trls():
+    (written,) = definitions(paths.NOTEBOOKS / "02_grpo_countdown.ipynb", "grpo_loss")
+    tests = ast.parse((paths.ROOT / "tests/equivalence/test_grpo_trl.py").read_text(encoding="utf-8")).body
+    (tested,) = [node for node in tests if isinstance(node, ast.FunctionDef) and node.name == "grpo_loss"]
+    assert ast.unparse(written.args) == ast.unparse(tested.args)
+    one, other = ([ast.unparse(statement) for statement in f.body[1:]] for f in (written, tested))  # without docstrings
+    assert one == other and len(one) > 8
+
+
+def test_the_kl_estimators_written_out_in_notebook_02_are_the_librarys():
+    (kl_estimates,) = functions(paths.NOTEBOOKS / "02_grpo_countdown.ipynb", "kl_estimates")
+    log_policy, log_ref = -np.random.default_rng(0).exponential(size=(2, 50))
+    library = kl.kl_policy_ref_tokens(log_policy, log_ref)
+    for name, values in kl_estimates(log_policy, log_ref).items():
+        torch.testing.assert_close(torch.from_numpy(values), getattr(library, name), rtol=1e-12, atol=1e-12)

@@ -371,6 +371,8 @@ def test_the_legend_names_every_arm_and_decoding(arms: dict[str, int | None], wi
 
 def test_arms_can_be_told_apart() -> None:
     looks = style.ARMS.values()
-    assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(style.ARMS)
+    assert len({look.marker for look in looks}) == len({look.label for look in looks}) == len(style.ARMS)
+    compared = ("es", "es_shuffled", "es_sampled", "es_random", "grpo", "dr_grpo", "dapo", "base")
+    assert len({style.ARMS[arm].color for arm in compared}) == len(compared)
     with pytest.raises(KeyError, match="no look for 'grppo'"):
         style.line("grppo")

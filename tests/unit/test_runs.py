@@ -242,3 +242,12 @@ def test_points_evenly_spaced_in_the_logarithm():
     spec = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
     assert sorted(runs._curve(spec, {})[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
     assert sorted(runs._curve(spec | {"steps": 4}, {})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
+
+
+@pytest.mark.parametrize("arm", ["es", "grpo"])
+def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_data):
+    folder = str(tiny.bases_folder() / "A0")
+    setting = {name: SETTINGS[name] for name in runs.SWEEP[arm][0]}
+    [spec] = runs.sweep_specs(arm, folder, SETTINGS, "full", [setting])
+    r = experiments.run(spec, "nb", "commit")
+    assert "test" not in r and len(r["curve"]["validation_greedy"]) == len(r["curve"]["step"]) == 3
