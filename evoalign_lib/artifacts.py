@@ -209,8 +209,9 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
 def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]:
     """Draw every text artefact again from the committed records and compare it, byte for byte, with the committed one.
 
-    Each notebook is executed as committed, by this interpreter, into a temporary folder. Compared are csv, tex, md and
-    json, the notebook's part of the manifest, the README's blocks, and the ledger of claims. Pictures are not compared.
+    Each notebook is executed as committed, by this interpreter, into a temporary folder; runs without a record are
+    named and not made. Compared are csv, tex, md and json, the notebook's part of the manifest, the README's blocks,
+    and the ledger of claims. Pictures are not compared.
 
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
@@ -259,7 +260,7 @@ def undrawn() -> list[str]:
 
 
 def _execute(notebook: str, folder: Path) -> str | None:
-    """Execute a notebook as committed with its artefacts redirected; return what failed."""
+    """Execute a notebook as committed with its artefacts redirected; return what failed, such as a missing record."""
     import nbformat
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client import AsyncKernelManager
@@ -277,6 +278,9 @@ def _execute(notebook: str, folder: Path) -> str | None:
     if not path.exists():
         return f"notebooks/{notebook}.ipynb is missing, though it has committed records"
     content = nbformat.read(path, as_version=4)
+    # after the parameters, as papermill would: what has no record is named and not trained for hours
+    after = next((i + 1 for i, cell in enumerate(content.cells) if "parameters" in cell.metadata.get("tags", ())), 0)
+    content.cells.insert(after, nbformat.v4.new_code_cell("dry_run = True"))
     resources = {"metadata": {"path": str(paths.NOTEBOOKS)}}
     client = NotebookClient(content, kernel_manager_class=ThisInterpreter, timeout=600, resources=resources)
     try:

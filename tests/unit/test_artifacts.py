@@ -337,6 +337,10 @@ def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pyt
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise KeyError('seed')")])
     nbformat.write(notebook, repository / "notebooks" / "01_toy.ipynb")
     assert "notebooks/01_toy.ipynb failed: KeyError: 'seed'" in artifacts.verify(["01_toy"])
+    parameters = nbformat.v4.new_code_cell("dry_run: bool = False", metadata={"tags": ["parameters"]})
+    cells = [parameters, nbformat.v4.new_code_cell("if dry_run: raise LookupError('1 run has no record')")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), repository / "notebooks" / "01_toy.ipynb")
+    assert "notebooks/01_toy.ipynb failed: LookupError: 1 run has no record" in artifacts.verify(["01_toy"])
     with pytest.raises(FileNotFoundError, match="no paper/results/02_toy/tiny.jsonl; there are: 01_toy"):
         artifacts.verify(["02_toy"])
 
