@@ -1,4 +1,6 @@
-"""What is measured on whole runs' curves: budget to a target, drawdown, scores at a matched mean; and on a whole sweep.
+"""What is measured on whole runs' curves, and on a whole sweep.
+
+Of a curve: budget to a target, score at a budget or at a matched mean, drawdown. Of a sweep: the expected maximum.
 
 A curve is a pair (x, score): x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises. A run
 that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
@@ -111,6 +113,23 @@ def log_rank(found: ToTarget, baseline: ToTarget) -> float:
     except np.linalg.LinAlgError:
         # zero variance: whenever a run reached it, all at risk did, or only one arm still had budget
         return 1.0
+
+
+def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
+    """Return a curve's score at a budget, interpolated over the logarithm of what was spent.
+
+    x, score: (points,); a first point at x = 0, which has no logarithm, is left out. budget: in the unit of x.
+    Raises ValueError for a budget outside the curve, which is not extended.
+
+    >>> round(score_at([0, 100, 10_000], [0.1, 0.2, 0.4], 1000), 3)
+    0.3
+    """
+    spent, scores = np.asarray(x, np.float64), np.asarray(score, np.float64)
+    begun = spent > 0
+    first = spent[begun].min(initial=inf)
+    if not first <= budget <= spent[-1]:
+        raise ValueError(f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
+    return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
 
 
 def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.float64]]:

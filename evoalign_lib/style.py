@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,10 +64,30 @@ DECODINGS: dict[str, Decoding] = {"greedy": Decoding("-", "greedy"), "t1": Decod
 
 
 def use() -> None:
-    """Apply the style to every figure drawn from here on."""
+    """Apply the style to every figure drawn from here on; a notebook embeds them with a palette of 64 colours."""
     import seaborn
 
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+        # on its first import the inline backend registers a formatter, and would replace this one
+        import matplotlib_inline.backend_inline  # noqa: F401
+        from matplotlib.figure import Figure
+
+        shell.display_formatter.formatters["image/png"].for_type(Figure, _png_with_palette)
+
+
+def _png_with_palette(fig: Figure) -> bytes | None:
+    """Return what a notebook would embed of a figure, in a third of the bytes; None for an empty one."""
+    from IPython.core.pylabtools import print_figure
+    from PIL import Image
+
+    drawn = print_figure(fig)
+    if drawn is None:
+        return None
+    packed = BytesIO()
+    picture = Image.open(BytesIO(drawn)).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    picture.save(packed, "png", optimize=True)
+    return packed.getvalue()
 
 
 def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
@@ -98,6 +120,22 @@ def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) ->
     x, low, high: (points,), in the units of the axes. color: any matplotlib colour.
     """
     ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+
+
+def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str) -> None:
+    """Draw every run of an arm as a dot at x, failed ones as black crosses, and the mean of all as the arm's marker.
+
+    x, values: in the units of the axes; values: (runs,). failed: (runs,), bool. arm: a key of `ARMS`.
+    """
+    import numpy as np
+
+    heights, crossed, look = np.asarray(values, float), np.asarray(failed, bool), ARMS[arm]
+    for chosen, how in (
+        (~crossed, {"s": 8, "color": look.color, "alpha": 0.45, "linewidths": 0}),
+        (crossed, {"s": 14, "color": "black", "marker": "x", "linewidths": 0.8, "zorder": 4}),
+    ):
+        ax.scatter(np.full(chosen.sum(), x), heights[chosen], **how)
+    ax.plot(x, heights.mean(), color=look.color, marker=look.marker, ms=5, mec="white", mew=0.5, zorder=3)
 
 
 def legend(fig: Figure, arms: dict[str, int | None], decodings: tuple[str, ...] = ("greedy", "t1")) -> None:

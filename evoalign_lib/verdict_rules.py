@@ -201,7 +201,7 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
     spent = [_curves(claim, arm, measure["at_equal"]) for arm in arms]
     budget = min(axis[-1] for arm in spent for axis in arm)
     return [
-        np.array([_at(budget, *curve) for curve in zip(axes, scores, strict=True)])
+        np.array([curves.score_at(*curve, budget) for curve in zip(axes, scores, strict=True)])
         for axes, scores in zip(spent, validation, strict=True)
     ]
 
@@ -211,14 +211,6 @@ def _curves(claim: _Claim, arm: Sequence[_Record], name: str) -> list[NDArray[np
         return [np.array(record["curve"][name], np.float64) for record in arm]
     except KeyError as error:
         raise ValueError(f"claim {claim['id']}: a record's curve has no {name!r}") from error
-
-
-def _at(budget: float, spent: NDArray[np.float64], scores: NDArray[np.float64]) -> float:
-    """Return a curve's score at a budget, interpolated over the logarithm of what was spent."""
-    begun = spent > 0
-    if not spent[begun][0] <= budget <= spent[-1]:
-        raise ValueError(f"a curve from {spent[begun][0]:g} to {spent[-1]:g} has no score at {budget:g}")
-    return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
 
 
 def _words(measure: Mapping[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """Artefacts: their exact text, where they go, what the manifest says, and what `verify` finds."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -371,6 +374,45 @@ def test_the_legend_names_every_arm_and_decoding(arms: dict[str, int | None], wi
     shown = {text.get_text() for text in figure.legends[0].get_texts()} - {" "}
     expected = {"ES (n = 8)", "ES, shuffled fitness (n = 4)", "base"} if len(arms) == 3 else {"ES (n = 8)"}
     assert shown == expected | {"greedy", "temperature 1"}
+
+
+def test_dots_show_every_run_the_failed_ones_as_crosses_and_the_mean_of_all() -> None:
+    axes = Figure().subplots()
+    style.dots(axes, 2.0, [0.1, 0.5, 0.6], [True, False, False], "grpo")
+    kept, failed = axes.collections
+    assert kept.get_offsets().tolist() == [[2.0, 0.5], [2.0, 0.6]]
+    assert failed.get_offsets().tolist() == [[2.0, 0.1]]
+    (mean,) = axes.lines
+    assert mean.get_xdata().tolist() == [2.0] and mean.get_ydata() == pytest.approx([0.4])
+    assert mean.get_marker() == style.ARMS["grpo"].marker
+    style.dots(axes, 3.0, [0.1], [True], "es")  # an arm of which no run is left
+    assert axes.lines[-1].get_ydata() == pytest.approx([0.1])
+
+
+def test_a_notebook_embeds_figures_with_a_palette() -> None:
+    code = """
+from io import BytesIO
+import matplotlib.pyplot as plt, numpy as np
+from PIL import Image
+from IPython.core.pylabtools import print_figure
+from evoalign_lib import style
+style.use()
+fig, ax = plt.subplots()
+for arm in ("es", "grpo"):
+    ax.plot([0, 1, 2], [0, 1, 0.5], **style.line(arm))
+    style.band(ax, [0, 1, 2], [0, 0, 0], [1, 2, 1], style.ARMS[arm].color)
+ax.legend()
+display = get_ipython().display_formatter
+display.active_types = ["image/png"]  # a terminal's are text alone
+plain, packed = print_figure(fig), display.format(fig)[0]["image/png"]
+before, after = (Image.open(BytesIO(png)) for png in (plain, packed))
+difference = np.abs(np.array(before.convert("RGB"), int) - np.array(after.convert("RGB"), int))
+print(before.size == after.size, after.mode, len(packed) < len(plain) / 2, difference.max() < 80, difference.mean() < 1)
+"""
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    shell = [sys.executable, "-m", "IPython", "--quick", "--no-banner", "--HistoryManager.enabled=False", "-c", code]
+    printed = subprocess.run(shell, env=environment, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[0] == "True P True True True"
 
 
 def test_arms_can_be_told_apart() -> None:

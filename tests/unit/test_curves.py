@@ -155,6 +155,17 @@ def test_log_rank_depends_on_the_order_alone_and_not_on_which_arm_is_first(seed:
     assert curves.log_rank(*later) == pytest.approx(p)
 
 
+def test_score_at_a_budget_is_interpolated_over_log_x() -> None:
+    x, scores = [0, 100, 1000, 10_000], [0.1, 0.2, 0.4, 0.3]
+    for budget, expected in ((100, 0.2), (10**2.25, 0.25), (1000, 0.4), (10**3.5, 0.35), (10_000, 0.3)):
+        assert curves.score_at(x, scores, budget) == pytest.approx(expected)
+    for budget in (0, 99, 10_001):  # between 0 and 100 there is no logarithm to go by, beyond the end no curve
+        with pytest.raises(ValueError, match=f"a curve from 100 to 10000 has no score at {budget}"):
+            curves.score_at(x, scores, budget)
+    with pytest.raises(ValueError, match="has no score at 1"):
+        curves.score_at([0], [0.1], 1)  # nothing was spent
+
+
 def test_scores_at_mean_are_those_of_the_first_point_at_the_target() -> None:
     matrix = np.array([[0.0, 0.2, 0.5, 0.2], [0.0, 0.4, 0.7, 0.8]])  # means 0, 0.3, 0.6, 0.5
     point, scores = curves.scores_at_mean(matrix, 0.3)
