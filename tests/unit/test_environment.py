@@ -27,7 +27,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 BASE = [Requirement(line) for line in PROJECT["dependencies"]]
 DIRECT = BASE + [Requirement(line) for lines in EXTRAS.values() for line in lines]
 # Modules whose distribution has another name.
-DISTRIBUTION_OF = {"yaml": "pyyaml", "IPython": "ipython"}
+DISTRIBUTION_OF = {"PIL": "pillow", "yaml": "pyyaml", "IPython": "ipython"}
 
 
 def _constraint_lines() -> list[str]:
