@@ -85,14 +85,17 @@ def train_specs(
             arms learning_rate, beta, num_generations; for both steps, prompts_per_step, curve_points. Where they are
             there: curve_spacing "log" (points evenly spaced in the logarithm of the steps; else evenly in steps),
             unique_prompts (the run sees so many problems, again and again: each equally often in the whole run, in turn
-            by a gradient arm and in random order by ES; without it every step has new ones), and scale_rewards in the
-            place of the arm's own.
+            by a gradient arm and in random order by ES; without it every step has new ones in the tiny world, and other
+            models train on all public problems), and scale_rewards in the place of the arm's own.
 
     Raises:
         ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
-            or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts, or
-            filler_steps as for `base_specs`.
+            or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts or more
+            than there are, or filler_steps as for `base_specs`.
     """
+    from evoalign_lib import tiny
+    from evoalign_lib.tasks import countdown
+
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
     wanted = {}
@@ -110,6 +113,12 @@ def train_specs(
         raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
     if wanted.get("unique_prompts", 1) < 1:
         raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
+    for base in bases:
+        if base not in tiny.SHIPPED and wanted.get("unique_prompts", 1) > countdown.PUBLIC_TRAIN:
+            raise ValueError(
+                f"unique_prompts={wanted['unique_prompts']}: model {base!r} trains on public problems, of which there "
+                f"are {countdown.PUBLIC_TRAIN}. Take so many, or fewer."
+            )
     return [
         _spec("train", base, scale, settings) | {"arm": arm, "seed": seed} | wanted for base in bases for seed in seeds
     ]
@@ -267,24 +276,34 @@ _DIGESTS: dict[str, str] = {}
 
 
 def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
-    """Model, tokenizer and the problems of each split; in the tiny world every step has new training problems."""
+    """Model, tokenizer and the problems of each split.
+
+    In the tiny world every step has new training problems, unless the spec has unique_prompts. Other models train on
+    the public ones, all of them or as many as unique_prompts says, drawn by the seed; "sft" goes through them again
+    until it has as many prompts as its spec says.
+    """
     from evoalign_lib import tiny
     from evoalign_lib.es import load_model
     from evoalign_lib.tasks import countdown
 
     sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
+    training = spec["kind"] in ("train", "audit")
+    if training:
+        # a branch of the seed tree that no fixed set uses
+        seed = np.random.SeedSequence([spec["seed"], 1])
+        needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
     if spec["base"] in tiny.SHIPPED:
         model, tokenizer = tiny.load(spec["base"])
         sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
-        if spec["kind"] in ("train", "audit"):
-            # a branch of the seed tree that no fixed set uses
-            seed = np.random.SeedSequence([spec["seed"], 1])
-            needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
+        if training:
             unique = spec.get("unique_prompts", needed)
             sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
         return model, tokenizer, sets
     model, tokenizer = load_model(spec["base"])
     sets = {"train": countdown.load_public("train")}
+    if training and not {"unique_prompts", "prompts"}.isdisjoint(spec):
+        drawn = np.random.default_rng(seed).permutation(len(sets["train"]))[: spec.get("unique_prompts")]
+        sets["train"] = [sets["train"][i] for i in itertools.islice(itertools.cycle(drawn), needed)]
     sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
     sets["test"] = countdown.load_public("test")[: sizes["test"]]
     return model, tokenizer, {name: problems for name, problems in sets.items() if problems}

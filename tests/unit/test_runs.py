@@ -229,6 +229,24 @@ def test_training_problems_are_new_or_come_again_in_turn(unique, expected):
     assert runs._world(es)[2]["train"] == problems
 
 
+def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(external_data):
+    folder = str(tiny.bases_folder() / "A0")
+
+    def problems(arm, seed=0, **changed):
+        [spec] = runs.train_specs(arm, [folder], [seed], SETTINGS | changed, "full")
+        return runs._world(spec)[2]["train"]
+
+    public = countdown.load_public("train")
+    assert problems("es") == problems("grpo") == public
+    few = problems("grpo", unique_prompts=5)
+    assert len(few) == 16 and len(set(few)) == 5 and set(few) < set(public) and few[:11] == few[5:]
+    assert problems("es", unique_prompts=5) == few != problems("grpo", seed=1, unique_prompts=5)
+    filtered = problems("sft", prompts=210)
+    assert len(filtered) == 210 and set(filtered) == set(public) and filtered[:10] == filtered[200:]
+    with pytest.raises(ValueError, match="unique_prompts=201: model .* trains on public problems, .* are 200. Take so"):
+        problems("es", unique_prompts=201)
+
+
 @given(st.integers(1, 6000), st.integers(3, MAX_CURVE), st.booleans())
 def test_the_points_of_a_curve(steps, count, log):
     spec = {"steps": steps, "curve_points": count} | ({"curve_spacing": "log"} if log else {})
