@@ -55,10 +55,11 @@ reproduce: $(STAMP)
 	$(BIN)/evoalign verify
 	@$(MAKE) --no-print-directory paper
 
-# Unit and equivalence tests and doctests; then the notebooks as committed, their marked outputs compared.
+# Unit and equivalence tests and doctests, a file of tests at a time in each of two processes; then the notebooks as
+# committed, their marked outputs compared.
 test: $(STAMP)
-	$(BIN)/python -m pytest
-	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 
 # Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
