@@ -138,7 +138,7 @@ def evaluate(
 
 
 def evaluate_together(claims: Sequence[_Claim], records: Iterable[_Record], scale: str = "tiny") -> list[Verdict]:
-    """Judge claims by run records; the primary ones of a notebook that have p-values share Holm's correction.
+    """Judge claims by run records; the primary ones of a notebook share Holm's correction (p = 1: no runs).
 
     Arguments, result and errors: as `evaluate`.
     """
@@ -150,9 +150,15 @@ def evaluate_together(claims: Sequence[_Claim], records: Iterable[_Record], scal
         findings = RULES[claim["rule"]["kind"]].find(claim, used) if scale in claim["scales"] else []
         p = _p(findings, claim)
         judged.append((claim, findings, p))
-        if "primary" in claim and p is not None:
-            families.setdefault(claim["primary"], {})[claim["id"]] = p
-    corrections = {name: (p, len(family)) for family in families.values() for name, p in stats.holm(family).items()}
+        if "primary" in claim:  # one that cannot be judged yet counts: a verdict must not hang on the order of runs
+            families.setdefault(claim["primary"], {})[claim["id"]] = 1.0 if p is None else p
+    judgeable = {claim["id"] for claim, _, p in judged if p is not None}
+    corrections = {
+        name: (p, len(family))
+        for family in families.values()
+        for name, p in stats.holm(family).items()
+        if name in judgeable
+    }
     return [_verdict(claim, findings, p, corrections.get(claim["id"]), scale) for claim, findings, p in judged]
 
 

@@ -164,6 +164,13 @@ def _tuned(
             f"claim {claim['id']}: {sweep} has {len(made)} runs of {len(found)} settings where {best_of} were "
             "declared, one run each: the best of more is another rule"
         )
+    declared = [tuple(choice[name] for name in names) for choice in setting.get("among", {}).get(arm, ())]
+    others = sorted(found.keys() - set(declared)) if declared else []
+    if others:
+        raise ValueError(
+            f"claim {claim['id']}: {sweep} has {' and '.join(names)} {', '.join(map(str, others))}, which the claim "
+            "does not declare among its settings: take these runs out, or declare them"
+        )
     if len(made) < best_of:
         return f"{sweep} has {len(made)} of {best_of} settings"
     # in the order of the settings: of equal scores the first wins
@@ -510,7 +517,14 @@ def check_rule(claim: _Claim) -> None:
     settings = [(f"arm {arm}", spec["setting"]) for arm, spec in arms.items() if "setting" in spec]
     settings += [(key, rule[key]) for key in ("shared", "best") if key in rule]
     for where, setting in settings:
-        check_keys(f"{name}, setting of {where}", setting, ("best_of", "base"))
+        check_keys(f"{name}, setting of {where}", setting, ("best_of", "base"), ("among",))
+        for arm, choices in setting.get("among", {}).items():
+            if len(choices) != setting["best_of"]:
+                raise ValueError(
+                    f"{name}, setting of {where}: {len(choices)} {arm} settings, of {setting['best_of']} the best"
+                )
+            for choice in choices:
+                check_keys(f"{name}, setting of {where}, {arm}", choice, tuple(runs.SWEEP[arm][0]))
     for side in ("below", "above"):
         if isinstance(rule.get(side), dict):
             check_keys(f"{name}, {side}", rule[side], (), tuple(QUANTITIES))

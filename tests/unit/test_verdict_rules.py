@@ -17,8 +17,8 @@ from evoalign_lib.verdict_rules import Finding
 PROBLEMS = 200
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
 FAMILY = list(DECLARED.values())
-TUNED = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.01}}
-OTHER = {"es": {"sigma": 0.03, "alpha": 0.02}, "grpo": {"learning_rate": 1e-3, "beta": 0.0}}
+TUNED = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.0}}
+OTHER = {"es": {"sigma": 0.01, "alpha": 0.02}, "grpo": {"learning_rate": 1e-3, "beta": 0.04}}
 GENERAL = {"max_completion_length": 16, "validation_problems": 512, "test_problems": PROBLEMS}
 GENERAL |= {"curve_points": 25, "curve_spacing": "log"}
 FIXED = {
@@ -288,7 +288,7 @@ def test_not_worse_than_another_population(n8: int, n30: int, n128: int, expecte
     # problems are the same in all arms and solved from the first on, so a difference of 4 problems is 2 points
     records = [*SWEEPS, *_runs("es", n30)]
     for size, right, steps in ((8, n8, 780), (128, n128, 49)):
-        records += _runs("es", right, seeds=8, population_size=size, steps=steps, alpha=size / 1000)
+        records += _runs("es", right, seeds=8, population_size=size, steps=steps, alpha=0.005 * size / 30)
     verdict = _evaluate("C10", records)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     assert _value(verdict, "n30 less n128, test greedy") == pytest.approx((n30 - n128) / PROBLEMS)
@@ -321,7 +321,7 @@ def _transfer(shared: dict[str, int], best: dict[str, int], seeds: int = 8) -> l
     """Of each arm, problems solved on A1 by the shared and by the best setting; on A2 the shared one is the best."""
     records = list(SWEEPS)
     for arm in ("es", "grpo"):
-        choices = [OTHER[arm], TUNED[arm], *(c for c in runs.SWEEP[arm] if c not in (OTHER[arm], TUNED[arm]))][:4]
+        choices = DECLARED["C9"]["rule"]["best"]["among"][arm]
         records += _sweep(arm, "A1", OTHER[arm], choices) + _sweep(arm, "A2", TUNED[arm], choices)
         records += _runs(arm, shared[arm], "A1", seeds) + _runs(arm, best[arm], "A1", seeds, **OTHER[arm])
         records += _runs(arm, 50, "A2", seeds)
@@ -352,6 +352,17 @@ def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all
     verdict = _evaluate("C9", missing)
     assert (verdict.verdict, verdict.n) == ("underpowered", 7)
     assert "A1 best: 8 of grpo, 8 of es; A1 shared: 8 of grpo, 8 of es; A2 best: 8 of grpo, 7 of es;" in verdict.text
+
+
+def test_regret_over_other_settings_than_the_declared_ones_is_refused() -> None:
+    records = _transfer({"es": 50, "grpo": 40}, {"es": 50, "grpo": 70})
+    choices = [*DECLARED["C9"]["rule"]["best"]["among"]["es"][:3], {"sigma": 0.03, "alpha": 0.02}]
+    of_sweep = {"base": "A1", "arm": "es", "seed": runs.SWEEP_SEED}.items()
+    records = [r for r in records if not of_sweep <= r["spec"].items()] + _sweep("es", "A1", TUNED["es"], choices)
+    with pytest.raises(
+        ValueError, match=r"sweep of es on A1 has sigma and alpha \(0.03, 0.02\), which the claim does not"
+    ):
+        _evaluate("C9", records)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +464,7 @@ def test_holm_within_a_notebook() -> None:
     raw = {c["id"]: evaluate(c, records, declared=[]) for c in family}
     assert [raw[name].verdict for name in "VWXYZ"] == ["supported"] * 4 + ["open"]
     assert 0.025 < raw["W"].p < raw["X"].p < 0.05 and raw["Y"].p < 1e-6 and raw["Z"].p is None
-    # three p-values: Z has no runs and is not corrected for, V is no primary claim
+    # Z has no runs and counts all the same, as p = 1; V is no primary claim
     verdicts = {verdict.id: verdict for verdict in evaluate_together(family, records)}
     assert [verdicts[name].verdict for name in "VWXYZ"] == [
         "supported",
@@ -462,11 +473,11 @@ def test_holm_within_a_notebook() -> None:
         "supported",
         "open",
     ]
-    assert verdicts["W"].p == verdicts["X"].p == pytest.approx(2 * raw["W"].p)
-    assert verdicts["Y"].p == pytest.approx(3 * raw["Y"].p) and verdicts["V"] == raw["V"]
+    assert verdicts["W"].p == verdicts["X"].p == pytest.approx(3 * raw["W"].p)
+    assert verdicts["Y"].p == pytest.approx(4 * raw["Y"].p) and verdicts["V"] == raw["V"]
     assert verdicts["W"].text.startswith("supported by itself, but p = 0.0")
-    assert "after Holm's correction, family of 3. a less b, largest drawdown" in verdicts["W"].text
-    assert verdicts["Y"].text.endswith("after Holm's correction, family of 3")
+    assert "after Holm's correction, family of 4. a less b, largest drawdown" in verdicts["W"].text
+    assert verdicts["Y"].text.endswith("after Holm's correction, family of 4")
     assert evaluate(family[0], records, declared=family) == verdicts["W"]
 
 
@@ -479,8 +490,8 @@ def _field() -> list[dict]:
     records = _transfer({"es": 62, "grpo": 40}, {"es": 63, "grpo": 60}) + [_base(f"A{i}", 20) for i in range(3)]
     records += [record | {"ledger": ledger} for record in _runs("es", 62)] + _runs("grpo", 40, jitter=3)
     records += _runs("es_sampled", 50, seeds=8) + _runs("dr_grpo", 41, seeds=8)
-    records += _runs("es", 60, seeds=8, population_size=8, steps=780, alpha=0.001)
-    return records + _runs("es", 61, seeds=8, population_size=128, steps=49, alpha=0.02)
+    records += _runs("es", 60, seeds=8, population_size=8, steps=780, alpha=0.005 * 8 / 30)
+    return records + _runs("es", 61, seeds=8, population_size=128, steps=49, alpha=0.005 * 128 / 30)
 
 
 @cache
