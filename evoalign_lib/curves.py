@@ -151,12 +151,13 @@ def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.fl
 def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
     """Return how far curves fall at most below their running maximum, in the unit of the scores; 0 if they never do.
 
-    It grows with the number of points and the noise of their evaluation: compare arms evaluated alike.
+    It grows with the number of points and the noise of their evaluation: compare arms evaluated alike. Falls are
+    rounded to 9 decimals: equal falls from different heights differ in their last bits, and ranks would order them.
 
     curves: (..., points). Returns (...,). Raises ValueError for no points and values that are not finite.
     """
     scores = _points(curves, np.ndim(curves))
-    return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1)
+    return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1).round(9)
 
 
 def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:

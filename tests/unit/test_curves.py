@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2, norm
 
-from evoalign_lib import curves
+from evoalign_lib import curves, stats
 from evoalign_lib.curves import ToTarget
 
 
@@ -190,10 +190,17 @@ def test_largest_drawdown_by_hand() -> None:
             curves.largest_drawdown(wrong)
 
 
+def test_equal_drawdowns_at_different_heights_are_equal() -> None:
+    assert 0.3 - 0.1 < 0.2 < 0.9 - 0.7
+    found = curves.largest_drawdown([[0.3, 0.1], [0.9, 0.7]])
+    assert found[0] == found[1] == 0.2
+    assert stats.mann_whitney([found[0]] * 4, [found[1]] * 4) == 1.0
+
+
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=12))
 def test_largest_drawdown_is_the_largest_fall_between_two_points(scores: list[float]) -> None:
     falls = [a - b for a, b in combinations(scores, 2)]
-    assert curves.largest_drawdown(scores) == max([0.0, *falls])
+    assert curves.largest_drawdown(scores) == pytest.approx(max([0.0, *falls]), abs=1e-9)
 
 
 def test_expected_maximum_by_hand() -> None:
