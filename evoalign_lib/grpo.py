@@ -33,11 +33,18 @@ Where `dapo` departs from DAPO (Yu et al., arXiv 2503.14476):
 
 9. Token-level loss and the raised upper clip (0.28) only, and the clip is inactive (2). No dynamic sampling, which TRL
    does not have; no overlong filtering (`mask_truncated_completions`) and no penalty of length.
+10. The paper leaves the KL penalty out (its section 2.3); here beta is a setting as for the other arms, 0 unless set.
+   It takes several updates a batch, for which its clip is; here there is one, as 2.
 
 Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
-10. TRL's trainer has PPO's clipped ratio at sequence level, inactive here. The KL penalty is k1 summed over the
+11. TRL's trainer has PPO's clipped ratio at sequence level, inactive here. The KL penalty is k1 summed over the
    sequence, inside the reward, as in the paper.
+
+Fine-tuning on filtered samples (`filtered_sft`):
+
+12. Its learning rate is whatever is given, and nothing here tunes it: the notebooks give it the one that GRPO's sweep
+   chose, which need not be its best.
 
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
