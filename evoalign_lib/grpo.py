@@ -80,7 +80,7 @@ _COMMON = {
     "top_k": 0,
     "min_p": None,
     "repetition_penalty": 1.0,
-    "generation_kwargs": None,
+    "generation_kwargs": {"remove_invalid_values": True},  # finite logits stay; a diverged model draws tokens at random
     "chat_template_kwargs": None,
     "cache_implementation": None,
     "use_transformers_continuous_batching": False,

@@ -6,14 +6,15 @@ reward choose among samples of the base, "audit" repeats an ES run in half preci
 steps with the exact gradient, "kl" compares estimators of the KL with its exact value.
 
 Every training run is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and the test set
-once, at the end, with the KL of the trained model from its base. Evaluation is in no budget.
+once, at the end, with the KL of the trained model from its base. Evaluation is in no budget. A run whose weights stop
+being finite goes on to its end like any other, with a model that answers nothing right: its record has the step after
+which that was so, `diverged`, and null for every number that is not finite.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -380,13 +381,13 @@ def _run_es(spec: Spec, keep: Path | None = None) -> Record:
         if spec["arm"] == "es_sampled":
             changed |= {"sampling": "common", "arm": "es_sampled"}
         trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, **changed)
-        start = trainer.engine.master.copy()
+        start, diverged = trainer.engine.master.copy(), _divergence(trainer)
         trainer.train()
         kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
     budget = _spent_by_es(trainer)
     budget["core_seconds"] = round(budget["core_seconds"], 2)
     result = {"budget": budget, "counts": dict(trainer.counts), "plan": trainer.engine.plan, "curve": curve}
-    return result | kept | _outcome(spec, trainer.engine, start, sets)
+    return result | kept | _outcome(spec, trainer.engine, start, sets, diverged)
 
 
 def _spent_by_es(trainer: Any) -> dict[str, Any]:
@@ -436,13 +437,14 @@ def _run_gradient(spec: Spec) -> Record:
         rows = _rows(spec, tokenizer, sets["train"])
         trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [Watch()])
         trainer.remove_callback(PrinterCallback)
+        diverged = _divergence(trainer)
         trainer.train()
     _take_weights(engine, model)
     counts = dict(budget.counts)
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": curve, "trl": trl.__version__}
-    return result | _outcome(spec, engine, start, sets)
+    return result | _outcome(spec, engine, start, sets, diverged)
 
 
 def _run_sft(spec: Spec) -> Record:
@@ -478,6 +480,7 @@ def _run_sft(spec: Spec) -> Record:
         general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
         trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=folder, **settings, **general)
         trainer.remove_callback(PrinterCallback)
+        diverged = _divergence(trainer)
         cpu = time.process_time()  # importing and making a trainer is no training
         trainer.train()
         core_seconds += time.process_time() - cpu
@@ -487,7 +490,7 @@ def _run_sft(spec: Spec) -> Record:
     budget |= {"core_seconds": round(core_seconds, 2)}
     _take_weights(engine, model)
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
-    return result | _outcome(spec, engine, start, sets)
+    return result | _outcome(spec, engine, start, sets, diverged)
 
 
 def _run_best_of_n(spec: Spec) -> Record:
@@ -534,11 +537,27 @@ def _take_weights(engine: Any, model: Any) -> None:
         tensor.copy_(parameters[name].detach())
 
 
-def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list]) -> Record:
-    """What is measured of every trained model."""
+def _divergence(trainer: Any) -> list[int]:
+    """The steps of a run, as it goes on, after which the model has weights that are not finite."""
+    from transformers import TrainerCallback
+
+    steps = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if not all(p.isfinite().all() for p in model.parameters()):
+                steps.append(state.global_step)
+
+    trainer.callback_handler.add_callback(Watch())
+    return steps
+
+
+def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
+    """What is measured of every trained model, and the first step after which it had weights that were not finite."""
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
+    outcome |= {"diverged": diverged[0]} if diverged else {}
     if "test" not in sets:
         return outcome
     return outcome | {"test": _test(engine, sets["test"]), "kl_policy_base": _kl_from_base(spec, engine)}
@@ -692,13 +711,7 @@ def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
     run, source = trainer.ledger, trainer.ledger.path
     error = np.abs(ledger.replay(source, base) - trainer.engine.master).max()
     packed = ledger.pack(source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with open(partial, "wb") as file:
-        file.write(packed)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)  # complete, or not there
+    path.write_bytes(packed)
     return {
         "bytes": source.stat().st_size,
         "gzip_bytes": len(packed),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from evoalign_lib import experiments, grpo, paths, runs, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
+from evoalign_lib.stats import accuracy_matrix
 from evoalign_lib.tasks import countdown
 
 pytestmark = pytest.mark.skipif(
@@ -70,6 +71,28 @@ def test_the_record_of_every_arm(arm, tmp_path):
         assert curve[axis][-1] == pytest.approx(budget[axis], abs=0.01)
     assert curve["reward"][0] is None and all(0 <= reward <= 1.1 for reward in curve["reward"][1:])
     assert {len(values) for values in curve.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed", "step"),
+    [
+        ("es", {"alpha": 3e38}, 1),
+        ("grpo", {"learning_rate": 1e36}, 2),
+        ("rloo", {"learning_rate": 1e36, "beta": 0.1}, 2),
+        ("sft", {"learning_rate": 1e36}, 2),
+    ],
+)
+def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_path):
+    r, healthy = experiments.run(spec_of(arm, **changed), "nb", "commit"), record_of(arm)
+    append_record(tmp_path / "x.jsonl", r)
+    assert r["status"] == "finished" and r["diverged"] == step and "diverged" not in healthy
+    assert r["update_norm"] is None and r["kl_policy_base"]["exact_nats_per_sequence"] is None
+    # it spent what a healthy run spends, and its model answers nothing right
+    assert r["budget"]["completions"] == healthy["budget"]["completions"]
+    assert not any(accuracy_matrix([r], decoding).any() for decoding in ("greedy", "t1"))
+    if arm != "sft":
+        assert r["curve"]["completions"] == healthy["curve"]["completions"]
+        assert all(r["curve"][f"validation_{decoding}"][-1] == 0 for decoding in ("greedy", "t1"))
 
 
 def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
