@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import experiments, paths, runs, stats, tiny
+from evoalign_lib import claims, experiments, paths, runs, stats, tiny
 from evoalign_lib.experiments import append_record, check_parameters, load_or_run, read_records, spec_hash
 
 PARAMETERS = {
@@ -296,6 +296,22 @@ def test_the_first_record_of_a_spec_stays_with_its_ledger(tmp_path, capsys):
     assert append_record(file, record(2)) == record(2) and read_records(file) == [first, record(2)]
     assert [path.read_text() for path in (tmp_path / "results/ledgers").iterdir()] == ["first"]
     assert (tmp_path / f"results/ledgers/{first['spec_hash']}.jsonl.gz").is_file()
+
+
+def test_committed_records_are_read_as_load_or_run_reads_them(folders):
+    one, other = (folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b"))
+    append_record(one, record(1)), append_record(other, record(2)), append_record(other, record(3))
+    whole = other.read_bytes()
+    other.write_bytes(whole[:-9])  # its writer was killed
+    assert claims.committed_records("tiny") == [record(1), record(2)] and claims.committed_records("full") == []
+    other.write_bytes(whole.replace(b'"seed":2', b'"seed":9'))
+    with pytest.raises(ValueError, match="02_b.*line 1: the spec does not have the hash .* it was edited"):
+        claims.committed_records("tiny")
+    other.write_bytes(whole)
+    append_record(one, record(3, note="of a merge"))
+    both = f"spec {record(3)['spec_hash']} has two records, in .*01_a.* and in .*02_b.*: delete one of the two lines"
+    with pytest.raises(ValueError, match=both):
+        claims.committed_records("tiny")
 
 
 def _await(condition, seconds: float = 300) -> None:
