@@ -197,8 +197,7 @@ def config(
         maths["scale_rewards"] = scale_rewards
     rollouts = prompts_per_step * num_generations
     micro_batch = rollouts if micro_batch is None else micro_batch
-    if micro_batch < 1 or rollouts % micro_batch:
-        raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
+    check_micro_batch(micro_batch, rollouts)
     stated = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
     stated |= {
         "output_dir": output_dir,
@@ -220,6 +219,12 @@ def config(
     if args.world_size > 1:
         raise ValueError(f"{args.world_size} processes were launched: start one, without torchrun or accelerate.")
     return args
+
+
+def check_micro_batch(micro_batch: int, rollouts: int) -> None:
+    """Raise ValueError unless a step's completions (rollouts) fall into micro batches of so many."""
+    if micro_batch < 1 or rollouts % micro_batch:
+        raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
 
 
 def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:

@@ -421,10 +421,14 @@ def test_filler_steps_that_a_base_cannot_have(base, changed, message):
 
 
 @needs_bases
-def test_kinds_that_do_not_ask_for_thinking_refuse_the_base_that_needs_it():
-    settings = FILLED | {"estimator_problems": 4}
-    with pytest.raises(ValueError, match="base 'H0' has no specs of kind 'estimator': its prompts need filler_steps"):
-        runs.estimator_specs("H0", 2, 1, "expected", "any", settings, "smoke")
+@pytest.mark.parametrize("base", ["H0", "org/some-model", str(tiny.bases_folder() / "A0")])
+def test_kinds_of_plain_tiny_models_refuse_any_other_base(base):
+    settings = FILLED | {"estimator_problems": 4, "kl_problems": 4, "kl_samples": 2}
+    message = "base '.*' has no specs of kind '{}', which are of plain models of the tiny world alone: take one of A0"
+    with pytest.raises(ValueError, match=message.format("estimator")):
+        runs.estimator_specs(base, 2, 1, "expected", "any", settings, "smoke")
+    with pytest.raises(ValueError, match=message.format("kl")):
+        runs.kl_specs(base, 0.1, 1, settings, "smoke")
 
 
 @needs_bases
