@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -658,6 +659,48 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
     assert [file.read_bytes() for file in files] == before
     with pytest.raises(experiments.DryRun, match="0 of 1 runs have records"):
         load_or_run(runs.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
+
+
+NOTEBOOK = """#!/bin/sh
+test ! -e killed || exit 1
+found=loaded
+test -e "$EVOALIGN_RUN_DIR/results" || found=trained
+mkdir -p "$EVOALIGN_RUN_DIR/results"
+echo "records $found"
+"""
+
+
+def test_a_forced_reproduction_goes_on_after_a_kill_and_begins_anew_after_its_end(tmp_path):
+    """The Makefile's own rule; the commands that it calls only note whether there were records."""
+    for name in ("notebooks", "paper", "bin", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("notebooks/01_a.ipynb", "pyproject.toml", "constraints.txt", ".venv/.installed"):
+        (tmp_path / name).touch()
+    shutil.copy(paths.ROOT / "Makefile", tmp_path)
+    for name, text in (
+        (".venv/bin/papermill", NOTEBOOK),
+        (".venv/bin/evoalign", "#!/bin/sh"),
+        ("bin/latexmk", "#!/bin/sh"),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def reproduce(*arguments):
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        command = ["make", "-C", tmp_path, "reproduce", *arguments]
+        done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        return done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith("records")]
+
+    assert reproduce("FORCE=1") == (True, ["records trained"])
+    (tmp_path / "killed").touch()
+    assert reproduce("FORCE=1") == (False, [])  # it has begun anew
+    (tmp_path / "killed").unlink()
+    (tmp_path / "runs/reproduce/results").mkdir()  # and stored something
+    assert reproduce("FORCE=1") == (True, ["records loaded"])
+    assert reproduce("FORCE=1") == (True, ["records trained"])
+    (tmp_path / "bin/latexmk").write_text("#!/bin/sh\nexit 1")  # no reason to train again
+    assert reproduce("FORCE=1") == (False, ["records trained"])
+    assert reproduce("FORCE=1") == (False, ["records loaded"])
 
 
 def test_comparison_with_committed_records():
