@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
 PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
+FORCED := runs/reproduce/.forced
 
 # One thread a process: parallelism comes from worker processes, and two threads on shared cores are far slower.
 export OMP_NUM_THREADS = 1
@@ -40,8 +41,13 @@ quickstart: $(STAMP)
 	@echo "Figures:"; find runs/quickstart -path '*/figures/*.png' | sort | sed 's/^/  /'
 	@echo "Tables:"; find runs/quickstart -path '*/generated/*.csv' | sort | sed 's/^/  /'
 
-# Run what is missing of all notebooks, load the rest, redraw all, check it and compile the paper.
+# Run what is missing of all notebooks, load the rest, redraw all, check it and compile the paper. With FORCE=1 a run
+# that was interrupted goes on from its records in runs/reproduce; after one that came to its end, the next begins anew.
 reproduce: $(STAMP)
+	@if [ "$(FORCE)" = 1 ] && [ -e $(FORCED) ]; then \
+		echo "runs/reproduce holds a forced run that came to its end: removed, to train everything again"; \
+		rm -rf runs/reproduce; \
+	fi
 	@mkdir -p runs/reproduce
 	@for notebook in $(CHOSEN); do \
 		echo "== $$notebook"; \
@@ -54,6 +60,7 @@ reproduce: $(STAMP)
 	done
 	$(BIN)/evoalign verify
 	@$(MAKE) --no-print-directory paper
+	@if [ "$(FORCE)" = 1 ]; then touch $(FORCED); fi
 
 # Unit and equivalence tests and doctests, a file of tests at a time in each of two processes; then the notebooks as
 # committed, their marked outputs compared.

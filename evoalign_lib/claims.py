@@ -8,7 +8,6 @@ rules themselves are kept by paper/claims.lock: one that changes after its recor
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from evoalign_lib import paths, stats
 from evoalign_lib._render import canonical_json
+from evoalign_lib.experiments import read_records
 from evoalign_lib.stats import Interval
 from evoalign_lib.verdict_rules import RULES, Finding, check_keys, check_rule, has_runs
 
@@ -168,9 +168,21 @@ def evaluate_all(scale: str = "tiny") -> list[Verdict]:
 
 
 def committed_records(scale: str = "tiny") -> list[_Record]:
-    """Return the records in paper/results/*/<scale>.jsonl, notebook by notebook."""
-    files = sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    """Return the records in paper/results/*/<scale>.jsonl, notebook by notebook, without a torn last line.
+
+    Raises ValueError for a damaged or edited line (`experiments.read_records`), and for a spec that has two records.
+    """
+    records, files = [], {}
+    for file in sorted(paths.RESULTS.glob(f"*/{scale}.jsonl")):
+        for record in read_records(file):
+            if (name := record["spec_hash"]) in files:
+                raise ValueError(
+                    f"the spec {name} has two records, in {files[name]} and in {file}: delete one of the two lines, "
+                    "and the ledger that it alone names"
+                )
+            files[name] = file
+            records.append(record)
+    return records
 
 
 def decide(

@@ -28,14 +28,10 @@ class ToTarget:
     """(runs,), whether the run reached the target; False is censored."""
 
 
-def completions_to_target(
-    curves: Sequence[tuple[ArrayLike, ArrayLike]], target: float, interpolate: bool = False
-) -> ToTarget:
-    """Return when runs first reached a target score.
+def completions_to_target(curves: Sequence[tuple[ArrayLike, ArrayLike]], target: float) -> ToTarget:
+    """Return when runs first reached a target score: the first evaluated point at or above it.
 
     curves: (x, score) of each run, both (points,), with any axis of budget as x. target: in the unit of the scores.
-    interpolate: False gives the first evaluated point at or above the target; True the crossing on the straight line
-    over log x to it from the point before (from x = 0, which has no logarithm, the point itself).
     Raises ValueError for no runs, shapes that differ, x that does not rise or is negative, values that are not finite.
     """
     if not curves:
@@ -55,14 +51,7 @@ def completions_to_target(
             )
         above = np.flatnonzero(y >= target)
         reached.append(len(above) > 0)
-        if not reached[-1]:
-            ends.append(x[-1])
-        elif interpolate and above[0] > 0 and x[above[0] - 1] > 0:
-            after = above[0]
-            share = (target - y[after - 1]) / (y[after] - y[after - 1])
-            ends.append(x[after - 1] * (x[after] / x[after - 1]) ** share)
-        else:
-            ends.append(x[above[0]])
+        ends.append(x[above[0]] if reached[-1] else x[-1])
     return ToTarget(np.array(ends), np.array(reached))
 
 
@@ -91,28 +80,6 @@ def median_to_target(found: ToTarget, level: float = 0.95) -> Interval:
         # no step is undecided: one went from surely above one half to surely below, or all stay surely above
         low, high = (median, median) if len(half) else (found.x.max(), inf)
     return Interval(median, float(low), float(high), n, level)
-
-
-def log_rank(found: ToTarget, baseline: ToTarget) -> float:
-    """Return the two-sided p-value of equal budgets to a target by the log-rank test, censored runs included.
-
-    Arms are compared up to the smaller of their largest budgets. Raises ValueError for fewer than 2 runs in an arm, and
-    where no run of either reached the target. Source: Mantel 1966 (statsmodels' survdiff, chi-squared).
-    """
-    from statsmodels.duration.survfunc import survdiff
-
-    fewest = min(len(found.x), len(baseline.x))
-    if fewest < 2:
-        raise ValueError(f"an arm has {fewest} run(s): the log-rank test needs 2 or more in both")
-    x, reached = np.concatenate([found.x, baseline.x]), np.concatenate([found.reached, baseline.reached])
-    if not reached.any():
-        raise ValueError("no run of either arm reached the target: choose a lower one, or report both as censored")
-    arm = np.repeat([0, 1], [len(found.x), len(baseline.x)])
-    try:
-        return float(survdiff(x, reached.astype(int), arm)[1])
-    except np.linalg.LinAlgError:
-        # zero variance: whenever a run reached it, all at risk did, or only one arm still had budget
-        return 1.0
 
 
 def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
@@ -151,12 +118,12 @@ def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.fl
 def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
     """Return how far curves fall at most below their running maximum, in the unit of the scores; 0 if they never do.
 
-    It grows with the number of points and the noise of their evaluation: compare arms evaluated alike. Falls are
-    rounded to 9 decimals: equal falls from different heights differ in their last bits, and ranks would order them.
+    It grows with the number of points and the noise of their evaluation: compare arms evaluated alike.
 
     curves: (..., points). Returns (...,). Raises ValueError for no points and values that are not finite.
     """
     scores = _points(curves, np.ndim(curves))
+    # rounded: equal falls between other scores differ in their last bits, and rank tests would tell them apart
     return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1).round(9)
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import os
 import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +29,16 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from evoalign_lib import ledger, paths
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 ENGINE_VERSION = 2
 SCALES = ("smoke", "tiny", "full")
@@ -189,30 +196,94 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def append_record(path: Path, record: Record) -> None:
+def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
     """Add one line to a record file, synced to disk; a torn last line of a killed run is cut off first.
 
+    Several processes may write to a file at once: it is locked meanwhile (`fcntl.flock`, which Windows does not have:
+    let one process write there). Of two records of one spec the first stays, and the second is left out.
+
+    Args:
+        path: of the file, made with its folder where it is not there.
+        record: of a finished run.
+        kept: the ledger of the run, to be kept beside the file as ledgers/<spec hash>.jsonl.gz.
+
+    Returns:
+        The record of this spec that the file holds now; if it is another one, that is printed.
+
     Raises:
-        ValueError: a record over 8 kB or with a curve over 50 points.
+        ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite.
     """
-    line = _canonical(record) + "\n"
-    if len(line) > _MAX_RECORD:
-        raise ValueError(f"the record of {record['spec_hash']} has {len(line)} bytes: at most {_MAX_RECORD} may be.")
-    for name, values in record.get("curve", {}).items():
-        if len(values) > MAX_CURVE:
-            raise ValueError(f"curve {name!r} has {len(values)} points, at most {MAX_CURVE} are allowed.")
+    line, own = _line(record).encode(), record["spec_hash"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)  # given back where the file is closed
         file.seek(0)
         text = file.read()
         complete = text.rfind(b"\n") + 1
         if _is_json(text[complete:]):  # only the newline is missing: read_records takes it for a record
-            line = "\n" + line
+            line = b"\n" + line
         else:
+            text = text[:complete]
             file.truncate(complete)
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+        for stored in text.splitlines():
+            if f'"spec_hash":"{own}"'.encode() in stored:
+                print(f"{path} has a record of {_run_name(record['spec'])} already, made meanwhile: it stays")
+                return json.loads(stored)
+        if kept is not None:
+            _keep(kept, path.parent / "ledgers" / f"{own}.jsonl.gz")  # first: no record is without its ledger
+        _write(file, line)
+    return record
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _keep(source: Path, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    with open(partial, "wb") as file:
+        _write(file, source.read_bytes())
+    partial.replace(path)  # complete, or not there
+
+
+def _line(record: Record) -> str:
+    """A record as its line in a file. Raises ValueError, naming the run, where it may not be stored."""
+    name = _run_name(record["spec"])
+    bad: list[str] = []
+    _finite(record, "", bad)
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"the run {name} has numbers that are not finite: {', '.join(bad[:5])}{more}. Take smaller steps or "
+            "less noise (alpha, sigma, learning_rate)."
+        )
+    for curve, values in record.get("curve", {}).items():
+        if len(values) > MAX_CURVE:
+            raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
+    line = _canonical(record) + "\n"
+    if len(line) > _MAX_RECORD:
+        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {_MAX_RECORD} may be.")
+    return line
+
+
+def _finite(value: Any, name: str, bad: list[str]) -> Any:
+    """A value of a record with None for each number in it that is not finite, of which the list gets the names."""
+    if isinstance(value, dict):
+        return {k: _finite(v, f"{name}.{k}" if name else k, bad) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v, f"{name}[{i}]", bad) for i, v in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(f"{name} = {value}")
+        return None
+    return value
+
+
+def _run_name(spec: Spec) -> str:
+    return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
 
 
 def _is_json(text: bytes) -> bool:
@@ -238,7 +309,8 @@ def load_or_run(
 
     Committed records of every notebook of the scale are searched. A run made now is stored at once, so a killed sweep
     continues where it was: at scale smoke, and with force or aside, below the run folder (EVOALIGN_RUN_DIR, default
-    runs/<notebook>-<scale>), which is searched then, too; else among the committed records.
+    runs/<notebook>-<scale>), which is searched then, too; else among the committed records. Two sweeps at once may
+    store to one file; of a spec that both run, the first record stays and is returned by both.
 
     Args:
         specs: the runs.
@@ -259,8 +331,9 @@ def load_or_run(
         DryRun: runs are missing in a dry run; the message names them.
         RuntimeError: a process that ran specs was killed.
 
-    The error of a run that fails is raised when the runs that had begun are finished and stored; an interrupt ends them
-    at once. In either case, and after a kill, another call runs what is missing.
+    The error of a run that fails, or whose record may not be stored (see `run`), is raised when the runs that had begun
+    are finished and stored; an interrupt ends them at once. In either case, and after a kill, another call runs what is
+    missing.
     """
     hashes = [spec_hash(s) for s in specs]
     if len(set(hashes)) < len(hashes):
@@ -282,18 +355,17 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if dry_run and missing:
-        names = ", ".join(
-            f"{s.get('arm', s['kind'])} {s['base']} {s.get('seed', s.get('repeat', ''))}" for s in missing[:20]
-        )
+        names = ", ".join(map(_run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
-    keep = {h: target.parent / "ledgers" / f"{h}.jsonl.gz" for h in kept}
     try:
-        # closed at once where storing fails or is interrupted: no process goes on in the background
-        with closing(_run_all(missing, notebook, workers, keep)) as finished:
-            for record in finished:
-                append_record(target, record)
-                found[record["spec_hash"]] = record
+        with tempfile.TemporaryDirectory() as made:
+            keep = {h: Path(made) / f"{h}.jsonl.gz" for h in kept}
+            # closed at once where storing fails or is interrupted: no process goes on in the background
+            with closing(_run_all(missing, notebook, workers, keep)) as finished:
+                for record in finished:
+                    h = record["spec_hash"]
+                    found[h] = append_record(target, record, keep.get(h))
     except KeyboardInterrupt as error:
         error.add_note(_STORED)
         raise
@@ -332,9 +404,8 @@ def ledger_file(record: Record) -> Path:
     spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
     if "ledger" not in record:
         raise ValueError(
-            f"the record {record['spec_hash']} of {record['notebook']} ({spec.get('arm', spec['kind'])} {spec['base']} "
-            f"{spec.get('seed', '')}) was made without keeping the run's ledger: delete its line to run it again, or "
-            "leave its spec out of keep_ledgers."
+            f"the record {record['spec_hash']} of {record['notebook']} ({_run_name(spec)}) was made without keeping "
+            "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
         )
     beside = run_folder(record["notebook"], spec["scale"]) / "results"
     found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
@@ -452,7 +523,12 @@ def _start_worker(parent: int) -> None:
 
 
 def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Record:
-    """Run one spec in this process and return its record; with `keep`, a training run's ledger is written there."""
+    """Run one spec in this process and return its record; with `keep`, a training run's ledger is written there.
+
+    Raises:
+        ValueError: a record that may not be stored, naming the run and what is wrong: too large, or with numbers that
+            are not finite though no weight was (those of a run that diverged are null).
+    """
     import torch
 
     from evoalign_lib import runs
@@ -463,7 +539,9 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(time.process_time() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
-    return {
+    if "diverged" in result:
+        result = _finite(result, "", [])
+    record = {
         "spec": spec,
         "spec_hash": spec_hash(spec),
         "notebook": notebook,
@@ -472,6 +550,8 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
         "environment": environment(),
         **result,
     }
+    _line(record)  # an error of this run, and not of the process that stores it among others
+    return record
 
 
 def environment() -> dict[str, str]:

@@ -33,11 +33,18 @@ Where `dapo` departs from DAPO (Yu et al., arXiv 2503.14476):
 
 9. Token-level loss and the raised upper clip (0.28) only, and the clip is inactive (2). No dynamic sampling, which TRL
    does not have; no overlong filtering (`mask_truncated_completions`) and no penalty of length.
+10. The paper leaves the KL penalty out (its section 2.3); here beta is a setting as for the other arms, 0 unless set.
+   It takes several updates a batch, for which its clip is; here there is one, as 2.
 
 Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
-10. TRL's trainer has PPO's clipped ratio at sequence level, inactive here. The KL penalty is k1 summed over the
+11. TRL's trainer has PPO's clipped ratio at sequence level, inactive here. The KL penalty is k1 summed over the
    sequence, inside the reward, as in the paper.
+
+Fine-tuning on filtered samples (`filtered_sft`):
+
+12. Its learning rate is whatever is given, and nothing here tunes it: the notebooks give it the one that GRPO's sweep
+   chose, which need not be its best.
 
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
@@ -73,7 +80,7 @@ _COMMON = {
     "top_k": 0,
     "min_p": None,
     "repetition_penalty": 1.0,
-    "generation_kwargs": None,
+    "generation_kwargs": {"remove_invalid_values": True},  # finite logits stay; a diverged model draws tokens at random
     "chat_template_kwargs": None,
     "cache_implementation": None,
     "use_transformers_continuous_batching": False,
@@ -190,8 +197,7 @@ def config(
         maths["scale_rewards"] = scale_rewards
     rollouts = prompts_per_step * num_generations
     micro_batch = rollouts if micro_batch is None else micro_batch
-    if micro_batch < 1 or rollouts % micro_batch:
-        raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
+    check_micro_batch(micro_batch, rollouts)
     stated = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
     stated |= {
         "output_dir": output_dir,
@@ -213,6 +219,12 @@ def config(
     if args.world_size > 1:
         raise ValueError(f"{args.world_size} processes were launched: start one, without torchrun or accelerate.")
     return args
+
+
+def check_micro_batch(micro_batch: int, rollouts: int) -> None:
+    """Raise ValueError unless a step's completions (rollouts) fall into micro batches of so many."""
+    if micro_batch < 1 or rollouts % micro_batch:
+        raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
 
 
 def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:

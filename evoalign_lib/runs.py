@@ -6,14 +6,15 @@ reward choose among samples of the base, "audit" repeats an ES run in half preci
 steps with the exact gradient, "kl" compares estimators of the KL with its exact value.
 
 Every training run is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and the test set
-once, at the end, with the KL of the trained model from its base. Evaluation is in no budget.
+once, at the end, with the KL of the trained model from its base. Evaluation is in no budget. A run whose weights stop
+being finite goes on to its end like any other, with a model that answers nothing right: its record has the step after
+which that was so, `diverged`, and null for every number that is not finite.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -39,6 +40,7 @@ _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "scale_rewards")
+_TEST_PROBLEMS = 2000  # all there are, in the tiny world as among the public ones
 
 ARMS = {
     "es": _ES,
@@ -67,8 +69,8 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
         scale: of the notebook.
 
     Raises:
-        ValueError: filler_steps missing or for another base, of a length that the base has not learned, or longer than
-            completions may be.
+        ValueError: more test problems than there are; filler_steps missing or for another base, of a length that the
+            base has not learned, or longer than completions may be.
     """
     wanted = {k: settings[k] for k in _EVALUATION}
     return [_spec("base", base, scale, settings) | wanted for base in bases]
@@ -86,14 +88,15 @@ def train_specs(
             there: curve_spacing "log" (points evenly spaced in the logarithm of the steps; else evenly in steps),
             unique_prompts (the run sees so many problems, again and again: each equally often in the whole run, in turn
             by a gradient arm and in random order by ES; without it every step has new ones in the tiny world, and other
-            models train on all public problems), and scale_rewards in the place of the arm's own.
+            models train on all public problems), scale_rewards in the place of the arm's own, and for GRPO and its
+            relatives micro_batch (completions in a backward pass; else all of a step, too many for a large model).
 
     Raises:
         ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
             or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts or more
-            than there are, or filler_steps as for `base_specs`.
+            than there are, a micro_batch that does not divide the completions of a step, or what `base_specs` refuses.
     """
-    from evoalign_lib import tiny
+    from evoalign_lib import grpo, tiny
     from evoalign_lib.tasks import countdown
 
     if arm not in ARMS:
@@ -103,7 +106,10 @@ def train_specs(
         if name not in settings:
             raise ValueError(f"arm {arm!r} needs the setting {name!r}.")
         wanted[name] = settings[name]
-    wanted |= {name: settings[name] for name in _OPTIONAL if settings.get(name) is not None}
+    optional = (*_OPTIONAL, "micro_batch") if ARMS[arm] is _GRADIENT else _OPTIONAL
+    wanted |= {name: settings[name] for name in optional if settings.get(name) is not None}
+    if "micro_batch" in wanted:
+        grpo.check_micro_batch(wanted["micro_batch"], wanted["prompts_per_step"] * wanted["num_generations"])
     if wanted.get("curve_spacing", "log") != "log":
         raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
     points, least = wanted.get("curve_points", MAX_CURVE), 3 if "curve_spacing" in wanted else 2
@@ -210,6 +216,9 @@ def estimator_specs(
         fitness: "expected" (of temperature 1, exact) or "greedy".
         targets: "any", or "not the sum": problems that the bases' habit, adding up, does not solve.
         settings: sigma, alpha, estimator_problems.
+
+    Raises:
+        ValueError: a base outside the tiny world, or one that needs filler_steps.
     """
     wanted = {k: settings[k] for k in ("sigma", "alpha", "estimator_problems")}
     spec = _spec("estimator", base, scale) | wanted | {"fitness": fitness, "targets": targets, "N": N}
@@ -225,7 +234,8 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
         settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions a problem).
 
     Raises:
-        ValueError: an odd number of samples, of which two halves are made.
+        ValueError: an odd number of samples, of which two halves are made; a base outside the tiny world, or one that
+            needs filler_steps.
     """
     if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
         raise ValueError(
@@ -237,22 +247,30 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
 
 
 def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None = None) -> Spec:
-    """What all specs begin with; settings are for kinds whose prompts may ask for filler steps."""
+    """What all specs begin with; settings are for the kinds that any model has, with prompts that may need fillers."""
     from evoalign_lib import tiny
     from evoalign_lib.es import load_model
 
+    if settings is None and base not in tiny.BASES:
+        raise ValueError(
+            f"base {base!r} has no specs of kind {kind!r}, which are of plain models of the tiny world alone: take one "
+            f"of {', '.join(tiny.BASES)}."
+        )
+    test_problems = 0 if settings is None else settings["test_problems"]
+    if not 0 <= test_problems <= _TEST_PROBLEMS:
+        raise ValueError(f"test_problems={test_problems}: the test set has {_TEST_PROBLEMS}. Take so many, or fewer.")
     spec = {"kind": kind, "task": "countdown", "grader": "strict", "base": base, "scale": scale}
-    spec |= {"engine_version": ENGINE_VERSION} | _filler(kind, base, settings)
+    spec |= {"engine_version": ENGINE_VERSION} | _filler(base, settings or {})
     if base not in _DIGESTS:
         _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.SHIPPED else load_model(base))[0])
     return spec | {"base_digest": _DIGESTS[base]}
 
 
-def _filler(kind: str, base: str, settings: Mapping[str, Any] | None) -> dict[str, int]:
+def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:
     """The setting filler_steps where there is one, which is on the base that needs it and on no other."""
     from evoalign_lib import tiny
 
-    steps = None if settings is None else settings.get("filler_steps")
+    steps = settings.get("filler_steps")
     if base not in tiny.FILLER_BASES:
         if steps is None:
             return {}
@@ -260,8 +278,6 @@ def _filler(kind: str, base: str, settings: Mapping[str, Any] | None) -> dict[st
             f"filler_steps={steps!r}: base {base!r} has not learned to think for a given length. Leave it out, or take "
             f"base {tiny.FILLER_BASES[0]!r}."
         )
-    if settings is None:
-        raise ValueError(f"base {base!r} has no specs of kind {kind!r}: its prompts need filler_steps.")
     if steps not in tiny.FILLER_STEPS:
         raise ValueError(f"base {base!r} needs filler_steps, one of {list(tiny.FILLER_STEPS)}, got {steps!r}.")
     length, needed = settings["max_completion_length"], steps + tiny.MAX_COMPLETION_LENGTH
@@ -380,13 +396,13 @@ def _run_es(spec: Spec, keep: Path | None = None) -> Record:
         if spec["arm"] == "es_sampled":
             changed |= {"sampling": "common", "arm": "es_sampled"}
         trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, **changed)
-        start = trainer.engine.master.copy()
+        start, diverged = trainer.engine.master.copy(), _divergence(trainer)
         trainer.train()
         kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
     budget = _spent_by_es(trainer)
     budget["core_seconds"] = round(budget["core_seconds"], 2)
     result = {"budget": budget, "counts": dict(trainer.counts), "plan": trainer.engine.plan, "curve": curve}
-    return result | kept | _outcome(spec, trainer.engine, start, sets)
+    return result | kept | _outcome(spec, trainer.engine, start, sets, diverged)
 
 
 def _spent_by_es(trainer: Any) -> dict[str, Any]:
@@ -428,7 +444,8 @@ def _run_gradient(spec: Spec) -> Record:
     points, curve, record = _curve(spec, sets)
     arm = "grpo" if spec["arm"] == "grpo_random" else spec["arm"]
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
-    settings = {name: spec[name] for name in names} | {"scale_rewards": spec.get("scale_rewards")}
+    settings = {name: spec[name] for name in names}
+    settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
     with tempfile.TemporaryDirectory() as folder:
         general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
         args = grpo.config(arm, output_dir=folder, **settings, **general)
@@ -436,13 +453,14 @@ def _run_gradient(spec: Spec) -> Record:
         rows = _rows(spec, tokenizer, sets["train"])
         trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [Watch()])
         trainer.remove_callback(PrinterCallback)
+        diverged = _divergence(trainer)
         trainer.train()
     _take_weights(engine, model)
     counts = dict(budget.counts)
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": curve, "trl": trl.__version__}
-    return result | _outcome(spec, engine, start, sets)
+    return result | _outcome(spec, engine, start, sets, diverged)
 
 
 def _run_sft(spec: Spec) -> Record:
@@ -478,6 +496,7 @@ def _run_sft(spec: Spec) -> Record:
         general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
         trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=folder, **settings, **general)
         trainer.remove_callback(PrinterCallback)
+        diverged = _divergence(trainer)
         cpu = time.process_time()  # importing and making a trainer is no training
         trainer.train()
         core_seconds += time.process_time() - cpu
@@ -487,7 +506,7 @@ def _run_sft(spec: Spec) -> Record:
     budget |= {"core_seconds": round(core_seconds, 2)}
     _take_weights(engine, model)
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
-    return result | _outcome(spec, engine, start, sets)
+    return result | _outcome(spec, engine, start, sets, diverged)
 
 
 def _run_best_of_n(spec: Spec) -> Record:
@@ -534,11 +553,27 @@ def _take_weights(engine: Any, model: Any) -> None:
         tensor.copy_(parameters[name].detach())
 
 
-def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list]) -> Record:
-    """What is measured of every trained model."""
+def _divergence(trainer: Any) -> list[int]:
+    """The steps of a run, as it goes on, after which the model has weights that are not finite."""
+    from transformers import TrainerCallback
+
+    steps = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if not all(p.isfinite().all() for p in model.parameters()):
+                steps.append(state.global_step)
+
+    trainer.callback_handler.add_callback(Watch())
+    return steps
+
+
+def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
+    """What is measured of every trained model, and the first step after which it had weights that were not finite."""
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
+    outcome |= {"diverged": diverged[0]} if diverged else {}
     if "test" not in sets:
         return outcome
     return outcome | {"test": _test(engine, sets["test"]), "kl_policy_base": _kl_from_base(spec, engine)}
@@ -692,13 +727,7 @@ def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
     run, source = trainer.ledger, trainer.ledger.path
     error = np.abs(ledger.replay(source, base) - trainer.engine.master).max()
     packed = ledger.pack(source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with open(partial, "wb") as file:
-        file.write(packed)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)  # complete, or not there
+    path.write_bytes(packed)
     return {
         "bytes": source.stat().st_size,
         "gzip_bytes": len(packed),

@@ -83,7 +83,6 @@ def crossed_bootstrap(
     matrix: ArrayLike,
     baseline: ArrayLike | None = None,
     *,
-    statistic: str = "mean",
     level: float = 0.95,
     n_resamples: int = 10_000,
     seed: int = 0,
@@ -98,15 +97,14 @@ def crossed_bootstrap(
     matrix: (seeds, problems), share of right answers. A single row gives the interval over problems only. Two arms
     whose seeds are paired are given as the difference of their matrices, which resamples pairs.
     baseline: None; or (problems,), a fixed model; or (other seeds, problems), an arm whose seeds are resampled too.
-    statistic: "mean" or "iqm", over the seeds' accuracies.
     Returns the interval, whose n is the number of seeds, of the smaller arm if there are two.
     Raises ValueError for other shapes and for values that are not finite.
     Source: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007.
     """
     arms = _crossed_arms(matrix, baseline)
-    draws = _crossed_resamples(arms, statistic, n_resamples, np.random.default_rng(seed))
+    draws = _crossed_resamples(arms, n_resamples, np.random.default_rng(seed))
     low, high = _ends(draws, level)
-    return Interval(_crossed_value(arms, statistic), float(low), float(high), min(map(len, arms)), level)
+    return Interval(_crossed_value(arms), float(low), float(high), min(map(len, arms)), level)
 
 
 def equivalence(
@@ -114,13 +112,12 @@ def equivalence(
     baseline: ArrayLike | None,
     margin: float,
     *,
-    statistic: str = "mean",
     n_resamples: int = 10_000,
     seed: int = 0,
 ) -> Equivalence:
     """Return whether two arms match: TOST by the 90 % interval of the crossed bootstrap.
 
-    matrix, baseline, statistic: as in `crossed_bootstrap`. margin: in the unit of the matrix (0.02 is two points).
+    matrix, baseline: as in `crossed_bootstrap`. margin: in the unit of the matrix (0.02 is two points).
     p is the larger share of resamples at or beyond one end of the margin, the observed sample counted among them.
     Simulated arms of 2,000 problems whose true difference is the margin, nominally a match in 5 % of cases: 0 to 3 %
     where chance on problems counts (margin 0.02, seeds' standard deviation about 0.01), 6 % with 16 seeds and 7 % with
@@ -132,10 +129,10 @@ def equivalence(
     _positive(margin, "margin")
     for arm in arms:
         _enough(arm[:, 0], "an arm", 2)
-    draws = _crossed_resamples(arms, statistic, n_resamples, np.random.default_rng(seed))
+    draws = _crossed_resamples(arms, n_resamples, np.random.default_rng(seed))
     low, high = _ends(draws, 0.9)
     beyond = max(np.count_nonzero(draws <= -margin), np.count_nonzero(draws >= margin))
-    interval = Interval(_crossed_value(arms, statistic), float(low), float(high), min(map(len, arms)), 0.9)
+    interval = Interval(_crossed_value(arms), float(low), float(high), min(map(len, arms)), 0.9)
     return Equivalence(interval, float(margin), (1 + int(beyond)) / (n_resamples + 1))
 
 
@@ -161,7 +158,9 @@ def welch_equivalence(values: ArrayLike, baseline: ArrayLike, margin: float) -> 
 def bootstrap_mean(values: ArrayLike, n_resamples: int = 10_000, seed: int = 0) -> Interval:
     """Return the mean over seeds with its percentile bootstrap interval (scipy.stats.bootstrap, not BCa).
 
-    Percentile, because BCa is undefined for a sample of equal values, which censored and saturated runs give.
+    Percentile, because BCa is undefined for a sample of equal values, which censored and saturated runs give. With few
+    seeds the interval is too narrow: of 1,500 simulated samples of normal scores a nominal 95 % covered the mean in
+    88 % with 8 seeds and in 92 % with 16.
 
     values: (seeds,). One value has no interval: low and high are NaN.
     Raises ValueError for another shape, an empty sample, and values that are not finite.
@@ -186,13 +185,18 @@ def stratified_bootstrap(
     Seeds are resampled within each base, independently in the two arms. Bases weigh the same: the mean is that of their
     means, and the IQM is that of all scores pooled, for which the bases of an arm must have equally many seeds.
 
+    Few seeds give too narrow an interval, as in `bootstrap_mean`: of 1,500 simulations with 8 normal scores a base, a
+    nominal 95 % covered the difference of two arms in 92 %, on one base and on three, and the IQM of one base in 92 %;
+    with 16 scores each was covered in 92 to 94 %.
+
     strata: one (seeds,) array of scores a base. baseline: the same bases in the same order, of the other arm.
     statistic: "mean" or "iqm". Returns the interval, whose n is the smallest number of seeds of a base.
     Raises ValueError for a base of one seed, arms of other numbers of bases, and IQMs of unequal numbers of seeds.
     Source: Agarwal et al. 2021 (arXiv 2108.13264).
     """
     arm, other = _strata(strata, baseline)
-    _known(statistic)
+    if statistic not in ("mean", "iqm"):
+        raise ValueError(f'unknown statistic {statistic!r}: use "mean" or "iqm"')
     for name, samples in (("strata", arm), ("baseline", other)):
         sizes = [len(sample) for sample in samples]
         if statistic == "iqm" and len(set(sizes)) > 1:
@@ -327,21 +331,6 @@ def jonckheere(groups: Sequence[ArrayLike], seed: int = 0) -> float:
         return sum(_precedence(drawn[i], drawn[j]) for j in range(len(drawn)) for i in range(j))
 
     return _permute(samples, ordered, "independent", seed, alternative="greater")
-
-
-def page_trend(matrix: ArrayLike) -> float:
-    """Return the one-sided p-value of a rise over ordered settings that every block went through (Page's L).
-
-    matrix: (blocks, settings), scores; a block is a seed, or a base. For a fall, give the columns in reverse order.
-    Raises ValueError for fewer than 2 blocks or 3 settings, and for values that are not finite.
-    Source: Page, JASA 1963 (scipy.stats.page_trend_test: exact without ties in small tables).
-    """
-    from scipy.stats import page_trend_test
-
-    blocks = _finite(matrix, "matrix", 2)
-    if blocks.shape[0] < 2 or blocks.shape[1] < 3:
-        raise ValueError(f"matrix has shape {blocks.shape}: a trend needs at least 2 blocks and 3 settings")
-    return float(page_trend_test(blocks).pvalue)
 
 
 def wilson(hits: int, n: int, level: float = 0.95) -> Interval:
@@ -518,16 +507,14 @@ def _crossed_arms(matrix: ArrayLike, baseline: ArrayLike | None) -> list[NDArray
     return [arm - other] if other.ndim == 1 else [arm, other]
 
 
-def _crossed_value(arms: list[NDArray[np.float64]], statistic: str) -> float:
-    of_seeds = _known(statistic)
-    return float(of_seeds(arms[0].mean(1)) - (of_seeds(arms[1].mean(1)) if len(arms) == 2 else 0.0))
+def _crossed_value(arms: list[NDArray[np.float64]]) -> float:
+    return float(arms[0].mean(1).mean() - (arms[1].mean(1).mean() if len(arms) == 2 else 0.0))
 
 
 def _crossed_resamples(
-    arms: list[NDArray[np.float64]], statistic: str, n_resamples: int, rng: np.random.Generator
+    arms: list[NDArray[np.float64]], n_resamples: int, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Return (n_resamples,) statistics of the first arm less those of the second, all arms on the same problems."""
-    of_seeds = _known(statistic)
+    """Return (n_resamples,) means of the first arm less those of the second, all arms on the same problems."""
     problems = arms[0].shape[1]
     draws = np.zeros(n_resamples)
     # chunks keep the (resamples, problems) counts at a few megabytes
@@ -537,7 +524,7 @@ def _crossed_resamples(
         for sign, arm in zip((1.0, -1.0), arms, strict=False):
             accuracy = problem_counts @ arm.T / problems
             seeds = rng.integers(len(arm), size=accuracy.shape)
-            draws[start : start + size] += sign * of_seeds(np.take_along_axis(accuracy, seeds, axis=1))
+            draws[start : start + size] += sign * np.take_along_axis(accuracy, seeds, axis=1).mean(-1)
     return draws
 
 
@@ -546,14 +533,6 @@ def _iqm(values: NDArray[np.float64]) -> NDArray[np.float64]:
     ordered = np.sort(values, axis=-1)
     cut = ordered.shape[-1] // 4
     return ordered[..., cut : ordered.shape[-1] - cut].mean(-1)
-
-
-def _known(statistic: str) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-    """Return the statistic of that name, over the last axis."""
-    known = {"mean": lambda values: values.mean(-1), "iqm": _iqm}
-    if statistic not in known:
-        raise ValueError(f'unknown statistic {statistic!r}: use "mean" or "iqm"')
-    return known[statistic]
 
 
 def _strata(strata: Sequence[ArrayLike], baseline: Sequence[ArrayLike] | None) -> list[list[NDArray[np.float64]]]:

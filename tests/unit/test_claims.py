@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from evoalign_lib import claims, cli, paths
 from evoalign_lib.claims import Finding, evaluate
+from evoalign_lib.experiments import spec_hash
 from evoalign_lib.stats import Interval, pack_bits, pack_counts
 
 PROBLEMS = 40
@@ -406,7 +407,7 @@ def _declare(repository: Path, **changes: dict) -> None:
 
 def _record(repository: Path, *records: dict) -> None:
     (repository / "paper/results/01_toy").mkdir(exist_ok=True)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
+    lines = "".join(json.dumps(record | {"spec_hash": spec_hash(record["spec"])}) + "\n" for record in records)
     (repository / "paper/results/01_toy/tiny.jsonl").write_text(lines)
 
 

@@ -5,11 +5,11 @@ from math import inf, isnan, sqrt
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chi2, norm
+from scipy.stats import norm
 
-from evoalign_lib import curves, stats
+from evoalign_lib import curves
 from evoalign_lib.curves import ToTarget
 
 
@@ -31,30 +31,12 @@ def test_completions_to_target_is_the_first_point_at_it_or_the_end_of_the_run() 
     np.testing.assert_array_equal(found.reached, [True, False, False, True, True])
 
 
-def test_completions_to_target_interpolates_over_log_x() -> None:
-    x = [0, 100, 1000, 10_000]
-    runs = [
-        (x, [0.1, 0.2, 0.4, 0.5]),  # half of the way from 100 to 1000: 10^2.5
-        (x, [0.1, 0.2, 0.2, 0.6]),  # a quarter of the way from 1000 to 10,000
-        (x, [0.1, 0.3, 0.4, 0.5]),  # at a point
-        (x, [0.2, 0.4, 0.5, 0.6]),  # from x = 0 there is no logarithm
-        (x, [0.1, 0.2, 0.2, 0.2]),
-    ]
-    found = curves.completions_to_target(runs, 0.3, interpolate=True)
-    assert found.x == pytest.approx([10**2.5, 10**3.25, 100, 100, 10_000])
-    assert found.reached.tolist() == [True, True, True, True, False]
-
-
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.floats(0, 1), st.floats(0, 1))
 def test_a_higher_target_takes_no_less(scores: list[float], target: float, other: float) -> None:
     run = [(np.arange(len(scores)) * 10.0, scores)]
-    low, high = sorted((target, other))
-    for interpolate in (False, True):
-        first, second = (curves.completions_to_target(run, goal, interpolate) for goal in (low, high))
-        assert first.x[0] <= second.x[0] + 1e-9 and first.reached[0] >= second.reached[0]
-    stepped, between = (curves.completions_to_target(run, low, interpolate) for interpolate in (False, True))
-    assert between.x[0] <= stepped.x[0] + 1e-9
-    assert stepped.reached[0] == (max(scores) >= low)
+    first, second = (curves.completions_to_target(run, goal) for goal in sorted((target, other)))
+    assert first.x[0] <= second.x[0] and first.reached[0] >= second.reached[0]
+    assert second.reached[0] == (max(scores) >= max(target, other))
 
 
 @pytest.mark.parametrize(
@@ -122,39 +104,6 @@ def test_the_median_lies_in_its_interval(runs: list[tuple[int, bool]]) -> None:
     assert isnan(found.low) or found.low <= found.value <= found.high
 
 
-def test_log_rank_by_hand() -> None:
-    # at 1 one of 4 (2 a side), at 2 one of 3 (1 of the first arm), at 3 one of 2, at 4 the last
-    # expected in the first arm 1/2 + 1/3, variance 1/4 + 2/9; observed 2
-    statistic = (2 - 5 / 6) ** 2 / (1 / 4 + 2 / 9)
-    p = curves.log_rank(_found([1, 2], [1, 1]), _found([3, 4], [1, 1]))
-    assert p == pytest.approx(chi2.sf(statistic, 1))
-    # censored at 2 instead: expected 1/2, variance 1/4, observed 1
-    p = curves.log_rank(_found([1, 2], [1, 0]), _found([3, 4], [0, 0]))
-    assert p == pytest.approx(chi2.sf((1 - 1 / 2) ** 2 / (1 / 4), 1))
-
-
-def test_log_rank_where_nothing_can_differ_and_where_nothing_happened() -> None:
-    assert curves.log_rank(_found([5, 5], [1, 1]), _found([5, 5], [1, 1])) == 1.0
-    # the only run at its target reached it after the other arm's budget had ended
-    assert curves.log_rank(_found([9, 9], [1, 0]), _found([5, 5], [0, 0])) == 1.0
-    with pytest.raises(ValueError, match="no run of either arm reached"):
-        curves.log_rank(_found([5, 5], [0, 0]), _found([5, 5], [0, 0]))
-    with pytest.raises(ValueError, match="an arm has 1 run"):
-        curves.log_rank(_found([5], [1]), _found([5, 5], [0, 0]))
-
-
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=25)
-def test_log_rank_depends_on_the_order_alone_and_not_on_which_arm_is_first(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    arm, other = (_found(rng.integers(1, 8, n), rng.random(n) < 0.7) for n in (6, 8))
-    arm.reached[0] = True
-    p = curves.log_rank(arm, other)
-    assert curves.log_rank(other, arm) == pytest.approx(p)
-    later = [ToTarget(10**run.x, run.reached) for run in (arm, other)]
-    assert curves.log_rank(*later) == pytest.approx(p)
-
-
 def test_score_at_a_budget_is_interpolated_over_log_x() -> None:
     x, scores = [0, 100, 1000, 10_000], [0.1, 0.2, 0.4, 0.3]
     for budget, expected in ((100, 0.2), (10**2.25, 0.25), (1000, 0.4), (10**3.5, 0.35), (10_000, 0.3)):
@@ -190,11 +139,9 @@ def test_largest_drawdown_by_hand() -> None:
             curves.largest_drawdown(wrong)
 
 
-def test_equal_drawdowns_at_different_heights_are_equal() -> None:
-    assert 0.3 - 0.1 < 0.2 < 0.9 - 0.7
-    found = curves.largest_drawdown([[0.3, 0.1], [0.9, 0.7]])
-    assert found[0] == found[1] == 0.2
-    assert stats.mann_whitney([found[0]] * 4, [found[1]] * 4) == 1.0
+def test_equal_drawdowns_are_equal_to_the_bit() -> None:
+    assert 0.3 - 0.1 != 0.4 - 0.2 != 0.7 - 0.5
+    assert len(set(curves.largest_drawdown([[0.3, 0.1], [0.4, 0.2], [0.7, 0.5]]))) == 1
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=12))

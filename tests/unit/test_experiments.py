@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import experiments, paths, runs, stats, tiny
+from evoalign_lib import claims, experiments, paths, runs, stats, tiny
 from evoalign_lib.experiments import append_record, check_parameters, load_or_run, read_records, spec_hash
 
 PARAMETERS = {
@@ -208,12 +209,12 @@ def test_limits_of_a_record(tmp_path):
     file = tmp_path / "tiny.jsonl"
     append_record(file, record(1, curve={"step": list(range(50))}))
     before = file.read_bytes()
-    with pytest.raises(ValueError, match="curve 'step' has 51 points, at most 50"):
+    with pytest.raises(ValueError, match="curve 'step' of train 2 has 51 points, at most 50"):
         append_record(file, record(2, curve={"step": list(range(51))}))
-    with pytest.raises(ValueError, match="has 8.* bytes: at most 8000"):
+    with pytest.raises(ValueError, match="the record of train 2 has 8.* bytes: at most 8000"):
         append_record(file, record(2, note="x" * 7_900))
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        append_record(file, record(2, loss=float("nan")))
+    with pytest.raises(ValueError, match=r"run train 2 has .* not finite: loss = nan, curve.reward\[1\] = -inf. Take"):
+        append_record(file, record(2, loss=float("nan"), curve={"reward": [0.5, -np.inf]}))
     assert file.read_bytes() == before
 
 
@@ -234,27 +235,84 @@ def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
     assert (tmp_path / "x.jsonl").stat().st_size < 7_500
 
 
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Committed records and fresh runs, both in a temporary folder."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path
+
+
 WRITER = """
 import sys
 from pathlib import Path
 from evoalign_lib.experiments import append_record, spec_hash
 
-for seed in range(int(sys.argv[2]), 10**6):
+first, count = map(int, sys.argv[2:])
+print("ready", flush=True)
+sys.stdin.read()
+for seed in range(first, first + count):
     spec = {"seed": seed}
     record = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "filler": "x" * 7000}
     append_record(Path(sys.argv[1]), record)
 """
 
 
+def _writer(file: Path, first: int, count: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", WRITER, str(file), str(first), str(count)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 def test_a_killed_writer_loses_no_finished_record(tmp_path):
     file, known = tmp_path / "tiny.jsonl", 0
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(file), str(known)]) as writer:
+        with _writer(file, known, 10**6) as writer:
+            writer.stdin.close()
             _await(lambda known=known: file.is_file() and len(read_records(file)) >= known + 5)
             writer.kill()
         records = read_records(file)
         assert [r["spec"]["seed"] for r in records] == list(range(len(records))) and len(records) >= known + 5
         known = len(records)
+
+
+def test_two_writers_of_one_file_lose_nothing(tmp_path):
+    """Unlocked, each cuts off what it takes for a torn line of the other: of 2 x 150 records some 4 were lost."""
+    file, count = tmp_path / "tiny.jsonl", 150
+    with _writer(file, 0, count) as one, _writer(file, count, count) as other:
+        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
+        one.stdin.close(), other.stdin.close()  # begin
+    assert one.returncode == other.returncode == 0
+    seeds = [r["spec"]["seed"] for r in read_records(file)]
+    assert sorted(seeds) == list(range(2 * count)) and seeds != sorted(seeds)  # none lost, and they did take turns
+
+
+def test_the_first_record_of_a_spec_stays_with_its_ledger(tmp_path, capsys):
+    """Two sweeps at once ran the same spec."""
+    file, made = tmp_path / "results/tiny.jsonl", tmp_path / "made"
+    first, second = record(1, ledger={"sha256": "of the first"}), record(1, ledger={"sha256": "of the second"})
+    for text, own in (("first", first), ("second", second)):
+        made.write_text(text)
+        assert append_record(file, own, made) == first
+    assert capsys.readouterr().out == f"{file} has a record of train 1 already, made meanwhile: it stays\n"
+    assert append_record(file, record(2)) == record(2) and read_records(file) == [first, record(2)]
+    assert [path.read_text() for path in (tmp_path / "results/ledgers").iterdir()] == ["first"]
+    assert (tmp_path / f"results/ledgers/{first['spec_hash']}.jsonl.gz").is_file()
+
+
+def test_committed_records_are_read_as_load_or_run_reads_them(folders):
+    one, other = (folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b"))
+    append_record(one, record(1)), append_record(other, record(2)), append_record(other, record(3))
+    whole = other.read_bytes()
+    other.write_bytes(whole[:-9])  # its writer was killed
+    assert claims.committed_records("tiny") == [record(1), record(2)] and claims.committed_records("full") == []
+    other.write_bytes(whole.replace(b'"seed":2', b'"seed":9'))
+    with pytest.raises(ValueError, match="02_b.*line 1: the spec does not have the hash .* it was edited"):
+        claims.committed_records("tiny")
+    other.write_bytes(whole)
+    append_record(one, record(3, note="of a merge"))
+    both = f"spec {record(3)['spec_hash']} has two records, in .*01_a.* and in .*02_b.*: delete one of the two lines"
+    with pytest.raises(ValueError, match=both):
+        claims.committed_records("tiny")
 
 
 def _await(condition, seconds: float = 300) -> None:
@@ -280,14 +338,6 @@ SETTINGS = {
 
 
 GRADIENT = {"num_generations": 4, "learning_rate": 1e-4, "beta": 0.04, "prompts_per_step": 4}
-
-
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """Committed records and fresh runs, both in a temporary folder."""
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
-    return tmp_path
 
 
 def test_equal_specs_and_foreign_scales_are_refused(folders):
@@ -334,27 +384,6 @@ def test_specs_state_what_decides_a_run():
     assert len({spec_hash(s) for s in [base, *train]}) == 5
 
 
-@needs_bases
-def test_committed_specs_are_made_as_they_were():
-    """A setting that others may add leaves the hashes of what was run without it alone."""
-    made, kinds = set(), set()
-    committed = read_records(paths.RESULTS / "01_es_countdown/tiny.jsonl")
-    for s in (r["spec"] for r in committed):
-        kinds.add(s["kind"])
-        if s["kind"] == "base":
-            again = runs.base_specs([s["base"]], s, "tiny")
-        elif s["kind"] == "train":
-            again = runs.train_specs(s["arm"], [s["base"]], [s["seed"]], s, "tiny")
-        elif s["kind"] == "audit":
-            arithmetic = s["precision"], s["noise"], s["fitness"]
-            again = runs.audit_specs(s["base"], *arithmetic, [s["seed"]], s, "tiny")
-        else:
-            again = runs.estimator_specs(s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny")
-        made |= {spec_hash(spec) for spec in again}
-    assert kinds == {"base", "train", "audit", "estimator"}
-    assert {r["spec_hash"] for r in committed} == made
-
-
 FILLED = SETTINGS | {"filler_steps": 16, "max_completion_length": 36}
 
 
@@ -393,10 +422,14 @@ def test_filler_steps_that_a_base_cannot_have(base, changed, message):
 
 
 @needs_bases
-def test_kinds_that_do_not_ask_for_thinking_refuse_the_base_that_needs_it():
-    settings = FILLED | {"estimator_problems": 4}
-    with pytest.raises(ValueError, match="base 'H0' has no specs of kind 'estimator': its prompts need filler_steps"):
-        runs.estimator_specs("H0", 2, 1, "expected", "any", settings, "smoke")
+@pytest.mark.parametrize("base", ["H0", "org/some-model", str(tiny.bases_folder() / "A0")])
+def test_kinds_of_plain_tiny_models_refuse_any_other_base(base):
+    settings = FILLED | {"estimator_problems": 4, "kl_problems": 4, "kl_samples": 2}
+    message = "base '.*' has no specs of kind '{}', which are of plain models of the tiny world alone: take one of A0"
+    with pytest.raises(ValueError, match=message.format("estimator")):
+        runs.estimator_specs(base, 2, 1, "expected", "any", settings, "smoke")
+    with pytest.raises(ValueError, match=message.format("kl")):
+        runs.kl_specs(base, 0.1, 1, settings, "smoke")
 
 
 @needs_bases
@@ -522,6 +555,15 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     assert comparable(experiments.run(specs[-1], "nb", "commit")) == comparable(records[-1])
 
 
+@needs_bases
+def test_a_run_of_numbers_that_are_not_finite_fails_as_any_run_does():
+    """In its own process: the one that stores records would end all others with it."""
+    settings = {"max_completion_length": 8, "kl_problems": 2, "kl_samples": 2}
+    [spec] = runs.kl_specs("A0", 1e30, 1, settings, "smoke")
+    with pytest.raises(ValueError, match="run kl A0 0 has .* not finite: kl.exact_token_mean = nan, .* and 35 more"):
+        experiments.run(spec, "nb", "commit")
+
+
 def _sweep(specs, file, act):
     """Run specs in two processes; `act` gets their ids as soon as one record more is there than before."""
     before = len(read_records(file))
@@ -619,9 +661,46 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
         load_or_run(runs.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
 
 
-def test_a_curve_that_no_record_holds_is_refused_before_the_run():
-    with pytest.raises(ValueError, match="curve_points=51 is more than a record holds: at most 50"):
-        runs.train_specs("es", ["a-model"], [0], SETTINGS | {"curve_points": 51}, "tiny")
+NOTEBOOK = """#!/bin/sh
+test ! -e killed || exit 1
+found=loaded
+test -e "$EVOALIGN_RUN_DIR/results" || found=trained
+mkdir -p "$EVOALIGN_RUN_DIR/results"
+echo "records $found"
+"""
+
+
+def test_a_forced_reproduction_goes_on_after_a_kill_and_begins_anew_after_its_end(tmp_path):
+    """The Makefile's own rule; the commands that it calls only note whether there were records."""
+    for name in ("notebooks", "paper", "bin", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("notebooks/01_a.ipynb", "pyproject.toml", "constraints.txt", ".venv/.installed"):
+        (tmp_path / name).touch()
+    shutil.copy(paths.ROOT / "Makefile", tmp_path)
+    for name, text in (
+        (".venv/bin/papermill", NOTEBOOK),
+        (".venv/bin/evoalign", "#!/bin/sh"),
+        ("bin/latexmk", "#!/bin/sh"),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def reproduce(*arguments):
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        command = ["make", "-C", tmp_path, "reproduce", *arguments]
+        done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        return done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith("records")]
+
+    assert reproduce("FORCE=1") == (True, ["records trained"])
+    (tmp_path / "killed").touch()
+    assert reproduce("FORCE=1") == (False, [])  # it has begun anew
+    (tmp_path / "killed").unlink()
+    (tmp_path / "runs/reproduce/results").mkdir()  # and stored something
+    assert reproduce("FORCE=1") == (True, ["records loaded"])
+    assert reproduce("FORCE=1") == (True, ["records trained"])
+    (tmp_path / "bin/latexmk").write_text("#!/bin/sh\nexit 1")  # no reason to train again
+    assert reproduce("FORCE=1") == (False, ["records trained"])
+    assert reproduce("FORCE=1") == (False, ["records loaded"])
 
 
 def test_comparison_with_committed_records():

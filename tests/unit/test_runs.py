@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from evoalign_lib import experiments, grpo, paths, runs, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
+from evoalign_lib.stats import accuracy_matrix
 from evoalign_lib.tasks import countdown
 
 pytestmark = pytest.mark.skipif(
@@ -72,6 +73,28 @@ def test_the_record_of_every_arm(arm, tmp_path):
     assert {len(values) for values in curve.values()} == {4}
 
 
+@pytest.mark.parametrize(
+    ("arm", "changed", "step"),
+    [
+        ("es", {"alpha": 3e38}, 1),
+        ("grpo", {"learning_rate": 1e36}, 2),
+        ("rloo", {"learning_rate": 1e36, "beta": 0.1}, 2),
+        ("sft", {"learning_rate": 1e36}, 2),
+    ],
+)
+def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_path):
+    r, healthy = experiments.run(spec_of(arm, **changed), "nb", "commit"), record_of(arm)
+    append_record(tmp_path / "x.jsonl", r)
+    assert r["status"] == "finished" and r["diverged"] == step and "diverged" not in healthy
+    assert r["update_norm"] is None and r["kl_policy_base"]["exact_nats_per_sequence"] is None
+    # it spent what a healthy run spends, and its model answers nothing right
+    assert r["budget"]["completions"] == healthy["budget"]["completions"]
+    assert not any(accuracy_matrix([r], decoding).any() for decoding in ("greedy", "t1"))
+    if arm != "sft":
+        assert r["curve"]["completions"] == healthy["curve"]["completions"]
+        assert all(r["curve"][f"validation_{decoding}"][-1] == 0 for decoding in ("greedy", "t1"))
+
+
 def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
     """The same run made by hand, without a curve, ends with the same weights and the same accuracy."""
     spec = spec_of("dr_grpo", seed=5, beta=0.04, scale_rewards="group")
@@ -99,6 +122,18 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
     # another curve, the same run
     short = experiments.run(spec | {"curve_points": 3}, "nb", "commit")
     assert short["digest"] == record["digest"] and short["curve"]["step"] == [0, 1, 4]
+
+
+@pytest.mark.parametrize("arm", ["grpo", "dr_grpo", "dapo", "rloo"])
+def test_a_step_in_micro_batches_is_the_whole_step(arm):
+    """The same completions and, but for rounding, the same gradient; measured, the KL differs by up to 3e-6 of it."""
+    whole, parts = (experiments.run(spec_of(arm, steps=1, **more), "nb", "c") for more in ({}, {"micro_batch": 4}))
+    assert all(whole["budget"][axis] == parts["budget"][axis] for axis in AXES[:3])
+    assert whole["curve"]["reward"] == parts["curve"]["reward"] and whole["counts"] == parts["counts"]
+    assert whole["digest"] != parts["digest"]  # it was split
+    assert whole["update_norm"] == pytest.approx(parts["update_norm"], rel=1e-4)
+    kl = [r["kl_policy_base"]["exact_nats_per_token"] for r in (whole, parts)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-3) and kl[0] > 0
 
 
 def test_the_null_of_grpo_learns_from_coins():
@@ -202,6 +237,9 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
         ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
         ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
+        ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions of a step"),
+        ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
+        ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
     ],
 )
 def test_settings_that_are_refused_before_any_run(arm, changed, message):
@@ -213,8 +251,11 @@ def test_settings_that_are_refused_before_any_run(arm, changed, message):
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
     plain = SETTINGS | {"curve_spacing": None, "unique_prompts": None}
     [spec] = runs.train_specs("grpo", ["A0"], [0], plain, "smoke")
-    assert not {"curve_spacing", "unique_prompts", "scale_rewards"} & spec.keys()
+    assert not {"curve_spacing", "unique_prompts", "scale_rewards", "micro_batch"} & spec.keys()
     assert spec_hash(spec) != spec_hash(spec_of("grpo")) != spec_hash(spec_of("grpo", unique_prompts=3))
+    # of the arms that take gradients of a step's completions alone
+    assert spec_of("dapo", micro_batch=8)["micro_batch"] == 8
+    assert all(spec_of(arm, micro_batch=8) == spec_of(arm) for arm in ("es", "sft"))
 
 
 @pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (16, 16), (99, 16)])

@@ -62,7 +62,7 @@ def test_bootstrap_mean_of_equal_values_and_of_one_value() -> None:
 def test_crossed_bootstrap_matches_the_enumeration() -> None:
     matrix = np.array([[1, 0, 1], [1, 0, 0], [1, 1, 1]], dtype=float)
     exact = np.array([matrix[np.ix_(s, p)].mean() for s in _every_resample(3) for p in _every_resample(3)])
-    drawn = stats._crossed_resamples([matrix], "mean", 20_000, np.random.default_rng(0))
+    drawn = stats._crossed_resamples([matrix], 20_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.005)
     assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
     assert set(drawn.round(9)) <= set(exact.round(9))
@@ -92,7 +92,7 @@ def test_crossed_bootstrap_of_two_arms_matches_the_enumeration() -> None:
             for p in _every_resample(3)
         ]
     )
-    drawn = stats._crossed_resamples([arm, other], "mean", 20_000, np.random.default_rng(1))
+    drawn = stats._crossed_resamples([arm, other], 20_000, np.random.default_rng(1))
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.006)
     assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
     interval = stats.crossed_bootstrap(arm, other)
@@ -110,25 +110,10 @@ def test_crossed_bootstrap_of_paired_seeds_takes_the_difference_of_the_matrices(
     assert stats.crossed_bootstrap(gained - shared).low > stats.crossed_bootstrap(gained, shared).low
 
 
-def test_crossed_bootstrap_of_iqm_matches_the_enumeration() -> None:
-    matrix = np.array([[0, 0], [1, 0], [1, 1], [1, 1]], dtype=float)
-    exact = np.array(
-        [stats.iqm(matrix[np.ix_(s, p)].mean(axis=1)) for s in _every_resample(4) for p in _every_resample(2)]
-    )
-    drawn = stats._crossed_resamples([matrix], "iqm", 20_000, np.random.default_rng(0))
-    for value in sorted(set(exact.round(9))):
-        assert np.mean(drawn.round(9) == value) == pytest.approx(np.mean(exact.round(9) == value), abs=0.012)
-    interval = stats.crossed_bootstrap(matrix, statistic="iqm")
-    # accuracies 0, 1/2, 1, 1 of which the first and the last are cut
-    assert interval.value == 0.75 and (interval.low, interval.high) == pytest.approx(_ends(exact))
-    with pytest.raises(ValueError, match="unknown statistic 'median'"):
-        stats.crossed_bootstrap(matrix, statistic="median")
-
-
 def test_a_lower_level_gives_a_narrower_interval() -> None:
     matrix = np.random.default_rng(3).random((8, 40))
     wide, narrow = stats.crossed_bootstrap(matrix), stats.crossed_bootstrap(matrix, level=0.9)
-    draws = stats._crossed_resamples([matrix], "mean", 10_000, np.random.default_rng(0))
+    draws = stats._crossed_resamples([matrix], 10_000, np.random.default_rng(0))
     assert (narrow.low, narrow.high) == pytest.approx(np.quantile(draws, [0.05, 0.95]))
     assert wide.low < narrow.low < narrow.value == wide.value < narrow.high < wide.high
     assert (wide.level, narrow.level) == (0.95, 0.9)
@@ -448,14 +433,6 @@ def test_jonckheere_with_ties_is_the_enumeration(values: list[int]) -> None:
 
     every = np.array([pairs(order) for order in permutations(values)])
     assert stats.jonckheere([values[0:2], values[2:4], values[4:6]]) == pytest.approx(np.mean(every >= pairs(values)))
-
-
-def test_page_trend_by_hand() -> None:
-    # the six orders of three settings have L = 14, 13, 13, 11, 11, 10
-    assert stats.page_trend([[1, 2, 3], [10, 20, 30]]) == pytest.approx(1 / 36)
-    assert stats.page_trend([[0.1, 0.2, 0.3], [0.1, 0.3, 0.2]]) == pytest.approx(5 / 36)
-    with pytest.raises(ValueError, match=r"\(1, 3\): a trend needs"):
-        stats.page_trend([[1, 2, 3]])
 
 
 def test_wilson_by_hand() -> None:
