@@ -17,6 +17,7 @@ from evoalign_lib import artifacts, cli, paths, style
 from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
+from evoalign_lib.experiments import spec_hash
 
 REPOSITORY = paths.ROOT
 ENVIRONMENT = {"python": "3.12.1", "torch": "2.13.0", "numpy": "2.3.5", "evoalign": "0.1.0", "device": "cpu"}
@@ -286,7 +287,9 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK)])
     nbformat.write(notebook, repository / "notebooks" / "01_toy.ipynb")
     (repository / "paper/results/01_toy").mkdir()
-    records = [r | {"status": "finished", "spec": {"scale": "tiny", "seed": 0, "kind": "toy"}} for r in RECORDS]
+    specs = [{"scale": "tiny", "seed": 0, "kind": "toy", "repeat": repeat} for repeat in range(len(RECORDS))]
+    done = [{"status": "finished", "spec": spec, "spec_hash": spec_hash(spec)} for spec in specs]
+    records = [r | new for r, new in zip(RECORDS, done, strict=True)]
     (repository / "paper/results/01_toy/tiny.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     figures, generated = repository / "figures", repository / "paper" / "generated"
 
