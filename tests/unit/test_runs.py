@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import experiments, grpo, paths, runs, tiny
+from evoalign_lib import experiments, grpo, ledger, paths, runs, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
 from evoalign_lib.stats import accuracy_matrix
@@ -93,6 +93,12 @@ def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_
     if arm != "sft":
         assert r["curve"]["completions"] == healthy["curve"]["completions"]
         assert all(r["curve"][f"validation_{decoding}"][-1] == 0 for decoding in ("greedy", "t1"))
+
+
+def test_the_ledger_of_a_run_that_diverged_replays_to_its_weights(tmp_path):
+    r = experiments.run(spec_of("es", alpha=3e38), "nb", "commit", tmp_path / "kept.jsonl.gz")
+    assert r["diverged"] == 1 and r["ledger"]["replay_error"] == 0
+    assert ledger.verify(tmp_path / "kept.jsonl.gz", "A0").weights == r["ledger"]["weights"]
 
 
 def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
