@@ -40,7 +40,6 @@ _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "scale_rewards")
-_TEST_PROBLEMS = 2000  # all there are, in the tiny world as among the public ones
 
 ARMS = {
     "es": _ES,
@@ -257,8 +256,8 @@ def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None =
             f"of {', '.join(tiny.BASES)}."
         )
     test_problems = 0 if settings is None else settings["test_problems"]
-    if not 0 <= test_problems <= _TEST_PROBLEMS:
-        raise ValueError(f"test_problems={test_problems}: the test set has {_TEST_PROBLEMS}. Take so many, or fewer.")
+    if not 0 <= test_problems <= tiny.FIXED:
+        raise ValueError(f"test_problems={test_problems}: the test set has {tiny.FIXED}. Take so many, or fewer.")
     spec = {"kind": kind, "task": "countdown", "grader": "strict", "base": base, "scale": scale}
     spec |= {"engine_version": ENGINE_VERSION} | _filler(base, settings or {})
     if base not in _DIGESTS:

@@ -40,7 +40,8 @@ MAX_COMPLETION_LENGTH = (
 
 # The range of the problems: about 42,000 distinct ones, of which a twentieth each is kept for validation and for test.
 PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99}
-_FIXED = 2000
+FIXED = 2000
+"""Problems of a fixed set, validation or test, at most; the public test set has as many."""
 
 END = "<|im_end|>"
 _PAD = "<|endoftext|>"
@@ -118,18 +119,18 @@ def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: 
     """
     if split == "train":
         return countdown.generate(n, seed, split=split, distinct=False, **PROBLEMS | {"count": count})
-    if n > _FIXED or count != PROBLEMS["count"]:
-        raise ValueError(f"n={n}, count={count}: the fixed sets hold {_FIXED} problems of {PROBLEMS['count']} numbers.")
+    if n > FIXED or count != PROBLEMS["count"]:
+        raise ValueError(f"n={n}, count={count}: the fixed sets hold {FIXED} problems of {PROBLEMS['count']} numbers.")
     # the first problems of a draw without repetition are the common ones: draw all, then choose
     pool = _pool(split, seed)
-    chosen = np.random.default_rng(np.random.SeedSequence([_FIXED, n])).permutation(_FIXED)[:n]
+    chosen = np.random.default_rng(np.random.SeedSequence([FIXED, n])).permutation(FIXED)[:n]
     return [pool[i] for i in sorted(chosen)]
 
 
 @lru_cache(maxsize=8)
 def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Problem, ...]:
     """The draw takes half a second: once a process for each fixed set."""
-    return tuple(countdown.generate(_FIXED, seed, split=split, **PROBLEMS))
+    return tuple(countdown.generate(FIXED, seed, split=split, **PROBLEMS))
 
 
 def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | None = None) -> list[dict[str, Any]]:
