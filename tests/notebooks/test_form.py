@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from evoalign_lib import experiments, kl, noise, paths
+from evoalign_lib import experiments, kl, noise, paths, stats
 from evoalign_lib.engines.local import Member
 from evoalign_lib.update_rules import standardise
 
@@ -133,3 +133,12 @@ def test_the_kl_estimators_written_out_in_notebook_02_are_the_librarys():
     library = kl.kl_policy_ref_tokens(log_policy, log_ref)
     for name, values in kl_estimates(log_policy, log_ref).items():
         torch.testing.assert_close(torch.from_numpy(values), getattr(library, name), rtol=1e-12, atol=1e-12)
+
+
+def test_the_jackknife_written_out_in_notebook_05_is_the_librarys():
+    (log_std_ratio,) = functions(paths.NOTEBOOKS / "05_stability.ipynb", "log_std_ratio")
+    rng = np.random.default_rng(0)
+    values, baseline = rng.exponential(size=16), rng.standard_normal(8)
+    library = stats.log_std_ratio(values, baseline)
+    assert log_std_ratio(values, baseline) == pytest.approx((library.value, library.low, library.high), rel=1e-12)
+    assert library.low < library.value < library.high
