@@ -5,11 +5,21 @@ reward functions), `REWARD_FLOOR` (the least reward, given to a completion that 
 `dataset(problems, tokenizer, chat_template=True) -> list[dict]` (rows with `prompt` and the columns `reward` takes).
 """
 
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-TASKS = {"countdown": "evoalign_lib.tasks.countdown"}
+TASKS = {"countdown": "evoalign_lib.tasks.countdown", "conciseness": "evoalign_lib.tasks.conciseness"}
+
+PUBLIC_REPOSITORY = (
+    "https://raw.githubusercontent.com/jbejjani2022/evolutionary-alignment/bfdaf87faff62380c213b3bf91ae2d3f92c8919b/"
+)
+"""Where the public data of the tasks come from (MIT licence): always this commit."""
 
 
 def get(name: str) -> ModuleType:
@@ -32,3 +42,65 @@ def get(name: str) -> ModuleType:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown task {name!r}{hint} (known tasks: {', '.join(sorted(TASKS))})")
     return import_module(TASKS[name])
+
+
+def public_file(name: str, path: str, sha256: str) -> Path:
+    """Find a file of public data, or fetch it once into the user's cache, and check its SHA-256.
+
+    Args:
+        name: of the file below a folder of data, as in "conciseness/train.jsonl".
+        path: of the file in `PUBLIC_REPOSITORY`.
+        sha256: of its bytes.
+
+    Returns:
+        The file in the folder that the environment variable EVOALIGN_DATA names, if it is there, else the cached
+        download.
+
+    Raises:
+        FileNotFoundError: the file is not there and cannot be fetched.
+        ImportError: it is not there, and pooch, which fetches it, is not installed.
+        ValueError: the file is not the published one.
+    """
+    local, url = Path(os.environ.get("EVOALIGN_DATA", ""), name), PUBLIC_REPOSITORY + path
+    found = local if os.environ.get("EVOALIGN_DATA") and local.is_file() else _fetch(name, url, sha256)
+    digest = hashlib.sha256(found.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise ValueError(f"{found} has SHA-256 {digest}, expected {sha256}: delete it and fetch {url}")
+    return found
+
+
+def _fetch(name: str, url: str, sha256: str) -> Path:
+    remedy = f"set EVOALIGN_DATA to a folder that holds {name}"
+    try:
+        import pooch
+    except ImportError as error:
+        raise ImportError(f"fetching {url} needs pooch: install it, or {remedy}") from error
+    # (connect, read) seconds: without a network the error comes soon
+    downloader = pooch.HTTPDownloader(timeout=(5, 30))
+    cached = Path(pooch.os_cache("evoalign"), name)
+    try:
+        pooch.retrieve(url, known_hash=f"sha256:{sha256}", fname=cached.name, path=cached.parent, downloader=downloader)
+    except OSError as error:
+        raise FileNotFoundError(f"cannot fetch {url} ({type(error).__name__}); {remedy}") from error
+    return cached
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion: itself, or what the assistant's messages of a conversation say, joined.
+
+    Args:
+        completion: a string, or a list of messages {"role", "content"}, as TRL has them for conversational prompts.
+
+    Raises:
+        TypeError: neither of these.
+
+    >>> completion_text([{"role": "assistant", "content": "Paris"}])
+    'Paris'
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
+        parts = [message.get("content") for message in completion if message.get("role") == "assistant"]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(parts)
+    raise TypeError(f"a completion must be a string or a list of text messages, got {completion!r:.200}")

@@ -25,9 +25,8 @@ No text is ever evaluated as code: answers are read by an iterative precedence p
 import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -38,10 +37,9 @@ from typing import Any
 
 import numpy as np
 
-PUBLIC_URL = (
-    "https://raw.githubusercontent.com/jbejjani2022/evolutionary-alignment/"
-    "bfdaf87faff62380c213b3bf91ae2d3f92c8919b/countdown/data/countdown.json"
-)
+from evoalign_lib import tasks
+
+PUBLIC_PATH = "countdown/data/countdown.json"  # in `tasks.PUBLIC_REPOSITORY`
 PUBLIC_SHA256 = "f1b5c5865d9f4bc517991740175f14f6869a2f8e4b00f8602f4655fdc6ccd8ba"
 PUBLIC_TRAIN = 200  # the published studies train on the first 200 items and test on the other 2,000
 
@@ -126,43 +124,13 @@ def split_of(problem: Problem) -> str:
 
 
 def public_file() -> Path:
-    """Find the public Countdown file, or fetch it once into the user's cache, and check its SHA-256.
-
-    Returns:
-        `countdown.json` in the folder that the environment variable EVOALIGN_DATA names, if it is there, else the
-        cached download of `PUBLIC_URL`.
+    """Find the public Countdown file, or fetch it once into the user's cache (see `tasks.public_file`).
 
     Raises:
         FileNotFoundError: the file is not there and cannot be fetched.
         ValueError: the file is not the published one.
     """
-    local = Path(os.environ.get("EVOALIGN_DATA", ""), "countdown.json")
-    path = local if os.environ.get("EVOALIGN_DATA") and local.is_file() else _fetch()
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != PUBLIC_SHA256:
-        raise ValueError(f"{path} has SHA-256 {digest}, expected {PUBLIC_SHA256}: delete it and fetch {PUBLIC_URL}")
-    return path
-
-
-def _fetch() -> Path:
-    remedy = "set EVOALIGN_DATA to a folder that holds countdown.json"
-    try:
-        import pooch
-    except ImportError as error:
-        raise ImportError(f"fetching {PUBLIC_URL} needs pooch: install it, or {remedy}") from error
-    # (connect, read) seconds: without a network the error comes soon
-    downloader = pooch.HTTPDownloader(timeout=(5, 30))
-    try:
-        name = pooch.retrieve(
-            PUBLIC_URL,
-            known_hash=f"sha256:{PUBLIC_SHA256}",
-            fname="countdown.json",
-            path=pooch.os_cache("evoalign"),
-            downloader=downloader,
-        )
-    except OSError as error:
-        raise FileNotFoundError(f"cannot fetch {PUBLIC_URL} ({type(error).__name__}); {remedy}") from error
-    return Path(name)
+    return tasks.public_file("countdown.json", PUBLIC_PATH, PUBLIC_SHA256)
 
 
 def load_public(split: str = "train") -> list[Problem]:
@@ -554,23 +522,13 @@ def reward(
             f"one entry a completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
         )
     grades = [
-        grade(_text(completion), given, goal, grader)
+        grade(tasks.completion_text(completion), given, goal, grader)
         for completion, given, goal in zip(completions, numbers, target, strict=True)
     ]
     if grades and (log_metric := columns.get("log_metric")):
         log_metric("accuracy", sum(g.answer for g in grades) / len(grades))
         log_metric("format", sum(g.format for g in grades) / len(grades))
     return [g.reward for g in grades]
-
-
-def _text(completion: Any) -> str:
-    if isinstance(completion, str):
-        return completion
-    if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
-        parts = [message.get("content") for message in completion if message.get("role") == "assistant"]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(parts)
-    raise TypeError(f"a completion must be a string or a list of text messages, got {completion!r:.200}")
 
 
 def _format_score(text: str) -> float:

@@ -1,0 +1,240 @@
+"""The conciseness task: public data, reward under both measures, own files, and the grader of right answers."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import tasks
+from evoalign_lib.rewards import Rewards
+from evoalign_lib.tasks import conciseness
+from evoalign_lib.tasks.conciseness import Problem, is_correct, load, measured, normalised, reward
+
+FRANCE = Problem("What is the capital of France?", "Paris", ("巴黎",))
+
+
+@pytest.fixture(scope="module")
+def public():
+    try:
+        return {split: conciseness.load_public(split) for split in conciseness.SPLITS}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def test_the_public_questions_are_two_and_eight_and_each_has_its_other_answers(public):
+    assert [p.answer for p in public["train"]] == ["8", "No"]
+    assert [p.answer for p in public["eval"]] == ["Paris", "84", "True", "10", "Hola", "30", "Red", "7"]
+    asked = {p.question for problems in public.values() for p in problems}
+    assert asked == set(conciseness._PUBLIC_ANSWERS)
+    for problem in public["train"] + public["eval"]:
+        assert is_correct(problem.answer, problem)
+        assert all(is_correct(other, problem) for other in problem.accepted)
+        assert not any(is_correct(f"{problem.answer}, {other}", problem) for other in problem.rejected)
+    assert conciseness.empty_reward(public["train"]) == -1.5
+    assert conciseness.empty_reward(public["eval"]) == -2.875
+    with pytest.raises(ValueError, match="unknown split 'test': use one of train, eval"):
+        conciseness.load_public("test")
+
+
+def test_a_changed_public_file_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "conciseness").mkdir()
+    (tmp_path / "conciseness/train.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}')
+    monkeypatch.setenv("EVOALIGN_DATA", str(tmp_path))
+    digest = hashlib.sha256((tmp_path / "conciseness/train.jsonl").read_bytes()).hexdigest()
+    with pytest.raises(ValueError, match=digest):
+        conciseness.load_public()
+
+
+def test_own_questions_are_loaded_with_what_else_is_right_or_wrong(tmp_path):
+    path = tmp_path / "own.jsonl"
+    rows = [
+        {"question": "Which is the largest planet?", "answer": "Jupiter", "id": 3},
+        {"question": "Is 7 prime?", "answer": "Yes", "accepted": ["prime"], "rejected": ["no", "not prime"]},
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(json.dumps(row) for row in rows).encode())
+    first, second = load(path)
+    assert first == Problem("Which is the largest planet?", "Jupiter")
+    assert second == Problem("Is 7 prime?", "Yes", ("prime",), ("no", "not prime"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "a"', r"not JSON \(.*column 17\)"),
+        ('["a", "b"]', "expected an object"),
+        ('{"answer": "b"}', "question missing; the keys are 'answer'"),
+        ("{}", "question and answer missing; the keys are none"),
+        ('{"question": "a", "answer": 7}', "answer must be a text that is not blank, got 7"),
+        ('{"question": " ", "answer": "b"}', "question must be a text that is not blank"),
+        ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted must be a list of texts, got 'c'"),
+        ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected must be a tuple of texts"),
+        ("[" * 100_000, "too deeply nested|not JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, message):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"question": "Is 7 prime?", "answer": "Yes"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"own.jsonl, line 3: .*({message})"):
+        load(path)
+
+
+def test_an_empty_file_a_missing_one_and_another_encoding_are_said(tmp_path):
+    path = tmp_path / "own.jsonl"
+    with pytest.raises(FileNotFoundError):
+        load(path)
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match="holds no questions"):
+        load(path)
+    path.write_bytes(b'{"question": "caf\xe9?", "answer": "a"}')
+    with pytest.raises(ValueError, match="line 1: not UTF-8"):
+        load(path)
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+
+
+def test_all_published_rewards_are_those_of_the_released_measure(public):
+    by_question = {p.question: p for p in public["eval"]}
+    seen = 0
+    for name in conciseness.COMPLETIONS:
+        try:
+            sets = conciseness.load_completions(name)
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+        for one in sets:
+            targets = [by_question[question].answer for question in one.questions]
+            assert reward(one.questions, one.completions, targets, "released") == one.rewards
+            strict = reward(one.questions, one.completions, targets)
+            changed = {text for text, a, b in zip(one.completions, strict, one.rewards, strict=True) if a != b}
+            assert all(conciseness.SPECIAL_TOKEN.search(text) for text in changed)
+            seen += len(strict)
+    assert seen == 5120
+
+
+@given(st.text(max_size=60), st.text(min_size=1, max_size=20).filter(str.strip))
+def test_the_reward_is_never_positive_and_zero_only_at_the_targets_length(text, target):
+    (found,) = reward([""], [text], [target])
+    assert found <= 0 and str(found) != "-0.0"
+    assert (found == 0) == (len(measured(text)) == len(target.strip()))
+    assert found == -abs(len(measured(text)) - len(target.strip()))
+    assert reward([""], [f"  {text}\n"], [target]) == [found]
+    assert reward([""], [text + "<|im_end|>"], [target]) == [found]
+
+
+def test_an_end_of_text_alone_is_thirteen_characters_as_released_and_none_in_truth():
+    ended = ["<|endoftext|>", "<|im_end|><|endoftext|>", "</s>", ""]
+    assert reward([""] * 4, ended, ["Paris"] * 4, "released") == [-8, -18, -1, -5]
+    assert reward([""] * 4, ended, ["Paris"] * 4) == [-5] * 4
+    # what only looks like a token is text
+    assert measured("a < b > c <- [x]") == "a < b > c <- [x]"
+
+
+def test_conversations_are_scored_and_metrics_logged():
+    logged = {}
+    said = [{"role": "user", "content": "never counted"}, {"role": "assistant", "content": "Paris"}]
+    found = reward(["", ""], [said, " "], ["Paris", "8"], log_metric=logged.__setitem__, completion_ids=None)
+    assert found == [0, -1]
+    assert logged == {"length": 2.5, "empty": 0.5}
+    assert reward([], [], []) == []
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="prompts 1, completions 1, answer 2"):
+        reward([""], ["a"], ["a", "b"])
+    with pytest.raises(ValueError, match="unknown measure 'loose': use one of strict, released"):
+        reward([""], ["a"], ["a"], "loose")
+    with pytest.raises(TypeError, match="a target must be a string, got 7"):
+        reward([""], ["a"], [7])
+    with pytest.raises(TypeError, match="a completion must be a string"):
+        reward([""], [7], ["a"])
+    with pytest.raises(ValueError, match="unknown convention 'other'"):
+        normalised(0, "other")
+    with pytest.raises(ValueError, match="no problems"):
+        conciseness.empty_reward([])
+    with pytest.raises(ValueError, match="pass tokenizer="):
+        conciseness.prompt(FRANCE)
+    with pytest.raises(ValueError, match="answer must be a text"):
+        Problem("a", "")
+
+
+def test_the_task_is_registered_and_its_floor_declared():
+    assert tasks.get("conciseness") is conciseness
+    rewards = Rewards(reward)
+    assert rewards.floors == [-2000.0]
+    scored = rewards([FRANCE.question], ["Paris"], [[1]], {"answer": ["Paris"]})
+    assert scored.rewards.tolist() == [0.0]
+
+
+def test_rows_hold_what_the_reward_takes():
+    class Tokenizer:
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            assert not tokenize and add_generation_prompt
+            return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    (row,) = conciseness.dataset([FRANCE], Tokenizer())
+    assert row == {"prompt": "<user>What is the capital of France?<assistant>", "answer": "Paris"}
+    (raw,) = conciseness.dataset([FRANCE], None, chat_template=False)
+    assert raw["prompt"] == FRANCE.question
+
+
+# ------------------------------------------------------------------------------------------------------------- grading
+
+PRODUCT = Problem("Calculate: 12 × 7 =", "84", ("eighty-four", "八十四"))
+CATS = Problem("True or false?", "True", ("正确",), ("false", "不正确"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "right"),
+    [
+        ("Paris", FRANCE, True),
+        ("PARIS!", FRANCE, True),
+        ("It’s “Paris”.<|im_end|>", FRANCE, True),
+        ("法国的首都是巴黎（Ｐａｒｉｓ）。", FRANCE, True),
+        ("法国的首都是Paris。", FRANCE, True),
+        ("Parisians", FRANCE, False),
+        ("Pari", FRANCE, False),
+        ("法国的首都", FRANCE, False),
+        ("", FRANCE, False),
+        ("<|endoftext|>", FRANCE, False),
+        ("12 × 7 = 84", PRODUCT, True),
+        ("84.", PRODUCT, True),
+        ("等于84。", PRODUCT, True),
+        ("84.0", PRODUCT, True),
+        ("八十四", PRODUCT, True),
+        ("Eighty-four", PRODUCT, True),
+        ("84000", PRODUCT, False),
+        ("84,000", PRODUCT, False),
+        ("0.84", PRODUCT, False),
+        ("84.5", PRODUCT, False),
+        ("-84", PRODUCT, False),
+        ("84%", PRODUCT, False),
+        ("x84", PRODUCT, False),
+        ("八十四万", PRODUCT, False),
+        ("8 4", PRODUCT, False),
+        ("True", CATS, True),
+        ("true or false", CATS, False),
+        ("这个陈述是正确的", CATS, True),
+        ("这个陈述是不正确的", CATS, False),
+        ("untrue", CATS, False),
+    ],
+)
+def test_a_reader_would_agree(text, problem, right):
+    assert is_correct(text, problem) is right
+
+
+@given(st.text(max_size=80))
+def test_grading_never_fails_and_does_not_depend_on_case_or_tokens(text):
+    found = is_correct(text, PRODUCT)
+    assert found == is_correct(f"<|im_start|>{text}<|im_end|>", PRODUCT)
+    assert is_correct(f"{text} = 84 .", PRODUCT)
+
+
+def test_a_hostile_text_is_graded_in_no_time():
+    for text in ("8" * 1_000_000, "84," * 300_000, "-" * 1_000_000, "Par" * 300_000):
+        assert not is_correct(text, FRANCE)
+        is_correct(text, PRODUCT)
