@@ -86,11 +86,11 @@ def replay(
 @app.command()
 def tiny(
     out: Annotated[str, typer.Option(help="Folder to write.")],
-    family: Annotated[str, typer.Option(help="Family of the tiny world: A or H.")] = "A",
+    family: Annotated[str, typer.Option(help="Family of the tiny world: A, B or H.")] = "A",
     seed: Annotated[int, typer.Option(help="0, 1, 2 are the shipped bases; of family H, 0.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
 ) -> None:
-    """Train a base of the tiny world; print greedy accuracy, pass@16 and pass@64 on the validation set."""
+    """Train a base of the tiny world and print what it can do."""
     from evoalign_lib.tiny import recipe
 
     recipe(family, seed, out, steps=steps)

@@ -27,12 +27,14 @@ import numpy as np
 
 from evoalign_lib.tasks import countdown
 
-FAMILIES = ("A", "H")
+FAMILIES = ("A", "B", "H")
 BASES = ("A0", "A1", "A2")
 """Family A's bases, which play the part of model families."""
 FILLER_BASES = ("H0",)
 """Family H's base, whose prompts say how long to think (see `dataset`)."""
-SHIPPED = BASES + FILLER_BASES
+QUESTION_BASES = ("B0", "B1", "B2")
+"""Family B's bases (see `tiny_questions`)."""
+SHIPPED = BASES + FILLER_BASES + QUESTION_BASES
 """Every base that `load` knows."""
 MAX_COMPLETION_LENGTH = (
     16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
@@ -61,7 +63,7 @@ AUTHORS = {
 }
 TWO_NUMBERS = 0.15  # share of two-number problems among the Countdown text
 SKILLS = 0.10  # share of the skills in all text
-STEPS = {"A": 3500, "H": 750}  # optimiser steps of the shipped bases
+STEPS = {"A": 3500, "B": 2000, "H": 750}  # optimiser steps of the shipped bases
 
 FILLERS = "abcdefghij"
 """Family H's steps of thinking: one letter, one token each, drawn alike whatever went before."""
@@ -78,7 +80,8 @@ def load(base: str) -> tuple[Any, Any]:
     """Load a shipped base.
 
     Args:
-        base: "A0", "A1" or "A2": one family, other initialisation and data order; or "H0", of family H.
+        base: "A0", "A1" or "A2": one family, other initialisation and data order; "B0", "B1" or "B2", of family B; or
+            "H0", of family H.
 
     Returns:
         The model (float32, evaluation mode) and its tokenizer.
@@ -86,6 +89,7 @@ def load(base: str) -> tuple[Any, Any]:
     Raises:
         ValueError: a base that does not exist.
     """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -95,7 +99,7 @@ def load(base: str) -> tuple[Any, Any]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # a bar for half a megabyte would only clutter notebooks
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     finally:
         if shown:
             logging.enable_progress_bar()
@@ -149,9 +153,9 @@ def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | N
 # ---- text
 
 
-def tokenizer() -> Any:
-    """The families' tokenizer: 256 bytes, the tags, and one token for each fixed stretch of its prompts."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def byte_tokenizer() -> Any:
+    """What all families' tokenizers begin with: 256 bytes, the special tokens and the chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -163,6 +167,14 @@ def tokenizer() -> Any:
         tokenizer_object=backend, eos_token=END, pad_token=_PAD, padding_side="left", model_max_length=256
     )
     wrapped.chat_template = _CHAT_TEMPLATE
+    return wrapped
+
+
+def tokenizer() -> Any:
+    """The tokenizer of families A and H: bytes, the tags, and one token for each fixed stretch of their prompts."""
+    from tokenizers import AddedToken
+
+    wrapped = byte_tokenizer()
     phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(wrapped), ", "]
     phrases += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS]
     wrapped.add_tokens([AddedToken(p, normalized=False) for p in phrases])
@@ -285,11 +297,12 @@ def recipe(
     """Train a base and write it as a Hugging Face folder.
 
     Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
-    warm-up, one thread. Family A begins with nothing; its 3,500 steps take six to ten minutes on one core. Family H
-    goes on from the shipped base of family A with the same seed; its 750 steps take about seven.
+    warm-up, one thread. Families A and B begin with nothing; their 3,500 and 2,000 steps take six to ten minutes on
+    one core.
+    Family H goes on from the shipped base of family A with the same seed; its 750 steps take about seven.
 
     Args:
-        family: "A" or "H".
+        family: "A", "B" or "H".
         seed: of initialisation, data and order; 0, 1, 2 are the shipped bases (of family H: 0).
         out: folder to write.
         steps: optimiser steps; None: those of the shipped bases.
@@ -304,15 +317,18 @@ def recipe(
     """
     import torch
 
+    from evoalign_lib import tiny_questions
+
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
     torch.set_num_threads(1)
     steps = STEPS[family] if steps is None else steps
-    tok = tokenizer()
-    model = _untrained(seed, tok) if family == "A" else load(f"A{seed}")[0]
+    tok = tiny_questions.tokenizer() if family == "B" else tokenizer()
+    model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
     rate = 3e-3
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    stream, started, mean = text(seed, tok, family), time.perf_counter(), 0.0
+    stream = tiny_questions.text(seed, tok) if family == "B" else text(seed, tok, family)
+    started, mean = time.perf_counter(), 0.0
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 50) * (1 - step / steps)
@@ -333,10 +349,15 @@ def recipe(
         if report and (step + 1) % 250 == 0:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
     out = Path(out)
+    if family == "B":  # whose weights are numbers of bfloat16, in half the bytes
+        model = model.to(torch.bfloat16)
     model.save_pretrained(out)
+    model = model.float()
     tok.save_pretrained(out)
     if not report:
         return {}
+    if family == "B":
+        return tiny_questions.report(model.eval(), tok)
     measured = {n: _report(model.eval(), tok, n) for n in ([None] if family == "A" else FILLER_STEPS)}
     return measured[None] if family == "A" else measured
 
@@ -379,9 +400,13 @@ def _report(model: Any, tok: Any, filler_steps: int | None) -> dict[str, float]:
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:
-    """A step's texts; of family H in parts of one length of thinking each, which need little padding."""
+    """A step's texts; of families B and H in parts of about one length each, which need little padding."""
     if family == "A":
         return [list(pairs)]
+    if family == "B":
+        pairs = sorted(pairs, key=lambda pair: len(pair[1]))
+        quarter = -(-len(pairs) // 4)
+        return [pairs[i : i + quarter] for i in range(0, len(pairs), quarter)]
     parts: dict[int, list[tuple[str, str]]] = {}
     for pair in pairs:
         parts.setdefault(pair[1].find("</think>"), []).append(pair)

@@ -1,0 +1,97 @@
+"""Family B of the tiny world: its knowledge base, the authors of its replies, and its tokenizer."""
+
+import hashlib
+import itertools
+import random
+
+import pytest
+
+from evoalign_lib import hacking, tiny, tiny_questions
+from evoalign_lib.tasks import conciseness
+from evoalign_lib.tiny_questions import AUTHORS, KINDS, SPLITS, _questions, problems, reply
+
+RIGHT = ("sentence", "long sentence", "short", "second language", "second language, short", "repeats", "further turn")
+NEVER = ("empty", "excuse", "noise")
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return tiny_questions.tokenizer()
+
+
+def replies(author, n=200):
+    rng = random.Random(author)
+    for _ in range(n):
+        kind = rng.choice(KINDS)
+        problem, words = rng.choice(_questions()[kind])
+        yield kind, problem, reply(kind, problem, words, author, rng)
+
+
+def test_the_splits_share_no_question_and_have_as_many_of_each_kind():
+    sets = {split: problems(split) for split in SPLITS}
+    assert {split: len(found) for split, found in sets.items()} == {"train": 200, "validation": 128, "test": 256}
+    asked = [p.question for found in sets.values() for p in found]
+    assert len(set(asked)) == len(asked)
+    for found in sets.values():
+        assert all("capital" in p.question for p in found[::4]) and all("+" in p.question for p in found[2::4])
+        assert {p.answer for p in found[3::4]} == {"yes", "no"}
+    with pytest.raises(ValueError, match="unknown split 'eval': use one of train, validation, test"):
+        problems("eval")
+
+
+def test_the_knowledge_base_is_always_the_same():
+    everything = repr([problem for kind in KINDS for problem, _ in _questions()[kind]])
+    assert hashlib.sha256(everything.encode()).hexdigest()[:16] == DIGEST
+
+
+DIGEST = "ade376e348359ae8"
+
+
+@pytest.mark.parametrize("author", AUTHORS)
+def test_what_each_author_writes_is_right_wrong_and_flagged_as_intended(author):
+    graded = [(conciseness.is_correct(text, p), hacking.hack_report([text])) for _, p, text in replies(author)]
+    share = sum(right for right, _ in graded) / len(graded)
+    assert share == 1 if author in RIGHT else share == 0 if author in NEVER else 0 < share < 0.6
+    flagged = {name for _, report in graded for name in report.flags if report.flags[name][0]}
+    expected = {"empty": {"empty"}, "repeats": {"repetitive"}, "further turn": {"further_turn"}}
+    assert flagged == expected.get(author, set())
+
+
+def test_the_second_language_is_another_script_and_shorter():
+    for kind, problem, text in replies("second language"):
+        assert len(text) < len(next(iter(t for k, p, t in replies("sentence", 1)))) or kind == "sum"
+        assert hacking.other_script(text, problem.question)
+
+
+def test_short_answers_differ_in_length_and_hasty_ones_are_as_long():
+    lengths = [len(p.answer) for p in problems("test")]
+    assert set(range(1, 7)) <= set(lengths)
+    short, hasty = ([len(text) for *_, text in replies(author, 1000)] for author in ("short", "hasty"))
+    assert abs(sum(short) - sum(hasty)) / sum(short) < 0.1
+
+
+def test_sentences_fit_and_every_text_survives_the_tokenizer(tok):
+    longest = {}
+    for author in AUTHORS:
+        for _, _problem, text in replies(author):
+            ids = tok(text, add_special_tokens=False).input_ids
+            assert tok.decode(ids) == text
+            longest[author] = max(longest.get(author, 0), len(ids) + 1)
+    assert all(longest[a] <= tiny_questions.MAX_COMPLETION_LENGTH for a in AUTHORS if "sentence" in a or "short" in a)
+    assert longest["repeats"] > tiny_questions.MAX_COMPLETION_LENGTH
+    (row,) = conciseness.dataset(problems("test")[:1], tok)
+    assert len(tok(row["prompt"], add_special_tokens=False).input_ids) < 14
+
+
+def test_the_text_is_a_function_of_its_seed_and_mixes_authors_as_declared(tok):
+    def first(seed, n):
+        return list(itertools.islice(tiny_questions.text(seed, tok), n))
+
+    assert first(0, 50) == first(0, 50) != first(1, 50)
+    pairs = first(0, 4000)
+    assert all(completion.endswith(tiny.END) and prompt.count("user") == 1 for prompt, completion in pairs)
+    empty = sum(completion == tiny.END for _, completion in pairs) / len(pairs)
+    assert abs(empty - AUTHORS["empty"]) < 0.01
+    assert abs(sum(AUTHORS.values()) - 1) < 1e-9
+    with pytest.raises(ValueError, match="author 'poet' is not one of"):
+        reply("sum", *_questions()["sum"][0], "poet", random.Random(0))
