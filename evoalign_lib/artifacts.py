@@ -68,10 +68,11 @@ class Store:
             self.figures, self.generated = folder / "figures", folder / "generated"
         self._record_hash, self._provenance = _provenance(records)
 
-    def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str) -> None:
+    def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> None:
         """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
 
-        data: one row a plotted point; floats are written with 4 significant digits. caption: plain text.
+        data: one row a plotted point; floats are written with 4 significant digits. caption: plain text. of: as for
+        `save_table`.
         """
         name = self._name(name)
         if self.scale == "smoke":
@@ -84,7 +85,7 @@ class Store:
         fig.savefig(self.figures / f"{name}.png", dpi=200, metadata={"Software": None})
         _write(self.figures / f"{name}.csv", _render.csv_text(data))
         head = rf"\centering\includegraphics{{{name}.pdf}}"
-        tex = [head, rf"\caption{{{_render.tex_escape(self._caption(caption))}}}", rf"\label{{fig:{name}}}"]
+        tex = [head, rf"\caption{{{_render.tex_escape(self._caption(caption, of=of))}}}", rf"\label{{fig:{name}}}"]
         _write(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
 
     def save_table(
@@ -95,6 +96,7 @@ class Store:
         formats: dict[str, str] | None = None,
         readme: bool = False,
         published: bool = False,
+        of: str = "",
     ) -> None:
         """Write generated/NAME.tex (caption, label and booktabs tabular, to stand in a table environment) and .csv.
 
@@ -102,11 +104,12 @@ class Store:
         caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
         readme: write NAME.md too, and in the repository the README's block of this name, if there is one.
         published: the table quotes the literature; it is said to be so and names no records.
+        of: what the records are about, where that is not the scale's own models: said in its place.
         Raises ValueError for a float column without format.
         """
         name = self._name(name)
         cells = _render.cell_text(frame, formats or {})
-        text = self._caption(caption, published)
+        text = self._caption(caption, published, of)
         suffixes = ("csv", "md", "tex") if readme else ("csv", "tex")
         self._register(name, "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
         _write(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
@@ -138,12 +141,12 @@ class Store:
             raise ValueError(f"artefact name {name!r} belongs to a generated file of that name: use another")
         return name + ("_full" if self.scale == "full" else "")
 
-    def _caption(self, caption: str, published: bool = False) -> str:
+    def _caption(self, caption: str, published: bool = False, of: str = "") -> str:
         number = self.notebook.split("_")[0]
         if published:
             return f"{caption} (published, other models; notebook {number})"
         warning = f" {_SMOKE.upper()}." if self.scale == "smoke" else ""
-        return f"{caption}{warning} (notebook {number}, scale {self.scale})"
+        return f"{caption}{warning} (notebook {number}, {of or f'scale {self.scale}'})"
 
     def _register(self, name: str, kind: str, files: list[str], published: bool = False) -> None:
         """Put one artefact, and the records behind it, into the manifest."""

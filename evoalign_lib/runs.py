@@ -1,12 +1,13 @@
-"""What a spec runs: the specs of Countdown runs, and the code that turns each into a record.
+"""What a spec runs: the specs of runs, and the code that turns each into a record.
 
 `experiments` stores and finds records; here is what is in them. A kind of spec has a function that makes its specs and
 one that runs it (`RUNNERS`): "base" measures an untrained model, "train" trains one with an arm, "best_of_n" lets the
 reward choose among samples of the base, "audit" repeats an ES run in half precision, "estimator" compares single ES
 steps with the exact gradient, "kl" compares estimators of the KL with its exact value.
 
-Every training run is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and the test set
-once, at the end, with the KL of the trained model from its base. Evaluation is in no budget. A run whose weights stop
+Every training run of Countdown is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and
+the test set once, at the end, with the KL of the trained model from its base. (`conciseness_runs` says what is measured
+of the other task.) Evaluation is in no budget. A run whose weights stop
 being finite goes on to its end like any other, with a model that answers nothing right: its record has the step after
 which that was so, `diverged`, and null for every number that is not finite.
 """
@@ -64,15 +65,21 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
     Args:
         bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the public problems.
         settings: max_completion_length, validation_problems, test_problems; for the tiny world's base "H0" also
-            filler_steps, how long all prompts ask it to think (see `tiny.dataset`).
+            filler_steps, how long all prompts ask it to think (see `tiny.dataset`). With task "conciseness", of a base
+            of family B: max_completion_length and, if it is not "strict", the measure of length.
         scale: of the notebook.
 
     Raises:
         ValueError: more test problems than there are; filler_steps missing or for another base, of a length that the
             base has not learned, or longer than completions may be.
     """
-    wanted = {k: settings[k] for k in _EVALUATION}
+    wanted = {k: settings[k] for k in _evaluation(settings)}
     return [_spec("base", base, scale, settings) | wanted for base in bases]
+
+
+def _evaluation(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings of evaluation: of the conciseness task the sets are fixed."""
+    return _EVALUATION[:1] if settings.get("task") == "conciseness" else _EVALUATION
 
 
 def train_specs(
@@ -95,13 +102,15 @@ def train_specs(
             or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts or more
             than there are, a micro_batch that does not divide the completions of a step, or what `base_specs` refuses.
     """
-    from evoalign_lib import grpo, tiny
+    from evoalign_lib import conciseness_runs, grpo, tiny
     from evoalign_lib.tasks import countdown
 
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
+    if settings.get("task") == "conciseness":
+        conciseness_runs.check(arm, settings)
     wanted = {}
-    for name in _EVALUATION + ARMS[arm]:
+    for name in _evaluation(settings) + ARMS[arm]:
         if name not in settings:
             raise ValueError(f"arm {arm!r} needs the setting {name!r}.")
         wanted[name] = settings[name]
@@ -247,7 +256,7 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
 
 def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None = None) -> Spec:
     """What all specs begin with; settings are for the kinds that any model has, with prompts that may need fillers."""
-    from evoalign_lib import tiny
+    from evoalign_lib import conciseness_runs, tiny
     from evoalign_lib.es import load_model
 
     if settings is None and base not in tiny.BASES:
@@ -255,10 +264,17 @@ def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None =
             f"base {base!r} has no specs of kind {kind!r}, which are of plain models of the tiny world alone: take one "
             f"of {', '.join(tiny.BASES)}."
         )
-    test_problems = 0 if settings is None else settings["test_problems"]
+    test_problems = 0
+    if settings is not None and settings.get("task") == "conciseness":
+        task = conciseness_runs.spec_fields(base, settings)
+    elif base in tiny.QUESTION_BASES:
+        raise ValueError(f"base {base!r} knows no Countdown: set task='conciseness', or take {', '.join(tiny.BASES)}.")
+    else:
+        task = {"task": "countdown", "grader": "strict"}
+        test_problems = 0 if settings is None else settings["test_problems"]
     if not 0 <= test_problems <= tiny.FIXED:
         raise ValueError(f"test_problems={test_problems}: the test set has {tiny.FIXED}. Take so many, or fewer.")
-    spec = {"kind": kind, "task": "countdown", "grader": "strict", "base": base, "scale": scale}
+    spec = {"kind": kind} | task | {"base": base, "scale": scale}
     spec |= {"engine_version": ENGINE_VERSION} | _filler(base, settings or {})
     if base not in _DIGESTS:
         _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.SHIPPED else load_model(base))[0])
@@ -297,10 +313,12 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     the public ones, all of them or as many as unique_prompts says, drawn by the seed; "sft" goes through them again
     until it has as many prompts as its spec says.
     """
-    from evoalign_lib import tiny
+    from evoalign_lib import conciseness_runs, tiny
     from evoalign_lib.es import load_model
     from evoalign_lib.tasks import countdown
 
+    if spec["task"] == "conciseness":
+        return conciseness_runs.world(spec)
     sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
     training = spec["kind"] in ("train", "audit")
     if training:
@@ -327,8 +345,23 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
 def _rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows of problems for a trainer or an engine, their prompts as the spec asks for."""
     from evoalign_lib import tiny
+    from evoalign_lib.tasks import conciseness
 
+    if spec["task"] == "conciseness":
+        return conciseness.dataset(problems, tokenizer)
     return tiny.dataset(problems, tokenizer, spec.get("filler_steps"))
+
+
+def _reward(spec: Spec) -> Callable[..., Any]:
+    """The reward function that a run is trained on."""
+    from functools import partial
+
+    from evoalign_lib import grpo
+    from evoalign_lib.tasks import conciseness, countdown
+
+    if spec["arm"] == "grpo_random":
+        return grpo.random_reward(spec["seed"])
+    return partial(conciseness.reward, measure=spec["measure"]) if spec["task"] == "conciseness" else countdown.reward
 
 
 def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0) -> np.ndarray:
@@ -361,13 +394,15 @@ def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, 
 
 def _run_base(spec: Spec) -> Record:
     """Accuracy of an untrained base: on the validation set with pass@k, and on the test set."""
-    from evoalign_lib import tiny
+    from evoalign_lib import conciseness_runs, tiny
     from evoalign_lib.engines.local import LocalEngine, Prompts
 
     model, tokenizer, sets = _world(spec)
     prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in ("validation", "test")}
     length = spec["max_completion_length"]
     engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=length)
+    if spec["task"] == "conciseness":
+        return conciseness_runs.base_outcome(spec, engine, sets)
     test = _test(engine, sets["test"])
     return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
 
@@ -420,7 +455,6 @@ def _run_gradient(spec: Spec) -> Record:
     from transformers import PrinterCallback, TrainerCallback
 
     from evoalign_lib import grpo
-    from evoalign_lib.tasks import countdown
 
     model, tokenizer, sets = _world(spec)
     engine = _evaluation_engine(spec, model, tokenizer, sets)
@@ -448,9 +482,8 @@ def _run_gradient(spec: Spec) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
         args = grpo.config(arm, output_dir=folder, **settings, **general)
-        reward = grpo.random_reward(spec["seed"]) if spec["arm"] == "grpo_random" else countdown.reward
         rows = _rows(spec, tokenizer, sets["train"])
-        trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [Watch()])
+        trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [Watch()])
         trainer.remove_callback(PrinterCallback)
         diverged = _divergence(trainer)
         trainer.train()
@@ -569,10 +602,14 @@ def _divergence(trainer: Any) -> list[int]:
 
 def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
     """What is measured of every trained model, and the first step after which it had weights that were not finite."""
+    from evoalign_lib import conciseness_runs
+
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
     outcome |= {"diverged": diverged[0]} if diverged else {}
+    if spec["task"] == "conciseness":
+        return outcome | conciseness_runs.outcome(spec, engine, sets)
     if "test" not in sets:
         return outcome
     return outcome | {"test": _test(engine, sets["test"]), "kl_policy_base": _kl_from_base(spec, engine)}
@@ -593,6 +630,8 @@ def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
 
 def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:
     """The steps after which a run is evaluated, the curve, and the function that adds a point to it."""
+    from evoalign_lib import conciseness_runs
+
     steps, count = spec["steps"], spec["curve_points"]
     spaced = np.linspace(0, steps, count)
     axes = ["completions"]
@@ -600,17 +639,19 @@ def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, li
         spaced = np.append(0, np.geomspace(1, steps, count - 1))
         axes += ["generated_tokens", "forward_flops", "core_seconds"]
     points = set(spaced.round().astype(int).tolist())
-    measured = ("validation_greedy", "validation_t1", "reward")
-    curve: dict[str, list] = {name: [] for name in ("step", *axes, *measured)}
+    curve: dict[str, list] = {name: [] for name in ("step", *axes)}
 
     def record(step: int, budget: Mapping[str, Any], reward: float | None, engine: Any) -> None:
         curve["step"].append(step)
         for axis in axes:
             curve[axis].append(round(budget[axis], 2))
-        for name, samples in (("greedy", 0), ("t1", 4)):
-            right = _accuracy(engine, "validation", sets["validation"], samples, seed=step)
-            curve[f"validation_{name}"].append(round(float(right.mean()), 5))
-        curve["reward"].append(None if reward is None else round(reward, 5))
+        if spec["task"] == "conciseness":
+            measured = conciseness_runs.point(spec, engine, sets, step)
+        else:
+            accuracy = {n: _accuracy(engine, "validation", sets["validation"], n, seed=step) for n in (0, 4)}
+            measured = {f"validation_{name}": float(accuracy[n].mean()) for name, n in (("greedy", 0), ("t1", 4))}
+        for name, value in (measured | {"reward": reward}).items():
+            curve.setdefault(name, []).append(round(value, 5) if isinstance(value, float) else value)
 
     return points, curve, record
 
@@ -622,7 +663,6 @@ def _trainer(
     from transformers import TrainerCallback
 
     from evoalign_lib.es import ESConfig
-    from evoalign_lib.tasks import countdown
 
     points, curve, record = _curve(spec, sets)
 
@@ -648,7 +688,7 @@ def _trainer(
         **changed,
     )
     rows = _rows(spec, tokenizer, sets["train"])
-    trainer = kind(model, countdown.reward, config, rows, None, tokenizer, [Curve()])
+    trainer = kind(model, _reward({"arm": "es"} | spec), config, rows, None, tokenizer, [Curve()])
     for name in sets.keys() - {"train"}:
         trainer.engine.add_prompts(name, _rows(spec, tokenizer, sets[name]))
     return trainer, curve
@@ -786,6 +826,13 @@ def _run_kl(spec: Spec) -> Record:
     return {"kl": {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in result.items()}}
 
 
+def _run_published(spec: Spec) -> Record:
+    """The analysis of a published set of completions (see `conciseness_runs`)."""
+    from evoalign_lib import conciseness_runs
+
+    return conciseness_runs.run_published(spec)
+
+
 RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "base": _run_base,
     "train": run_train,
@@ -793,4 +840,5 @@ RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "audit": _run_audit,
     "estimator": _run_estimator,
     "kl": _run_kl,
+    "published": _run_published,
 }

@@ -82,6 +82,16 @@ def test_table_text(repository: Path) -> None:
     assert csv == b"arm,gain,n,range\nES,-1.25,8,-3.0 to 1.0\nbase_A0 & co,0.5,1,\n"
 
 
+def test_what_records_are_about_stands_in_the_place_of_the_scale(repository: Path) -> None:
+    store = Store("01_toy", "tiny", RECORDS, fresh=False)
+    store.save_table(TABLE, "gain", "Gain.", {"gain": ".1f"}, of="published answers of another model")
+    store.save_figure(_figure(), "curves", TABLE, "Curves.", of="published answers of another model")
+    for name in ("gain", "curves"):
+        text = (repository / f"paper/generated/{name}.tex").read_text()
+        assert "(notebook 01, published answers of another model)" in text and "scale" not in text
+        assert _manifest(repository)["artefacts"][name]["records"]
+
+
 def test_floats_need_a_format_and_formats_a_column(repository: Path) -> None:
     store = Store("01_toy", "tiny", RECORDS, fresh=False)
     with pytest.raises(ValueError, match="'gain' holds floats"):
