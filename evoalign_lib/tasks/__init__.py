@@ -104,3 +104,12 @@ def completion_text(completion: Any) -> str:
         if all(isinstance(part, str) for part in parts):
             return "".join(parts)
     raise TypeError(f"a completion must be a string or a list of text messages, got {completion!r:.200}")
+
+
+def check_lengths(**columns: Sequence[Any]) -> None:
+    """Raise ValueError, naming all lengths, unless every column of a reward's call has one entry a completion."""
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"one entry a completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
+        )

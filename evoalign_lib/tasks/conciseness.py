@@ -343,11 +343,7 @@ def reward(
     >>> reward(["What is the capital of France?"] * 3, ["Paris", "", "It is Paris."], ["Paris"] * 3)
     [0.0, -5.0, -7.0]
     """
-    lengths = {"prompts": len(prompts), "completions": len(completions), "answer": len(answer)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"one entry a completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
-        )
+    tasks.check_lengths(prompts=prompts, completions=completions, answer=answer)
     for target in answer:
         if not isinstance(target, str):
             raise TypeError(f"a target must be a string, got {target!r}: put quotation marks around it")

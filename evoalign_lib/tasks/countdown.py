@@ -516,11 +516,7 @@ def reward(
         ValueError: columns of different lengths, unknown grader, a target that is no number.
         TypeError: a completion that is neither a string nor a conversation.
     """
-    lengths = {"prompts": len(prompts), "completions": len(completions), "numbers": len(numbers), "target": len(target)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"one entry a completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
-        )
+    tasks.check_lengths(prompts=prompts, completions=completions, numbers=numbers, target=target)
     grades = [
         grade(tasks.completion_text(completion), given, goal, grader)
         for completion, given, goal in zip(completions, numbers, target, strict=True)
