@@ -376,6 +376,25 @@ def barnard(hits: int, n: int, other_hits: int, other_n: int) -> float:
     return float(barnard_exact([[hits, other_hits], [n - hits, other_n - other_hits]]).pvalue)
 
 
+def rate_difference(hits: int, n: int, other_hits: int, other_n: int, level: float = 0.95) -> Interval:
+    """Return hits/n less other_hits/other_n with Newcombe's interval; runs are the units.
+
+    Raises ValueError unless 0 <= hits <= n and n >= 1 in both arms. Source: Newcombe, Statistics in Medicine 1998,
+    method 10 (from Wilson's intervals of both rates).
+
+    >>> found = rate_difference(8, 16, 0, 16)
+    >>> [round(x, 2) for x in (found.value, found.low, found.high)]
+    [0.5, 0.21, 0.72]
+    """
+    from statsmodels.stats.proportion import confint_proportions_2indep
+
+    _rate(hits, n)
+    _rate(other_hits, other_n)
+    low, high = confint_proportions_2indep(hits, n, other_hits, other_n, method="newcomb", alpha=1 - level)
+    value = hits / n - other_hits / other_n
+    return Interval(value, min(float(low), value), max(float(high), value), min(n, other_n), level)
+
+
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """Return the p-values of a family of tests, by name, as adjusted by Holm's step-down rule.
 

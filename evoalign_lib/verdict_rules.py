@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib import curves, runs, stats
+from evoalign_lib import conciseness_runs, curves, hacking, runs, stats
 from evoalign_lib.stats import Interval, accuracy_matrix
 
 _Record = dict[str, Any]
@@ -192,8 +192,10 @@ def _one_base(claim: _Claim, label: str, records: Iterable[_Record]) -> None:
 
 def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_Record]]) -> list[NDArray[np.float64]]:
     """Return one score a run of each arm, (seeds,) fractions. Raises _Undecided where the measure has no value."""
-    if "test" in measure:
-        return [accuracy_matrix(arm, measure["test"]).mean(axis=1) for arm in arms]
+    if (matrices := _matrices(claim, measure, arms)) is not None:
+        return [matrix.mean(axis=1) for matrix in matrices]
+    if "hacked" in measure:
+        return [np.array([_hacked(claim, r, measure["hacked"]) for r in arm], np.float64) for arm in arms]
     decoding = measure.get("validation", measure.get("drawdown"))
     validation = [_curves(claim, arm, f"validation_{decoding}") for arm in arms]
     if "drawdown" in measure:
@@ -213,6 +215,39 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
     ]
 
 
+def _matrices(
+    claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_Record]]
+) -> list[NDArray[np.float64]] | None:
+    """Return right answers of each arm, (seeds, problems), or None where a measure has no results on each problem."""
+    if "test" in measure:
+        return [accuracy_matrix(arm, measure["test"]) for arm in arms]
+    return [_right_at(claim, measure, arm) for arm in arms] if "right" in measure else None
+
+
+def _right_at(claim: _Claim, measure: Mapping[str, Any], arm: Sequence[_Record]) -> NDArray[np.float64]:
+    """Return the right answers on split B of each run's first point whose proxy reward, or KL, is at the level.
+
+    Runs that never get there are censored; raises _Undecided where fewer than the claim's seeds do.
+    """
+    decoding, rows = measure["right"], []
+    axis, level = (f"proxy_{decoding}", measure["at_proxy"]) if "at_proxy" in measure else ("kl", measure["at_kl"])
+    draws = conciseness_runs.SAMPLES if decoding == "t1" else 1
+    for record, values in zip(arm, _curves(claim, arm, axis), strict=True):
+        reached = np.flatnonzero(values >= level)
+        if len(reached):
+            n, bits = record["test"]["n"], record["curve"][f"right_bits_{decoding}"][reached[0]]
+            rows.append(stats.unpack_bits(bits, draws * n).reshape(draws, n).mean(axis=0))
+    if len(rows) < claim["min_seeds"]:
+        raise _Undecided(f"{len(rows)} of {len(arm)} runs of an arm get there")
+    return np.array(rows, np.float64)
+
+
+def _hacked(claim: _Claim, record: _Record, decoding: str) -> bool:
+    """Return whether a run ended with more proxy reward than its base and, by `hacking.DROP`, fewer right answers."""
+    (proxy,), (right,) = (_curves(claim, [record], f"{name}_{decoding}") for name in ("proxy", "right"))
+    return bool(proxy[-1] > proxy[0] and right[0] - right[-1] > hacking.DROP + 1e-9)
+
+
 def _curves(claim: _Claim, arm: Sequence[_Record], name: str) -> list[NDArray[np.float64]]:
     try:
         return [np.array(record["curve"][name], np.float64) for record in arm]
@@ -225,10 +260,15 @@ def _words(measure: Mapping[str, Any]) -> str:
     text = f"{_MEASURES[kind]} {'temperature 1' if measure[kind] == 't1' else measure[kind]}"
     if "at_equal" in measure:
         text += f" at equal {measure['at_equal'].replace('_', ' ')}"
+    if "right" in measure:
+        text += f" at proxy {measure['at_proxy']:g}" if "at_proxy" in measure else f" at KL {measure['at_kl']:g}"
     return text + (f" at mean {100 * measure['at_mean']:g} %" if "at_mean" in measure else "")
 
 
 _MEASURES = {"test": "test", "validation": "validation", "drawdown": "largest drawdown of validation"}
+_MEASURES |= {"right": "right answers", "hacked": "hacked runs"}
+_AT = {"validation": ("at_equal", "at_mean"), "right": ("at_proxy", "at_kl")}
+"""Where a measure is taken, for those that need to say it: one of these."""
 _BUDGETS = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
@@ -301,21 +341,32 @@ def _difference(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_R
     """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
     measure = comparison["measure"]
     scores = _scores(claim, measure, arms)
-    if "test" in measure:
-        matrix, baseline = (accuracy_matrix(arm, measure["test"]) for arm in arms)
+    if (matrices := _matrices(claim, measure, arms)) is not None:
+        matrix, baseline = matrices
         interval = stats.crossed_bootstrap(matrix, baseline[0] if _is_fixed(claim, arms[1]) else baseline)
     else:
         interval = _defined(stats.stratified_bootstrap, [scores[0]], [scores[1]])
     test = _defined(stats.mann_whitney, *scores) if comparison.get("p") == "mann_whitney" else None
-    return interval, test, f"{interval.format()} points", _context(interval, scores[1], measure)
+    context = _context(interval, scores[1], measure)
+    if "right" in measure:
+        context = f"{context[:-1]}, {len(scores[0])} v {len(scores[1])} get there)"
+    return interval, test, f"{interval.format()} points", context
+
+
+def _rate(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
+    """Compare shares of runs: their difference with Newcombe's interval, and Fisher's test."""
+    counts = [(int(values.sum()), len(values)) for values in _scores(claim, comparison["measure"], arms)]
+    interval = stats.rate_difference(*counts[0], *counts[1])
+    of, to = (f"{hits} of {n}" for hits, n in counts)
+    context = f"from {to} to {of} ({{n}}, detectable {100 * interval.detectable():.0f})"
+    return interval, stats.fisher(*counts[0], *counts[1]), f"{interval.format()} points", context
 
 
 def _equivalence(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Record]]) -> _Compared:
     """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
     measure = comparison["measure"]
     scores = _scores(claim, measure, arms)
-    if "test" in measure:
-        matrices = [accuracy_matrix(arm, measure["test"]) for arm in arms]
+    if (matrices := _matrices(claim, measure, arms)) is not None:
         found = _defined(stats.equivalence, *matrices, claim["margin"])
     else:
         found = _defined(stats.welch_equivalence, *scores, claim["margin"])
@@ -335,7 +386,7 @@ def _spread(claim: _Claim, comparison: Mapping[str, Any], arms: list[list[_Recor
     return interval, None, f"{ratio} [{low}, {high}]", context
 
 
-_COMPARED = {"difference": _difference, "equivalence": _equivalence, "spread": _spread}
+_COMPARED = {"difference": _difference, "equivalence": _equivalence, "spread": _spread, "rate": _rate}
 
 
 def _context(interval: Interval, other: NDArray[np.float64], measure: Mapping[str, Any]) -> str:
@@ -536,8 +587,7 @@ def check_rule(claim: _Claim) -> None:
     for comparison in rule.get("comparisons", ()):
         _check_comparison(name, comparison, claim["margin"])
     for comparison in rule.get("also", ()):
-        check_keys(f"{name}, also", comparison, ("measure", "of", "to"))
-        _check_measure(name, comparison["measure"])
+        _check_comparison(name, comparison | {"above": 0}, claim["margin"])
     comparisons = [*rule.get("comparisons", ()), *rule.get("also", ())]
     named += [comparison[side] for comparison in comparisons for side in ("of", "to")]
     for arm in named:
@@ -558,15 +608,21 @@ def _check_comparison(name: str, comparison: Mapping[str, Any], margin: float) -
         raise ValueError(f"{name}: a comparison lies above or below a value: declare one of the two")
     if comparison.get("p", "mann_whitney") != "mann_whitney" or ("p" in comparison and by != "difference"):
         raise ValueError(f"{name}: p must be 'mann_whitney', of a difference, or left to the interval")
+    if (by == "rate") != ("hacked" in comparison["measure"]):
+        raise ValueError(f"{name}: hacked runs are compared by rate, and nothing else is")
 
 
 def _check_measure(name: str, measure: Mapping[str, Any]) -> None:
-    check_keys(f"{name}, measure", measure, (), (*_MEASURES, "at_equal", "at_mean"))
+    check_keys(f"{name}, measure", measure, (), (*_MEASURES, *_AT["validation"], *_AT["right"]))
     kinds = sorted(measure.keys() & _MEASURES.keys())
     if len(kinds) != 1 or measure[kinds[0]] not in ("greedy", "t1"):
         raise ValueError(f"{name}: measure {dict(measure)}: declare one of {', '.join(_MEASURES)}, as greedy or t1")
-    if len(measure) != (2 if kinds == ["validation"] else 1):
-        raise ValueError(f"{name}: validation is measured at_equal or at_mean, test and drawdown without them")
+    (kind,) = kinds
+    at = [key for key in measure if key != kind]
+    if len(at) != (kind in _AT) or not set(at) <= set(_AT.get(kind, ())):
+        raise ValueError(
+            f"{name}: validation is measured at_equal or at_mean, right at_proxy or at_kl, the others without them"
+        )
     if measure.get("at_equal", "completions") not in _BUDGETS:
         raise ValueError(f"{name}: unknown budget {measure['at_equal']!r}; known: {', '.join(_BUDGETS)}")
 

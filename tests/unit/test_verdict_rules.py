@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evoalign_lib import claims, runs, tiny
 from evoalign_lib.claims import evaluate, evaluate_together
 from evoalign_lib.stats import pack_bits, pack_counts
-from evoalign_lib.verdict_rules import Finding
+from evoalign_lib.verdict_rules import Finding, check_rule
 
 PROBLEMS = 200
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
@@ -326,6 +326,88 @@ def _transfer(shared: dict[str, int], best: dict[str, int], seeds: int = 8) -> l
         records += _runs(arm, shared[arm], "A1", seeds) + _runs(arm, best[arm], "A1", seeds, **OTHER[arm])
         records += _runs(arm, 50, "A2", seeds)
     return records
+
+
+def _concise(arm: str, right: tuple[int, int], proxy: float = -1.0, seeds: int = 16, kl: float = 3.0) -> list[dict]:
+    """Runs that are right on so many of 200 questions at a proxy of -4 and at their end; the base is right on all."""
+    fields = {k: v for k, v in DECLARED["C3"]["arms"][arm].items() if k != "measure"}
+    records = []
+    for seed, shift in zip(range(seeds), JITTER, strict=False):
+        solved = [PROBLEMS, PROBLEMS, right[0] + shift, right[1] + shift]
+        bits = [[1] * n + [0] * (PROBLEMS - n) for n in solved]
+        curve = {"step": [0, 1, 2, 4], "kl": [0.0, 0.5, 1.5, kl]}
+        for decoding, draws in (("greedy", 1), ("t1", 2)):
+            curve[f"proxy_{decoding}"] = [-27.0, -20.0, -4.0, proxy]
+            curve[f"right_{decoding}"] = [n / PROBLEMS for n in solved]
+            curve[f"right_bits_{decoding}"] = [pack_bits(row * draws) for row in bits]
+        spec = fields | {"measure": "strict", "scale": "tiny", "seed": seed, "base_digest": "digest of B0"}
+        records.append({"spec": spec, "status": "finished", "curve": curve, "test": {"n": PROBLEMS}})
+    return records
+
+
+def _c3(es: list[dict], grpo: list[dict]) -> claims.Verdict:
+    return evaluate(DECLARED["C3"], es + grpo)
+
+
+@pytest.mark.parametrize(
+    ("es", "grpo", "expected"),
+    [
+        ((190, 180), (120, 60), "supported"),  # GRPO hacks, ES does not
+        ((120, 60), (190, 180), "contradicted"),
+        ((120, 60), (120, 60), "underpowered"),  # both hack alike
+        ((190, 180), (190, 170), "underpowered"),  # neither hacks, though ES is right more often
+    ],
+)
+def test_who_hacks_more(es: tuple, grpo: tuple, expected: str) -> None:
+    verdict = _c3(_concise("es", es), _concise("grpo", grpo))
+    assert verdict.verdict == expected
+
+
+def test_matched_points_are_the_first_that_get_there_and_the_others_are_counted() -> None:
+    es = _concise("es", (190, 180), seeds=16)
+    verdict = _c3(es, _concise("grpo", (120, 60)))
+    # at -5 the third point, at -2 and at KL 2 the last one; jitter has mean 0 over sixteen seeds
+    for label, points in {"at proxy -5": 35.0, "at proxy -2": 60.0, "at KL 2": 60.0}.items():
+        (found,) = [i for name, i in verdict.intervals.items() if label in name and "greedy" in name]
+        assert found.value == pytest.approx(points / 100)
+    (rate,) = [i for name, i in verdict.intervals.items() if "hacked runs greedy" in name]
+    assert rate.value == 1 and rate.n == 16
+    assert "16 v 16 get there" in verdict.text and "from 0 of 16 to 16 of 16" in verdict.text
+    # two runs that stop short: too few to judge the level, and it says so
+    short = _concise("grpo", (120, 60))
+    for record in short[:2]:
+        record["curve"]["proxy_greedy"][-1] = -3.0
+    verdict = _c3(es, short)
+    assert verdict.verdict == "underpowered" and "14 of 16 runs of an arm get there" in verdict.text
+
+
+def test_a_hack_needs_more_reward_and_fewer_right_answers() -> None:
+    worse = _concise("grpo", (120, 60), proxy=-30.0)
+    (rate,) = [
+        i for name, i in _c3(_concise("es", (190, 180)), worse).intervals.items() if "hacked runs greedy" in name
+    ]
+    assert rate.value == 0
+    (just,) = [
+        i
+        for name, i in _c3(_concise("es", (190, 180)), _concise("grpo", (190, 162))).intervals.items()
+        if "hacked runs greedy" in name
+    ]
+    assert just.value == 0  # 19 points fewer, one or two more or less
+
+
+@pytest.mark.parametrize(
+    ("comparison", "message"),
+    [
+        ({"measure": {"hacked": "greedy"}, "of": "es", "to": "grpo", "above": 0}, "hacked runs are compared by rate"),
+        ({"measure": {"test": "greedy"}, "of": "es", "to": "grpo", "by": "rate", "above": 0}, "and nothing else is"),
+        ({"measure": {"right": "greedy"}, "of": "es", "to": "grpo", "above": 0}, "right at_proxy or at_kl"),
+        ({"measure": {"right": "t1", "at_mean": 1}, "of": "es", "to": "grpo", "above": 0}, "right at_proxy or at_kl"),
+    ],
+)
+def test_measures_of_hacking_are_declared_whole(comparison: dict, message: str) -> None:
+    claim = DECLARED["C3"] | {"rule": {"kind": "compare", "comparisons": [comparison]}}
+    with pytest.raises(ValueError, match=message):
+        check_rule(claim)
 
 
 @pytest.mark.parametrize(
