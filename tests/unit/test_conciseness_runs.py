@@ -15,6 +15,12 @@ ES = SETTINGS | {"population_size": 4, "sigma": 0.01, "alpha": 0.005}
 GRPO = SETTINGS | {"num_generations": 4, "learning_rate": 1e-4, "beta": 0.0}
 
 
+@pytest.fixture(autouse=True)
+def fewer_draws(monkeypatch):
+    monkeypatch.setattr(conciseness_runs, "JENSEN_DRAWS", 2)
+    monkeypatch.setattr(conciseness_runs, "BREAKING_DRAWS", 2)
+
+
 @pytest.fixture(scope="module")
 def engine():
     model, tok = tiny.load("B0")
@@ -80,10 +86,14 @@ def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
 
 
 def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
-    settings = {"es": ES, "grpo": GRPO, "es_random": ES}
+    settings = {"es": ES, "grpo": GRPO}
     found = {arm: runs.run_train(runs.train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]) for arm in settings}
-    for record in found.values():
+    for arm, record in found.items():
         curve = record["curve"]
+        # sixteen points fit into a record, with what is stored besides (600 bytes: environment, commit, hash)
+        whole = record | {"spec": runs.train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]}
+        size, *of_points = (len(json.dumps(part, separators=(",", ":"))) for part in (whole, *curve.values()))
+        assert size + sum(of_points) * (16 / 3 - 1) + 600 < 8000
         assert len({len(values) for values in curve.values()}) == 1 and curve["step"] == [0, 1, 2]
         assert curve["kl"][0] == pytest.approx(0, abs=1e-6) and curve["kl"][-1] > 0
         for decoding, n in (("greedy", 256), ("t1", 512)):
@@ -99,17 +109,9 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         {name: values[0] for name, values in r["curve"].items() if name.startswith(("proxy", "right"))}
         for r in found.values()
     ]
-    assert first[0] == first[1] == first[2]
+    assert first[0] == first[1]
     again = runs.run_train(runs.train_specs("es", ["B0"], [0], ES | {"curve_points": 4, "steps": 2}, "tiny")[0])
     assert again["digest"] == found["es"]["digest"]
-
-
-def test_a_full_curve_fits_into_a_record():
-    spec = runs.train_specs("es", ["B0"], [0], ES, "tiny")[0]
-    record = runs.run_train(spec) | {"spec": spec}
-    per_point = sum(len(json.dumps(values, separators=(",", ":"))) for values in record["curve"].values()) / 3
-    rest = len(json.dumps(record, separators=(",", ":"))) - 3 * per_point
-    assert rest + 16 * per_point + 600 < 8000  # 600: environment, commit, hash
 
 
 def test_measuring_under_noise_puts_the_weights_back(engine):

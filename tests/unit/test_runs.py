@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import experiments, grpo, ledger, paths, runs, tiny
+from evoalign_lib import conciseness_runs, experiments, grpo, ledger, paths, runs, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
 from evoalign_lib.stats import accuracy_matrix
@@ -220,6 +220,7 @@ MAKERS = {
         s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny"
     ),
     "kl": lambda s: runs.kl_specs(s["base"], s["sigma"], s["repeat"] + 1, s, "tiny"),
+    "published": lambda s: [made for made in conciseness_runs.published_specs("tiny") if made.items() <= s.items()],
 }
 
 

@@ -346,7 +346,9 @@ def _concise(arm: str, right: tuple[int, int], proxy: float = -1.0, seeds: int =
 
 
 def _c3(es: list[dict], grpo: list[dict]) -> claims.Verdict:
-    return evaluate(DECLARED["C3"], es + grpo)
+    """The verdict without what is only reported, which takes as long again."""
+    rule = {key: value for key, value in DECLARED["C3"]["rule"].items() if key != "also"}
+    return evaluate(DECLARED["C3"] | {"rule": rule}, es + grpo)
 
 
 @pytest.mark.parametrize(
