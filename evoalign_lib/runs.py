@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import ledger
+from evoalign_lib import conciseness_runs, ledger
 from evoalign_lib.experiments import ENGINE_VERSION, MAX_CURVE, Record, Spec
 
 
@@ -102,7 +102,7 @@ def train_specs(
             or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts or more
             than there are, a micro_batch that does not divide the completions of a step, or what `base_specs` refuses.
     """
-    from evoalign_lib import conciseness_runs, grpo, tiny
+    from evoalign_lib import grpo, tiny
     from evoalign_lib.tasks import countdown
 
     if arm not in ARMS:
@@ -256,7 +256,7 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
 
 def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None = None) -> Spec:
     """What all specs begin with; settings are for the kinds that any model has, with prompts that may need fillers."""
-    from evoalign_lib import conciseness_runs, tiny
+    from evoalign_lib import tiny
     from evoalign_lib.es import load_model
 
     if settings is None and base not in tiny.BASES:
@@ -313,7 +313,7 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     the public ones, all of them or as many as unique_prompts says, drawn by the seed; "sft" goes through them again
     until it has as many prompts as its spec says.
     """
-    from evoalign_lib import conciseness_runs, tiny
+    from evoalign_lib import tiny
     from evoalign_lib.es import load_model
     from evoalign_lib.tasks import countdown
 
@@ -394,7 +394,7 @@ def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, 
 
 def _run_base(spec: Spec) -> Record:
     """Accuracy of an untrained base: on the validation set with pass@k, and on the test set."""
-    from evoalign_lib import conciseness_runs, tiny
+    from evoalign_lib import tiny
     from evoalign_lib.engines.local import LocalEngine, Prompts
 
     model, tokenizer, sets = _world(spec)
@@ -602,8 +602,6 @@ def _divergence(trainer: Any) -> list[int]:
 
 def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
     """What is measured of every trained model, and the first step after which it had weights that were not finite."""
-    from evoalign_lib import conciseness_runs
-
     moved = np.linalg.norm((engine.master - start).astype(np.float64))
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
@@ -630,8 +628,6 @@ def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
 
 def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:
     """The steps after which a run is evaluated, the curve, and the function that adds a point to it."""
-    from evoalign_lib import conciseness_runs
-
     steps, count = spec["steps"], spec["curve_points"]
     spaced = np.linspace(0, steps, count)
     axes = ["completions"]
@@ -826,13 +822,6 @@ def _run_kl(spec: Spec) -> Record:
     return {"kl": {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in result.items()}}
 
 
-def _run_published(spec: Spec) -> Record:
-    """The analysis of a published set of completions (see `conciseness_runs`)."""
-    from evoalign_lib import conciseness_runs
-
-    return conciseness_runs.run_published(spec)
-
-
 RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "base": _run_base,
     "train": run_train,
@@ -840,5 +829,5 @@ RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "audit": _run_audit,
     "estimator": _run_estimator,
     "kl": _run_kl,
-    "published": _run_published,
+    "published": conciseness_runs.run_published,
 }

@@ -298,8 +298,7 @@ def recipe(
 
     Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
     warm-up, one thread. Families A and B begin with nothing; their 3,500 and 2,000 steps take six to ten minutes on
-    one core.
-    Family H goes on from the shipped base of family A with the same seed; its 750 steps take about seven.
+    one core. Family H goes on from the shipped base of family A with the same seed; its 750 steps take about seven.
 
     Args:
         family: "A", "B" or "H".

@@ -245,7 +245,7 @@ def _right_at(claim: _Claim, measure: Mapping[str, Any], arm: Sequence[_Record])
 def _hacked(claim: _Claim, record: _Record, decoding: str) -> bool:
     """Return whether a run ended with more proxy reward than its base and, by `hacking.DROP`, fewer right answers."""
     (proxy,), (right,) = (_curves(claim, [record], f"{name}_{decoding}") for name in ("proxy", "right"))
-    return bool(proxy[-1] > proxy[0] and right[0] - right[-1] > hacking.DROP + 1e-9)
+    return bool(proxy[-1] > proxy[0]) and hacking.fell(right[-1], right[0])
 
 
 def _curves(claim: _Claim, arm: Sequence[_Record], name: str) -> list[NDArray[np.float64]]:

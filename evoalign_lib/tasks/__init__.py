@@ -106,6 +106,13 @@ def completion_text(completion: Any) -> str:
     raise TypeError(f"a completion must be a string or a list of text messages, got {completion!r:.200}")
 
 
+def chat_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
+    """Render messages by a tokenizer's chat template, up to where the assistant answers. ValueError: no tokenizer."""
+    if tokenizer is None:
+        raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
 def check_lengths(**columns: Sequence[Any]) -> None:
     """Raise ValueError, naming all lengths, unless every column of a reward's call has one entry a completion."""
     lengths = {name: len(values) for name, values in columns.items()}

@@ -271,10 +271,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
     """
     if not chat_template:
         return problem.question
-    if tokenizer is None:
-        raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
-    messages = [{"role": "user", "content": problem.question}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tasks.chat_prompt([{"role": "user", "content": problem.question}], tokenizer)
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:

@@ -401,10 +401,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
         width = max(len(str(n)) for n in problem.numbers)
         array = "[" + " ".join(str(n).rjust(width) for n in problem.numbers) + "]"
         return SYSTEM_MESSAGE + USER_TEMPLATE.format(numbers=array, target=problem.target) + RESPONSE_PREFIX
-    if tokenizer is None:
-        raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
-    text = tokenizer.apply_chat_template(messages(problem), tokenize=False, add_generation_prompt=True)
-    return text + RESPONSE_PREFIX
+    return tasks.chat_prompt(messages(problem), tokenizer) + RESPONSE_PREFIX
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
