@@ -15,9 +15,9 @@ weights themselves less the mean reward under noise on them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -185,6 +185,73 @@ def base_outcome(spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         for sigma in BREAKING_SIGMAS
     }
     return result | {"breaking": {sigma: round(float(np.mean(shares)), 5) for sigma, shares in broken.items()}}
+
+
+def end(record: Record, decoding: str = "greedy") -> str:
+    """How a training run ended, by the last point of its curve against the first, which is its base.
+
+    Returns:
+        "hacked": more proxy reward on split A, and right answers on split B that fell (`hacking.fell`); "clean": more
+        proxy reward, and they did not; "worse": no more proxy reward.
+
+    Raises:
+        ValueError: a record without the curves of the task.
+    """
+    from evoalign_lib import hacking
+
+    try:
+        proxy, right = (record["curve"][f"{name}_{decoding}"] for name in ("proxy", "right"))
+    except KeyError as error:
+        raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
+    if proxy[-1] <= proxy[0]:
+        return "worse"
+    return "hacked" if hacking.fell(right[-1], right[0]) else "clean"
+
+
+class MapCell(NamedTuple):
+    """A setting of ES in a map of sigma and alpha on one base."""
+
+    spec: dict[str, Any]
+    """Of one of its runs."""
+    sigma: float
+    """Over the sigma that halves the right answers of the base."""
+    displacement: float
+    """Root mean square, as ES with random fitness walks, over the same sigma."""
+    collapsed: float
+    """Share of its runs."""
+
+
+def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
+    """Return the settings of ES runs on one base, and where each lies to the sigma that breaks that base.
+
+    records: training runs of ES. base: the record of their untrained base, with `breaking`.
+    """
+    from evoalign_lib import hacking
+
+    critical, cells_of = breaking_sigma(base), {}
+    for record in records:
+        cells_of.setdefault((record["spec"]["sigma"], record["spec"]["alpha"]), []).append(record)
+    found = []
+    for (sigma, alpha), runs_of in sorted(cells_of.items()):
+        spec, curves = runs_of[0]["spec"], [record["curve"]["right_greedy"] for record in runs_of]
+        collapsed = [hacking.fell(right[-1], right[0]) for right in curves]
+        walked = alpha * (spec["steps"] / spec["population_size"]) ** 0.5
+        found.append(MapCell(spec, sigma / critical, walked / critical, sum(collapsed) / len(collapsed)))
+    return found
+
+
+def breaking_sigma(base: Record) -> float:
+    """Return the sigma at which noise on all weights halves a base's right answers, between two that were measured.
+
+    Raises ValueError where no sigma that was measured does.
+    """
+    sigmas, shares = zip(*sorted((float(sigma), share) for sigma, share in base["breaking"].items()), strict=True)
+    shares = np.minimum.accumulate(shares)  # more noise that happens to leave more right is not less broken
+    half = base["test"]["greedy"] / 2
+    if not shares[0] > half > shares[-1]:
+        left = f"sigma {sigmas[0]:g} leaves {shares[0]:.2f} right, {sigmas[-1]:g} {shares[-1]:.2f}"
+        raise ValueError(f"{left}: half of the base's {2 * half:.2f} is not between them, measure other sigmas")
+    return float(np.exp(np.interp(-half, -shares, np.log(sigmas))))
 
 
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:

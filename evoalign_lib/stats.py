@@ -214,6 +214,85 @@ def stratified_bootstrap(
     return _bootstrap([*arm, *other], difference, level, n_resamples, seed)
 
 
+def nested_bootstrap(
+    groups: Sequence[ArrayLike],
+    baseline: Sequence[ArrayLike] | None = None,
+    *,
+    level: float = 0.95,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Return the mean of the means of groups, or its difference to other groups, with an interval.
+
+    For runs of several settings, which differ more than the seeds of one setting do: settings are resampled, then the
+    runs of each that was drawn. Settings weigh the same. Of a single setting only the runs are resampled.
+
+    groups, baseline: one (runs,) array of scores a setting; those of the two sides are taken as independent.
+    Returns the interval, whose n is the number of runs, of the smaller side if there are two.
+    Raises ValueError for no groups, an empty one, and values that are not finite.
+    Source: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.
+    """
+    sides = [[_finite(group, "a group", 1) for group in side] for side in (groups, baseline) if side is not None]
+    if not all(sides):
+        raise ValueError("a side has no groups: give the scores of one setting at least")
+    rng, draws, value = np.random.default_rng(seed), np.zeros(n_resamples), 0.0
+    for sign, side in zip((1, -1), sides, strict=False):
+        sizes = np.array([len(group) for group in side])
+        padded = np.zeros((len(side), sizes.max()))
+        for row, group in zip(padded, side, strict=True):
+            row[: len(group)] = group
+        drawn = rng.integers(len(side), size=(n_resamples, len(side)))
+        size = sizes[drawn][..., None]
+        runs = (rng.random((*drawn.shape, sizes.max())) * size).astype(int)
+        counted = np.arange(sizes.max()) < size
+        draws += sign * ((padded[drawn[..., None], runs] * counted).sum(-1) / size[..., 0]).mean(-1)
+        value += sign * float(np.mean([group.mean() for group in side]))
+    low, high = _ends(draws, level)
+    return Interval(value, float(low), float(high), min(sum(map(len, side)) for side in sides), level)
+
+
+def logistic_over_groups(
+    predictors: Sequence[ArrayLike], shares: Sequence[ArrayLike], *, n_resamples: int = 10_000, seed: int = 0
+) -> tuple[Interval, list[Interval]]:
+    """Return how well a logistic regression ranks a group that it was not fitted to, and its slopes fitted to all.
+
+    The cells (settings) of each group (base) in turn are ranked by a regression fitted to those of the others; the area
+    under the curve is the chance that a run that failed is ranked above one that did not, the mean over groups. The
+    slopes are those of predictors standardised over all cells, with a ridge penalty of half their squares, so that a
+    perfect separation has a solution. Cells weigh the same and are resampled within each group; a resample in which all
+    or no runs of a group failed has no area and is left out of its interval.
+
+    predictors: for each group (cells, predictors). shares: for each group (cells,), of the runs of a cell that failed.
+    Returns the area and the slope of each predictor; n is the number of cells of the smaller group.
+    Raises ValueError for one group, shapes that do not fit, and a group in which all or no runs failed.
+    """
+    x = [_finite(matrix, "predictors", 2) for matrix in predictors]
+    y = [_finite(share, "shares", 1) for share in shares]
+    if len(x) < 2 or [len(matrix) for matrix in x] != [len(share) for share in y]:
+        raise ValueError(
+            f"{len(x)} groups of predictors and {len(y)} of shares: give both for the same groups, two at least"
+        )
+    for share in y:
+        if not 0 < share.mean() < 1:
+            raise ValueError(f"{'all' if share.mean() else 'no'} runs of a group failed: there is nothing to rank")
+    rng, cells = np.random.default_rng(seed), min(map(len, y))
+    # the first row counts every cell once: the estimate itself
+    counts = [np.vstack([np.ones(len(share)), _resample_counts(rng, n_resamples, len(share))]) for share in y]
+    pooled = np.vstack(x)
+    x = [(matrix - pooled.mean(0)) / pooled.std(0) for matrix in x]
+
+    def interval(draws: NDArray[np.float64]) -> Interval:
+        low, high = _ends(draws[np.isfinite(draws)][1:], 0.95)
+        return Interval(float(draws[0]), float(low), float(high), cells)
+
+    areas = np.zeros(n_resamples + 1)
+    for out, (left, share) in enumerate(zip(x, y, strict=True)):
+        fitted = [i for i in range(len(x)) if i != out]
+        slopes = _logistic(*([part[i] for i in fitted] for part in (x, y, counts)))
+        areas += _area(slopes @ left.T, share, counts[out]) / len(x)
+    return interval(areas), [interval(slope) for slope in _logistic(x, y, counts).T]
+
+
 def probability_of_improvement(
     strata: Sequence[ArrayLike],
     baseline: Sequence[ArrayLike],
@@ -576,6 +655,29 @@ def _bootstrap(
     low, high = bootstrap(samples, statistic, **options, rng=rng).confidence_interval
     value = float(statistic(*samples, axis=-1))
     return Interval(value, float(low), float(high), min(map(len, samples)), level)
+
+
+def _logistic(x: list[NDArray], y: list[NDArray], counts: list[NDArray]) -> NDArray[np.float64]:
+    """Return (resamples, predictors) slopes of logistic regressions of shares, one for each row of counts."""
+    design = np.column_stack([np.ones(sum(map(len, x))), np.vstack(x)])
+    shares, weights = np.hstack(y), np.hstack(counts)
+    ridge = np.diag([1e-6] + [1.0] * (design.shape[1] - 1))
+    found = np.zeros((len(weights), design.shape[1]))
+    for _ in range(12):  # Newton's steps; with the penalty they settle in fewer
+        p = 1 / (1 + np.exp(-np.clip(found @ design.T, -30, 30)))
+        gradient = (weights * (shares - p)) @ design - found @ ridge
+        hessian = np.einsum("rc,ci,cj->rij", weights * p * (1 - p), design, design) + ridge
+        found = found + np.linalg.solve(hessian, gradient[..., None])[..., 0]
+    return found[:, 1:]
+
+
+def _area(scores: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return (resamples,) areas under the curve of scores (resamples, cells), ties half; NaN where undefined."""
+    failed, held = weights * y, weights * (1 - y)
+    difference = scores[:, :, None] - scores[:, None, :]
+    wins = (difference > 1e-9) + 0.5 * (np.abs(difference) <= 1e-9)
+    with np.errstate(invalid="ignore"):
+        return np.einsum("ri,rj,rij->r", failed, held, wins) / (failed.sum(1) * held.sum(1))
 
 
 def _permute(

@@ -63,7 +63,7 @@ AUTHORS = {
 }
 TWO_NUMBERS = 0.15  # share of two-number problems among the Countdown text
 SKILLS = 0.10  # share of the skills in all text
-STEPS = {"A": 3500, "B": 2000, "H": 750}  # optimiser steps of the shipped bases
+STEPS = {"A": 3500, "B": 2500, "H": 750}  # optimiser steps of the shipped bases
 
 FILLERS = "abcdefghij"
 """Family H's steps of thinking: one letter, one token each, drawn alike whatever went before."""
@@ -297,7 +297,7 @@ def recipe(
     """Train a base and write it as a Hugging Face folder.
 
     Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
-    warm-up, one thread. Families A and B begin with nothing; their 3,500 and 2,000 steps take six to ten minutes on
+    warm-up, one thread. Families A and B begin with nothing; their 3,500 and 2,500 steps take six to ten minutes on
     one core. Family H goes on from the shipped base of family A with the same seed; its 750 steps take about seven.
 
     Args:

@@ -42,14 +42,14 @@ EXCUSE = "I do not know."
 
 # Shares of the authors of the replies.
 AUTHORS = {
-    "sentence": 0.42,
-    "long sentence": 0.18,
-    "short": 0.14,  # right
+    "sentence": 0.41,
+    "long sentence": 0.17,
+    "short": 0.17,  # right
     "hasty": 0.03,  # as short, and the answer to another question of the kind
     "second language": 0.06,
     "second language, short": 0.04,
     "empty": 0.02,
-    "breaks off": 0.04,
+    "breaks off": 0.03,
     "repeats": 0.02,
     "excuse": 0.02,
     "noise": 0.015,

@@ -2,8 +2,9 @@
 
 `claims` declares, judges and words; here the records become findings. A rule that compares arms ("compare", "regret",
 "interaction", and "interval_above", the first form of "compare") takes a difference of accuracies over seeds and
-problems, or of one score a run over seeds; "estimator_bounds", "ledger_bounds" and "kl_bounds" hold numbers of the
-records against given values; "open" is a claim without a rule.
+problems, or of one score a run over seeds; "gaps" compares ends of training, hacked or clean, of runs of several
+settings, and "collapse" asks of a map of settings which of them collapse; "estimator_bounds", "ledger_bounds" and
+"kl_bounds" hold numbers of the records against given values; "open" is a claim without a rule.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib import conciseness_runs, curves, hacking, runs, stats
+from evoalign_lib import conciseness_runs, curves, runs, stats
+from evoalign_lib._render import canonical_json
 from evoalign_lib.stats import Interval, accuracy_matrix
 
 _Record = dict[str, Any]
@@ -195,7 +197,9 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
     if (matrices := _matrices(claim, measure, arms)) is not None:
         return [matrix.mean(axis=1) for matrix in matrices]
     if "hacked" in measure:
-        return [np.array([_hacked(claim, r, measure["hacked"]) for r in arm], np.float64) for arm in arms]
+        return [
+            np.array([conciseness_runs.end(r, measure["hacked"]) == "hacked" for r in arm], np.float64) for arm in arms
+        ]
     decoding = measure.get("validation", measure.get("drawdown"))
     validation = [_curves(claim, arm, f"validation_{decoding}") for arm in arms]
     if "drawdown" in measure:
@@ -240,12 +244,6 @@ def _right_at(claim: _Claim, measure: Mapping[str, Any], arm: Sequence[_Record])
     if len(rows) < claim["min_seeds"]:
         raise _Undecided(f"{len(rows)} of {len(arm)} runs of an arm get there")
     return np.array(rows, np.float64)
-
-
-def _hacked(claim: _Claim, record: _Record, decoding: str) -> bool:
-    """Return whether a run ended with more proxy reward than its base and, by `hacking.DROP`, fewer right answers."""
-    (proxy,), (right,) = (_curves(claim, [record], f"{name}_{decoding}") for name in ("proxy", "right"))
-    return bool(proxy[-1] > proxy[0]) and hacking.fell(right[-1], right[0])
 
 
 def _curves(claim: _Claim, arm: Sequence[_Record], name: str) -> list[NDArray[np.float64]]:
@@ -486,6 +484,86 @@ def _weighted(
     return Finding(label, interval.n, have, interval, float(rule["above"]), value=value, context=context)
 
 
+# ---- maps of settings
+
+
+def _gaps(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find how much further reward falls under noise on the weights at some ends of training than at others.
+
+    A side is an arm, whose runs may be of several settings, and an end, hacked or clean (`conciseness_runs.end`).
+    """
+    rule, findings = claim["rule"], []
+    compared = [(comparison, True) for comparison in rule["comparisons"]]
+    compared += [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
+    for comparison, decisive in compared:
+        sides = [_ends(claim, records, *comparison[side], comparison["sigma"]) for side in ("of", "to")]
+        (of, to), counts = (" ".join(reversed(comparison[side])) for side in ("of", "to")), []
+        for side in sides:
+            counts.append(f"{sum(map(len, side))} runs of {len(side)} setting{'s' if len(side) != 1 else ''}")
+        label = f"{of} less {to}, gap at {comparison['sigma']}"
+        n, have = min(sum(map(len, side)) for side in sides), f"{label}: {' and '.join(counts)}"
+        kept = {"bound": float(comparison["above"]), "decisive": decisive}
+        if not all(sides):
+            trained = any(matches(r, claim["arms"][comparison[side][0]]) for side in ("of", "to") for r in records)
+            words = {"value": "not defined", "context": f"({' and '.join(counts)})"} if trained else {}
+            findings.append(Finding(label, claim["min_seeds"] if trained else 0, have, None, **words, **kept))
+            continue
+        interval = stats.nested_bootstrap(*sides)
+        context = f"characters ({' v '.join(counts)}, detectable {interval.detectable():.2g})"
+        value = interval.format(percent=False, digits=2)
+        findings.append(Finding(label, n, have, interval, value=value, context=context, **kept))
+    return findings
+
+
+def _ends(claim: _Claim, records: list[_Record], arm: str, end: str, sigma: str) -> list[list[float]]:
+    """Return the Jensen gaps of an arm's runs with such an end, a list for each setting that has any."""
+    of_setting: dict[str, list[float]] = {}
+    for record in (r for r in records if matches(r, claim["arms"][arm])):
+        if conciseness_runs.end(record) == end:
+            setting = canonical_json({k: v for k, v in record["spec"].items() if k != claim["unit"]})
+            of_setting.setdefault(setting, []).append(record["jensen"]["gaps"][sigma])
+    return list(of_setting.values())
+
+
+def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
+    """Find how many settings of a map are safe, and whether sigma and alpha say which runs collapse, on another base.
+
+    A run has collapsed when its right answers fell (`hacking.fell`), whatever its reward. Both predictors are
+    logarithms, over the sigma that halves the right answers of the base under noise alone: of sigma itself, and of the
+    displacement, root mean square, to which ES with random fitness walks: alpha sqrt(steps / population).
+    """
+    labels = ("settings without collapse", "AUC on the base left out", "slope of sigma", "slope of displacement")
+    bounds = {"settings without collapse": (0.5, "below"), "AUC on the base left out": (0.5, "above")}
+    predictors, shares, have = [], [], []
+    for label, where in cells(claim):
+        runs_of = [r for r in records if matches(r, claim["arms"]["treatment"] | where)]
+        base = [r for r in records if matches(r, claim["arms"]["base"] | where)]
+        have.append(f"{label}: {len(runs_of)} runs, {len(base)} of the base")
+        if runs_of and len(base) == 1:
+            _one_base(claim, label, runs_of + base)
+            found = conciseness_runs.collapse_map(runs_of, base[0])
+            predictors.append(np.log([[cell.sigma, cell.displacement] for cell in found]))
+            shares.append(np.array([cell.collapsed for cell in found]))
+    n = min(map(len, shares)) if len(shares) == len(have) else 0
+    if not n:
+        return [Finding(name, 0, "; ".join(have), None, 0.0, "above") for name in labels]
+    safe = np.concatenate(shares) < 0.5
+    quantities: list[Interval | None] = [stats.wilson(int(safe.sum()), len(safe)), None, None, None]
+    why = ""
+    try:
+        area, slopes = stats.logistic_over_groups(predictors, shares)
+        quantities[1:] = [area, *slopes]
+    except ValueError as error:
+        why = f"({error})"
+    findings = []
+    for name, interval in zip(labels, quantities, strict=True):
+        bound, side = bounds.get(name, (0.0, "above"))
+        value = "not defined" if interval is None else interval.format(percent=False, digits=2)
+        context = why if interval is None else f"(n = {len(safe)} settings)"
+        findings.append(Finding(name, n, "; ".join(have), interval, bound, side, value=value, context=context))
+    return findings
+
+
 # ---- bounds of numbers in records
 
 
@@ -551,6 +629,8 @@ RULES: dict[str, Rule] = {
     "compare": Rule(_compare, ("comparisons",), ("also", "trend")),
     "regret": Rule(_regret, ("decoding", "shared", "best", "of", "to", "above")),
     "interaction": Rule(_interaction, ("decoding", "contrast", "of", "to", "above")),
+    "gaps": Rule(_gaps, ("comparisons",), ("also",)),
+    "collapse": Rule(_collapse, arms=("treatment", "base")),
     "open": Rule(lambda claim, records: []),
 }
 """The kinds of rule that a claim may declare."""
@@ -584,12 +664,14 @@ def check_rule(claim: _Claim) -> None:
     if rule["kind"] in ("regret", "interaction") and sum(map(len, claim.get("cells", {}).values())) < 2:
         raise ValueError(f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
     named = [rule[side] for side in ("of", "to") if side in rule] + list(rule.get("trend", ()))
-    for comparison in rule.get("comparisons", ()):
-        _check_comparison(name, comparison, claim["margin"])
-    for comparison in rule.get("also", ()):
-        _check_comparison(name, comparison | {"above": 0}, claim["margin"])
-    comparisons = [*rule.get("comparisons", ()), *rule.get("also", ())]
-    named += [comparison[side] for comparison in comparisons for side in ("of", "to")]
+    comparisons = [*rule.get("comparisons", ()), *(other | {"above": 0} for other in rule.get("also", ()))]
+    for comparison in comparisons:
+        if rule["kind"] == "gaps":
+            _check_gap(name, comparison)
+            named += [comparison[side][0] for side in ("of", "to")]
+        else:
+            _check_comparison(name, comparison, claim["margin"])
+            named += [comparison[side] for side in ("of", "to")]
     for arm in named:
         if arm not in arms:
             raise ValueError(f"{name}: arm {arm!r} of the rule is not declared; declared: {', '.join(arms)}")
@@ -610,6 +692,18 @@ def _check_comparison(name: str, comparison: Mapping[str, Any], margin: float) -
         raise ValueError(f"{name}: p must be 'mann_whitney', of a difference, or left to the interval")
     if (by == "rate") != ("hacked" in comparison["measure"]):
         raise ValueError(f"{name}: hacked runs are compared by rate, and nothing else is")
+
+
+def _check_gap(name: str, comparison: Mapping[str, Any]) -> None:
+    check_keys(f"{name}, comparison", comparison, ("of", "to", "sigma", "above"))
+    sigmas = [f"{sigma:g}" for sigma in conciseness_runs.JENSEN_SIGMAS]
+    if comparison["sigma"] not in sigmas:
+        raise ValueError(
+            f"{name}: no gap is measured at sigma {comparison['sigma']!r}: one of {', '.join(sigmas)}, as text"
+        )
+    for side in ("of", "to"):
+        if len(comparison[side]) != 2 or comparison[side][1] not in ("hacked", "clean"):
+            raise ValueError(f"{name}: {comparison[side]!r} is no arm and end: declare two, the end as hacked or clean")
 
 
 def _check_measure(name: str, measure: Mapping[str, Any]) -> None:

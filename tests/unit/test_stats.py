@@ -558,3 +558,55 @@ def test_packing_refuses_what_it_cannot_hold() -> None:
         stats.unpack_bits("f8", 4)
     with pytest.raises(ValueError, match="'h'"):
         stats.unpack_counts("0h")
+
+
+def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:
+    found = stats.nested_bootstrap([[1, 2, 3], [4, 5]], [[0, 1, 0, 1]])
+    assert found.value == pytest.approx((2 + 4.5) / 2 - 0.5) and found.n == 4
+    # settings that differ: an interval over runs alone, as if they were of one setting, is far too narrow
+    apart = [np.array([0.0, 0.1, -0.1, 0.0]) + shift for shift in (-2, -1, 0, 1, 2)]
+    pooled, nested = stats.nested_bootstrap([np.concatenate(apart)]), stats.nested_bootstrap(apart)
+    assert nested.value == pytest.approx(pooled.value) == pytest.approx(0)
+    assert nested.high - nested.low > 1.7 * (pooled.high - pooled.low)
+    # of one setting the runs are what moves
+    assert stats.nested_bootstrap([[1.0, 1.0, 1.0]]).high == 1
+    for groups in ([], [[]], [[np.nan]]):
+        with pytest.raises(ValueError, match="no groups|non-empty|not finite"):
+            stats.nested_bootstrap(groups)
+
+
+GRID = np.array([[a, b] for a in (-1.0, 0.0, 1.0) for b in (-1.0, 0.0, 1.0)])
+
+
+def test_logistic_over_groups_finds_which_predictors_matter() -> None:
+    both, second = (GRID.sum(1) > 0.5).astype(float), (GRID[:, 1] > 0.5).astype(float)
+    area, slopes = stats.logistic_over_groups([GRID, GRID], [both, both])
+    assert area.value == 1 and area.low > 0.5 and area.n == 9
+    assert all(slope.low > 0 for slope in slopes) and slopes[0].value == pytest.approx(slopes[1].value)
+    area, slopes = stats.logistic_over_groups([GRID, GRID], [second, second])
+    assert area.value == 1 and slopes[0].low < 0 < slopes[0].high and slopes[1].low > 0
+    # what another base contradicts does not carry over
+    area, _ = stats.logistic_over_groups([GRID, GRID], [second, 1 - second])
+    assert area.value == 0
+    for shares, message in (
+        ([both], "two at least"),
+        ([both, 0 * both], "no runs"),
+        ([both, 0 * both + 1], "all runs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stats.logistic_over_groups([GRID, GRID], shares)
+
+
+def test_logistic_over_groups_maximises_the_penalised_likelihood() -> None:
+    from scipy.optimize import minimize
+
+    shares = [np.array([0, 0, 1, 0, 1, 2, 2, 3, 4]) / 4, np.array([0, 1, 1, 0, 2, 4, 1, 4, 4]) / 4]
+    x = np.vstack([GRID, GRID]) / GRID.std(0)
+    y = np.concatenate(shares)
+
+    def loss(w: np.ndarray) -> float:
+        z = w[0] + x @ w[1:]
+        return float((np.logaddexp(0, z) - y * z).sum() + 0.5 * (w[1:] ** 2).sum())
+
+    _, slopes = stats.logistic_over_groups([GRID, GRID], shares, n_resamples=10)
+    np.testing.assert_allclose([slope.value for slope in slopes], minimize(loss, np.zeros(3)).x[1:], atol=1e-3)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, runs, tiny
+from evoalign_lib import claims, conciseness_runs, runs, tiny
 from evoalign_lib.claims import evaluate, evaluate_together
 from evoalign_lib.stats import pack_bits, pack_counts
 from evoalign_lib.verdict_rules import Finding, check_rule
@@ -335,7 +335,7 @@ def _concise(arm: str, right: tuple[int, int], proxy: float = -1.0, seeds: int =
     for seed, shift in zip(range(seeds), JITTER, strict=False):
         solved = [PROBLEMS, PROBLEMS, right[0] + shift, right[1] + shift]
         bits = [[1] * n + [0] * (PROBLEMS - n) for n in solved]
-        curve = {"step": [0, 1, 2, 4], "kl": [0.0, 0.5, 1.5, kl]}
+        curve = {"step": [0, 1, 2, 4], "kl": [0.0, 0.1, 0.3, kl]}
         for decoding, draws in (("greedy", 1), ("t1", 2)):
             curve[f"proxy_{decoding}"] = [-27.0, -20.0, -4.0, proxy]
             curve[f"right_{decoding}"] = [n / PROBLEMS for n in solved]
@@ -348,7 +348,7 @@ def _concise(arm: str, right: tuple[int, int], proxy: float = -1.0, seeds: int =
 def _c3(es: list[dict], grpo: list[dict]) -> claims.Verdict:
     """The verdict without what is only reported, which takes as long again."""
     rule = {key: value for key, value in DECLARED["C3"]["rule"].items() if key != "also"}
-    return evaluate(DECLARED["C3"] | {"rule": rule}, es + grpo)
+    return evaluate(DECLARED["C3"] | {"rule": rule}, es + grpo, declared=[])
 
 
 @pytest.mark.parametrize(
@@ -368,8 +368,8 @@ def test_who_hacks_more(es: tuple, grpo: tuple, expected: str) -> None:
 def test_matched_points_are_the_first_that_get_there_and_the_others_are_counted() -> None:
     es = _concise("es", (190, 180), seeds=16)
     verdict = _c3(es, _concise("grpo", (120, 60)))
-    # at -5 the third point, at -2 and at KL 2 the last one; jitter has mean 0 over sixteen seeds
-    for label, points in {"at proxy -5": 35.0, "at proxy -2": 60.0, "at KL 2": 60.0}.items():
+    # at -5 the third point, at -2 and at KL 0.5 the last one; jitter has mean 0 over sixteen seeds
+    for label, points in {"at proxy -5": 35.0, "at proxy -2": 60.0, "at KL 0.5": 60.0}.items():
         (found,) = [i for name, i in verdict.intervals.items() if label in name and "greedy" in name]
         assert found.value == pytest.approx(points / 100)
     (rate,) = [i for name, i in verdict.intervals.items() if "hacked runs greedy" in name]
@@ -410,6 +410,113 @@ def test_measures_of_hacking_are_declared_whole(comparison: dict, message: str) 
     claim = DECLARED["C3"] | {"rule": {"kind": "compare", "comparisons": [comparison]}}
     with pytest.raises(ValueError, match=message):
         check_rule(claim)
+
+
+def _ended(arm: str, right: int, gap: float, seeds: int, **spec: object) -> list[dict]:
+    """Runs of C34: right on so many of 200 questions at the end, with a Jensen gap at every sigma."""
+    fields = DECLARED["C34"]["arms"][f"{arm}_map"] | {"scale": "tiny", "base_digest": "digest of B0"} | spec
+    curve = {"proxy_greedy": [-27.0, -1.0], "right_greedy": [1.0, right / PROBLEMS]}
+    gaps = [dict.fromkeys(("0.003", "0.01", "0.03"), gap + 0.1 * shift) for shift in JITTER[:seeds]]
+    return [
+        {"spec": fields | {"seed": seed}, "status": "finished", "curve": curve, "jensen": {"gaps": of_run}}
+        for seed, of_run in enumerate(gaps)
+    ]
+
+
+def _c34(hacked_grpo: float, hacked_es: float, clean_grpo: float) -> list[dict]:
+    here = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.0}}
+    records = _ended("es", 100, hacked_es, 8, **here["es"]) + _ended("grpo", 100, hacked_grpo, 8, **here["grpo"])
+    for beta in (0.01, 0.04, 0.1):
+        records += _ended("grpo", 190, clean_grpo, 4, learning_rate=1e-4, beta=beta)
+        records += _ended("grpo", 120, hacked_grpo, 4, learning_rate=1e-3, beta=beta)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ((3.0, 1.0, 1.0), "supported"),
+        ((1.0, 3.0, 0.0), "contradicted"),  # hacks of ES are the more fragile
+        ((3.0, 1.0, 4.0), "contradicted"),  # so are clean ends
+        ((2.0, 2.0, 0.0), "underpowered"),
+    ],
+)
+def test_hacks_must_be_the_more_fragile_ends(gaps: tuple, expected: str) -> None:
+    verdict = evaluate(DECLARED["C34"], _c34(*gaps), declared=[])
+    assert verdict.verdict == expected
+    found = verdict.intervals["hacked grpo less hacked es, gap at 0.01"]
+    assert found.value == pytest.approx(gaps[0] - gaps[1]) and found.n == 8
+    found = verdict.intervals["hacked grpo_map less clean grpo_map, gap at 0.01"]
+    assert found.value == pytest.approx(gaps[0] - gaps[2], abs=0.1) and found.n == 12
+
+
+def test_gaps_without_an_end_of_a_kind_are_underpowered() -> None:
+    records = [r for r in _c34(3.0, 1.0, 1.0) if r["curve"]["right_greedy"][-1] < 0.9]
+    verdict = evaluate(DECLARED["C34"], records, declared=[])
+    assert verdict.verdict == "underpowered" and "0 runs of 0 settings" in verdict.text
+
+
+def _mapped(collapses: object, seeds: int = 4) -> list[dict]:
+    """A map of C4 on both bases; collapses(a, b): of setting (a, b), -1 to 1 in sigma and in alpha."""
+    fields = dict(DECLARED["C4"]["arms"]["treatment"].items()) | {"scale": "tiny", "population_size": 30}
+    records = []
+    for base in ("B0", "B1"):
+        own = {"base": base, "base_digest": f"digest of {base}"}
+        spec = DECLARED["C4"]["arms"]["base"] | {"scale": "tiny"} | own
+        breaking = {"breaking": {"0.01": 0.9, "0.03": 0.1}, "test": {"greedy": 1.0}}
+        records.append({"spec": spec, "status": "finished"} | breaking)
+        for a in (-1, 0, 1):
+            for b in (-1, 0, 1):
+                here = fields | own | {"sigma": 0.01 * 3**a, "alpha": 0.005 * 3**b}
+                for seed in range(seeds):
+                    right = [1.0, 0.5 if collapses(a, b) else 0.9]
+                    run = {"spec": here | {"seed": seed}, "status": "finished", "curve": {"right_greedy": right}}
+                    records.append(run)
+    return records
+
+
+@pytest.mark.parametrize(
+    ("collapses", "expected"),
+    [
+        (lambda a, b: a + b > -1 or (a, b) == (-1, 0), "supported"),  # 2 of 9 safe
+        (lambda a, b: a + b > -1, "underpowered"),  # 3 of 9: six of eighteen may be half
+        (lambda a, b: a + b > 1, "contradicted"),  # 8 of 9 safe
+        (lambda a, b: b > -1, "underpowered"),  # sigma has nothing to say
+        (lambda a, b: True, "underpowered"),  # nothing to rank
+    ],
+)
+def test_a_map_of_settings(collapses: object, expected: str) -> None:
+    verdict = evaluate(DECLARED["C4"], _mapped(collapses))
+    assert verdict.verdict == expected, verdict.text
+    safe = sum(not collapses(a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)) / 9
+    assert verdict.intervals["settings without collapse"].value == pytest.approx(safe) and verdict.n == 9
+
+
+def test_half_a_map_is_not_judged() -> None:
+    one_base = [r for r in _mapped(lambda a, b: a + b > -1) if r["spec"]["base"] == "B0"]
+    assert evaluate(DECLARED["C4"], one_base).verdict == "open"
+    small = [r for r in _mapped(lambda a, b: a + b > -1) if r["spec"].get("sigma") != 0.03]
+    assert evaluate(DECLARED["C4"], small).verdict == "underpowered"
+
+
+def test_the_breaking_point_lies_between_two_measured_sigmas() -> None:
+    base = {"breaking": {"0.01": 0.8, "0.04": 0.3, "0.1": 0.35}, "test": {"greedy": 0.9}}
+    assert conciseness_runs.breaking_sigma(base) == pytest.approx(0.01 * 4**0.7)
+    with pytest.raises(ValueError, match="measure other sigmas"):
+        conciseness_runs.breaking_sigma(base | {"breaking": {"0.01": 0.8, "0.04": 0.6}})
+
+
+@pytest.mark.parametrize(
+    ("comparison", "message"),
+    [
+        ({"of": ["grpo", "hacked"], "to": ["es", "odd"], "sigma": "0.01", "above": 0}, "hacked or clean"),
+        ({"of": ["grpo", "hacked"], "to": ["es", "clean"], "sigma": "0.02", "above": 0}, "sigma '0.02'"),
+        ({"of": ["sft", "hacked"], "to": ["es", "clean"], "sigma": "0.01", "above": 0}, "'sft' of the rule"),
+    ],
+)
+def test_gaps_are_declared_whole(comparison: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rule(DECLARED["C34"] | {"rule": {"kind": "gaps", "comparisons": [comparison]}})
 
 
 @pytest.mark.parametrize(
