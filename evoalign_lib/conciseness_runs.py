@@ -208,6 +208,36 @@ def end(record: Record, decoding: str = "greedy") -> str:
     return "hacked" if hacking.fell(right[-1], right[0]) else "clean"
 
 
+def right_at(
+    record: Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
+) -> np.ndarray | None:
+    """Right answers on split B at the first point of a run's curve at which it has come to a level.
+
+    Args:
+        decoding: "greedy" or "t1".
+        at_proxy: proxy reward on split A under that decoding, at least; or at_kl: KL from the base, at least, in nats a
+            completion. Give one of them.
+
+    Returns:
+        (problems,) shares of right answers, or None where the run never comes to the level: it is censored.
+
+    Raises:
+        ValueError: a record without the curves of the task.
+    """
+    from evoalign_lib import stats
+
+    axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
+    try:
+        values, bits = record["curve"][axis], record["curve"][f"right_bits_{decoding}"]
+    except KeyError as error:
+        raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
+    reached = np.flatnonzero(np.array(values, np.float64) >= level)
+    if not len(reached):
+        return None
+    draws, n = SAMPLES if decoding == "t1" else 1, record["test"]["n"]
+    return stats.unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
+
+
 class MapCell(NamedTuple):
     """A setting of ES in a map of sigma and alpha on one base."""
 

@@ -233,14 +233,9 @@ def _right_at(claim: _Claim, measure: Mapping[str, Any], arm: Sequence[_Record])
 
     Runs that never get there are censored; raises _Undecided where fewer than the claim's seeds do.
     """
-    decoding, rows = measure["right"], []
-    axis, level = (f"proxy_{decoding}", measure["at_proxy"]) if "at_proxy" in measure else ("kl", measure["at_kl"])
-    draws = conciseness_runs.SAMPLES if decoding == "t1" else 1
-    for record, values in zip(arm, _curves(claim, arm, axis), strict=True):
-        reached = np.flatnonzero(values >= level)
-        if len(reached):
-            n, bits = record["test"]["n"], record["curve"][f"right_bits_{decoding}"][reached[0]]
-            rows.append(stats.unpack_bits(bits, draws * n).reshape(draws, n).mean(axis=0))
+    level = {name: measure[name] for name in _AT["right"] if name in measure}
+    found = [conciseness_runs.right_at(record, measure["right"], **level) for record in arm]
+    rows = [row for row in found if row is not None]
     if len(rows) < claim["min_seeds"]:
         raise _Undecided(f"{len(rows)} of {len(arm)} runs of an arm get there")
     return np.array(rows, np.float64)
