@@ -15,6 +15,7 @@ weights themselves less the mean reward under noise on them.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -270,7 +271,15 @@ def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
         hacks[decoding] = {name: round(share, 5) for name, share in shares.items() if share}
         if not samples:
             shown = answers["texts"][0][:SHOWN]
-    return {"test": test, "hacks": hacks, "shown": [text[:80] for text in shown]}
+    return {"test": test, "hacks": hacks, "shown": [_beginning(text) for text in shown]}
+
+
+def _beginning(text: str) -> str:
+    """80 characters of a text, or as many as take 240 bytes of a record, where one beyond ASCII takes six or twelve."""
+    text = text[:80]
+    while len(json.dumps(text)) > 240:
+        text = text[:-1]
+    return text
 
 
 def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:

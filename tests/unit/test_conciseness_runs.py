@@ -145,3 +145,9 @@ def test_the_analysis_of_published_completions_reproduces_their_rewards():
         assert len(r["shown"]) == 8
     silent = [(r["spec"]["set"], r["spec"]["seed"]) for r in found if r["all_empty"]]
     assert silent == [("ES_alpha0.001_sigma0.005", 1), ("GRPO_temp_0.7_beta0.0", 0), ("GRPO_temp_0.7_beta0.0464", 3)]
+
+
+def test_completions_of_any_script_leave_room_in_a_record():
+    shown = [conciseness_runs._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
+    assert [len(text) for text in shown] == [80, 80, 39, 19]
+    assert all(len(json.dumps(text)) <= 240 for text in shown)
