@@ -1,4 +1,4 @@
-"""What is measured of a run of the conciseness task on a base of family B.
+"""What is measured of a run of the conciseness task, on a base of family B or on any other model.
 
 The reward is of length alone, so nothing is judged by it alone. At every point of a run's curve, greedily and at
 temperature 1:
@@ -10,26 +10,37 @@ temperature 1:
 So a run can be looked at where its reward, or its KL, first came to a given value, and what is compared there was not
 what chose the point. At the end: every detector, a few completions to read, and the Jensen gap, the reward at the
 weights themselves less the mean reward under noise on them.
+
+A base of family B has the questions of its knowledge base. Any other model has the published ones, two to train on and
+eight to be evaluated on, or those of a user's own file. *Eight questions make no two splits, so split A and split B are
+both all of them*: what is compared there was chosen on the very questions that it is measured on. An own file is split
+as it should be.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib.experiments import Record, Spec
+from evoalign_lib.experiments import MAX_RECORD, Record, Spec
 
 SAMPLES = 2  # a question, at each point of a curve
-JENSEN_SIGMAS = (0.003, 0.01, 0.03)
+JENSEN_SIGMAS = (0.003, 0.01, 0.03)  # of the tiny world; see `noise_sigmas`
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 BREAKING_DRAWS = 30
 SHOWN = 8
 """Completions in a record, for a reader."""
+LEAST_QUESTIONS = 8
+"""Of an own file: even so each split for evaluation has only two of them."""
 NEAREST_BASE = {"reward": -83.3, "right": 1.0}
 """In place of the 7 B base, whose completions were not published, the published seed that has moved least from it (KL
 0.11 nats a token): it answers in full sentences, all of them right."""
@@ -38,45 +49,183 @@ NEAREST_BASE = {"reward": -83.3, "right": 1.0}
 def spec_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a spec of the task begins with.
 
+    An own file of questions enters a spec by its SHA-256 alone. Its path goes into the environment, as
+    EVOALIGN_QUESTIONS_<the digest>, where this process and those that it starts find it.
+
+    Args:
+        base: of family B, or a model on the Hub or in a folder.
+        settings: those that are looked at are all optional. measure: of length, "strict" or "released". questions: path
+            of an own file for `conciseness.load`, for bases outside the tiny world. validation_problems, test_problems:
+            how many questions of a split are asked, the first ones; else all. noise_draws: draws of the noise on the
+            weights at each sigma, in the place of `JENSEN_DRAWS` and `BREAKING_DRAWS`.
+
     Raises:
-        ValueError: a base of another family, or a measure that does not exist.
+        ValueError: a base of another family, a measure that does not exist, an own file for a base with questions of
+            its own, one of too few questions or with one twice, a number below 1 or above what there is, or more points
+            of a curve and test questions than a record has room for.
+        FileNotFoundError: the file of questions, own or published, is not there.
     """
     from evoalign_lib import tiny
     from evoalign_lib.tasks.conciseness import MEASURES
 
     measure = settings.get("measure", "strict")
-    if base not in tiny.QUESTION_BASES:
+    if base in tiny.SHIPPED and base not in tiny.QUESTION_BASES:
         raise ValueError(f"base {base!r} has read no questions: take one of {', '.join(tiny.QUESTION_BASES)}.")
     if measure not in MEASURES:
         raise ValueError(f"measure={measure!r}: use one of {', '.join(MEASURES)}.")
-    return {"task": "conciseness", "measure": measure}
+    fields: dict[str, Any] = {"task": "conciseness", "measure": measure}
+    if settings.get("questions"):
+        if base in tiny.SHIPPED:
+            raise ValueError(
+                f"questions={str(settings['questions'])!r}: base {base!r} knows the answers of the tiny world alone. "
+                "Leave it out, or take a model from elsewhere."
+            )
+        fields["questions_sha256"] = _announce(settings["questions"])
+    splits = _splits(fields | {"base": base})
+    for name in ("validation", "test"):
+        if (n := settings.get(f"{name}_problems")) is not None:
+            fields[f"{name}_problems"] = _count(f"{name}_problems", n, len(splits[name]), f"{name} questions")
+    if settings.get("noise_draws") is not None:
+        fields["noise_draws"] = _count("noise_draws", settings["noise_draws"])
+    if base not in tiny.SHIPPED:
+        _check_room(settings.get("curve_points", 1), fields.get("test_problems", len(splits["test"])))
+    return fields
 
 
-def check(arm: str, settings: Mapping[str, Any]) -> None:
+def check(arm: str, base: str, settings: Mapping[str, Any]) -> None:
     """Refuse what a training run of the task cannot have.
 
     Raises:
-        ValueError: an arm that needs to know what is right, or a number of unique prompts other than those of the two
-            settings.
+        ValueError: an arm that needs to know what is right; a number of unique prompts other than those of the two
+            settings of the tiny world, or more than another model has training questions; or what `spec_fields`
+            refuses.
+        FileNotFoundError: as `spec_fields`.
     """
+    from evoalign_lib import tiny
+
     if arm == "sft":
         raise ValueError("arm 'sft' fine-tunes on right answers, which the reward of conciseness does not know.")
-    if settings.get("unique_prompts") not in (2, 200):
-        raise ValueError(f"unique_prompts={settings.get('unique_prompts')!r}: take 2, as published, or 200.")
+    unique = settings.get("unique_prompts")
+    if base in tiny.SHIPPED:
+        if unique not in (2, 200):
+            raise ValueError(f"unique_prompts={unique!r}: take 2, as published, or 200.")
+    elif unique is not None:
+        splits = _splits(spec_fields(base, settings) | {"base": base})
+        _count("unique_prompts", unique, len(splits["train"]), "training questions")
+
+
+def _count(name: str, value: Any, most: int | None = None, what: str = "") -> int:
+    """A setting that is a number of things, checked."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number, at least 1.")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value}: there are {most} {what}. Take so many, or fewer.")
+    return value
+
+
+def _check_room(points: int, n: int) -> None:
+    """Refuse before a run what no record would hold after it: right answers of n test questions at so many points."""
+    # at most: what is not of the curve, completions in any script included; a point's numbers, and its right answers in
+    # hexadecimal; those of the end, greedily and of 16 samples
+    size = 4_700 + points * (150 + (1 + SAMPLES) * n // 4) + n // 4 + n
+    if size > MAX_RECORD:
+        raise ValueError(
+            f"curve_points={points} with {n} test questions may make a record of {size} bytes, and {MAX_RECORD} are "
+            "allowed: set curve_points or test_problems lower."
+        )
+
+
+def _variable(digest: str) -> str:
+    return f"EVOALIGN_QUESTIONS_{digest}"
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _announce(questions: str | os.PathLike[str]) -> str:
+    """Tell this process and its children where an own file of questions is; returns its digest."""
+    path = Path(questions).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f'questions={str(questions)!r} is no file: give the path of one with a line {{"question": "...", '
+            '"answer": "..."} for each question.'
+        )
+    digest = _file_digest(path)
+    os.environ[_variable(digest)] = str(path)
+    return digest
+
+
+def _own_questions(digest: str) -> list[Any]:
+    """The questions of the own file with that digest, in file order."""
+    from evoalign_lib.tasks import conciseness
+
+    known = os.environ.get(_variable(digest))
+    if not known or not Path(known).is_file():
+        raise FileNotFoundError(
+            f"the file of questions with the SHA-256 {digest}... is not {known or 'known here'}: make the specs again "
+            f"with questions=<its path>, or set the environment variable {_variable(digest)} to that path."
+        )
+    if (found := _file_digest(Path(known))) != digest:
+        raise ValueError(
+            f"{known} has changed: its SHA-256 is {found}..., that of the spec {digest}... Restore the file, or make "
+            "the specs again."
+        )
+    asked = conciseness.load(known)
+    if len(asked) < LEAST_QUESTIONS:
+        raise ValueError(
+            f"{known} has {len(asked)} questions, too few to train, validate and test on: write at least "
+            f"{LEAST_QUESTIONS}, or leave out the setting questions to take the published ones."
+        )
+    first: set[str] = set()
+    for problem in asked:
+        if problem.question in first:
+            raise ValueError(
+                f"{known} asks {problem.question!r} twice, perhaps in two splits: delete one of the lines."
+            )
+        first.add(problem.question)
+    return asked
+
+
+def _splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """All questions that runs of a spec's base and file may ask, of each split: train, validation (A) and test (B)."""
+    from evoalign_lib import tiny, tiny_questions
+    from evoalign_lib.tasks import conciseness
+
+    if spec["base"] in tiny.SHIPPED:
+        return {name: tiny_questions.problems(name) for name in tiny_questions.SPLITS}
+    if "questions_sha256" not in spec:
+        # A and B are the same eight, since halves of them would say nothing: see the module
+        evaluated = conciseness.load_public("eval")
+        return {"train": conciseness.load_public("train"), "validation": evaluated, "test": evaluated}
+    asked = _own_questions(spec["questions_sha256"])
+    # lest a file sorted by topic train on one and test on another; the same splits whatever the seed of a run
+    asked = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
+    half = len(asked) // 2
+    quarter = (len(asked) - half) // 2
+    return {"train": asked[:half], "validation": asked[half : half + quarter], "test": asked[half + quarter :]}
 
 
 def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     """Model, tokenizer and the questions of each split, as `runs` has them of Countdown.
 
-    Two unique prompts are always the same two, as published: a sum, and a question whose answer is no.
+    In the tiny world two unique prompts are always the same two, as published: a sum, and a question whose answer is
+    no. Other models have the first ones of their training questions, or all.
+
+    Raises:
+        FileNotFoundError: the file of questions, own or published, is not there.
+        ValueError: it is not the one that the spec was made with.
     """
     from evoalign_lib import tiny, tiny_questions
 
-    model, tokenizer = tiny.load(spec["base"])
-    sets = {name: tiny_questions.problems(name) for name in ("validation", "test")}
+    splits = _splits(spec)
+    model, tokenizer = _load(spec["base"])
+    sets = {name: splits[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
     if spec["kind"] == "train":
-        asked = tiny_questions.problems("train")
-        if spec["unique_prompts"] == 2:
+        asked, unique = splits["train"], spec.get("unique_prompts")
+        if spec["base"] not in tiny.SHIPPED:
+            asked = asked[:unique]
+        elif unique == 2:
             kinds = len(tiny_questions.KINDS)
             sums, choices = (asked[tiny_questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
             asked = [sums[0], next(p for p in choices if p.answer == "no")]
@@ -86,12 +235,31 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     return model, tokenizer, sets
 
 
+def _load(base: str) -> tuple[Any, Any]:
+    from evoalign_lib import tiny
+    from evoalign_lib.es import load_model
+
+    return tiny.load(base) if base in tiny.SHIPPED else load_model(base)
+
+
 @lru_cache(maxsize=2)
 def _reference(base: str) -> Any:
     """The base itself, which nothing may train: once a process."""
+    return _load(base)[0]
+
+
+def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Sigmas of the noise on a base's weights: of the Jensen gap, and of the search for where right answers break.
+
+    Larger models bear less: outside the tiny world they are a tenth. The published ES runs of a 7 B model have sigmas
+    of 0.001 to 0.01.
+    """
     from evoalign_lib import tiny
 
-    return tiny.load(base)[0]
+    scale = 1 if base in tiny.SHIPPED else 10
+    # rounded, so that a record's key is the very sigma and not 0.00030000000000000003
+    jensen, breaking = (tuple(round(s / scale, 6) for s in sigmas) for sigmas in (JENSEN_SIGMAS, BREAKING_SIGMAS))
+    return jensen, breaking
 
 
 def _answers(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int, measure: str) -> dict[str, Any]:
@@ -180,9 +348,9 @@ def base_outcome(spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
     broken = {
         f"{sigma:g}": [
             float(_answers(engine, "validation", sets["validation"], 0, 0, spec["measure"])["right"].mean())
-            for _ in _perturbed(engine, "breaking", sigma, BREAKING_DRAWS)
+            for _ in _perturbed(engine, "breaking", sigma, spec.get("noise_draws", BREAKING_DRAWS))
         ]
-        for sigma in BREAKING_SIGMAS
+        for sigma in noise_sigmas(spec["base"])[1]
     }
     return result | {"breaking": {sigma: round(float(np.mean(shares)), 5) for sigma, shares in broken.items()}}
 
@@ -300,7 +468,15 @@ def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
         hacks[decoding] = {name: round(share, 5) for name, share in shares.items() if share}
         if not samples:
             shown = answers["texts"][0][:SHOWN]
-    return {"test": test, "hacks": hacks, "shown": [text[:80] for text in shown]}
+    return {"test": test, "hacks": hacks, "shown": [_beginning(text) for text in shown]}
+
+
+def _beginning(text: str) -> str:
+    """80 characters of a text, or as many as take 240 bytes of a record, where one beyond ASCII takes six or twelve."""
+    text = text[:80]
+    while len(json.dumps(text)) > 240:
+        text = text[:-1]
+    return text
 
 
 def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
@@ -309,9 +485,10 @@ def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
     def reward() -> float:
         return float(_answers(engine, "validation", problems, 0, 0, spec["measure"])["rewards"].mean())
 
-    centre = reward()
+    centre, draws = reward(), spec.get("noise_draws", JENSEN_DRAWS)
     moved = {
-        f"{sigma:g}": [reward() for _ in _perturbed(engine, "jensen", sigma, JENSEN_DRAWS)] for sigma in JENSEN_SIGMAS
+        f"{sigma:g}": [reward() for _ in _perturbed(engine, "jensen", sigma, draws)]
+        for sigma in noise_sigmas(spec["base"])[0]
     }
     gaps = {sigma: round(centre - float(np.mean(rewards)), 5) for sigma, rewards in moved.items()}
     return {"centre": round(centre, 5), "gaps": gaps}

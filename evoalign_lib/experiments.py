@@ -45,7 +45,8 @@ SCALES = ("smoke", "tiny", "full")
 ENGINES = ("local",)
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_EXAMPLES)
-_MAX_RECORD = 8_000  # bytes
+MAX_RECORD = 8_000
+"""Bytes of a record, at most."""
 MAX_CURVE = 50
 """Points of a curve in a record, at most."""
 
@@ -265,8 +266,8 @@ def _line(record: Record) -> str:
         if len(values) > MAX_CURVE:
             raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
     line = _canonical(record) + "\n"
-    if len(line) > _MAX_RECORD:
-        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {_MAX_RECORD} may be.")
+    if len(line) > MAX_RECORD:
+        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} may be.")
     return line
 
 

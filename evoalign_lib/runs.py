@@ -65,20 +65,23 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
     Args:
         bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the public problems.
         settings: max_completion_length, validation_problems, test_problems; for the tiny world's base "H0" also
-            filler_steps, how long all prompts ask it to think (see `tiny.dataset`). With task "conciseness", of a base
-            of family B: max_completion_length and, if it is not "strict", the measure of length.
+            filler_steps, how long all prompts ask it to think (see `tiny.dataset`). With task "conciseness", of bases
+            of family B or models from elsewhere: max_completion_length and, where they are there, measure, questions,
+            validation_problems, test_problems and noise_draws (see `conciseness_runs.spec_fields`).
         scale: of the notebook.
 
     Raises:
         ValueError: more test problems than there are; filler_steps missing or for another base, of a length that the
-            base has not learned, or longer than completions may be.
+            base has not learned, or longer than completions may be; settings of the task conciseness for the other one;
+            or what `conciseness_runs.spec_fields` refuses.
+        FileNotFoundError: a file of questions of the task conciseness is not there.
     """
     wanted = {k: settings[k] for k in _evaluation(settings)}
     return [_spec("base", base, scale, settings) | wanted for base in bases]
 
 
 def _evaluation(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings of evaluation: of the conciseness task the sets are fixed."""
+    """The settings of evaluation that must be there: of the conciseness task the sets have sizes of their own."""
     return _EVALUATION[:1] if settings.get("task") == "conciseness" else _EVALUATION
 
 
@@ -94,21 +97,25 @@ def train_specs(
             there: curve_spacing "log" (points evenly spaced in the logarithm of the steps; else evenly in steps),
             unique_prompts (the run sees so many problems, again and again: each equally often in the whole run, in turn
             by a gradient arm and in random order by ES; without it every step has new ones in the tiny world, and other
-            models train on all public problems), scale_rewards in the place of the arm's own, and for GRPO and its
-            relatives micro_batch (completions in a backward pass; else all of a step, too many for a large model).
+            models train on all public problems; with task "conciseness" bases of the tiny world need it, 2 or 200, and
+            other models train on so many of their training questions, or on all), scale_rewards in the place of the
+            arm's own, and for GRPO and its relatives micro_batch (completions in a backward pass; else all of a step,
+            too many for a large model).
 
     Raises:
         ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
             or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts or more
             than there are, a micro_batch that does not divide the completions of a step, or what `base_specs` refuses.
+        FileNotFoundError: as `base_specs`.
     """
     from evoalign_lib import grpo, tiny
     from evoalign_lib.tasks import countdown
 
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
-    if settings.get("task") == "conciseness":
-        conciseness_runs.check(arm, settings)
+    of_questions = settings.get("task") == "conciseness"
+    for base in bases if of_questions else ():
+        conciseness_runs.check(arm, base, settings)
     wanted = {}
     for name in _evaluation(settings) + ARMS[arm]:
         if name not in settings:
@@ -127,7 +134,7 @@ def train_specs(
         raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
     if wanted.get("unique_prompts", 1) < 1:
         raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
-    for base in bases:
+    for base in () if of_questions else bases:
         if base not in tiny.SHIPPED and wanted.get("unique_prompts", 1) > countdown.PUBLIC_TRAIN:
             raise ValueError(
                 f"unique_prompts={wanted['unique_prompts']}: model {base!r} trains on public problems, of which there "
@@ -157,7 +164,9 @@ def sweep_specs(
         settings: as for `train_specs`, at full length.
         choices: the settings compared; None: those of `SWEEP`.
     """
-    half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
+    half = dict(settings) | {"steps": settings["steps"] // 2}
+    if settings.get("task") != "conciseness":  # which is not evaluated on its validation questions alone
+        half["test_problems"] = 0
     choices = SWEEP[arm] if choices is None else choices
     return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
 
@@ -269,6 +278,8 @@ def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None =
         task = conciseness_runs.spec_fields(base, settings)
     elif base in tiny.QUESTION_BASES:
         raise ValueError(f"base {base!r} knows no Countdown: set task='conciseness', or take {', '.join(tiny.BASES)}.")
+    elif given := [name for name in ("questions", "noise_draws") if (settings or {}).get(name)]:
+        raise ValueError(f"{given[0]}={settings[given[0]]!r}: Countdown has no such thing, set task='conciseness'.")
     else:
         task = {"task": "countdown", "grader": "strict"}
         test_problems = 0 if settings is None else settings["test_problems"]

@@ -1,11 +1,13 @@
 """Runs of the conciseness task: specs, the questions of a run, and what a record has of it."""
 
+import hashlib
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from evoalign_lib import conciseness_runs, hacking, runs, stats, tiny, tiny_questions
+from evoalign_lib import conciseness_runs, experiments, hacking, runs, stats, tiny, tiny_questions
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import conciseness
 
@@ -114,9 +116,41 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
     assert again["digest"] == found["es"]["digest"]
 
 
+def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for():
+    smaller = {"validation_problems": 8, "test_problems": 12, "noise_draws": 1}
+    [plain] = runs.train_specs("es", ["B0"], [0], ES | dict.fromkeys(smaller), "tiny")
+    assert [plain] == runs.train_specs("es", ["B0"], [0], ES, "tiny") and not smaller.keys() & plain.keys()
+    [spec] = runs.train_specs("es", ["B0"], [0], ES | smaller | {"steps": 1}, "tiny")
+    assert spec == plain | smaller | {"steps": 1}
+    [base] = runs.base_specs(["B0"], ES | smaller, "tiny")
+    assert smaller.items() <= base.items()
+    sets = conciseness_runs.world(spec)[2]
+    assert sets["validation"] == tiny_questions.problems("validation")[:8]
+    assert sets["test"] == tiny_questions.problems("test")[:12]
+    record = runs.run_train(spec)
+    assert record["test"]["n"] == 12
+    for decoding, n in (("greedy", 12), ("t1", 24)):
+        bits = [stats.unpack_bits(text, n).mean() for text in record["curve"][f"right_bits_{decoding}"]]
+        assert np.allclose(bits, record["curve"][f"right_{decoding}"], atol=1e-4)
+    for name, most in (("validation_problems", 128), ("test_problems", 256)):
+        with pytest.raises(ValueError, match=f"{name}={most + 1}: there are {most} .* questions. Take so many, or"):
+            runs.base_specs(["B0"], ES | {name: most + 1}, "tiny")
+    for name in smaller:
+        for wrong in (0, -1, 2.0, True):
+            with pytest.raises(ValueError, match=f"{name}={wrong} must be a whole number, at least 1"):
+                runs.base_specs(["B0"], ES | {name: wrong}, "tiny")
+
+
+def test_a_sweep_of_the_task_is_half_as_long_and_evaluated_alike():
+    specs = runs.sweep_specs("es", "B0", ES | {"test_problems": 4}, "tiny", [{"sigma": 0.02, "alpha": 0.001}])
+    assert [(s["steps"], s["test_problems"], s["sigma"]) for s in specs] == [(1, 4, 0.02)]
+
+
 def test_measuring_under_noise_puts_the_weights_back(engine):
     before = engine.master.copy()
-    jensen = conciseness_runs._jensen({"measure": "strict"}, engine, tiny_questions.problems("validation"))
+    jensen = conciseness_runs._jensen(
+        {"measure": "strict", "base": "B0"}, engine, tiny_questions.problems("validation")
+    )
     assert engine.master.tobytes() == before.tobytes()
     # noise of a size that breaks everything costs no reward where answers were far too long
     assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
@@ -145,3 +179,156 @@ def test_the_analysis_of_published_completions_reproduces_their_rewards():
         assert len(r["shown"]) == 8
     silent = [(r["spec"]["set"], r["spec"]["seed"]) for r in found if r["all_empty"]]
     assert silent == [("ES_alpha0.001_sigma0.005", 1), ("GRPO_temp_0.7_beta0.0", 0), ("GRPO_temp_0.7_beta0.0464", 3)]
+
+
+# ---- models from elsewhere
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model folder: nothing says that its weights are those of a base of the tiny world."""
+    folder = tmp_path_factory.mktemp("models") / "elsewhere"
+    shutil.copytree(tiny.bases_folder() / "B0", folder)
+    return str(folder)
+
+
+def write(path, n):
+    """A file of n questions, which the model happens to know."""
+    lines = [{"question": p.question, "answer": p.answer} for p in tiny_questions.problems("test")[:n]]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def own(tmp_path):
+    return write(tmp_path / "my questions.jsonl", 16)
+
+
+ELSEWHERE = {"unique_prompts": None, "steps": 1, "curve_points": 2, "curve_spacing": None, "noise_draws": 1}
+
+
+def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_own(model, own, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
+    changed = ELSEWHERE | {"questions": own}
+    specs = runs.base_specs([model], ES | changed, "smoke")
+    for arm, settings in (("es", ES), ("grpo", GRPO)):
+        specs += runs.train_specs(arm, [model], [0], settings | changed, "smoke")
+    digest = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
+    assert all(s["questions_sha256"] == digest and "questions" not in s and s["noise_draws"] == 1 for s in specs)
+    assert not any("unique_prompts" in s for s in specs)
+    base, *trained = experiments.load_or_run(specs, "03_conciseness", "smoke", workers=1)
+    assert own.name not in json.dumps([base, trained])
+    assert set(base["breaking"]) == {"0.0003", "0.001", "0.002", "0.003", "0.005", "0.01"}
+    for record in (base, *trained):
+        assert record["test"]["n"] == len(record["shown"]) == 4
+        assert set(record["jensen"]["gaps"]) == {"0.0003", "0.001", "0.003"}
+    for record in trained:
+        curve = record["curve"]
+        assert curve["step"] == [0, 1] and record["update_norm"] > 0 and curve["kl"][1] > curve["kl"][0]
+        assert curve["kl"][0] == pytest.approx(0, abs=1e-6)
+        for decoding, n in (("greedy", 4), ("t1", 8)):
+            bits = [stats.unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
+            assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
+            assert curve[f"proxy_{decoding}"][0] == base["point"][f"proxy_{decoding}"]
+        assert conciseness_runs.end(record) in ("hacked", "clean", "worse")
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (11, (5, 3, 3)), (16, (8, 4, 4)), (17, (8, 4, 5))])
+def test_own_questions_fall_into_the_same_three_splits_in_every_run(model, tmp_path, n, sizes):
+    settings = ES | ELSEWHERE | {"questions": str(write(tmp_path / "q.jsonl", n)), "prompts_per_step": 20}
+    found = []
+    for seed in (0, 1):
+        [spec] = runs.train_specs("es", [model], [seed], settings, "full")
+        sets = conciseness_runs.world(spec)[2]
+        found.append({name: {p.question for p in asked} for name, asked in sets.items()})
+    assert found[0] == found[1] and tuple(len(found[0][k]) for k in ("train", "validation", "test")) == sizes
+    assert len(set.union(*found[0].values())) == n
+    [few] = runs.train_specs("es", [model], [0], settings | {"unique_prompts": 3, "test_problems": 1}, "full")
+    sets = conciseness_runs.world(few)[2]
+    assert len({p.question for p in sets["train"]}) == 3 and {p.question for p in sets["train"]} < found[0]["train"]
+    assert len(sets["test"]) == 1 and len(sets["validation"]) == sizes[1]
+
+
+def test_without_own_questions_the_published_ones_are_asked(model, external_data):
+    settings = GRPO | ELSEWHERE
+    [spec] = runs.train_specs("grpo", [model], [0], settings, "full")
+    assert not {"questions", "questions_sha256"} & spec.keys()
+    sets = conciseness_runs.world(spec)[2]
+    assert len(sets["train"]) == 4 and set(sets["train"]) == set(conciseness.load_public("train"))
+    assert sets["validation"] == sets["test"] == conciseness.load_public("eval")
+    [one] = runs.train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
+    sets = conciseness_runs.world(one)[2]
+    assert len(set(sets["train"])) == 1 and len(sets["validation"]) == 3 and len(sets["test"]) == 8
+    with pytest.raises(ValueError, match="unique_prompts=3: there are 2 training questions. Take so many, or fewer"):
+        runs.train_specs("grpo", [model], [0], settings | {"unique_prompts": 3}, "full")
+
+
+def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
+    [spec] = runs.train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
+    digest = spec["questions_sha256"]
+    before = own.read_bytes()
+    own.write_bytes(before + b"\n")
+    with pytest.raises(ValueError, match=f"has changed: .* that of the spec {digest}... Restore the file, or make"):
+        conciseness_runs.world(spec)
+    own.write_bytes(before)
+    assert conciseness_runs.world(spec)
+    own.unlink()
+    remedy = f"set the environment variable EVOALIGN_QUESTIONS_{digest} to that path"
+    with pytest.raises(FileNotFoundError, match=remedy):
+        conciseness_runs.world(spec)
+    monkeypatch.delenv(f"EVOALIGN_QUESTIONS_{digest}")
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}... is not known here.*{remedy}"):
+        conciseness_runs.world(spec)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"unique_prompts": 9}, "unique_prompts=9: there are 8 training questions. Take so many, or fewer"),
+        ({"unique_prompts": 0}, "unique_prompts=0 must be a whole number, at least 1"),
+        ({"validation_problems": 5}, "validation_problems=5: there are 4 validation questions"),
+        ({"test_problems": 5}, "test_problems=5: there are 4 test questions"),
+        ({"curve_points": 40}, "curve_points=40 with 4 test questions .* set curve_points or test_problems lower"),
+        ({"measure": "words"}, "measure='words': use one of strict, released"),
+        ({"task": "countdown"}, "questions=.*: Countdown has no such thing, set task='conciseness'"),
+        ({"task": "countdown", "questions": None}, "noise_draws=1: Countdown has no such thing"),
+    ],
+)
+def test_what_a_run_on_own_questions_cannot_have_is_refused_before_it(model, own, changed, message):
+    settings = {"validation_problems": 4, "test_problems": 4} | ES | ELSEWHERE | {"questions": own}
+    assert runs.train_specs("es", [model], [0], settings, "full")
+    with pytest.raises(ValueError, match=message):
+        runs.train_specs("es", [model], [0], settings | changed, "full")
+
+
+def test_files_of_questions_that_are_refused(model, own, tmp_path):
+    def specs(path, base=model):
+        return runs.base_specs([base], ES | {"questions": path}, "full")
+
+    with pytest.raises(
+        FileNotFoundError, match="questions='.*none.jsonl' is no file: give the path of one with a line"
+    ):
+        specs(tmp_path / "none.jsonl")
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        specs(str(tmp_path))
+    with pytest.raises(ValueError, match="has 7 questions, too few .* write at least 8, or leave out the setting"):
+        specs(write(tmp_path / "few.jsonl", 7))
+    with pytest.raises(ValueError, match="base 'B0' knows the answers of the tiny world alone. Leave it out, or take"):
+        specs(own, "B0")
+    lines = own.read_text().splitlines()
+    own.write_text("\n".join([*lines, lines[3]]))
+    with pytest.raises(ValueError, match="asks '.*' twice, perhaps in two splits: delete one of the lines"):
+        specs(own)
+    with pytest.raises(ValueError, match="line 1: question and answer missing"):
+        own.write_text("{}")
+        specs(own)
+    with pytest.raises(ValueError, match="model '.*nowhere' does not exist"):
+        specs(write(own, 16), str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
+        runs.train_specs("sft", [model], [0], ES | GRPO | {"questions": own}, "full")
+
+
+def test_completions_of_any_script_leave_room_in_a_record():
+    shown = [conciseness_runs._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
+    assert [len(text) for text in shown] == [80, 80, 39, 19]
+    assert all(len(json.dumps(text)) <= 240 for text in shown)
