@@ -81,14 +81,14 @@ def spec_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
                 "Leave it out, or take a model from elsewhere."
             )
         fields["questions_sha256"] = _announce(settings["questions"])
-    splits = _splits(fields | {"base": base})
+    asked = splits(fields | {"base": base})
     for name in ("validation", "test"):
         if (n := settings.get(f"{name}_problems")) is not None:
-            fields[f"{name}_problems"] = _count(f"{name}_problems", n, len(splits[name]), f"{name} questions")
+            fields[f"{name}_problems"] = _count(f"{name}_problems", n, len(asked[name]), f"{name} questions")
     if settings.get("noise_draws") is not None:
         fields["noise_draws"] = _count("noise_draws", settings["noise_draws"])
     if base not in tiny.SHIPPED:
-        _check_room(settings.get("curve_points", 1), fields.get("test_problems", len(splits["test"])))
+        _check_room(settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
     return fields
 
 
@@ -110,8 +110,8 @@ def check(arm: str, base: str, settings: Mapping[str, Any]) -> None:
         if unique not in (2, 200):
             raise ValueError(f"unique_prompts={unique!r}: take 2, as published, or 200.")
     elif unique is not None:
-        splits = _splits(spec_fields(base, settings) | {"base": base})
-        _count("unique_prompts", unique, len(splits["train"]), "training questions")
+        asked = splits(spec_fields(base, settings) | {"base": base})["train"]
+        _count("unique_prompts", unique, len(asked), "training questions")
 
 
 def _count(name: str, value: Any, most: int | None = None, what: str = "") -> int:
@@ -187,7 +187,7 @@ def _own_questions(digest: str) -> list[Any]:
     return asked
 
 
-def _splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
+def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
     """All questions that runs of a spec's base and file may ask, of each split: train, validation (A) and test (B)."""
     from evoalign_lib import tiny, tiny_questions
     from evoalign_lib.tasks import conciseness
@@ -218,11 +218,11 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     """
     from evoalign_lib import tiny, tiny_questions
 
-    splits = _splits(spec)
+    of_split = splits(spec)
     model, tokenizer = _load(spec["base"])
-    sets = {name: splits[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
+    sets = {name: of_split[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
     if spec["kind"] == "train":
-        asked, unique = splits["train"], spec.get("unique_prompts")
+        asked, unique = of_split["train"], spec.get("unique_prompts")
         if spec["base"] not in tiny.SHIPPED:
             asked = asked[:unique]
         elif unique == 2:
