@@ -13,8 +13,8 @@ weights themselves less the mean reward under noise on them.
 
 A base of family B has the questions of its knowledge base. Any other model has the published ones, two to train on and
 eight to be evaluated on, or those of a user's own file. *Eight questions make no two splits, so split A and split B are
-both all of them*: what is compared there was chosen on the very questions that it is measured on. An own file is split
-as it should be.
+both all of them*: what is compared there was chosen on the very questions that it is measured on. Of an own file one
+half is to train on, and a quarter each is A and B.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ NEAREST_BASE = {"reward": -83.3, "right": 1.0}
 def spec_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a spec of the task begins with.
 
-    An own file of questions enters a spec by its SHA-256 alone. Its path goes into the environment, as
-    EVOALIGN_QUESTIONS_<the digest>, where this process and those that it starts find it.
+    An own file of questions enters a spec by the first 16 digits of its SHA-256 alone. Its path goes into the
+    environment, as EVOALIGN_QUESTIONS_<the digits>, where this process and those that it starts find it.
 
     Args:
         base: of family B, or a model on the Hub or in a folder.
@@ -87,8 +87,9 @@ def spec_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
             fields[f"{name}_problems"] = _count(f"{name}_problems", n, len(asked[name]), f"{name} questions")
     if settings.get("noise_draws") is not None:
         fields["noise_draws"] = _count("noise_draws", settings["noise_draws"])
-    if base not in tiny.SHIPPED:
-        _check_room(settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
+    # at most, beside the curve: completions in any script are in it, of which those of the tiny world are short
+    rest = 2_200 if base in tiny.SHIPPED else 4_700
+    _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
     return fields
 
 
@@ -123,11 +124,10 @@ def _count(name: str, value: Any, most: int | None = None, what: str = "") -> in
     return value
 
 
-def _check_room(points: int, n: int) -> None:
+def _check_room(rest: int, points: int, n: int) -> None:
     """Refuse before a run what no record would hold after it: right answers of n test questions at so many points."""
-    # at most: what is not of the curve, completions in any script included; a point's numbers, and its right answers in
-    # hexadecimal; those of the end, greedily and of 16 samples
-    size = 4_700 + points * (150 + (1 + SAMPLES) * n // 4) + n // 4 + n
+    # a point's numbers, and its right answers in hexadecimal; those of the end, greedily and of 16 samples
+    size = rest + points * (150 + (1 + SAMPLES) * n // 4) + n // 4 + n
     if size > MAX_RECORD:
         raise ValueError(
             f"curve_points={points} with {n} test questions may make a record of {size} bytes, and {MAX_RECORD} are "
@@ -360,7 +360,7 @@ def end(record: Record, decoding: str = "greedy") -> str:
 
     Returns:
         "hacked": more proxy reward on split A, and right answers on split B that fell (`hacking.fell`); "clean": more
-        proxy reward, and they did not; "worse": no more proxy reward.
+        proxy reward, and they did not; "no gain": no more proxy reward, whatever the answers.
 
     Raises:
         ValueError: a record without the curves of the task.
@@ -372,7 +372,7 @@ def end(record: Record, decoding: str = "greedy") -> str:
     except KeyError as error:
         raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
     if proxy[-1] <= proxy[0]:
-        return "worse"
+        return "no gain"
     return "hacked" if hacking.fell(right[-1], right[0]) else "clean"
 
 
@@ -380,6 +380,8 @@ def right_at(
     record: Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
 ) -> np.ndarray | None:
     """Right answers on split B at the first point of a run's curve at which it has come to a level.
+
+    It is a point that was measured, which may lie well beyond the level; nothing is interpolated.
 
     Args:
         decoding: "greedy" or "t1".
@@ -390,10 +392,12 @@ def right_at(
         (problems,) shares of right answers, or None where the run never comes to the level: it is censored.
 
     Raises:
-        ValueError: a record without the curves of the task.
+        ValueError: both levels or none; a record without the curves of the task.
     """
     from evoalign_lib import stats
 
+    if (at_proxy is None) == (at_kl is None):
+        raise ValueError(f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
     axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
     try:
         values, bits = record["curve"][axis], record["curve"][f"right_bits_{decoding}"]
@@ -409,20 +413,19 @@ def right_at(
 class MapCell(NamedTuple):
     """A setting of ES in a map of sigma and alpha on one base."""
 
-    spec: dict[str, Any]
-    """Of one of its runs."""
-    sigma: float
-    """Over the sigma that halves the right answers of the base."""
+    relative_sigma: float
+    """Sigma over the sigma that halves the right answers of the base."""
     displacement: float
     """Root mean square, as ES with random fitness walks, over the same sigma."""
     collapsed: float
-    """Share of its runs."""
+    """Share of its runs whose right answers fell (`hacking.fell`), greedily, from the first point to the last."""
 
 
 def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
-    """Return the settings of ES runs on one base, and where each lies to the sigma that breaks that base.
+    """Return the settings of ES runs on one base, by sigma and alpha, and where each lies to what breaks that base.
 
-    records: training runs of ES. base: the record of their untrained base, with `breaking`.
+    records: training runs of ES that differ in sigma, alpha and seed. base: the record of their untrained base.
+    Raises ValueError as `breaking_sigma`.
     """
     from evoalign_lib import hacking
 
@@ -434,13 +437,15 @@ def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
         spec, curves = runs_of[0]["spec"], [record["curve"]["right_greedy"] for record in runs_of]
         collapsed = [hacking.fell(right[-1], right[0]) for right in curves]
         walked = alpha * (spec["steps"] / spec["population_size"]) ** 0.5
-        found.append(MapCell(spec, sigma / critical, walked / critical, sum(collapsed) / len(collapsed)))
+        found.append(MapCell(sigma / critical, walked / critical, sum(collapsed) / len(collapsed)))
     return found
 
 
 def breaking_sigma(base: Record) -> float:
-    """Return the sigma at which noise on all weights halves a base's right answers, between two that were measured.
+    """Return the sigma at which noise on all weights halves a base's right answers, greedily.
 
+    It lies between two that were measured, the share of right answers being taken as linear in the logarithm of sigma.
+    The shares under noise are of split A, repetitions of an answer included; half is half of split B's right answers.
     Raises ValueError where no sigma that was measured does.
     """
     sigmas, shares = zip(*sorted((float(sigma), share) for sigma, share in base["breaking"].items()), strict=True)

@@ -163,10 +163,13 @@ def sweep_specs(
         arm: "es" or "grpo".
         settings: as for `train_specs`, at full length.
         choices: the settings compared; None: those of `SWEEP`.
+
+    Raises:
+        ValueError: the task conciseness, whose validation is a proxy that `ranked` must not rank by.
     """
-    half = dict(settings) | {"steps": settings["steps"] // 2}
-    if settings.get("task") != "conciseness":  # which is not evaluated on its validation questions alone
-        half["test_problems"] = 0
+    if settings.get("task") == "conciseness":
+        raise ValueError("a sweep ranks by right answers, and conciseness validates by a reward of length: train a map")
+    half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
     choices = SWEEP[arm] if choices is None else choices
     return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
 

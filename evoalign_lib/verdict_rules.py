@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib import conciseness_runs, curves, runs, stats
-from evoalign_lib._render import canonical_json
 from evoalign_lib.stats import Interval, accuracy_matrix
 
 _Record = dict[str, Any]
@@ -485,39 +484,61 @@ def _weighted(
 def _gaps(claim: _Claim, records: list[_Record]) -> list[Finding]:
     """Find how much further reward falls under noise on the weights at some ends of training than at others.
 
-    A side is an arm, whose runs may be of several settings, and an end, hacked or clean (`conciseness_runs.end`).
+    A side is an arm, whose runs may be of several settings, and an end, hacked or clean (`conciseness_runs.end`). With
+    fewer runs of an end than the claim asks for, the comparison is not defined.
     """
     rule, findings = claim["rule"], []
     compared = [(comparison, True) for comparison in rule["comparisons"]]
     compared += [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
     for comparison, decisive in compared:
-        sides = [_ends(claim, records, *comparison[side], comparison["sigma"]) for side in ("of", "to")]
-        (of, to), counts = (" ".join(reversed(comparison[side])) for side in ("of", "to")), []
-        for side in sides:
-            counts.append(f"{sum(map(len, side))} runs of {len(side)} setting{'s' if len(side) != 1 else ''}")
+        sides = [comparison["of"], comparison["to"]]
+        maps = [_map(claim, arm, [r for r in records if matches(r, claim["arms"][arm])]) for arm, _ in sides]
+        ends = [_gaps_at(found, end, comparison["sigma"]) for found, (_, end) in zip(maps, sides, strict=True)]
+        runs_of, ended = ([sum(map(len, side)) for side in part] for part in (maps, ends))
+        counts = [
+            f"{n} of {total} runs, of {len(end)} setting{'s' if len(end) != 1 else ''}"
+            for n, total, end in zip(ended, runs_of, ends, strict=True)
+        ]
+        (of, to), n = (" ".join(reversed(side)) for side in sides), min(runs_of)
         label = f"{of} less {to}, gap at {comparison['sigma']}"
-        n, have = min(sum(map(len, side)) for side in sides), f"{label}: {' and '.join(counts)}"
         kept = {"bound": float(comparison["above"]), "decisive": decisive}
-        if not all(sides):
-            trained = any(matches(r, claim["arms"][comparison[side][0]]) for side in ("of", "to") for r in records)
-            words = {"value": "not defined", "context": f"({' and '.join(counts)})"} if trained else {}
-            findings.append(Finding(label, claim["min_seeds"] if trained else 0, have, None, **words, **kept))
+        have = f"{label}: {' v '.join(counts)}"
+        if min(ended) < claim["min_seeds"]:
+            words = {"value": "not defined", "context": f"({' v '.join(counts)} end so)"} if n else {}
+            findings.append(Finding(label, n, have, None, **words, **kept))
             continue
-        interval = stats.nested_bootstrap(*sides)
+        interval = stats.nested_bootstrap(*ends)
         context = f"characters ({' v '.join(counts)}, detectable {interval.detectable():.2g})"
         value = interval.format(percent=False, digits=2)
-        findings.append(Finding(label, n, have, interval, value=value, context=context, **kept))
+        findings.append(Finding(label, interval.n, have, interval, value=value, context=context, **kept))
     return findings
 
 
-def _ends(claim: _Claim, records: list[_Record], arm: str, end: str, sigma: str) -> list[list[float]]:
-    """Return the Jensen gaps of an arm's runs with such an end, a list for each setting that has any."""
-    of_setting: dict[str, list[float]] = {}
-    for record in (r for r in records if matches(r, claim["arms"][arm])):
-        if conciseness_runs.end(record) == end:
-            setting = canonical_json({k: v for k, v in record["spec"].items() if k != claim["unit"]})
-            of_setting.setdefault(setting, []).append(record["jensen"]["gaps"][sigma])
-    return list(of_setting.values())
+_VARIED = ("sigma", "alpha", "learning_rate", "beta")
+
+
+def _map(claim: _Claim, label: str, records: list[_Record]) -> list[list[_Record]]:
+    """Return runs by setting, in the order of the settings; they differ in nothing but the setting and the unit."""
+    _one_base(claim, label, records)
+    of_setting: dict[tuple, dict[Any, _Record]] = {}
+    for record in records:
+        spec, unit = record["spec"], record["spec"][claim["unit"]]
+        first = records[0]["spec"]
+        names = spec.keys() | first.keys()
+        differing = sorted(k for k in names if spec.get(k) != first.get(k) and k not in (*_VARIED, claim["unit"]))
+        if differing:
+            raise ValueError(f"claim {claim['id']}, {label}: runs of a map differ in {', '.join(differing)}")
+        runs_of = of_setting.setdefault(tuple(spec[name] for name in _VARIED if name in spec), {})
+        if unit in runs_of:
+            raise ValueError(f"claim {claim['id']}, {label}: two records of one setting have {claim['unit']} {unit}")
+        runs_of[unit] = record
+    return [list(runs_of.values()) for _, runs_of in sorted(of_setting.items())]
+
+
+def _gaps_at(found: list[list[_Record]], end: str, sigma: str) -> list[list[float]]:
+    """Return the Jensen gaps of the runs of a map that end so, a list for each setting that has any."""
+    gaps = [[r["jensen"]["gaps"][sigma] for r in runs_of if conciseness_runs.end(r) == end] for runs_of in found]
+    return [of_setting for of_setting in gaps if of_setting]
 
 
 def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
@@ -531,13 +552,13 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
     bounds = {"settings without collapse": (0.5, "below"), "AUC on the base left out": (0.5, "above")}
     predictors, shares, have = [], [], []
     for label, where in cells(claim):
-        runs_of = [r for r in records if matches(r, claim["arms"]["treatment"] | where)]
-        base = [r for r in records if matches(r, claim["arms"]["base"] | where)]
-        have.append(f"{label}: {len(runs_of)} runs, {len(base)} of the base")
-        if runs_of and len(base) == 1:
-            _one_base(claim, label, runs_of + base)
-            found = conciseness_runs.collapse_map(runs_of, base[0])
-            predictors.append(np.log([[cell.sigma, cell.displacement] for cell in found]))
+        runs_of = _map(claim, label, [r for r in records if matches(r, claim["arms"]["treatment"] | where)])
+        base, number, _ = _select(claim, records, "base", where)
+        have.append(f"{label}: {', '.join(str(len(each)) for each in runs_of) or 'no'} runs a setting, {number}")
+        if runs_of and base:
+            _one_base(claim, label, runs_of[0] + base)
+            found = conciseness_runs.collapse_map(sum(runs_of, []), base[0])
+            predictors.append(np.log([[cell.relative_sigma, cell.displacement] for cell in found]))
             shares.append(np.array([cell.collapsed for cell in found]))
     n = min(map(len, shares)) if len(shares) == len(have) else 0
     if not n:
@@ -554,7 +575,7 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
     for name, interval in zip(labels, quantities, strict=True):
         bound, side = bounds.get(name, (0.0, "above"))
         value = "not defined" if interval is None else interval.format(percent=False, digits=2)
-        context = why if interval is None else f"(n = {len(safe)} settings)"
+        context = why if interval is None else f"({len(safe)} settings; {'; '.join(have)})"
         findings.append(Finding(name, n, "; ".join(have), interval, bound, side, value=value, context=context))
     return findings
 

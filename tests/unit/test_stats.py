@@ -570,8 +570,8 @@ def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:
     assert nested.high - nested.low > 1.7 * (pooled.high - pooled.low)
     # of one setting the runs are what moves
     assert stats.nested_bootstrap([[1.0, 1.0, 1.0]]).high == 1
-    for groups in ([], [[]], [[np.nan]]):
-        with pytest.raises(ValueError, match="no groups|non-empty|not finite"):
+    for groups in ([], [[]], [[np.nan]], [[1.0]]):
+        with pytest.raises(ValueError, match="no groups|non-empty|not finite|1 seed"):
             stats.nested_bootstrap(groups)
 
 
@@ -595,6 +595,10 @@ def test_logistic_over_groups_finds_which_predictors_matter() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             stats.logistic_over_groups([GRID, GRID], shares)
+    with pytest.raises(ValueError, match="shares of group 1 reach from 0.0 to 2.0"):
+        stats.logistic_over_groups([GRID, GRID], [both, 2 * both])
+    with pytest.raises(ValueError, match="the same in all cells"):
+        stats.logistic_over_groups([GRID * [1, 0]] * 2, [both, both])
 
 
 def test_logistic_over_groups_maximises_the_penalised_likelihood() -> None:

@@ -453,7 +453,22 @@ def test_hacks_must_be_the_more_fragile_ends(gaps: tuple, expected: str) -> None
 def test_gaps_without_an_end_of_a_kind_are_underpowered() -> None:
     records = [r for r in _c34(3.0, 1.0, 1.0) if r["curve"]["right_greedy"][-1] < 0.9]
     verdict = evaluate(DECLARED["C34"], records, declared=[])
-    assert verdict.verdict == "underpowered" and "0 runs of 0 settings" in verdict.text
+    assert verdict.verdict == "underpowered" and "0 of 20 runs, of 0 settings" in verdict.text
+    # without any run of an arm there is nothing to judge
+    assert evaluate(DECLARED["C34"], [r for r in records if r["spec"]["arm"] == "grpo"], declared=[]).n == 0
+
+
+def test_a_map_takes_no_runs_that_are_not_of_it() -> None:
+    records = _c34(3.0, 1.0, 1.0)
+    foreign = records[-1] | {"spec": records[-1]["spec"] | {"noise_draws": 1, "seed": 9}}
+    with pytest.raises(ValueError, match="C34, grpo_map: runs of a map differ in noise_draws"):
+        evaluate(DECLARED["C34"], [*records, foreign], declared=[])
+    with pytest.raises(ValueError, match="two records of one setting have seed 3"):
+        evaluate(DECLARED["C34"], [*records, records[-1]], declared=[])
+    mapped = _mapped(lambda a, b: a + b > -1)
+    again = mapped[0] | {"spec": mapped[0]["spec"] | {"noise_draws": 1}}
+    with pytest.raises(ValueError, match="claim C4, base"):
+        evaluate(DECLARED["C4"], [*mapped, again])
 
 
 def _mapped(collapses: object, seeds: int = 4) -> list[dict]:
