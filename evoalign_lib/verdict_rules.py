@@ -550,11 +550,12 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
     """
     labels = ("settings without collapse", "AUC on the base left out", "slope of sigma", "slope of displacement")
     bounds = {"settings without collapse": (0.5, "below"), "AUC on the base left out": (0.5, "above")}
-    predictors, shares, have = [], [], []
+    predictors, shares, have, sizes = [], [], [], []
     for label, where in cells(claim):
         runs_of = _map(claim, label, [r for r in records if matches(r, claim["arms"]["treatment"] | where)])
         base, number, _ = _select(claim, records, "base", where)
-        have.append(f"{label}: {', '.join(str(len(each)) for each in runs_of) or 'no'} runs a setting, {number}")
+        sizes.append([len(each) for each in runs_of])
+        have.append(f"{label}: {sum(sizes[-1])} runs of {len(runs_of)} settings, {number}")
         if runs_of and base:
             _one_base(claim, label, runs_of[0] + base)
             found = conciseness_runs.collapse_map(sum(runs_of, []), base[0])
@@ -563,7 +564,7 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
     n = min(map(len, shares)) if len(shares) == len(have) else 0
     if not n:
         return [Finding(name, 0, "; ".join(have), None, 0.0, "above") for name in labels]
-    safe = np.concatenate(shares) < 0.5
+    safe, least, most = np.concatenate(shares) < 0.5, min(map(min, sizes)), max(map(max, sizes))
     quantities: list[Interval | None] = [stats.wilson(int(safe.sum()), len(safe)), None, None, None]
     why = ""
     try:
@@ -575,7 +576,7 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
     for name, interval in zip(labels, quantities, strict=True):
         bound, side = bounds.get(name, (0.0, "above"))
         value = "not defined" if interval is None else interval.format(percent=False, digits=2)
-        context = why if interval is None else f"({len(safe)} settings; {'; '.join(have)})"
+        context = why if interval is None else f"({len(safe)} settings of {least} to {most} runs)"
         findings.append(Finding(name, n, "; ".join(have), interval, bound, side, value=value, context=context))
     return findings
 
