@@ -589,6 +589,8 @@ def _is_worker(pid: int) -> bool:
 @needs_bases
 def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finished_run(folders, capfd):
     """The first run of each sweep would take an hour."""
+    # a shell that starts pytest in the background has interrupts ignored, and its children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     file, seen = folders / "run/results/smoke.jsonl", []
     [endless] = runs.train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT | {"steps": 20_000}, "smoke")
     bases = runs.base_specs(["A0", "A1"], SETTINGS, "smoke")
