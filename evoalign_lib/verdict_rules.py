@@ -280,8 +280,7 @@ def _interval_above(claim: _Claim, records: list[_Record]) -> list[Finding]:
 def _compare(claim: _Claim, records: list[_Record]) -> list[Finding]:
     """Find, in each cell, every declared comparison, and those that are only reported."""
     rule, findings = claim["rule"], []
-    declared = [(comparison, True) for comparison in rule["comparisons"]]
-    declared += [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
+    declared = _comparisons(rule)
     for cell, where in cells(claim):
         for comparison, decisive in declared:
             joint = "over" if comparison.get("by") == "spread" else "less"
@@ -291,6 +290,12 @@ def _compare(claim: _Claim, records: list[_Record]) -> list[Finding]:
         if "trend" in rule:
             findings += _trend(claim, records, where)
     return findings
+
+
+def _comparisons(rule: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], bool]]:
+    """Return the comparisons of a rule and whether each is decisive; those only reported are held against 0."""
+    reported = [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
+    return [(comparison, True) for comparison in rule.get("comparisons", ())] + reported
 
 
 def _compare_arms(
@@ -487,10 +492,8 @@ def _gaps(claim: _Claim, records: list[_Record]) -> list[Finding]:
     A side is an arm, whose runs may be of several settings, and an end, hacked or clean (`conciseness_runs.end`). With
     fewer runs of an end than the claim asks for, the comparison is not defined.
     """
-    rule, findings = claim["rule"], []
-    compared = [(comparison, True) for comparison in rule["comparisons"]]
-    compared += [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
-    for comparison, decisive in compared:
+    findings = []
+    for comparison, decisive in _comparisons(claim["rule"]):
         sides = [comparison["of"], comparison["to"]]
         maps = [_map(claim, arm, [r for r in records if matches(r, claim["arms"][arm])]) for arm, _ in sides]
         ends = [_gaps_at(found, end, comparison["sigma"]) for found, (_, end) in zip(maps, sides, strict=True)]
@@ -681,8 +684,7 @@ def check_rule(claim: _Claim) -> None:
     if rule["kind"] in ("regret", "interaction") and sum(map(len, claim.get("cells", {}).values())) < 2:
         raise ValueError(f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
     named = [rule[side] for side in ("of", "to") if side in rule] + list(rule.get("trend", ()))
-    comparisons = [*rule.get("comparisons", ()), *(other | {"above": 0} for other in rule.get("also", ()))]
-    for comparison in comparisons:
+    for comparison, _ in _comparisons(rule):
         if rule["kind"] == "gaps":
             _check_gap(name, comparison)
             named += [comparison[side][0] for side in ("of", "to")]
