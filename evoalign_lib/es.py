@@ -13,8 +13,8 @@ Numbered differences from the released code of that study:
 3. A population whose rewards are all tied moves nothing; elsewhere z is divided by the standard deviation alone,
    without the 1e-8 of the released code, which only matters for ties.
 4. The reward is that of the completion; the prompt is never scored.
-5. Members are evaluated from a queue by single-thread worker processes; results are ordered by member index, so the
-   number of workers changes nothing.
+5. Members are evaluated from a queue, by single-thread worker processes or by engines on GPUs (`engine`); results are
+   ordered by member index, so the number of workers changes nothing.
 
 Variants, each off by default and described at its field of `ESConfig`: antithetic pairs, centred ranks, schedules of
 sigma and alpha, sampled decoding with common random numbers. Their formulas are in `evoalign_lib.update_rules`.
@@ -60,7 +60,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, get_last_checkpoint
 
 from evoalign_lib import ledger, noise, precision
-from evoalign_lib.engines import local
+from evoalign_lib.engines import ENGINES, local, open_engine
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, coefficients, population, scheduled
 
@@ -148,8 +148,17 @@ class ESConfig(TrainingArguments):
     reward_timeout: float | None = field(default=None, metadata={"help": "seconds a call of a reward function"})
     """seconds that a call of a reward function may take on the completions of a member; then each of them is scored
     alone, with this limit each, and those that exceed it again are failures. None: no limit"""
+    engine: str = field(default="local", metadata={"help": "local, vllm or ray"})
+    """who generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "vllm", one engine for
+    every `tensor_parallel` of the GPUs; "ray", actors on any cluster (RAY_ADDRESS), with vLLM if there are GPUs"""
+    gpus: int = field(default=0, metadata={"help": "GPUs to use"})
+    """GPUs to use; 0: with engine="vllm" as many as tensor_parallel, with "ray" none"""
+    tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share a copy of the model"})
+    """GPUs that share a copy of the model; needs vLLM"""
+    engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for vllm.LLM"})
+    """further arguments of `vllm.LLM`, such as gpu_memory_utilization (on a command line, as JSON)"""
     workers: int | None = field(default=None, metadata={"help": "worker processes; None: one a core"})
-    """worker processes; None: one for each core (without a master: 1); 1: work in this process"""
+    """worker processes, or actors without GPUs; None: one for each core (without a master: 1); 1: this process"""
     chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
     """rows decoded at once; part of the batch plan, on which floating-point results depend"""
     decoder: str = field(default="auto", metadata={"help": "auto, loop or generate"})
@@ -169,7 +178,7 @@ class ESConfig(TrainingArguments):
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "keep all columns"})
     """False: every column reaches the reward function"""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "engine_kwargs"]
 
     def __new__(cls, *arguments, **settings):
         # before the generated __init__, whose error for a setting of GRPOConfig would leave out the remedy
@@ -214,6 +223,8 @@ class ESConfig(TrainingArguments):
                 f"num_generations={self.num_generations} greedy completions of a prompt are all alike: set "
                 "sampling='common', or num_generations=1."
             )
+        choose("engine", self.engine, ENGINES)
+        self._check_engine()
         choose("decoder", self.decoder, local.DECODERS)
         choose("precision", self.precision, precision.PRECISIONS)
         choose("noise", self.noise, noise.DISTRIBUTIONS)
@@ -224,6 +235,11 @@ class ESConfig(TrainingArguments):
             if getattr(self, name) != _DEFAULTS[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect on ES: {why}. Remove it.")
         if self.load_best_model_at_end:
+            if self.engine != "local":
+                raise ValueError(
+                    f"load_best_model_at_end needs engine='local': with engine={self.engine!r} weights lie elsewhere, "
+                    "too. Take the best step afterwards: evoalign replay --step, with state.best_global_step."
+                )
             if IntervalStrategy(self.eval_strategy) == IntervalStrategy.NO:
                 raise ValueError("load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps.")
             if self.metric_for_best_model is None:
@@ -234,6 +250,30 @@ class ESConfig(TrainingArguments):
         self.load_best_model_at_end = load_best
         if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
             raise ValueError("save_strategy='best' needs metric_for_best_model, such as 'reward'.")
+
+    def _check_engine(self) -> None:
+        """Raise ValueError for settings of one engine that have no effect on another."""
+        generates = "vLLM" if self.engine == "vllm" or self.gpus else "transformers"
+        for name, where, has in (
+            ("precision", "engine='local'", self.engine == "local"),
+            ("decoder", "without GPUs", generates == "transformers"),
+            ("chunk_rows", "without GPUs", generates == "transformers"),
+            ("workers", "without GPUs", generates == "transformers"),
+            ("gpus", "engine='vllm' or 'ray'", self.engine != "local"),
+            ("tensor_parallel", "vLLM, on GPUs", generates == "vLLM"),
+            ("engine_kwargs", "vLLM", generates == "vLLM"),
+        ):
+            if not has and getattr(self, name) != _DEFAULTS[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect with engine={self.engine!r} and gpus={self.gpus}: "
+                    f"it is for {where}. Remove it."
+                )
+        _at_least("gpus", self.gpus, 0, "0 takes what the engine needs at least")
+        _at_least("tensor_parallel", self.tensor_parallel, 1, "GPUs that share a copy of the model")
+        if self.gpus % self.tensor_parallel:
+            raise ValueError(
+                f"gpus={self.gpus} is no multiple of tensor_parallel={self.tensor_parallel}: each engine takes so many."
+            )
 
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
@@ -283,18 +323,8 @@ class ESTrainer:
                 f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
                 "lower it, or set None for all."
             )
-        self.engine = local.LocalEngine(
-            self.model,
-            self.processing_class,
-            self.rewards,
-            prompts,
-            max_completion_length=self.args.max_completion_length,
-            chunk_rows=self.args.chunk_rows,
-            workers=self.args.workers or (local.default_workers() if self.args.precision == "master" else 1),
-            decoder=self.args.decoder,
-            precision=self.args.precision,
-            distribution=self.args.noise,
-        )
+        folder = str(model) if isinstance(model, (str, os.PathLike)) else None
+        self.engine = open_engine(self.model, self.processing_class, self.rewards, prompts, self.args, folder)
         self.run_key = noise.run_key(self.args.arm, self.args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
@@ -417,6 +447,8 @@ class ESTrainer:
         known = recording and step < self._replayed
         # before the members are evaluated, which moves weights without a master
         due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
+        if due:
+            self.engine.check()
         digest = self._digest() if due else None
         self._moving |= recording and weights.drifts
         if known:
@@ -666,6 +698,7 @@ class ESTrainer:
             ledger.check_model(run, self.engine.weights)
         else:
             self._load_checkpoint(folder, run)
+            self.engine.follow(ledger.updates(run, self.state.global_step))
         self.ledger, self._replayed, self._moving = run, len(run.steps), False
 
     def _check_settings(self, run: ledger.Ledger) -> None:

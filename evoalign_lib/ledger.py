@@ -580,14 +580,34 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
         )
 
 
-def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
-    settings, key = ledger.settings, int(ledger.header["run_key"], 16)
-    members = update_rules.population(key, record.step, settings["population_size"], settings["antithetic"])
-    weights.retrace(members, _at_step(settings, "sigma", record.step))
-    alpha = _at_step(settings, "alpha", record.step)
+def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What moved the weights in the first so many steps: (keys, coefficients) of each that was not tied.
+
+    Args:
+        ledger: of a run.
+        steps: how many of its steps.
+    """
+    found = (_update(ledger, record, _members(ledger, record)) for record in ledger.steps[:steps])
+    return [update for update in found if update is not None]
+
+
+def _members(ledger: Ledger, record: Step) -> list:
+    key, settings = int(ledger.header["run_key"], 16), ledger.settings
+    return update_rules.population(key, record.step, settings["population_size"], settings["antithetic"])
+
+
+def _update(ledger: Ledger, record: Step, members: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
+    settings, alpha = ledger.settings, _at_step(ledger.settings, "alpha", record.step)
     c = update_rules.coefficients(record.rewards, alpha, settings["fitness_shaping"], settings["antithetic"])
-    if c is not None:
-        weights.update(np.array([m.key for m in members if m.sign == 1], np.uint64), c)
+    return None if c is None else (np.array([m.key for m in members if m.sign == 1], np.uint64), c)
+
+
+def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
+    members = _members(ledger, record)
+    weights.retrace(members, _at_step(ledger.settings, "sigma", record.step))
+    update = _update(ledger, record, members)
+    if update is not None:
+        weights.update(*update)
 
 
 def _at_step(settings: Mapping[str, Any], name: str, step: int) -> float:

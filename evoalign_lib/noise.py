@@ -35,6 +35,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -545,11 +546,11 @@ class Piece(NamedTuple):
 
 def device_weights(
     pieces: Iterable[Piece | tuple[torch.Tensor, str]], distribution: str = "gaussian", most_members: int = 4096
-) -> DeviceWeights:
-    """Put a model under the noise law on a GPU: its tensors become the working copy, a float32 master is made of them.
+) -> DeviceWeights | HostWeights:
+    """Put a model under the noise law where it lies: its tensors become the working copy, a float32 master is made.
 
-    The master costs 4 bytes a parameter. Afterwards no address changes and nothing is allocated: captured graphs of the
-    model stay valid.
+    The master costs 4 bytes a parameter. On a GPU no address changes afterwards and nothing is allocated: captured
+    graphs of the model stay valid. On a CPU numba makes the noise, a tensor at a time.
 
     Args:
         pieces: all tensors that are to be perturbed, on one device, tied weights once.
@@ -563,9 +564,9 @@ def device_weights(
     Raises:
         ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, or
             two tensors at one address.
-        RuntimeError: tensors that are not on a GPU, without Triton's interpreter.
+        RuntimeError: tensors on a device that is neither a CPU nor a GPU of Triton's.
     """
-    from evoalign_lib import _noise_triton
+    import torch
 
     pieces = [Piece(*piece) for piece in pieces]
     if not pieces:
@@ -573,8 +574,8 @@ def device_weights(
     ids = parameter_ids(piece.name for piece in pieces)
     matrices, owners = [], {}
     for tensor, name, row0, col0 in pieces:
-        if tensor.dtype not in _noise_triton.DTYPES:
-            raise ValueError(f"{name!r} is {tensor.dtype}; the kernels write {_noise_triton.DTYPES}")
+        if tensor.dtype not in (dtypes := (torch.float32, torch.bfloat16, torch.float16)):
+            raise ValueError(f"{name!r} is {tensor.dtype}; the noise law writes {dtypes}")
         if tensor.device != pieces[0].tensor.device:
             raise ValueError(f"{name!r} is on {tensor.device}, {pieces[0].name!r} on {pieces[0].tensor.device}")
         matrices.append(_matrix(name, tensor.detach()))
@@ -587,7 +588,67 @@ def device_weights(
             raise ValueError(f"{owner!r} and {name!r} are at one address; list tied weights once")
     kind, numbers = _law(distribution, np.array([ids[piece.name] for piece in pieces], np.uint32))
     windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
+    if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return HostWeights(matrices, windows, kind)
+    from evoalign_lib import _noise_triton
+
     return _noise_triton.DeviceWeights(matrices, windows, kind, most_members)
+
+
+class HostWeights:
+    """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master, and members written from it.
+
+    Made by `device_weights`, which checks the arguments: the working tensors as (rows, cols), the (parameter id, first
+    row, first column) of each in its parameter, and the number of the distribution.
+    """
+
+    def __init__(self, matrices: Sequence[torch.Tensor], windows: Sequence[tuple[int, int, int]], kind: int):
+        import torch
+
+        self._matrices, self._windows, self._kind = list(matrices), list(windows), kind
+        self._offsets, size = [], 0
+        for matrix in matrices:
+            self._offsets.append(size)
+            size = -(-(size + matrix.numel()) // _noise_cpu.ALIGNMENT) * _noise_cpu.ALIGNMENT
+        self.master = torch.zeros(size, dtype=torch.float32)
+        """float32 (size,): the tensors one after the other, as a `Layout` of them in this order has them"""
+        for view, matrix in zip(self.views(), matrices, strict=True):
+            view.copy_(matrix)
+
+    def views(self) -> list[torch.Tensor]:
+        """The master of each working tensor, float32 (rows, cols), without a copy."""
+        return [
+            self.master[offset : offset + matrix.numel()].view(matrix.shape)
+            for offset, matrix in zip(self._offsets, self._matrices, strict=True)
+        ]
+
+    def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
+        """Write one member's weights; arguments, bits and errors are those of `DeviceWeights.perturb`."""
+        import torch
+
+        key, scale = _unsigned("key", key, 64), np.array([_signed_sigma(sigma, sign)])
+        for view, matrix, window in zip(self.views(), self._matrices, self._windows, strict=True):
+            member = np.empty(view.numel(), np.float32)
+            self._add(member, view, _noise_cpu.NOTHING, key, scale, window)
+            matrix.copy_(torch.from_numpy(member).view(matrix.shape))
+
+    def restore(self) -> None:
+        """Write the master itself, cast to the working tensors' dtypes."""
+        for view, matrix in zip(self.views(), self._matrices, strict=True):
+            matrix.copy_(view)
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Add the members' noise to the master; arguments, bits and errors are those of `DeviceWeights.update`."""
+        _check_members(keys, coefficients)
+        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
+        for view, window in zip(self.views(), self._windows, strict=True):
+            self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], window)
+
+    def _add(self, out, view, start, keys, coefficients, window) -> None:
+        param_id, *first = window
+        rows, cols = view.shape
+        table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
+        _add_noise(self._kind, out, view.numpy().reshape(-1), start, keys, coefficients, table, tuple(first))
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:

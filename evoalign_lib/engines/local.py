@@ -129,7 +129,170 @@ class Prompts:
         return len(self.prompts)
 
 
-class LocalEngine:
+class Engine:
+    """What every engine has: prompts, a model with its tokenizer, and the weights of the run in this process.
+
+    Whatever generates, the weights of the run are held here, too, and follow every update: their digest goes into the
+    ledger, checkpoints and folders are written from them, and a generator elsewhere is checked against them.
+
+    Args:
+        model: a Hugging Face decoder-only model; its parameters are the weights at the start.
+        tokenizer: its tokenizer, with a padding token.
+        rewards: scores completions.
+        prompts: name -> prompts (for example "train" and "eval").
+        max_completion_length: new tokens at most.
+        threads: of this process, that share an update of its weights.
+        precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
+            become views of the engine's weights.
+        distribution: of the noise (see `evoalign_lib.noise`).
+
+    Raises:
+        ValueError: a precision or distribution that does not exist, or a precision that does not take the model's
+            dtype.
+    """
+
+    workers = 1
+    """processes that evaluate; 1: this one"""
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        max_completion_length: int,
+        threads: int = 1,
+        precision: str = "master",
+        distribution: str = "gaussian",
+    ):
+        self.model, self.tokenizer, self.rewards, self.prompts = model, tokenizer, rewards, dict(prompts)
+        self.max_completion_length = max_completion_length
+        self.eos_ids = _eos_ids(model, tokenizer)
+        shapes = ((name, tuple(p.shape)) for name, p in model.named_parameters())
+        self.layout = noise.Layout.from_shapes(shapes)
+        self.weights = open_weights(model, self.layout, precision, distribution, bind=True, threads=threads)
+
+    @property
+    def master(self) -> np.ndarray:
+        """The float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
+        if self.weights.precision != "master":
+            raise AttributeError(f"precision={self.weights.precision!r} keeps no master: use engine.weights.float32().")
+        return self.weights.flat
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The batch plan of training, on which floating-point results depend."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        members: Sequence[Member],
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> list[Evaluation]:
+        """Evaluate a population; every member decodes the same prompts under one perturbation.
+
+        Args:
+            members: (members,) keys and signs.
+            sigma: standard deviation of the perturbation, weight units.
+            name: which prompts.
+            indices: rows of them.
+            trainer_state: passed to the reward functions, pickled with every member where other processes score.
+            sampling: None for greedy decoding; else the key of the random numbers, which are the same for every member
+                (see `noise.uniforms`), and the number of completions a prompt, at temperature 1.
+
+        Returns:
+            (members,) in the order of `members`.
+        """
+        raise NotImplementedError
+
+    def generate(
+        self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
+    ) -> list[list[tuple[str, list[int]]]]:
+        """Completions of the weights themselves.
+
+        Args:
+            name: which prompts.
+            indices: rows of them (default: all).
+            samples: 0 for greedy decoding, else the number of samples a prompt at temperature 1 (plain: no top-k,
+                top-p or repetition penalty).
+            seed: of the samples; row i of the prompts gets the same numbers in any chunk.
+
+        Returns:
+            (max(1, samples)) lists of (prompts) pairs of text and token ids.
+        """
+        raise NotImplementedError
+
+    def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add a set of prompts for `generate`; before the first call that starts what generates elsewhere.
+
+        Raises:
+            RuntimeError: that runs already and would not see it.
+        """
+        self.prompts[name] = Prompts(rows, self.tokenizer)
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
+        self.weights.update(keys, coefficients)
+
+    def follow(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Let what generates elsewhere catch up with weights that were loaded here.
+
+        Args:
+            updates: (keys, coefficients) of every update from the starting model to these weights.
+        """
+
+    def check(self) -> None:
+        """Compare the weights of everything that generates with those of this process, and mend or refuse."""
+
+    def write_model(self) -> None:
+        """Copy the weights into the model's parameters, in the model's dtype."""
+        copy_to(self.model, self.layout, self.weights.flat)
+
+    def close(self) -> None:
+        """End what the engine has started."""
+
+    def until_end(self, ids: np.ndarray) -> list[list[int]]:
+        """Decoded ids (rows, width), each row up to and with its end token."""
+        ends = np.isin(ids, self.eos_ids)
+        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
+        return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+    def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
+        """Completions as texts without special tokens, and their ids."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
+            texts = backend.decode_batch(raw, skip_special_tokens=True)
+        else:
+            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
+        return list(zip(texts, raw, strict=True))
+
+    def scored(
+        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
+    ) -> Evaluation:
+        """What the member of this index did: its completions of rows of the prompts, scored.
+
+        Args:
+            index: of the member, for errors.
+            name, indices: which prompts, one row a completion.
+            completions: pairs of text and token ids.
+            trainer_state: passed to the reward functions.
+            started: CPU time of this process when the member began, seconds.
+        """
+        try:
+            scored = score(self.rewards, self.prompts[name], indices, completions, trainer_state)
+        except RewardError as error:
+            raise RewardError(f"member {index}: {error}") from error
+        lengths = np.array([len(raw) for _, raw in completions])
+        clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
+        return Evaluation(scored, lengths, clipped, time.process_time() - started)
+
+
+class LocalEngine(Engine):
     """A population on CPU cores.
 
     Args:
@@ -141,9 +304,7 @@ class LocalEngine:
         chunk_rows: rows decoded at once.
         workers: processes; 1 works in this process.
         decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model.
-        precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
-            become views of the engine's weights.
-        distribution: of the noise (see `evoalign_lib.noise`).
+        precision, distribution: of `Engine`.
 
     Raises:
         ValueError: a decoder that does not exist or does not cover the model, workers or chunk_rows below 1, a
@@ -176,15 +337,20 @@ class LocalEngine:
                 f"workers={workers} needs precision='master': precision={precision!r} keeps one replica of the "
                 "weights, in which members take their turns. Set workers=1."
             )
-        self.model, self.tokenizer, self.rewards, self.prompts = model, tokenizer, rewards, dict(prompts)
-        self.max_completion_length, self.chunk_rows, self.workers = max_completion_length, chunk_rows, workers
-        self.eos_ids = _eos_ids(model, tokenizer)
-        parameters = dict(model.named_parameters())
-        self.layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in parameters.items())
-        self.weights = open_weights(model, self.layout, precision, distribution, bind=True, threads=workers)
+        super().__init__(
+            model,
+            tokenizer,
+            rewards,
+            prompts,
+            max_completion_length=max_completion_length,
+            threads=workers,
+            precision=precision,
+            distribution=distribution,
+        )
+        self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None
         reason = supports(model.config)
-        if not reason and "model.embed_tokens.weight" not in parameters:
+        if not reason and "model.embed_tokens.weight" not in dict(model.named_parameters()):
             reason = f"the parameters of {type(model).__name__} have other names"
         if not reason and model.dtype not in (torch.float32, torch.bfloat16):
             reason = f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
@@ -203,13 +369,6 @@ class LocalEngine:
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
-    @property
-    def master(self) -> np.ndarray:
-        """The float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
-        if self.weights.precision != "master":
-            raise AttributeError(f"precision={self.weights.precision!r} keeps no master: use engine.weights.float32().")
-        return self.weights.flat
-
     # ---- what the trainer calls
 
     @property
@@ -225,47 +384,11 @@ class LocalEngine:
             plan |= {"prefix": len(prompts.prefix), "products": products, "drop_rows": self._drop_rows}
         return plan
 
-    def evaluate(
-        self,
-        members: Sequence[Member],
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> list[Evaluation]:
-        """Evaluate a population; every member decodes the same prompts, under one perturbation however many chunks.
-
-        Args:
-            members: (members,) keys and signs.
-            sigma: standard deviation of the perturbation, weight units.
-            name: which prompts.
-            indices: rows of them.
-            trainer_state: passed to the reward functions, pickled with every member.
-            sampling: None for greedy decoding; else the key of the random numbers, which are the same for every member
-                (see `noise.uniforms`), and the number of completions a prompt, at temperature 1.
-
-        Returns:
-            (members,) in the order of `members`.
-        """
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         tasks = [(_evaluate, (i, m, sigma, name, indices, trainer_state, sampling)) for i, m in enumerate(members)]
         return self._run(tasks)
 
-    def generate(
-        self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
-    ) -> list[list[tuple[str, list[int]]]]:
-        """Completions of the weights themselves.
-
-        Args:
-            name: which prompts.
-            indices: rows of them (default: all).
-            samples: 0 for greedy decoding, else the number of samples a prompt at temperature 1 (plain: no top-k,
-                top-p or repetition penalty).
-            seed: of the samples; row i of the prompts gets the same numbers in any chunk.
-
-        Returns:
-            (max(1, samples)) lists of (prompts) pairs of text and token ids.
-        """
+    def generate(self, name, indices=None, *, samples=0, seed=0):
         indices = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         chunks = [indices[i : i + self.chunk_rows] for i in range(0, len(indices), self.chunk_rows)]
         draws: list[int | None] = list(range(samples)) if samples else [None]
@@ -273,23 +396,10 @@ class LocalEngine:
         done = iter(self._run(tasks))
         return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
-    def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add a set of prompts for `generate`; before the first call that uses worker processes.
-
-        Raises:
-            RuntimeError: the workers run already and would not see it.
-        """
+    def add_prompts(self, name, rows):
         if self._pool is not None:
             raise RuntimeError(f"prompts {name!r} come too late: add them before the workers start.")
-        self.prompts[name] = Prompts(rows, self.tokenizer)
-
-    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
-        self.weights.update(keys, coefficients)
-
-    def write_model(self) -> None:
-        """Copy the weights into the model's parameters, in the model's dtype."""
-        self._write(self.weights.flat)
+        super().add_prompts(name, rows)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -332,9 +442,6 @@ class LocalEngine:
 
     # ---- work on one member, in a worker or here
 
-    def _write(self, weights: np.ndarray | Tensor) -> None:
-        copy_to(self.model, self.layout, weights)
-
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
         """Flat weights as tensors by name: rounded to the model's dtype, in the dtype that the loop multiplies in."""
         flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
@@ -353,7 +460,7 @@ class LocalEngine:
                 self._drop_rows,
             )
         else:
-            self._write(weights)
+            copy_to(self.model, self.layout, weights)
         out = []
         for start in range(0, rows, self.chunk_rows):
             chunk = np.arange(start, start + self.chunk_rows)
@@ -400,18 +507,6 @@ class LocalEngine:
         out = torch.full((len(ids), self.max_completion_length), self.tokenizer.pad_token_id)
         out[:, : new.shape[1]] = new
         return out
-
-    def _completions(self, ids: np.ndarray) -> list[tuple[str, list[int]]]:
-        """Texts without special tokens, and raw ids up to and with the end token."""
-        ends = np.isin(ids, self.eos_ids)
-        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
-        raw = [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
-            texts = backend.decode_batch(raw, skip_special_tokens=True)
-        else:
-            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
-        return list(zip(texts, raw, strict=True))
 
 
 def default_workers() -> int:
@@ -476,14 +571,7 @@ def _evaluate(
         indices, uniforms = np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, engine.max_completion_length)
     with engine.weights.member(member.key, sigma, member.sign) as weights:
         ids = engine._decode(weights, name, indices, uniforms)
-    completions = engine._completions(ids)
-    try:
-        scored = score(engine.rewards, engine.prompts[name], indices, completions, state)
-    except RewardError as error:
-        raise RewardError(f"member {index}: {error}") from error
-    lengths = np.array([len(raw) for _, raw in completions])
-    clipped = np.array([raw[-1] not in engine.eos_ids for _, raw in completions])
-    return Evaluation(scored, lengths, clipped, time.process_time() - started)
+    return engine.scored(index, name, indices, engine.completions(engine.until_end(ids)), state, started)
 
 
 def _generate(engine_id: int, name: str, indices: np.ndarray, seed: int, draw: int | None) -> list:
@@ -491,7 +579,7 @@ def _generate(engine_id: int, name: str, indices: np.ndarray, seed: int, draw: i
     if draw is not None:
         rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
         uniforms = rng.random((len(engine.prompts[name]), engine.max_completion_length), dtype=np.float32)[indices]
-    return engine._completions(engine._decode(engine.weights.flat, name, indices, uniforms))
+    return engine.completions(engine.until_end(engine._decode(engine.weights.flat, name, indices, uniforms)))
 
 
 def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:

@@ -272,7 +272,7 @@ def test_special_tokens_are_in_the_ids_and_not_in_the_text():
     e = engine()
     tok = tokenizer()
     ids = np.array([[*tok("a<|im_start|>b")["input_ids"], tok.eos_token_id, tok.pad_token_id]])
-    assert e._completions(ids) == [("ab", ids[0, :4].tolist())]
+    assert e.completions(e.until_end(ids)) == [("ab", ids[0, :4].tolist())]
 
 
 @pytest.mark.parametrize(

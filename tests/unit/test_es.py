@@ -177,7 +177,8 @@ def test_a_config_goes_to_json_and_back(tmp_path):
         "population_size", "sigma", "alpha", "antithetic", "fitness_shaping", "sigma_schedule", "sigma_final_fraction",
         "alpha_schedule", "alpha_final_fraction", "prompts_per_step", "sampling", "num_generations",
         "max_completion_length", "fitness", "arm", "reward_weights", "reward_floor", "reward_timeout", "workers",
-        "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs",
+        "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs", "engine", "gpus", "tensor_parallel",
+        "engine_kwargs",
     }  # fmt: skip
     again = ESConfig(**{name: saved[name] for name in own})
     assert {name: getattr(again, name) for name in own} == {name: getattr(c, name) for name in own}

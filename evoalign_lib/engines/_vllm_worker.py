@@ -1,0 +1,211 @@
+"""What runs inside vLLM's workers: the noise law on the weights that vLLM decodes with.
+
+vLLM imports this module in each worker before it loads the model and mixes `WorkerExtension` into the worker's class.
+Nothing is imported from vLLM outside a worker.
+
+vLLM joins tensors (queries, keys and values; gate and up) and cuts them into shards for tensor-parallel ranks. The
+*segment map* says which rows and columns of which Hugging Face parameter lie where. It is made of what the layers say
+of themselves, and proved by `engines.vllm`, which compares the bytes of every segment with those of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evoalign_lib import noise
+
+
+class Segment(NamedTuple):
+    """Some rows and columns of a Hugging Face parameter, seen as a matrix, and where they begin in vLLM's tensor."""
+
+    name: str
+    """canonical Hugging Face name"""
+    row0: int
+    col0: int
+    rows: int
+    cols: int
+    at: int = 0
+    """first row in vLLM's tensor"""
+
+
+class NotMapped(ValueError):
+    """A tensor of vLLM's that has no place in the segment map; the message names it."""
+
+
+def keep_weights_plain() -> None:
+    """On a CPU, let vLLM compute with a layer's weight itself instead of a packed copy of it.
+
+    Its CPU backend packs the weight of every linear layer for its own kernels when the model is loaded and leaves an
+    empty tensor in its place: perturbing the parameters would then change embeddings and norms alone, without an error.
+    """
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def mind_llvmlite() -> None:
+    """Let vLLM start where numba is loaded.
+
+    On a CPU it looks through the attributes of all modules for kernels of Triton's and takes `vars(value)` for a
+    dictionary. llvmlite's handle of its library answers to any attribute, `__dict__` too, with a function.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # a vLLM that does not look
+        return
+
+    def attributes(value: object) -> dict:
+        found = vars(value)
+        return found if isinstance(found, dict) else {}
+
+    dispatcher.vars = attributes
+
+
+def shard(total: int, rank: int, size: int) -> tuple[int, int]:
+    """(first, number) of the even share that a tensor-parallel rank has of so many rows or columns.
+
+    >>> shard(12, 1, 4)
+    (3, 3)
+    """
+    if total % size:
+        raise ValueError(f"{total} rows or columns do not divide by {size} ranks")
+    return rank * (total // size), total // size
+
+
+def joined_rows(names: Sequence[str], totals: Sequence[int], ranks: Sequence[tuple[int, int]]) -> list[tuple]:
+    """Rows of parameters that lie one below the other in one tensor: (name, first row, rows, row in the tensor) each.
+
+    Args:
+        names: of the parameters, from above.
+        totals: rows of each whole parameter.
+        ranks: (rank, size) by which each is cut. Keys and values are cut by fewer ranks than there are where vLLM
+            replicates their heads.
+
+    >>> joined_rows(["q", "k", "v"], [8, 4, 4], [(1, 4), (0, 2), (0, 2)])  # rank 1 of 4, heads of keys on two ranks
+    [('q', 2, 2, 0), ('k', 0, 2, 2), ('v', 0, 2, 4)]
+    """
+    found, at = [], 0
+    for name, total, (rank, size) in zip(names, totals, ranks, strict=True):
+        first, rows = shard(total, rank, size)
+        found.append((name, first, rows, at))
+        at += rows
+    return found
+
+
+def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[str, list[str]]) -> list[Segment]:
+    """Where the rows and columns of one of vLLM's tensors come from.
+
+    Args:
+        layer: the module that holds the tensor.
+        name: of the tensor in vLLM's model, such as "model.layers.0.self_attn.qkv_proj.weight".
+        tensor: itself.
+        packed: vLLM's `packed_modules_mapping`: {"qkv_proj": ["q_proj", "k_proj", "v_proj"], ...}.
+
+    Raises:
+        NotMapped: an empty tensor, one that is no plain number, or a layer that the map does not know.
+    """
+    if tensor.numel() == 0:
+        raise NotMapped(f"{name!r} is empty in vLLM: its backend keeps a packed copy, which noise would not reach.")
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotMapped(
+            f"{name!r} is {tensor.dtype} in vLLM: a quantised model cannot be perturbed. Load the original."
+        )
+    kind = {cls.__name__ for cls in type(layer).__mro__}
+    module, _, leaf = name.rpartition(".")
+    parent, _, own = module.rpartition(".")
+    names = [f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in packed.get(own, [own])]
+    shape = tensor.shape if tensor.ndim else (1,)
+    rows, cols = (1, shape[0]) if len(shape) == 1 else (shape[0], int(np.prod(shape[1:])))
+    rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+    if "QKVParallelLinear" in kind:
+        fewer = (rank // layer.num_kv_head_replicas, size // layer.num_kv_head_replicas)
+        totals = [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size]
+        totals.append(layer.total_num_kv_heads * layer.v_head_size)
+        found = joined_rows(names, totals, [(rank, size), fewer, fewer])
+    elif "MergedColumnParallelLinear" in kind:
+        found = joined_rows(names, layer.output_sizes, [(rank, size)] * len(names))
+    elif "VocabParallelEmbedding" in kind:  # and the head; rows of padding lie below and belong to no parameter
+        held = layer.shard_indices
+        first, last = held.org_vocab_start_index, held.org_vocab_end_index
+        return [Segment(name, first, 0, last - first, cols)]
+    elif "ColumnParallelLinear" in kind:
+        found = joined_rows(names, [layer.output_size], [(rank, size)])
+    elif "RowParallelLinear" in kind and leaf == "weight":
+        first, n = shard(layer.input_size, rank, size)
+        return [Segment(name, 0, first, rows, n)]
+    elif len(names) == 1:  # norms, biases of row-parallel layers, whatever every rank has whole: the proof decides
+        return [Segment(name, 0, 0, rows, cols)]
+    else:
+        raise NotMapped(f"{name!r} joins {names} in a {type(layer).__name__}, which the segment map does not know.")
+    if len(shape) == 1:  # a bias is one row, whose columns are what the rows of the weight are
+        return [Segment(n, 0, first, 1, count, at) for n, first, count, at in found]
+    return [Segment(n, first, 0, count, cols, at) for n, first, count, at in found]
+
+
+def part_of(tensor: Tensor, segment: Segment) -> Tensor:
+    """The view of vLLM's tensor that holds a segment, as a matrix."""
+    if tensor.ndim <= 1:
+        return tensor.view(1, -1)[:, segment.at : segment.at + segment.cols]
+    return tensor.view(len(tensor), -1)[segment.at : segment.at + segment.rows]
+
+
+def sha256(matrix: Tensor) -> str:
+    """Of a matrix' bytes, row by row, little-endian."""
+    bits = {2: torch.int16, 4: torch.int32}[matrix.element_size()]
+    values = matrix.detach().contiguous().cpu().view(bits).numpy()
+    return hashlib.sha256(values.astype(f"<i{values.itemsize}", copy=False).data).hexdigest()
+
+
+class WorkerExtension:
+    """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
+
+    def evoalign_open(self, distribution: str, most_members: int) -> list[tuple]:
+        """Make the segment map and a float32 master. Returns the segments."""
+        model = self.model_runner.model
+        packed, pieces, found = getattr(model, "packed_modules_mapping", {}), [], []
+        layers = dict(model.named_modules())
+        for name, parameter in model.named_parameters():
+            for segment in segments_of(layers[name.rpartition(".")[0]], name, parameter, packed):
+                part = part_of(parameter.data, segment)
+                pieces.append(noise.Piece(part, segment.name, segment.row0, segment.col0))
+                found.append(tuple(segment))
+        self.evoalign_weights = noise.device_weights(pieces, distribution, most_members)
+        return found
+
+    def evoalign_perturb(self, key: int, sigma: float, sign: int) -> None:
+        """Write a member's weights; see `DeviceWeights.perturb`."""
+        self.evoalign_weights.perturb(key, sigma, sign)
+
+    def evoalign_restore(self) -> None:
+        """Write the weights themselves."""
+        self.evoalign_weights.restore()
+
+    def evoalign_update(self, keys: Sequence[int], coefficients: Sequence[float]) -> None:
+        """Move the master; the working tensors follow with the next perturb or restore."""
+        self.evoalign_weights.update(np.array(keys, np.uint64), np.array(coefficients, np.float32))
+
+    def evoalign_digests(self) -> list[str]:
+        """SHA-256 of the master of each segment, in the order of `evoalign_open`."""
+        return [sha256(view) for view in self.evoalign_weights.views()]
+
+
+def prepare() -> None:
+    """What vLLM needs before it starts in a process, where `vllm.platforms` is loaded already."""
+    mind_llvmlite()
+    if sys.modules["vllm.platforms"].current_platform.is_cpu():
+        keep_weights_plain()
+
+
+# A worker process of vLLM's imports this before it loads the model; elsewhere vLLM may not even be installed.
+if "vllm.platforms" in sys.modules:
+    prepare()

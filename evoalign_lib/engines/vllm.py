@@ -1,0 +1,362 @@
+"""Generate for a population with vLLM: members are written where vLLM holds its weights, and no weights travel.
+
+Each worker of vLLM's holds a float32 master of its share of the model beside the working copy that it decodes with. It
+gets a member's key and sigma and writes the member in place, gets keys and coefficients and moves the master, both by
+the noise law (`evoalign_lib.noise`). The process that trains moves its own copy of the weights alike (`Engine`), by
+other code, and compares digests of every tensor: when vLLM starts, and whenever the ledger notes one.
+
+Where this differs from generating with vLLM as it comes:
+
+1. Every setting of the decoding is stated; the model's own generation_config is not read. End tokens are those of
+   `engines.local`, prompts are token ids, and vLLM has no tokenizer.
+2. The prefix cache is emptied after every change of the weights. vLLM would go on with keys and values that the old
+   weights made, without a word.
+3. On a CPU vLLM's packed copies of the weights are turned off (`_vllm_worker.keep_weights_plain`).
+4. vLLM runs in this process unless there are tensor-parallel ranks, since greedy decoding was seen to give other
+   log-probabilities from call to call across processes. The random state of the caller is put back.
+
+Greedy tokens in float32 on a CPU are those of transformers (tested). In bfloat16, on a GPU, near-ties may go another
+way, from one batch shape to another: the plan, which is part of the record, has `exact` false then. The ledger's replay
+is exact in any case, because it needs the rewards alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import struct
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from evoalign_lib import noise
+from evoalign_lib.engines._vllm_worker import Segment, prepare, sha256
+from evoalign_lib.engines.local import Engine, Member, Prompts
+from evoalign_lib.rewards import Rewards
+
+EXTENSION = "evoalign_lib.engines._vllm_worker.WorkerExtension"
+MOST_MEMBERS = 4096
+
+# Before vLLM is imported, which reads them once. What the user has set stays.
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+_ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+class WrongWeights(RuntimeError):
+    """vLLM's weights are not those of the run; the message names the first parameter that differs."""
+
+
+class Generator:
+    """One vLLM engine with the workers' masters: perturb, generate, update.
+
+    Args:
+        folder: the model's folder or its name on the Hub; no code from there is run.
+        dtype: of the working copy.
+        eos_ids: token ids that end a completion.
+        max_model_len: tokens of a prompt and its completion at most.
+        distribution: of the noise.
+        tensor_parallel: ranks that share the model.
+        settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
+
+    Raises:
+        ImportError: vLLM is not installed; the message says how.
+        NotMapped: a tensor that the noise would not reach; the message names it.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        eos_ids: Sequence[int],
+        max_model_len: int,
+        distribution: str = "gaussian",
+        tensor_parallel: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        os.environ |= _ENVIRONMENT | dict(os.environ)
+        if tensor_parallel == 1:
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if not torch.cuda.is_available():
+            os.environ |= _ON_CPU | dict(os.environ)
+        try:
+            import vllm
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise ImportError(
+                "engine='vllm' needs vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or take "
+                "engine='local'."
+            ) from error
+        prepare()
+        self.version, self.device = vllm.__version__, current_platform.device_type
+        self.eos_ids, self.tensor_parallel = list(eos_ids), tensor_parallel
+        stated = {
+            "model": folder,
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_model_len,
+            "tensor_parallel_size": tensor_parallel,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "trust_remote_code": False,
+            "load_format": "safetensors",
+            "enable_prefix_caching": True,
+            "worker_extension_cls": EXTENSION,
+            "seed": 0,
+        }
+        if self.device == "cpu":  # a prompt that is computed in parts would need a random generator that can go back
+            stated["enable_chunked_prefill"] = False
+        given = dict(settings or {})
+        if taken := sorted(stated.keys() & given.keys()):
+            raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, what vLLM seeds anew
+        try:
+            self.llm = vllm.LLM(**stated, **given)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+            torch.set_rng_state(states[2])
+        opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS))
+        self.segments = [[Segment(*segment) for segment in rank] for rank in opened]
+        """of each rank: where its tensors come from"""
+
+    def perturb(self, member: Member, sigma: float) -> None:
+        """Write a member's weights."""
+        self.llm.collective_rpc("evoalign_perturb", args=(int(member.key), float(sigma), int(member.sign)))
+        self._forget()
+
+    def restore(self) -> None:
+        """Write the weights themselves."""
+        self.llm.collective_rpc("evoalign_restore")
+        self._forget()
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Move the masters; the working copies follow with the next `perturb` or `restore`."""
+        self.llm.collective_rpc("evoalign_update", args=([int(k) for k in keys], [float(c) for c in coefficients]))
+
+    def digests(self) -> list[list[str]]:
+        """Of each rank, of each of its segments: SHA-256 of the float32 master."""
+        return self.llm.collective_rpc("evoalign_digests")
+
+    def generate(self, ids: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int] | None = None) -> list:
+        """Decode prompts with the weights that were written last.
+
+        Args:
+            ids: token ids of each prompt, without padding.
+            max_new_tokens: at most.
+            seeds: None for greedy decoding; else a seed for each row, sampled at temperature 1.
+
+        Returns:
+            Token ids of each completion, with the end token where there is one.
+        """
+        from vllm import SamplingParams
+
+        common = {
+            "max_tokens": max_new_tokens,
+            "stop_token_ids": self.eos_ids,
+            "ignore_eos": True,  # what ends a completion is said by stop_token_ids alone
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "watermarking": False,
+            "detokenize": False,
+        }
+        if seeds is None:
+            how = [SamplingParams(temperature=0.0, **common)] * len(ids)
+        else:
+            how = [SamplingParams(temperature=1.0, seed=seed, **common) for seed in seeds]
+        prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
+        return [list(done.outputs[0].token_ids) for done in self.llm.generate(prompts, how, use_tqdm=False)]
+
+    def close(self) -> None:
+        """End vLLM and its worker processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _forget(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
+                "are still running. Call the engine from one thread only."
+            )
+
+
+class VLLMEngine(Engine):
+    """A population on one vLLM engine of this process.
+
+    Args:
+        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`; the model's dtype is that
+            of vLLM's working copy.
+        folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
+        tensor_parallel: GPUs that share the model.
+        settings: further arguments of `vllm.LLM`.
+
+    vLLM starts with the first call that generates.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        max_completion_length: int,
+        distribution: str = "gaussian",
+        folder: str | None = None,
+        tensor_parallel: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        super().__init__(
+            model,
+            tokenizer,
+            rewards,
+            prompts,
+            max_completion_length=max_completion_length,
+            threads=threads,
+            distribution=distribution,
+        )
+        self.folder, self.distribution = folder, distribution
+        self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
+        self._generator: Generator | None = None
+        self._before: list[tuple[np.ndarray, np.ndarray]] = []  # updates before vLLM was started
+
+    @property
+    def plan(self):
+        import importlib.metadata
+
+        return {
+            "decoder": "vllm",
+            "vllm": importlib.metadata.version("vllm"),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "tensor_parallel": self.tensor_parallel,
+            "exact": self.model.dtype == torch.float32 and not torch.cuda.is_available(),
+        }
+
+    @property
+    def generator(self) -> Generator:
+        """vLLM, started when it is first needed, and proved to hold the weights of the run.
+
+        Raises:
+            WrongWeights: it does not; the message names the parameter.
+        """
+        if self._generator is None:
+            longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
+            with tempfile.TemporaryDirectory() as made:
+                if (folder := self.folder) is None:
+                    folder = made
+                    self.model.save_pretrained(folder)
+                common = self.model.dtype, self.eos_ids, longest, self.distribution
+                generator = Generator(folder, *common, self.tensor_parallel, self.settings)
+            for update in self._before:
+                generator.update(*update)
+            prove(self.layout, self.master, generator.segments, generator.digests())
+            self._generator, self._before = generator, []
+        return self._generator
+
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+        generator, seeds = self.generator, None
+        rows = np.asarray(indices)
+        if sampling is not None:
+            key, samples = sampling
+            rows = np.repeat(rows, samples)
+            seeds = [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
+        ids, found = self._ids(name, rows), []
+        for i, member in enumerate(members):
+            started = time.process_time()
+            generator.perturb(member, sigma)
+            completions = self.completions(generator.generate(ids, self.max_completion_length, seeds))
+            found.append(self.scored(i, name, rows, completions, trainer_state, started))
+        return found
+
+    def generate(self, name, indices=None, *, samples=0, seed=0):
+        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        generator, ids, out = self.generator, self._ids(name, rows), []
+        generator.restore()
+        for draw in range(samples) if samples else (None,):
+            seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in rows]
+            out.append(self.completions(generator.generate(ids, self.max_completion_length, seeds)))
+        return out
+
+    def add_prompts(self, name, rows):
+        if self._generator is not None:
+            raise RuntimeError(f"prompts {name!r} come too late: add them before vLLM starts.")
+        super().add_prompts(name, rows)
+
+    def update(self, keys, coefficients):
+        if self._generator is None:
+            self._before.append((keys, coefficients))
+        else:
+            self._generator.update(keys, coefficients)
+        super().update(keys, coefficients)
+
+    def follow(self, updates):
+        if self._generator is not None:
+            raise RuntimeError("vLLM runs already, with weights of its own: resume with a new trainer.")
+        self._before = list(updates)
+
+    def check(self):
+        if self._generator is not None:
+            prove(self.layout, self.master, self._generator.segments, self._generator.digests())
+
+    def close(self):
+        if self._generator is not None:
+            self._generator.close()
+            self._generator = None
+
+    def _ids(self, name: str, rows: np.ndarray) -> list[list[int]]:
+        """Token ids of rows of the prompts, without padding."""
+        prompts = self.prompts[name]
+        return [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
+
+
+def prove(
+    layout: noise.Layout, master: np.ndarray, segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
+) -> None:
+    """Compare the masters of vLLM's workers with the run's, byte for byte, by their digests.
+
+    Args:
+        layout, master: of the run.
+        segments: of each rank, where its tensors come from.
+        digests: of each rank, of each of them: SHA-256 of the float32 master, row by row.
+
+    Raises:
+        WrongWeights: a segment that is no part of a parameter, or holds other numbers; or rows and columns of a
+            parameter that no rank holds.
+    """
+    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
+    views = {name: view.reshape(shapes[name]) for name, view in layout.views(master).items()}
+    held = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
+    for rank, (places, found) in enumerate(zip(segments, digests, strict=True)):
+        for segment, digest in zip(places, found, strict=True):
+            where = f"vLLM's rank {rank}, {segment.name!r}"
+            if segment.name not in views:
+                raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")
+            window = np.s_[segment.row0 : segment.row0 + segment.rows, segment.col0 : segment.col0 + segment.cols]
+            part = views[segment.name][window]
+            if part.shape != (segment.rows, segment.cols) or sha256(torch.from_numpy(part.copy())) != digest:
+                raise WrongWeights(
+                    f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
+                    "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "
+                    "tensor in another layout, in which it cannot be perturbed."
+                )
+            held[segment.name][window] = True
+    for name, cells in held.items():
+        if not cells.all():
+            raise WrongWeights(f"{name!r}: vLLM holds {cells.mean():.0%} of it, so noise would not reach all of it.")
+
+
+def sample_seed(key: int, row: int, sample: int) -> int:
+    """Seed of one sampled completion, the same for every member of a population: common random numbers.
+
+    >>> sample_seed(7, 0, 0) == sample_seed(7, 0, 0) != sample_seed(7, 0, 1)
+    True
+    """
+    message = struct.pack("<QQQ", key & (1 << 64) - 1, row, sample)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
