@@ -39,7 +39,10 @@ def test_all_sections_run_and_replace_what_an_older_run_left(quick):
 def test_times_and_ratios_are_positive(quick):
     for name in ("noise", "iteration", "step"):
         for cell, row in quick[name]["cells"].items():
-            assert all(np.isfinite(value) and value > 0 for value in row.values()), (name, cell, row)
+            # a step is the difference of two times, of either sign where a busy machine stretches one of them
+            rest = {k: v for k, v in row.items() if name != "step" or "floor" in k or "prompt" in k}
+            assert np.isfinite(list(row.values())).all(), (name, cell, row)
+            assert all(value > 0 for value in rest.values()), (name, cell, row)
     for row in quick["iteration"]["cells"].values():
         assert row["ratio"] == pytest.approx(row["plain_s"] / row["ours_s"])
     for row in quick["step"]["cells"].values():
