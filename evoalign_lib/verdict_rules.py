@@ -521,7 +521,7 @@ _VARIED = ("sigma", "alpha", "learning_rate", "beta")
 
 
 def _map(claim: _Claim, label: str, records: list[_Record]) -> list[list[_Record]]:
-    """Return runs by setting, in the order of the settings; they differ in nothing but the setting and the unit."""
+    """Return runs by setting and unit, in their order; they differ in nothing but these."""
     _one_base(claim, label, records)
     of_setting: dict[tuple, dict[Any, _Record]] = {}
     for record in records:
@@ -535,7 +535,7 @@ def _map(claim: _Claim, label: str, records: list[_Record]) -> list[list[_Record
         if unit in runs_of:
             raise ValueError(f"claim {claim['id']}, {label}: two records of one setting have {claim['unit']} {unit}")
         runs_of[unit] = record
-    return [list(runs_of.values()) for _, runs_of in sorted(of_setting.items())]
+    return [[runs_of[unit] for unit in sorted(runs_of)] for _, runs_of in sorted(of_setting.items())]
 
 
 def _gaps_at(found: list[list[_Record]], end: str, sigma: str) -> list[list[float]]:

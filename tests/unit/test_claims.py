@@ -181,6 +181,13 @@ def test_the_order_of_the_records_does_not_matter() -> None:
     assert evaluate(DECLARED["E2"], world) == evaluate(DECLARED["E2"], shuffled)
 
 
+def test_the_order_of_the_committed_records_does_not_matter() -> None:
+    records = claims.committed_records("tiny")
+    shuffled = [records[i] for i in np.random.default_rng(0).permutation(len(records))]
+    declared = list(DECLARED.values())
+    assert claims.evaluate_together(declared, records) == claims.evaluate_together(declared, shuffled)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
