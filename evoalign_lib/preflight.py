@@ -1,0 +1,716 @@
+"""What a run at full scale needs, from the model's config alone: memory by component, work, and how long it may take.
+
+`experiments.load_or_run` prints the plans of the training runs that it is about to make, and stops where one cannot
+fit. No weights are read, nothing is run, and nothing here is measured: a plan is arithmetic on shapes and settings, and
+on these assumptions, which it names where it uses them.
+
+1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, and of the float32
+   master. Key and value heads that are fewer than the GPUs of an engine are held by several, as vLLM has it. The KV
+   cache is wanted for a completion of full length in each row that is decoded at once; where there is room for fewer
+   rows, vLLM lets the others wait, and only less than one row is refused.
+2. Gradient arms on GPUs: plain data parallel. Every GPU holds all weights, gradients and AdamW's two moments in float32
+   (as `grpo` trains), the reference model if beta > 0, with several GPUs the buckets of DistributedDataParallel, and
+   vLLM's own copy beside them (TRL's "colocate"), in the model's dtype. Nothing is sharded: there is no configuration
+   for it, so more GPUs make no model fit.
+3. Activations are stored, not recomputed (`grpo` has gradient checkpointing off): 6 h + 5 q + 4 i numbers a token and
+   layer (h: hidden size, q: heads times their size, i: intermediate size), which a test holds against the tensors that
+   PyTorch keeps. Attention scores are not among them. TRL 1.16 computes log-probabilities from tiles of the logits, so
+   these never lie in memory as a whole.
+4. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start
+   (`runs`), and at the end takes the difference of the two, in float32 and float64.
+5. Every completion is as long as it may be, and a prompt has the tokens of `PROMPT_TOKENS`.
+6. Times are computed from the rates of a device's data sheet, and from a share of them (`SLOW`) at the slow end. A
+   forward pass costs 2 operations a parameter and token, a backward pass twice that, attention products left out, as in
+   budgets. Evaluation decodes as many rows at once as training does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evoalign_lib.runs import ARMS
+
+GIB = 2**30
+GPU_GIB = 80.0
+"""GiB of a GPU where none is visible: assumed."""
+USABLE = 0.9
+"""Share of a GPU's memory that is planned with: vLLM's long-standing default of gpu_memory_utilization."""
+RESERVE_GIB = 4.0
+"""GiB a GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
+0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
+CONCURRENT = 256
+"""Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
+PROMPT_TOKENS = {"countdown": 150, "conciseness": 50}
+"""Tokens of a prompt, assumed: Countdown's text has about 470 characters, a question about 35, a token about 4; the
+rest is for the chat template."""
+SLOW = 0.3
+"""Share of a device's rates at the slow end of an estimate: assumed."""
+STEP_SECONDS = 3e-3
+"""More seconds a decode step at the slow end, for what the host does between steps: assumed."""
+_TILE = 4096, 32768  # tokens and vocabulary of TRL's tiles of logits
+_BYTES = {"float32": 4, "None": 4, "bfloat16": 2, "float16": 2}  # without a dtype transformers means float32
+
+Memory = tuple[tuple[str, float], ...]
+"""(component, bytes) pairs."""
+
+
+class CannotCount(ValueError):
+    """A model of an architecture whose parameters this module cannot count."""
+
+
+class DoesNotFit(ValueError):
+    """A run that needs more memory than there is; the message has the numbers and what to do."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do at best: numbers of its data sheet, or assumed."""
+
+    device: str
+    """in words, for the plan"""
+    bandwidth: float
+    """bytes a second from memory"""
+    half: float
+    """floating-point operations a second in bfloat16 or float16"""
+    single: float
+    """the same in float32, in which gradient arms train"""
+    normals: float
+    """normals of the noise a second"""
+
+
+# PyTorch's float32 products do not use TF32 unless told to, and nobody tells it; normals: derived, never measured
+H100 = Rates(
+    "an H100 SXM's data sheet: 3.35 TB/s, 989 TFLOP/s in bfloat16, 67 in float32", 3.35e12, 989e12, 67e12, 0.65e12
+)
+# products and normals of one core as measured on a Zen 4; its share of the memory's bandwidth is assumed
+CORE = Rates("one core at 100 GFLOP/s and 10 GB/s", 10e9, 100e9, 100e9, 0.9e9)
+
+
+# ---- counts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder-only model: its parameters by component, over all layers, and what memory depends on."""
+
+    embedding: int
+    """of the tokens"""
+    head: int
+    """0 where it is tied to the embedding"""
+    queries: int
+    """projections with their biases"""
+    keys_values: int
+    """projections with their biases, of the heads that groups of query heads share"""
+    output: int
+    """projections of the attention"""
+    mlp: int
+    """gate, up and down"""
+    norms: int
+    """the last one, too, and those of queries and keys where there are any"""
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    dtype: str
+    """of the published weights"""
+
+    @property
+    def d(self) -> int:
+        """Parameters, tied ones once."""
+        attention = self.queries + self.keys_values + self.output
+        return self.embedding + self.head + attention + self.mlp + self.norms
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight in the model's dtype."""
+        return _BYTES[self.dtype]
+
+
+def shape(config: Any) -> Shape:
+    """Count a model's parameters by component.
+
+    Args:
+        config: of transformers, or the dictionary in a config.json; types llama, mistral, qwen2 and qwen3.
+
+    Raises:
+        CannotCount: another type, quantised weights, or a dtype other than float32, bfloat16 and float16.
+
+    >>> shape({"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+    ...     "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10, "tie_word_embeddings": True}).d
+    696
+    """
+    kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
+    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise CannotCount(
+            f"the parameters of model type {kind!r} cannot be counted: known are llama, mistral, qwen2 and qwen3, "
+            "dense models of one kind of layer."
+        )
+    if isinstance(config, Mapping):
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(**config)  # with the defaults of its type
+    if getattr(config, "quantization_config", None):
+        raise CannotCount("the weights are quantised, and neither arm trains such: take the model as it was published.")
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    if dtype not in _BYTES:
+        raise CannotCount(f"dtype {dtype} is not one of float32, bfloat16 and float16: take other weights.")
+    h, i = config.hidden_size, config.intermediate_size
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    kv_heads = config.num_key_value_heads or heads
+    head_dim = getattr(config, "head_dim", None) or h // heads
+    q, kv = heads * head_dim, kv_heads * head_dim
+    biased = getattr(config, "attention_bias", False)
+    inputs = h + (biased or kind == "qwen2")
+    return Shape(
+        embedding=config.vocab_size * h,
+        head=0 if config.tie_word_embeddings else config.vocab_size * h,
+        queries=layers * inputs * q,
+        keys_values=layers * inputs * 2 * kv,
+        output=layers * (q + biased) * h,
+        mlp=layers * (3 * h * i + (2 * i + h) * getattr(config, "mlp_bias", False)),
+        norms=layers * (2 * h + 2 * head_dim * (kind == "qwen3")) + h,
+        layers=layers,
+        hidden=h,
+        intermediate=i,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=config.vocab_size,
+        dtype=dtype,
+    )
+
+
+def rank_parameters(model: Shape, tensor_parallel: int) -> int:
+    """Parameters that one GPU of an engine holds; those that fill up the vocabulary are left out."""
+    shared = model.embedding + model.head + model.queries + model.output + model.mlp
+    shards = min(tensor_parallel, model.kv_heads)
+    return ceil(shared / tensor_parallel) + ceil(model.keys_values / shards) + model.norms
+
+
+def kv_bytes(model: Shape, tensor_parallel: int = 1, width: int | None = None) -> int:
+    """Bytes of KV cache that a token takes on one GPU of an engine; width: bytes a number (None: the model's dtype)."""
+    heads = max(1, model.kv_heads // tensor_parallel)
+    return 2 * model.layers * heads * model.head_dim * (width or model.width)
+
+
+def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
+    """The powers of two up to a number of GPUs over which vLLM can split a model, ascending.
+
+    Each divides the heads and the MLP, and divides the key and value heads or is a multiple of them.
+    """
+    powers = [2**k for k in range(most.bit_length())]
+    whole = [t for t in powers if not (model.heads % t or model.intermediate % t)]
+    return [t for t in whole if not (model.kv_heads % t and t % model.kv_heads)]
+
+
+def activation_bytes(model: Shape, tokens: int) -> int:
+    """Bytes of float32 that a forward pass keeps for the backward pass of so many tokens (the module's 3)."""
+    a_token = 6 * model.hidden + 5 * model.heads * model.head_dim + 4 * model.intermediate
+    return 4 * model.layers * a_token * tokens
+
+
+# ---- memory
+
+
+def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int) -> Memory:
+    """Memory of each GPU that evaluates members by vLLM; rows decoded at once, of so many tokens with their prompt."""
+    share = rank_parameters(model, tensor_parallel)
+    return (
+        (f"working copy, {model.dtype}", model.width * share),
+        ("master, float32", 4 * share),
+        _RESERVE,
+        _caches(rows, length, rows * length * kv_bytes(model, tensor_parallel)),
+    )
+
+
+def gradient_memory(
+    model: Shape, gpus: int, rows: int, length: int, micro_batch: int, reference: bool = False
+) -> Memory:
+    """Memory of each GPU that trains by gradients, with vLLM beside it; or of the process that does on a CPU.
+
+    Args:
+        model: the model's shape.
+        gpus: data parallel replicas; 0: on a CPU, where the model itself generates, in float32.
+        rows: completions generated at once.
+        length: tokens of a completion and its prompt.
+        micro_batch: completions in a backward pass.
+        reference: whether there is a reference model.
+    """
+    d = model.d
+    tokens = micro_batch * length
+    tile = min(tokens, _TILE[0]) * min(model.vocabulary, _TILE[1])
+    # besides: a tile of logits and one of its exponentials, and the gradient of the head before it is added
+    activations = activation_bytes(model, tokens) + 4 * (2 * tile + model.vocabulary * model.hidden)
+    if gpus:  # when no activations are left, AdamW's loop over tensors makes one more copy of them all
+        activations = max(activations, 4 * d)
+    caches = rows * length * kv_bytes(model, width=model.width if gpus else 4)
+    trained = [("weights", 4 * d), ("gradients", 4 * d), ("AdamW's moments", 8 * d)]
+    trained += [("reference model", 4 * d)] if reference else []
+    trained += [("buckets of gradients", 4 * d)] if gpus > 1 else []
+    trained += [(f"activations of {micro_batch} x {length} tokens, or AdamW's temporaries", activations)]
+    own = [(f"vLLM's copy, {model.dtype}", model.width * d), _RESERVE] if gpus else []
+    return (*((f"{name}, float32", size) for name, size in trained), *own, _caches(rows, length, caches))
+
+
+def _caches(rows: int, length: int, size: float) -> tuple[str, float]:
+    return f"KV cache, {rows} x {length} tokens", size
+
+
+_RESERVE = "reserve (assumed)", RESERVE_GIB * GIB
+
+
+def _held(model: Shape) -> Memory:
+    """What the process that drives a run holds besides the model; see the module's 4."""
+    names = "master, float32", "weights at the start, float32"
+    return (*((name, 4 * model.d) for name in names), ("difference of the two, at the end", 12 * model.d))
+
+
+def _total(memory: Memory) -> float:
+    return sum(size for _, size in memory)
+
+
+# ---- work
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run generates and computes, at most."""
+
+    factors: tuple[tuple[str, int], ...]
+    """(what, how many): completions are their product"""
+    new: int
+    """tokens of a completion"""
+    prompt: int
+    """tokens of a prompt"""
+    passes: float
+    """forward-equivalent passes over prompts and completions, of which generation is one"""
+    evaluation: int | None
+    """completions of evaluation, which no budget counts; None: not counted here, either"""
+
+    @property
+    def completions(self) -> int:
+        """Completions of training."""
+        product = 1
+        for _, count in self.factors:
+            product *= count
+        return product
+
+
+def work(spec: Mapping[str, Any]) -> Work:
+    """What a training run of a spec of `runs.train_specs` generates at most.
+
+    Raises:
+        ValueError: an arm that does not exist.
+    """
+    arm = spec["arm"]
+    if arm not in ARMS:
+        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
+    passes: float = 1
+    if arm == "sft":  # of the samples all may be right
+        names, passes = ("prompts", "num_generations"), 1 + 3 * spec["epochs"]
+    elif arm.startswith("es"):
+        names = ("steps", "population_size", "prompts_per_step")
+    else:
+        names = ("steps", "prompts_per_step", "num_generations")
+        passes = 4 + (arm == "rloo") + (spec["beta"] > 0)  # as `grpo.Budget` counts
+    factors = tuple((name, spec[name]) for name in names)
+    if arm == "es_random":
+        factors = (*factors, ("completions, since the fitness is drawn", 0))
+    evaluation = None
+    if spec["task"] == "countdown":  # the sets of the other task are small
+        points, validation, test = spec.get("curve_points", 0), spec["validation_problems"], spec["test_problems"]
+        # greedy and 4 samples at each point; at the end greedy and 16 samples of the test set, and one for the KL
+        evaluation = 5 * points * validation + (17 * test + validation if test else 0)
+    return Work(factors, spec["max_completion_length"], PROMPT_TOKENS[spec["task"]], passes, evaluation)
+
+
+class Placement(NamedTuple):
+    """Where the parts of a run lie."""
+
+    engines: int
+    """of vLLM, or data parallel replicas; 1 on the CPU"""
+    tensor_parallel: int
+    """GPUs of an engine"""
+    rows: int
+    """completions decoded at once by an engine"""
+    wanted: int
+    """as many as it would decode at once if it had the memory"""
+    gpu_memory: Memory
+    """of each GPU"""
+    host_memory: Memory
+    """of each process that drives the run"""
+    processes: int
+    """that drive the run on a machine"""
+    problem: str
+    """why it does not fit, and what to do; empty where it fits"""
+
+
+def _generation_seconds(
+    model: Shape, batches: int, placed: Placement, job: Work, rates: Rates, width: int, slow: bool
+) -> float:
+    """Seconds for batches of rows one after the other on an engine: prefill, then a step a token."""
+    share, extra = (SLOW, STEP_SECONDS) if slow else (1.0, 0.0)
+    weights = width * rank_parameters(model, placed.tensor_parallel)
+    caches = placed.rows * (job.prompt + job.new / 2) * kv_bytes(model, placed.tensor_parallel, width)
+    compute = 2 * model.d * placed.rows / placed.tensor_parallel / (rates.single if width == 4 else rates.half)
+    step = max((weights + caches) / rates.bandwidth, compute) / share + extra
+    prefill = max(weights / rates.bandwidth, job.prompt * compute) / share
+    return batches * (prefill + job.new * step)
+
+
+def _hours(
+    model: Shape, spec: Mapping[str, Any], job: Work, rates: Rates, placed: Placement, width: int
+) -> tuple[float, float]:
+    """Hours of one run at the rates of the device, and at the slow end."""
+    engines, rows = placed.engines, placed.rows
+    share_of = rank_parameters(model, placed.tensor_parallel)
+
+    def hours(slow: bool) -> float:
+        share = SLOW if slow else 1.0
+
+        def generate(batches: int) -> float:
+            return _generation_seconds(model, batches, placed, job, rates, width, slow)
+
+        seconds = generate(ceil((job.evaluation or 0) / (rows * engines)))
+        if spec["arm"].startswith("es"):
+            rounds = ceil(spec["population_size"] / engines)
+            step = rounds * (4 + width) * share_of / rates.bandwidth / share  # each member is written from the master
+            step += spec["population_size"] * share_of / rates.normals / share  # every engine updates itself
+            if job.completions:
+                step += generate(rounds * ceil(spec["prompts_per_step"] / rows))
+            return (seconds + spec["steps"] * step) / 3600
+        steps = spec.get("steps", 1)
+        seconds += steps * generate(ceil(job.completions / steps / (rows * engines)))
+        trained = 2 * model.d * (job.passes - 1) * job.completions * (job.prompt + job.new)
+        return (seconds + trained / (engines * rates.single * share)) / 3600
+
+    return hours(False), hours(True)
+
+
+# ---- plans
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one training run needs. Equal plans differ in seeds and in settings that change neither memory nor work."""
+
+    name: str
+    """of the model"""
+    arm: str
+    model: Shape
+    work: Work
+    gpus: int
+    """0: on the CPU"""
+    gpu_gib: float
+    """memory of each GPU, GiB"""
+    placement: Placement
+    runs: int
+    """at once on the machine"""
+    host_gib: float | None
+    """memory of the machine, GiB; None: not known"""
+    hours: tuple[float, float]
+    """of one run: at the device's rates, and at the slow end"""
+    rates: Rates
+    problem: str
+    """why it does not fit, and what to do; empty where it fits"""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run has the memory that it needs."""
+        return not self.problem
+
+    @property
+    def flops(self) -> float:
+        """Forward-equivalent floating-point operations of training."""
+        return 2 * self.model.d * self.work.passes * self.work.completions * (self.work.prompt + self.work.new)
+
+    def text(self, which: str = "") -> str:
+        """The plan as a table for a reader; which: the runs that have it."""
+        m, job, at = self.model, self.work, self.placement
+        lines = [("run", f"{self.arm} of {self.name}{which and f', {which}'}")]
+        if not self.gpus:
+            lines.append(("on", "CPU cores: no GPU is used"))
+        elif self.arm.startswith("es"):
+            idle = self.gpus - at.engines * at.tensor_parallel
+            split = f"engines {at.engines}, tensor parallel {at.tensor_parallel}{f', idle {idle}' if idle else ''}"
+            lines.append(("on", f"{_gpus(self.gpus, self.gpu_gib)}: {split}"))
+        else:
+            lines.append(("on", f"{_gpus(self.gpus, self.gpu_gib)}: replicas {at.engines}, nothing sharded"))
+        parts = f"embedding {_count(m.embedding)}, head {_count(m.head) if m.head else 'tied'}, layers and last norm "
+        lines.append(("parameters", f"{_count(m.d)}: {parts}{_count(m.d - m.embedding - m.head)}"))
+        if self.gpus:
+            lines += _table("each GPU", at.gpu_memory, f"of {_room(self.gpu_gib)}")
+        each = self.runs * at.processes
+        room = f"of {self.host_gib:.1f}" if self.host_gib else "what the machine has is not known here"
+        lines += _table("the host, each process", at.host_memory, f"processes {each}, {room}")
+        if self.fits and at.rows < at.wanted:
+            lines.append(("rows", f"{at.rows} at once on an engine, of {at.wanted}: the others wait"))
+        product = " x ".join(f"{count} {name}" for name, count in job.factors)
+        lines.append(("completions", f"{job.completions:,} = {product}"))
+        also = "not counted, of few questions" if job.evaluation is None else f"{job.evaluation:,} completions more"
+        lines.append(("evaluation", f"{also}, in no budget"))
+        generated = f"at most {job.completions * job.new:.2g} generated ({job.new} a completion)"
+        prompts = f"{job.completions * job.prompt:.2g} of prompts ({job.prompt} each, assumed)"
+        lines += [("tokens", f"{generated}, {prompts}"), ("FLOPs", f"{self.flops:.2g}, forward-equivalent")]
+        if self.fits:
+            low, high = map(_hours_text, self.hours)
+            lines.append(
+                ("hours a run", f"{low} to {high} with evaluation: an estimate from assumed rates, not measured")
+            )
+            lines.append(("", f"(fast: {self.rates.device};"))
+            lines.append(("", f"slow: {100 * SLOW:.0f} % of that, and {1000 * STEP_SECONDS:g} ms more a decode step)"))
+        else:
+            lines.append(("DOES NOT FIT", self.problem))
+        return "\n".join(f"{name:13}{value}" for name, value in lines)
+
+
+def _table(whose: str, memory: Memory, room: str) -> list[tuple[str, str]]:
+    rows = [("", f"  {size / GIB:9.1f}  {name}") for name, size in memory]
+    return [("memory", f"of {whose}, GiB"), *rows, ("", f"  {_total(memory) / GIB:9.1f}  in all; {room}")]
+
+
+def _count(n: float) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e8 else f"{n / 1e6:.2f} M"
+
+
+def _gpus(n: int, gib: float) -> str:
+    return f"{n} GPU{'s' if n > 1 else ''} of {gib:g} GiB"
+
+
+def _room(gpu_gib: float) -> str:
+    return f"{USABLE * gpu_gib:.1f} ({100 * USABLE:.0f} % of {gpu_gib:g})"
+
+
+def _hours_text(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def plan(
+    config: Any,
+    spec: Mapping[str, Any],
+    *,
+    engine: str = "vllm",
+    gpus: int = 1,
+    gpu_gib: float = GPU_GIB,
+    host_gib: float | None = None,
+    runs: int = 1,
+) -> Plan:
+    """Plan one training run.
+
+    Args:
+        config: the model's, as for `shape`.
+        spec: of `runs.train_specs`, or a dictionary with the same settings: base, arm, task and the arm's own.
+        engine: "vllm" on GPUs, or "local" on CPU cores.
+        gpus: GPUs for the run; 0 with engine "local".
+        gpu_gib: memory of each GPU, GiB.
+        host_gib: memory of the machine, GiB; None: not known, and nothing is refused for it.
+        runs: at once on the machine.
+
+    Raises:
+        ValueError: an unknown engine or arm, or GPUs that the engine does not take.
+        CannotCount: see `shape`.
+    """
+    if engine not in ("local", "vllm"):
+        raise ValueError(f"engine {engine!r} cannot be planned: take 'local' or 'vllm'.")
+    if engine == "local" and gpus:
+        raise ValueError(f"gpus={gpus}: engine 'local' runs on CPU cores only, set gpus=0, or engine='vllm'.")
+    if engine == "vllm" and gpus < 1:
+        raise ValueError(f"gpus={gpus}: engine 'vllm' needs at least 1.")
+    model, job = shape(config), work(spec)
+    place = _place_es if spec["arm"].startswith("es") else _place_gradient
+    placed = place(model, spec, job, gpus, gpu_gib)
+    rates, width = (H100, model.width) if gpus else (CORE, 4)
+    return Plan(
+        name=str(spec["base"]),
+        arm=spec["arm"],
+        model=model,
+        work=job,
+        gpus=gpus,
+        gpu_gib=gpu_gib,
+        placement=placed,
+        runs=runs,
+        host_gib=host_gib,
+        hours=_hours(model, spec, job, rates, placed, width),
+        rates=rates,
+        problem=placed.problem or _host_problem(model, placed, runs, host_gib),
+    )
+
+
+def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_gib: float) -> Placement:
+    """The smallest tensor parallel size with a KV cache for all rows; else the one with most rows."""
+    wanted, length = min(CONCURRENT, spec["prompts_per_step"]), job.prompt + job.new
+    if not gpus:
+        caches = _caches(wanted, length, wanted * length * kv_bytes(model, width=4))
+        own = ("model, float32", 4 * model.d), ("a member's weights, float32", 4 * model.d), caches
+        return Placement(1, 1, wanted, wanted, (), own + _held(model), 1, "")
+    capacity = USABLE * gpu_gib * GIB
+
+    def room(t: int) -> int:
+        free = capacity - _total(es_memory(model, t, 0, length))
+        return min(wanted, int(free // (length * kv_bytes(model, t))))
+
+    sizes = tensor_parallel_sizes(model, gpus)
+    t = next((t for t in sizes if room(t) == wanted), None) or max(sizes, key=room)
+    rows = max(1, room(t))
+    memory = es_memory(model, t, rows, length)
+    host = ((f"model, {model.dtype}", model.width * model.d), *_held(model))
+    problem = ""
+    if room(t) < 1:
+        all_of_it, fixed = (4 + model.width) * model.d / 1e9, _total(es_memory(model, t, 0, length))
+        problem = (
+            f"{_count(model.d)} parameters need {all_of_it:,.0f} GB for the float32 master and the {model.dtype} copy: "
+            f"with the reserve and a KV cache for one completion {_total(memory) / GIB:.1f} GiB a GPU at tensor "
+            f"parallel {t}, the most that {_gpus(gpus, gpu_gib)} allow, and {_room(gpu_gib)} may be used. "
+        )
+        more = next((s for s in tensor_parallel_sizes(model, 1024) if room(s) >= 1), None)
+        remedies = [f"{more} GPUs"] if more else []
+        if fixed + job.prompt * kv_bytes(model, t) < capacity:
+            most = int((capacity - fixed) // kv_bytes(model, t)) - job.prompt
+            remedies.append(f"max_completion_length={most} or less")
+        problem += f"Take {', '.join([*remedies, 'larger GPUs or a smaller model'])}."
+    return Placement(gpus // t, t, rows, wanted, memory, host, 1, problem)
+
+
+def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_gib: float) -> Placement:
+    """All on every GPU, with a KV cache for as many rows as there is room for; or all on the CPU."""
+    replicas, length, sft = max(1, gpus), job.prompt + job.new, spec["arm"] == "sft"
+    rollouts = job.completions // spec.get("steps", 1)
+    mine = ceil(rollouts / replicas)
+    wanted = min(CONCURRENT, mine) if sft else mine
+    micro = min(mine, spec["batch_size"] if sft else spec.get("micro_batch", rollouts))
+
+    def memory(rows: int, micro: int, gpus: int = gpus) -> Memory:
+        return gradient_memory(model, gpus, rows, length, micro, spec.get("beta", 0) > 0)
+
+    if not gpus:
+        return Placement(1, 1, wanted, wanted, (), memory(wanted, micro) + _held(model), 1, "")
+    capacity, per_row = USABLE * gpu_gib * GIB, length * kv_bytes(model)
+    rows = min(wanted, max(1, int((capacity - _total(memory(0, micro))) // per_row)))
+    found, problem = memory(rows, micro), ""
+    if _total(found) > capacity:
+        has = f"{_room(gpu_gib)} may be used"
+        least = gradient_memory(model, gpus, 1, 1, 1, spec.get("beta", 0) > 0)
+        divisors = [m for m in range(1, micro) if rollouts % m == 0]
+        # the last one is the largest with which all rows have their KV cache, if there is one
+        fitting = [m for many in (1, wanted) for m in divisors if _total(memory(many, m)) <= capacity]
+        needs = f"{_count(model.d)} parameters need {16 * model.d / 1e9:,.0f} GB for weights, gradients and AdamW's "
+        needs += f"moments in float32 on every GPU, {_total(memory(1, 1)) / GIB:.1f} GiB with all else for one "
+        needs += f"completion of {length} tokens, and {has}. Nothing is sharded, so more GPUs do not help. Take "
+        if fitting:
+            setting = "batch_size" if sft else "micro_batch"
+            problem = (
+                f"{setting}={micro}: the activations of {micro} completions of {length} tokens make it "
+                f"{_total(found) / GIB:.1f} GiB on a GPU, and {has}. Set {setting}={fitting[-1]}."
+            )
+        elif gpus > 1 and _total(memory(1, 1, gpus=1)) <= capacity:
+            problem = f"{needs}1 GPU, which needs no buckets of gradients, or a smaller model."
+        else:
+            shorter = "a smaller max_completion_length, " if _total(least) <= capacity else ""
+            problem = f"{needs}{shorter}larger GPUs, a smaller model, or ES."
+    return Placement(gpus, 1, rows, wanted, found, _held(model), gpus, problem)
+
+
+def _host_problem(model: Shape, placed: Placement, runs: int, host_gib: float | None) -> str:
+    """Why runs do not fit into the machine's memory; empty where they do, or where it is not known."""
+    each, processes = _total(placed.host_memory) / GIB, runs * placed.processes
+    if host_gib is None or processes * each <= host_gib:
+        return ""
+    name, most = max(placed.host_memory, key=lambda part: part[1])
+    fewer = int(host_gib // (each * placed.processes))
+    remedies = [f"workers={fewer}"] if fewer else []
+    remedies += ["a smaller micro_batch"] if name.startswith("activations") else []
+    return (
+        f"{_count(model.d)} parameters need {each:.1f} GiB of the host's memory in each of {processes} processes, "
+        f"{most / GIB:.1f} of them for: {name}; this machine has {host_gib:.1f} GiB. "
+        f"Take {', '.join([*remedies, 'a machine with more memory or a smaller model'])}."
+    )
+
+
+# ---- what load_or_run asks
+
+
+def check(specs: Sequence[Mapping[str, Any]], *, engine: str, gpus: int, workers: int | None = None) -> None:
+    """Print the plans of the training runs among specs, equal ones once, and refuse what cannot fit.
+
+    Args:
+        specs: of runs that are about to be made; those that train nothing are left out.
+        engine: "local" or "vllm".
+        gpus: for each run; 0 with engine "vllm": all that are visible, or 1 where none is.
+        workers: processes of engine "local"; None: one a core.
+
+    Raises:
+        DoesNotFit: a run needs more memory than there is; raised when all plans are printed.
+        ValueError: as `plan`.
+    """
+    from evoalign_lib.engines.local import default_workers
+
+    trained = [spec for spec in specs if spec["kind"] == "train"]
+    if not trained:
+        return
+    seen, gpu_gib = _visible_gpus()
+    runs = min(workers or default_workers(), len(specs)) if engine == "local" else 1
+    options: dict[str, Any] = {"engine": engine, "gpus": gpus, "runs": runs}
+    if engine == "vllm":
+        options |= {"gpus": gpus or seen or 1, "gpu_gib": gpu_gib or GPU_GIB}
+    if engine == "local" or seen:  # else the run is for another machine
+        options["host_gib"] = _host_gib()
+    found: dict[Plan, list[Mapping[str, Any]]] = {}
+    unknown: dict[str, str] = {}
+    for spec in trained:
+        try:
+            found.setdefault(plan(_config(spec["base"]), spec, **options), []).append(spec)
+        except (CannotCount, OSError) as error:
+            unknown[spec["base"]] = str(error)
+    if engine == "vllm" and not seen:
+        print(f"no GPU is visible here: plans assume {_gpus(options['gpus'], GPU_GIB)}")
+    for planned, own in found.items():
+        seeds = sorted({spec["seed"] for spec in own})
+        settings = {str(sorted(spec.items() - {("seed", spec["seed"])})) for spec in own}
+        print(
+            planned.text(f"runs {len(own)}: settings {len(settings)}, seeds {', '.join(map(str, seeds))}"), end="\n\n"
+        )
+    for base, reason in unknown.items():
+        print(f"no plan of {base}: {reason}")
+    if problems := [p.problem for p in found if p.problem]:
+        more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
+        raise DoesNotFit(problems[0] + more)
+    low, high = (_hours_text(sum(p.hours[end] * len(own) for p, own in found.items()) / runs) for end in (0, 1))
+    print(f"{len(trained)} training runs, {runs} at once: {low} to {high} hours in all on such devices")
+
+
+@lru_cache(maxsize=8)
+def _config(base: str) -> Any:
+    from transformers import AutoConfig
+
+    from evoalign_lib import tiny
+
+    place = tiny.bases_folder() / base if base in tiny.SHIPPED else base
+    return AutoConfig.from_pretrained(place, trust_remote_code=False)
+
+
+def _visible_gpus() -> tuple[int, float]:
+    """How many GPUs there are, and the GiB of the smallest."""
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(i).total_memory / GIB for i in range(torch.cuda.device_count())]
+    return len(sizes), round(min(sizes, default=0.0), 1)
+
+
+def _host_gib() -> float | None:
+    """Memory of this machine, or of the container; None where the system does not say."""
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # Windows
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return (size if text == "max" else min(size, int(text))) / GIB

@@ -1,0 +1,371 @@
+"""Plans of runs at full scale: counts are those of the models, memory is that of a sum by hand, and what cannot fit is
+refused with its numbers and a remedy."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from evoalign_lib import preflight, runs, tiny
+from evoalign_lib.preflight import GIB, CannotCount, plan, shape
+
+# the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True, 494_032_768),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True, 1_543_714_304),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True, 3_085_938_688),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False, 7_615_616_512),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False, 14_770_033_664),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False, 32_763_876_352),
+    "72B": (8192, 29568, 80, 64, 8, 152064, False, 72_706_203_648),
+}
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES = (*NAMES, "vocab_size", "tie_word_embeddings")
+LLAMA_8B = dict(zip(NAMES, (4096, 14336, 32, 32, 8, 128256, False), strict=True)) | {"model_type": "llama"}
+
+SETS = {"task": "countdown", "validation_problems": 512, "test_problems": 2000, "curve_points": 21}
+RUN = SETS | {"kind": "train", "base": "a model", "seed": 0, "max_completion_length": 1024}
+ES = RUN | {"arm": "es", "population_size": 30, "sigma": 1e-3, "alpha": 5e-4, "steps": 500, "prompts_per_step": 200}
+GRPO = RUN | {"arm": "grpo", "learning_rate": 1e-6, "beta": 0.0, "num_generations": 16, "steps": 250}
+GRPO |= {"prompts_per_step": 16, "micro_batch": 1}
+LENGTH = 1024 + preflight.PROMPT_TOKENS["countdown"]
+
+
+def qwen(size: str, **changed) -> dict:
+    config = dict(zip(NAMES, QWEN[size][:-1], strict=True))
+    return config | {"model_type": "qwen2", "dtype": "bfloat16"} | changed
+
+
+# ---- counts
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *map(qwen, QWEN),
+        LLAMA_8B,
+        LLAMA_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+        LLAMA_8B | {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 64},
+        LLAMA_8B | {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True},
+    ],
+    ids=lambda config: f"{config['model_type']}-{config['hidden_size']}-{config['num_hidden_layers']}",
+)
+def test_every_component_has_the_parameters_that_the_model_has(config):
+    loaded = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(loaded)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+
+    def of(*words):
+        return sum(n for name, n in sizes.items() if any(word in name for word in words))
+
+    counted = shape(loaded)
+    assert counted == shape(config) and counted.d == sum(sizes.values())
+    assert counted.embedding == of("embed_tokens") and counted.head == of("lm_head")
+    assert counted.queries == of("q_proj") and counted.keys_values == of("k_proj", "v_proj")
+    assert counted.output == of("o_proj") and counted.mlp == of(".mlp.") and counted.norms == of("norm")
+
+
+def test_published_counts_and_caches():
+    assert {size: shape(qwen(size)).d for size in QWEN} == {size: values[-1] for size, values in QWEN.items()}
+    # 2 x layers x key and value heads x their size x 2 bytes
+    assert preflight.kv_bytes(shape(qwen("7B"))) == 2 * 28 * 4 * 128 * 2 == 57_344
+    assert preflight.kv_bytes(shape(qwen("72B")), 8) == 2 * 80 * 1 * 128 * 2
+    assert preflight.kv_bytes(shape(qwen("3B")), 8) == 2 * 36 * 1 * 128 * 2  # two heads on eight GPUs: each holds one
+    assert preflight.kv_bytes(shape(qwen("7B")), width=4) == 2 * 57_344
+
+
+@pytest.mark.parametrize("base", tiny.SHIPPED)
+def test_shipped_models(base):
+    model, _ = tiny.load(base)
+    config = json.loads((tiny.bases_folder() / base / "config.json").read_text())
+    assert shape(config).d == shape(model.config).d == sum(p.numel() for p in model.parameters())
+    assert shape(config).dtype == config["dtype"] and shape(model.config).width == 4  # loaded in float32
+    planned = plan(config, ES | {"base": base}, engine="local", gpus=0, host_gib=8)
+    assert planned.fits and "no GPU is used" in planned.text() and planned.placement.gpu_memory == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gpt2"}, "model type 'gpt2' cannot be counted: known are llama"),
+        ({"model_type": "qwen2_moe"}, "model type 'qwen2_moe' cannot be counted"),
+        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised"),
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not one of float32"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(changed, message):
+    with pytest.raises(CannotCount, match=message):
+        shape(qwen("0.5B", **changed))
+
+
+def test_shares_of_a_gpu():
+    for size in QWEN:
+        assert preflight.rank_parameters(shape(qwen(size)), 1) == QWEN[size][-1]
+    # 16 GPUs, 8 key and value heads: two GPUs hold the same one, and all hold the norms
+    kv, norms = 64 * (5120 + 1) * 2 * 8 * 128, 64 * 2 * 5120 + 5120
+    rest = QWEN["32B"][-1] - kv - norms
+    assert preflight.rank_parameters(shape(qwen("32B")), 16) == rest // 16 + kv // 8 + norms
+
+
+def test_tensor_parallel_sizes_divide_the_heads():
+    found = {size: preflight.tensor_parallel_sizes(shape(qwen(size)), 8) for size in QWEN}
+    halves = {"0.5B": [1, 2], "1.5B": [1, 2, 4], "3B": [1, 2, 4, 8], "7B": [1, 2, 4]}  # of 14, 12, 16 and 28 heads
+    assert found == halves | dict.fromkeys(("14B", "32B", "72B"), [1, 2, 4, 8])
+    assert preflight.tensor_parallel_sizes(shape(qwen("72B")), 7) == [1, 2, 4]
+    # six key and value heads fit neither into four shards nor four times into anything
+    odd = qwen("3B", num_attention_heads=24, num_key_value_heads=6, head_dim=128)
+    assert preflight.tensor_parallel_sizes(shape(odd), 8) == [1, 2]
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_activations_are_the_tensors_that_pytorch_keeps(padding):
+    rows, length = 4, 96
+
+    def kept(layers):
+        torch.manual_seed(0)
+        sizes = qwen("0.5B", num_hidden_layers=layers, hidden_size=64, intermediate_size=256, vocab_size=50)
+        config = AutoConfig.for_model(**sizes | {"num_attention_heads": 4, "dtype": "float32"})
+        model, storages = AutoModelForCausalLM.from_config(config).train(), {}
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage  # held, so that no address is used again
+            return tensor
+
+        ids, mask = torch.zeros(rows, length, dtype=torch.long), torch.ones(rows, length, dtype=torch.long)
+        mask[:, :padding] = 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        assert output.last_hidden_state.requires_grad
+        return sum(storage.nbytes() for storage in storages.values()), preflight.shape(config)
+
+    (few, counted), (more, _) = kept(2), kept(4)
+    assert 0.85 < (more - few) / preflight.activation_bytes(counted, rows * length) < 1.05
+
+
+# ---- plans, against sums by hand
+
+GPUS = (1, 2, 4, 8)
+
+
+def es_by_hand(size: str, gpus: int) -> tuple[int, int] | None:
+    """Smallest tensor parallel size, powers of two, and rows: 6 bytes a parameter, 4 GiB, 90 % of 80 GiB."""
+    _, _, layers, heads, kv_heads, _, _, d = QWEN[size]
+    best = None
+    for t in (1, 2, 4, 8):
+        if t > gpus or heads % t:
+            continue
+        head_dim = 64 if size == "0.5B" else 128
+        row = 1174 * 2 * layers * max(1, kv_heads // t) * head_dim * 2
+        rows = min(200, int((72 - 4 - 6 * d / t / 2**30) * 2**30 // row))
+        if rows == 200:
+            return t, rows
+        if rows > 0 and (best is None or rows > best[1]):
+            best = t, rows
+    return best
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("size", QWEN)
+def test_es_plans(size, gpus):
+    planned, by_hand = plan(qwen(size), ES, gpus=gpus), es_by_hand(size, gpus)
+    assert planned.fits is (by_hand is not None), planned.text()
+    if by_hand is None:
+        assert "DOES NOT FIT" in planned.text() and "hours" not in planned.text()
+        return
+    at = planned.placement
+    # replicated norms, and key and value heads on more GPUs than there are heads: a few rows less where few fit
+    assert at.tensor_parallel == by_hand[0] and by_hand[1] - 5 <= at.rows <= by_hand[1]
+    assert at.engines == gpus // at.tensor_parallel
+    assert sum(n for _, n in at.gpu_memory) <= 72 * GIB
+    assert 0 < planned.hours[0] < planned.hours[1] < 30 * planned.hours[0]
+
+
+def test_which_es_runs_fit():
+    least = {size: next((g for g in GPUS if plan(qwen(size), ES, gpus=g).fits), None) for size in QWEN}
+    assert least == {"0.5B": 1, "1.5B": 1, "3B": 1, "7B": 1, "14B": 2, "32B": 4, "72B": 8}
+    sizes = {size: plan(qwen(size), ES, gpus=8).placement.tensor_parallel for size in QWEN}
+    assert sizes == {"0.5B": 1, "1.5B": 1, "3B": 1, "7B": 1, "14B": 2, "32B": 4, "72B": 8}
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("size", QWEN)
+def test_grpo_plans(size, gpus):
+    """Weights, gradients and two moments of 4 bytes, buckets with several GPUs, vLLM's 2, and one completion."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, _, d = QWEN[size]
+    head_dim = 64 if size == "0.5B" else 128
+    kept = 1174 * layers * 4 * (6 * hidden + 5 * heads * head_dim + 4 * intermediate)
+    kept += 4 * (2 * 1174 * 32768 + vocabulary * hidden)
+    row = 1174 * 2 * layers * kv_heads * head_dim * 2
+    need = (16 + 2 + 4 * (gpus > 1)) * d + max(kept, 4 * d) + 4 * 2**30 + row
+    planned = plan(qwen(size), GRPO, gpus=gpus)
+    assert planned.fits is (need <= 72 * 2**30), planned.text()
+    rows = planned.placement.rows
+    total = sum(n for _, n in planned.placement.gpu_memory)
+    assert total == need + (rows - 1) * row and 1 <= rows <= 256 // gpus
+    assert planned.placement.engines == gpus and planned.placement.tensor_parallel == 1
+
+
+def test_which_grpo_runs_fit():
+    fitting = {size: [g for g in GPUS if plan(qwen(size), GRPO, gpus=g).fits] for size in QWEN}
+    assert fitting == {"0.5B": [1, 2, 4, 8], "1.5B": [1, 2, 4, 8], "3B": [1]} | {s: [] for s in list(QWEN)[3:]}
+
+
+def test_es_refusals_have_numbers_and_a_remedy():
+    problem = plan(qwen("72B"), ES, gpus=4).problem
+    assert "72.71 B parameters need 436 GB for the float32 master and the bfloat16 copy" in problem
+    assert "at tensor parallel 4" in problem and "72.0 (90 % of 80)" in problem and "Take 8 GPUs" in problem
+    assert plan(qwen("72B"), ES, gpus=8).fits
+    # heads that cannot be split further: no number of GPUs helps
+    problem = plan(qwen("7B"), ES, gpus=8, gpu_gib=8).problem
+    assert "Take larger GPUs or a smaller model" in problem
+    # one completion too long for the cache, and the longest that is not
+    problem = plan(qwen("7B"), ES | {"max_completion_length": 10**6}, gpus=1).problem
+    most = int(re.search(r"max_completion_length=(\d+) or less", problem)[1])
+    assert plan(qwen("7B"), ES | {"max_completion_length": most}, gpus=1).placement.rows == 1
+    assert not plan(qwen("7B"), ES | {"max_completion_length": most + 1}, gpus=1).fits
+    assert "Take 2 GPUs, max_completion_length=" in problem
+
+
+def test_grpo_refusals_have_numbers_and_a_remedy():
+    problem = plan(qwen("7B"), GRPO, gpus=8).problem
+    assert "7.62 B parameters need 122 GB for weights, gradients and AdamW's moments" in problem
+    assert "Nothing is sharded" in problem and "a smaller model, or ES" in problem
+    assert "max_completion_length" not in problem  # the weights alone are too many
+    assert "Take 1 GPU" in plan(qwen("3B"), GRPO, gpus=2).problem
+    problem = plan(qwen("3B"), GRPO | {"max_completion_length": 8192}, gpus=1).problem
+    assert "a smaller max_completion_length" in problem and "Take 1 GPU" not in problem
+    whole = {name: value for name, value in GRPO.items() if name != "micro_batch"}
+    problem = plan(qwen("0.5B"), whole, gpus=1).problem
+    best = int(re.search(r"micro_batch=256: .*\. Set micro_batch=(\d+)\.$", problem)[1])
+    assert plan(qwen("0.5B"), whole | {"micro_batch": best}, gpus=1).placement.rows == 256
+    assert not plan(qwen("0.5B"), whole | {"micro_batch": 2 * best}, gpus=1).fits
+
+
+def test_gradient_arms():
+    def memory(**changed):
+        return dict(plan(qwen("0.5B"), GRPO | changed, gpus=1).placement.gpu_memory)
+
+    assert memory(beta=0.04).keys() - memory().keys() == {"reference model, float32"}
+    passes = {arm: plan(qwen("0.5B"), GRPO | {"arm": arm}).work.passes for arm in ("grpo", "dapo", "rloo")}
+    assert passes == {"grpo": 4, "dapo": 4, "rloo": 5} and plan(qwen("0.5B"), GRPO | {"beta": 0.1}).work.passes == 5
+    settings = {"arm": "sft", "prompts": 4096, "num_generations": 16, "batch_size": 64, "epochs": 2}
+    sft = plan(qwen("0.5B"), RUN | settings, gpus=1)
+    assert sft.work.completions == 65536 and sft.work.passes == 7
+    best = int(re.search(r"Set batch_size=(\d+)\.$", sft.problem)[1])
+    assert plan(qwen("0.5B"), RUN | settings | {"batch_size": best}, gpus=1).fits
+
+
+def test_work_of_a_run():
+    planned = plan(qwen("7B"), ES, gpus=4)
+    assert planned.work.completions == 500 * 30 * 200
+    assert planned.work.evaluation == 21 * 512 * 5 + 2000 * 17 + 512
+    assert planned.flops == 2 * 7_615_616_512 * 3_000_000 * LENGTH
+    drawn = plan(qwen("7B"), ES | {"arm": "es_random"}, gpus=4)
+    assert drawn.work.completions == drawn.flops == 0 and 0 < drawn.hours[0] < planned.hours[0]
+    asked = {name: value for name, value in ES.items() if not name.endswith("_problems")} | {"task": "conciseness"}
+    assert "not counted, of few questions" in plan(qwen("7B"), asked, gpus=4).text()
+    # a decode step reads 15.2 GB of weights and 200 caches half full: 4.5 + 2.3 ms on an H100; a prefill is 0.46 s
+    member = 1024 * (15.23e9 + 200 * (150 + 512) * 57344) / 3.35e12 + 2 * 7.616e9 * 200 * 150 / 989e12
+    assert planned.hours[0] == pytest.approx(500 * 8 * member / 3600, rel=0.06)
+
+
+def test_a_plan_says_what_is_assumed():
+    text = plan(qwen("7B"), ES, gpus=3, gpu_gib=30).text("runs 3")
+    assert "es of a model, runs 3" in text and "3 GPUs of 30 GiB: engines 1, tensor parallel 2, idle 1" in text
+    assert "of 27.0 (90 % of 30)" in text and "3,000,000 = 500 steps x 30 population_size x 200" in text
+    assert re.search(r"rows +\d+ at once on an engine, of 200: the others wait", text)
+    for word in ("reserve (assumed)", "each, assumed)", "assumed rates, not measured", "data sheet", "at most"):
+        assert word in text
+    assert "what the machine has is not known here" in text
+
+
+def test_memory_of_the_host():
+    planned = plan(qwen("7B"), ES, gpus=1, host_gib=150)
+    assert not planned.fits
+    # the model, the master and its first state, and their difference in float32 and float64
+    assert sum(n for _, n in planned.placement.host_memory) == (2 + 4 + 4 + 12) * 7_615_616_512
+    assert "156.0 GiB of the host's memory" in planned.problem and "this machine has 150.0 GiB" in planned.problem
+    assert plan(qwen("7B"), ES, gpus=1, host_gib=157).fits
+    both = plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=32, runs=2)
+    assert "Take workers=1" in both.problem and plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=32).fits
+    whole = plan(qwen("0.5B"), GRPO | {"micro_batch": 256}, engine="local", gpus=0, host_gib=64)
+    assert "a smaller micro_batch" in whole.problem and "no GPU is used" in whole.text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"engine": "ray"}, "engine 'ray' cannot be planned"),
+        ({"engine": "local", "gpus": 2}, "gpus=2: engine 'local' runs on CPU cores only"),
+        ({"gpus": 0}, "gpus=0: engine 'vllm' needs at least 1"),
+        ({"spec": ES | {"arm": "ppo"}}, "arm 'ppo' is not one of es, "),
+    ],
+)
+def test_settings_that_cannot_be(changed, message):
+    with pytest.raises(ValueError, match=message):
+        plan(qwen("7B"), changed.pop("spec", ES), **changed)
+
+
+# ---- laws
+
+SIZES = st.sampled_from(list(QWEN))
+
+
+@given(size=SIZES, rows=st.integers(0, 256), length=st.integers(1, 8192))
+def test_more_tensor_parallel_takes_no_more_memory_a_gpu(size, rows, length):
+    model = shape(qwen(size))
+    sizes = preflight.tensor_parallel_sizes(model, 64)
+    totals = [sum(n for _, n in preflight.es_memory(model, t, rows, length)) for t in sizes]
+    assert totals == sorted(totals, reverse=True)
+
+
+@given(
+    size=SIZES,
+    gib=st.floats(5, 200),
+    prompts=st.integers(1, 300),
+    length=st.integers(1, 65536),
+    gpus=st.integers(1, 16),
+)
+def test_more_gpus_never_make_es_impossible(size, gib, prompts, length, gpus):
+    settings = ES | {"prompts_per_step": prompts, "max_completion_length": length}
+    few, more = (plan(qwen(size), settings, gpus=g, gpu_gib=gib) for g in (gpus, gpus + 1))
+    assert more.fits or not few.fits
+    assert few.placement.rows <= more.placement.rows or few.placement.tensor_parallel > more.placement.tensor_parallel
+    assert few.fits is (sum(n for _, n in few.placement.gpu_memory) <= 0.9 * gib * GIB)
+
+
+@given(factors=st.tuples(*[st.integers(1, 10**4)] * 3))
+def test_completions_are_the_product_of_their_factors(factors):
+    names = ("steps", "population_size", "prompts_per_step")
+    es = preflight.work(ES | dict(zip(names, factors, strict=True)))
+    names = ("steps", "prompts_per_step", "num_generations")
+    grpo = preflight.work(GRPO | dict(zip(names, factors, strict=True)))
+    assert es.completions == grpo.completions == factors[0] * factors[1] * factors[2]
+
+
+@given(size=SIZES, gpus=st.integers(1, 16), beta=st.sampled_from([0.0, 0.04]))
+def test_data_parallel_makes_no_model_fit(size, gpus, beta):
+    one, many = (plan(qwen(size), GRPO | {"beta": beta}, gpus=g) for g in (1, gpus))
+    assert one.fits or not many.fits
+
+
+def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
+    """Settings keep their names on the way from a notebook into a plan."""
+    shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "A0")
+    wanted = SETS | {"max_completion_length": 24, "steps": 4, "prompts_per_step": 8, "population_size": 4}
+    wanted |= {"sigma": 0.01, "alpha": 0.01, "learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
+    wanted |= {"prompts": 16, "batch_size": 8, "epochs": 2}
+    config = AutoConfig.from_pretrained(tmp_path / "A0")
+    for arm in runs.ARMS:
+        (spec,) = runs.train_specs(arm, [str(tmp_path / "A0")], [0], wanted, "full")
+        assert plan(config, spec, engine="local", gpus=0, host_gib=8).fits
+        assert plan(config, spec, gpus=2).fits
