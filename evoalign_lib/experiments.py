@@ -305,6 +305,8 @@ def load_or_run(
     dry_run: bool = False,
     workers: int | None = None,
     keep_ledgers: Sequence[Spec] = (),
+    engine: str = "local",
+    gpus: int = 0,
 ) -> list[Record]:
     """Records of the given specs: those that exist are loaded, the others are run now, in parallel processes.
 
@@ -312,6 +314,9 @@ def load_or_run(
     continues where it was: at scale smoke, and with force or aside, below the run folder (EVOALIGN_RUN_DIR, default
     runs/<notebook>-<scale>), which is searched then, too; else among the committed records. Two sweeps at once may
     store to one file; of a spec that both run, the first record stays and is returned by both.
+
+    At scale full the plans of the training runs that are missing are printed first (`evoalign_lib.preflight`), dry run
+    or not: their memory, their work and an estimate of their time.
 
     Args:
         specs: the runs.
@@ -322,6 +327,7 @@ def load_or_run(
         dry_run: run nothing.
         workers: processes, one run each with one thread; None: one a core.
         keep_ledgers: those of the specs, training runs of ES, whose ledgers are kept with their records.
+        engine, gpus: those of the notebook, for the plans at scale full; 0 GPUs with engine "vllm": all.
 
     Returns:
         (specs,) records in the order of the specs, and prints how many were loaded and how many run.
@@ -329,6 +335,7 @@ def load_or_run(
     Raises:
         ValueError: two equal specs, a spec of another scale, a ledger of something that is no run of ES among the
             specs, or a record whose ledger should have been kept and is not there (see `ledger_file`).
+        DoesNotFit: at scale full, a missing run needs more memory than there is (see `preflight.check`).
         DryRun: runs are missing in a dry run; the message names them.
         RuntimeError: a process that ran specs was killed.
 
@@ -355,6 +362,10 @@ def load_or_run(
     for h in kept.keys() & found.keys():
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
+    if missing and scale == "full":
+        from evoalign_lib import preflight
+
+        preflight.check(missing, engine=engine, gpus=gpus, workers=workers)
     if dry_run and missing:
         names = ", ".join(map(_run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""

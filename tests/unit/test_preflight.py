@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from evoalign_lib import preflight, runs, tiny
-from evoalign_lib.preflight import GIB, CannotCount, plan, shape
+from evoalign_lib import experiments, paths, preflight, runs, tiny
+from evoalign_lib.preflight import GIB, CannotCount, DoesNotFit, plan, shape
 
 # the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
 QWEN = {
@@ -356,6 +356,86 @@ def test_completions_are_the_product_of_their_factors(factors):
 def test_data_parallel_makes_no_model_fit(size, gpus, beta):
     one, many = (plan(qwen(size), GRPO | {"beta": beta}, gpus=g) for g in (1, gpus))
     assert one.fits or not many.fits
+
+
+# ---- as load_or_run asks
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """No GPU, 64 GiB, no records; returns a function that makes specs of a model of which there is the config alone."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(preflight, "_visible_gpus", lambda: (0, 0.0))
+    monkeypatch.setattr(preflight, "_host_gib", lambda: 64.0)
+
+    def specs(size, settings, seeds=(0, 1), **changed):
+        folder = tmp_path / size
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(qwen(size, **changed)))
+        return [settings | {"base": str(folder), "seed": seed, "scale": "full"} for seed in seeds]
+
+    return specs
+
+
+def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
+    specs = elsewhere("7B", ES) + elsewhere("7B", ES | {"sigma": 3e-3}) + elsewhere("0.5B", GRPO)
+    measured = {"kind": "base", "base": specs[0]["base"], "scale": "full"}
+    with pytest.raises(experiments.DryRun, match="0 of 7 runs have records; to be run: base .*, es .* 0, "):
+        experiments.load_or_run([measured, *specs], "nb", "full", dry_run=True, engine="vllm", gpus=4)
+    out = capsys.readouterr().out
+    assert "no GPU is visible here: plans assume 4 GPUs of 80 GiB" in out
+    assert re.findall("^run +(es|grpo) of .*(runs .*)$", out, re.M) == [
+        ("es", "runs 4: settings 2, seeds 0, 1"),
+        ("grpo", "runs 2: settings 1, seeds 0, 1"),
+    ]
+    assert re.search(r"^6 training runs, 1 at once: \d+ to \d+ hours in all on such devices", out, re.M)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_cannot_fit_is_refused_before_anything_runs(elsewhere, capsys, monkeypatch, dry_run):
+    monkeypatch.setattr(experiments, "_run_all", lambda *arguments: pytest.fail("a run began"))
+    specs = elsewhere("0.5B", ES) + elsewhere("72B", ES) + elsewhere("72B", GRPO)
+    with pytest.raises(DoesNotFit, match=r"436 GB .* Take 8 GPUs.*\(1 more of the plans printed do not fit\.\)"):
+        experiments.load_or_run(specs, "nb", "full", dry_run=dry_run, engine="vllm", gpus=4)
+    out = capsys.readouterr().out
+    assert out.count("DOES NOT FIT") == 2 and out.count("\nrun ") == 3
+
+
+def test_without_a_gpu_the_plan_is_about_the_host(elsewhere, capsys, monkeypatch):
+    ran = []
+
+    def run_all(missing, *arguments):
+        ran.extend(missing)
+        yield from ()
+
+    monkeypatch.setattr(experiments, "_run_all", run_all)
+    with pytest.raises(DoesNotFit, match=r"in each of 2 processes, .*this machine has 64.0 GiB"):
+        experiments.load_or_run(elsewhere("7B", ES), "nb", "full", workers=2)
+    assert not ran and "CPU cores: no GPU is used" in capsys.readouterr().out
+    small = elsewhere("0.5B", ES)
+    with pytest.raises(KeyError):  # nothing came back, since nothing really ran
+        experiments.load_or_run(small, "nb", "full", workers=2)
+    assert ran == small and "2 training runs, 2 at once" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_counted_is_run_without_a_plan(elsewhere, capsys):
+    specs = elsewhere("0.5B", ES, model_type="gpt2")
+    with pytest.raises(experiments.DryRun):
+        experiments.load_or_run(specs, "nb", "full", dry_run=True)
+    out = capsys.readouterr().out
+    assert "no plan of " in out and "model type 'gpt2' cannot be counted" in out
+
+
+def test_other_scales_and_finished_runs_have_no_plan(elsewhere, monkeypatch):
+    monkeypatch.setattr(preflight, "check", lambda *arguments, **options: pytest.fail("a plan was asked for"))
+    for scale in ("smoke", "tiny"):
+        with pytest.raises(experiments.DryRun):
+            experiments.load_or_run([ES | {"scale": scale}], "nb", scale, dry_run=True, engine="vllm", gpus=1)
+    (spec,) = elsewhere("7B", ES, seeds=[0])
+    done = {"spec": spec, "spec_hash": experiments.spec_hash(spec), "status": "finished"}
+    experiments.append_record(paths.RESULTS / "nb" / "full.jsonl", done)
+    assert experiments.load_or_run([spec], "nb", "full", dry_run=True, engine="vllm", gpus=1) == [done]
 
 
 def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
