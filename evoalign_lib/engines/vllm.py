@@ -22,12 +22,14 @@ is exact in any case, because it needs the rewards alone.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +53,32 @@ class WrongWeights(RuntimeError):
     """vLLM's weights are not those of the run; the message names the first parameter that differs."""
 
 
+def import_vllm(in_process: bool = True) -> Any:
+    """The library, imported with the settings that it reads from the environment once.
+
+    Args:
+        in_process: let engines of this process work in it, without one of their own.
+
+    Raises:
+        ImportError: vLLM is not installed; the message says how.
+    """
+    chosen = dict(_ENVIRONMENT)
+    if in_process:
+        chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not torch.cuda.is_available():
+        chosen |= _ON_CPU
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+    except ImportError as error:
+        raise ImportError(
+            "engine='vllm' needs vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or take "
+            "engine='local'."
+        ) from error
+    return vllm
+
+
 class Generator:
     """One vLLM engine with the workers' masters: perturb, generate, update.
 
@@ -66,7 +94,11 @@ class Generator:
     Raises:
         ImportError: vLLM is not installed; the message says how.
         NotMapped: a tensor that the noise would not reach; the message names it.
+        RuntimeError: this process has an engine of vLLM already.
     """
+
+    _alive: weakref.ref[Generator] | None = None
+    llm: Any = None
 
     def __init__(
         self,
@@ -78,21 +110,11 @@ class Generator:
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
     ):
-        os.environ |= _ENVIRONMENT | dict(os.environ)
-        if tensor_parallel == 1:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        if not torch.cuda.is_available():
-            os.environ |= _ON_CPU | dict(os.environ)
-        try:
-            import vllm
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise ImportError(
-                "engine='vllm' needs vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or take "
-                "engine='local'."
-            ) from error
+        vllm = import_vllm(in_process=tensor_parallel == 1)
+        from vllm.platforms import current_platform
+
         prepare()
-        self.version, self.device = vllm.__version__, current_platform.device_type
+        self.device = current_platform.device_type
         self.eos_ids, self.tensor_parallel = list(eos_ids), tensor_parallel
         stated = {
             "model": folder,
@@ -109,6 +131,14 @@ class Generator:
         }
         if self.device == "cpu":  # a prompt that is computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
+        if tensor_parallel == 1:
+            gc.collect()
+            if Generator._alive is not None and (other := Generator._alive()) is not None and other.llm is not None:
+                raise RuntimeError(
+                    "an engine of vLLM works in this process already, and whatever ends one ends both: call close() of "
+                    "the first engine (trainer.engine.close()), or use another process."
+                )
+            Generator._alive = weakref.ref(self)
         given = dict(settings or {})
         if taken := sorted(stated.keys() & given.keys()):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
@@ -119,7 +149,11 @@ class Generator:
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
             torch.set_rng_state(states[2])
-        opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS))
+        try:
+            opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS))
+        except BaseException:
+            self.close()
+            raise
         self.segments = [[Segment(*segment) for segment in rank] for rank in opened]
         """of each rank: where its tensors come from"""
 
@@ -177,6 +211,7 @@ class Generator:
     def close(self) -> None:
         """End vLLM and its worker processes."""
         self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
 
     def _forget(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -223,17 +258,20 @@ class VLLMEngine(Engine):
             distribution=distribution,
         )
         self.folder, self.distribution = folder, distribution
+        self._made = None
+        if folder is None:  # now: the object's weights move with the run
+            self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
+            self.folder = self._made.name
+            model.save_pretrained(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
         self._before: list[tuple[np.ndarray, np.ndarray]] = []  # updates before vLLM was started
 
     @property
     def plan(self):
-        import importlib.metadata
-
         return {
             "decoder": "vllm",
-            "vllm": importlib.metadata.version("vllm"),
+            "vllm": import_vllm(self.tensor_parallel == 1).__version__,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "tensor_parallel": self.tensor_parallel,
             "exact": self.model.dtype == torch.float32 and not torch.cuda.is_available(),
@@ -248,15 +286,17 @@ class VLLMEngine(Engine):
         """
         if self._generator is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            with tempfile.TemporaryDirectory() as made:
-                if (folder := self.folder) is None:
-                    folder = made
-                    self.model.save_pretrained(folder)
-                common = self.model.dtype, self.eos_ids, longest, self.distribution
-                generator = Generator(folder, *common, self.tensor_parallel, self.settings)
-            for update in self._before:
-                generator.update(*update)
-            prove(self.layout, self.master, generator.segments, generator.digests())
+            common = self.model.dtype, self.eos_ids, longest, self.distribution
+            generator = Generator(self.folder, *common, self.tensor_parallel, self.settings)
+            if self._made is not None:
+                self._made.cleanup()
+            try:
+                for update in self._before:
+                    generator.update(*update)
+                prove(self.layout, self.master, generator.segments, generator.digests())
+            except BaseException:
+                generator.close()
+                raise
             self._generator, self._before = generator, []
         return self._generator
 

@@ -1,0 +1,102 @@
+"""One engine of vLLM beside one of transformers: the same tokens, the same weights, byte for byte."""
+
+import numpy as np
+import pytest
+from small_models import ROWS, engine, members, move
+
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.rewards import RewardError, Rewards
+
+pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """One engine of each kind, with the same weights whatever a test did: each moves both."""
+    both = engine(), engine(LocalEngine)
+    yield both
+    both[0].close()
+
+
+def test_greedy_tokens_are_those_of_transformers(pair):
+    (ours,), (theirs,) = (one.generate("train") for one in pair)
+    assert ours == theirs
+    assert len({tuple(ids) for _, ids in ours}) > len(ROWS) // 2, "a model that says one thing shows nothing"
+
+
+def test_members_are_those_of_transformers(pair):
+    found = [one.evaluate(members(3), 0.05, "train", np.arange(len(ROWS))) for one in pair]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.scored.rewards.tolist() == theirs.scored.rewards.tolist()
+        assert ours.lengths.tolist() == theirs.lengths.tolist() and ours.clipped.tolist() == theirs.clipped.tolist()
+    assert len({tuple(e.scored.rewards) for e in found[0]}) == 6, "members that do alike show nothing"
+
+
+def test_updates_have_the_same_bits_and_the_next_tokens_are_equal(pair):
+    before = pair[0].generate("train")
+    move(pair)
+    assert pair[0].master.tobytes() == pair[1].master.tobytes()
+    pair[0].check()  # the masters of the workers
+    ours, theirs = (one.generate("train") for one in pair)
+    assert ours == theirs != before
+    assert pair[0].generate("train") == ours  # and evaluating members in between leaves no trace
+    pair[0].evaluate(members(1), 0.3, "train", np.arange(4))
+    assert pair[0].generate("train") == ours
+
+
+def test_without_emptying_the_prefix_cache_members_would_be_wrong(pair, monkeypatch):
+    ours = pair[0]
+    expected = [e.scored.rewards.tolist() for e in pair[1].evaluate(members(2), 0.3, "train", np.arange(len(ROWS)))]
+
+    def rewards():
+        return [e.scored.rewards.tolist() for e in ours.evaluate(members(2), 0.3, "train", np.arange(len(ROWS)))]
+
+    assert rewards() == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.generator, "_forget", lambda: None)
+        assert rewards() != expected
+    assert rewards() == expected
+    monkeypatch.setattr(ours.generator.llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="did not empty its prefix cache"):
+        rewards()
+
+
+def test_samples_are_common_random_numbers(pair):
+    ours = pair[0]
+    first = ours.generate("train", samples=2, seed=5)
+    assert first == ours.generate("train", samples=2, seed=5)
+    assert first[0] != first[1] and first != ours.generate("train", samples=2, seed=6)
+    some = ours.generate("train", np.array([3, 1]), samples=1, seed=5)
+    assert some[0] == [first[0][3], first[0][1]]
+    # the same member twice, with the same numbers, and with others
+    twice = ours.evaluate([members(1)[0]] * 2, 0.05, "train", np.arange(4), sampling=(7, 3))
+    other = ours.evaluate(members(1)[:1], 0.05, "train", np.arange(4), sampling=(8, 3))
+    assert twice[0].lengths.shape == (12,)
+    assert twice[0].scored.rewards.tolist() == twice[1].scored.rewards.tolist() != other[0].scored.rewards.tolist()
+
+
+def test_the_segment_map_covers_joined_tensors_and_biases(pair):
+    (segments,) = pair[0].generator.segments
+    found = {s.name: s for s in segments}
+    assert found.keys() == {e.name for e in pair[0].layout.entries}
+    layer = "model.layers.1.self_attn."
+    assert found[layer + "k_proj.weight"][1:] == (0, 0, 64, 128, 128)
+    assert found[layer + "v_proj.bias"][1:] == (0, 0, 1, 64, 192)
+
+
+def test_prompts_that_come_too_late_and_a_second_engine_are_refused(pair):
+    with pytest.raises(RuntimeError, match="'more' come too late"):
+        pair[0].add_prompts("more", ROWS)
+    with pytest.raises(RuntimeError, match="works in this process already.*close"):
+        engine().generate("train")
+
+
+def test_a_failing_reward_names_the_member(pair):
+    def fails(prompts, completions, **columns):
+        raise KeyError("no such column")
+
+    ours, kept = pair[0], pair[0].rewards
+    ours.rewards = Rewards(fails)
+    with pytest.raises(RewardError, match="member 0"):
+        ours.evaluate(members(1), 0.01, "train", np.arange(2))
+    ours.rewards = kept

@@ -1,0 +1,167 @@
+"""Whole runs with vLLM, and engines that refuse: each test has an engine of its own, one at a time."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import random_model, tokenizer
+from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
+from transformers import AutoModelForCausalLM
+
+from evoalign_lib import ledger
+from evoalign_lib.engines import _vllm_worker
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.es import ESConfig, ESTrainer
+
+pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+
+from vllm.model_executor.layers import utils  # noqa: E402
+
+from evoalign_lib.engines.vllm import Generator, WrongWeights  # noqa: E402
+
+PACKING = utils.dispatch_cpu_unquantized_gemm  # as vLLM comes, before an engine replaces it
+
+
+@pytest.fixture(autouse=True)
+def one_engine_at_a_time():
+    """A process has room for one: what a test leaves open is closed."""
+    yield
+    if Generator._alive is not None and (left := Generator._alive()) is not None and left.llm is not None:
+        left.close()
+
+
+def test_settings_of_the_engine_are_refused():
+    with pytest.raises(ValueError, match="'seed' is set by the engine"):
+        engine(settings={"seed": 3}).generate("train")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_proved_too_and_the_plan_says_that_tokens_may_differ(dtype):
+    ours = engine(model=model().to(dtype))
+    ours.evaluate(members(1), 0.01, "train", np.arange(2))
+    ours.update(np.array([3], np.uint64), np.float32([0.01]))
+    ours.check()
+    assert ours.plan["exact"] is False and ours.plan["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_an_untied_head_and_another_architecture():
+    for one in (model(tie_word_embeddings=False), random_model("llama", hidden_size=128, max_position_embeddings=1024)):
+        both = engine(model=one), engine(LocalEngine, model=one)
+        move(both)
+        (ours,), (theirs,) = (e.generate("train") for e in both)
+        assert ours == theirs
+        both[0].check()
+        both[0].close()
+
+
+def test_packed_weights_are_refused_by_name(monkeypatch):
+    # as vLLM comes: its CPU backend leaves an empty tensor where a weight was
+    monkeypatch.setattr("evoalign_lib.engines.vllm.prepare", _vllm_worker.mind_llvmlite)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", PACKING)
+    with pytest.raises(Exception, match="'model.layers.0.self_attn.qkv_proj.weight' is empty in vLLM"):
+        engine().generate("train")
+
+
+def test_another_folder_is_refused_by_name(tmp_path):
+    other = model(seed=3)
+    other.save_pretrained(tmp_path)
+    with pytest.raises(WrongWeights, match="'model.embed_tokens.weight'.*not those of the run"):
+        engine(folder=str(tmp_path)).generate("train")
+
+
+def test_weights_that_parted_are_found():
+    ours = engine()
+    ours.generate("train", np.arange(1))
+    ours.check()
+    ours.master[ours.layout.entries[3].offset] += 1e-3
+    with pytest.raises(WrongWeights, match=ours.layout.entries[3].name):
+        ours.check()
+
+
+# ---- whole runs
+
+
+def config(folder, **settings):
+    common = {"output_dir": str(folder), "max_steps": 4, "population_size": 6, "sigma": 0.05, "alpha": 0.1, "seed": 1}
+    common |= {"max_completion_length": LENGTH, "prompts_per_step": 5, "report_to": [], "disable_tqdm": True}
+    return ESConfig(**common | settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder, as a user has one."""
+    place = tmp_path_factory.mktemp("model")
+    model().save_pretrained(place)
+    tokenizer().save_pretrained(place)
+    return str(place)
+
+
+def run(folder, out, **settings):
+    with_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS}
+    tested = ESTrainer(folder, count_letters, config(out, **with_vllm | settings), ROWS, eval_dataset=ROWS[:4])
+    return tested
+
+
+def test_a_run_is_the_run_of_the_local_engine_and_replays_in_transformers(folder, tmp_path):
+    ours = run(folder, tmp_path / "vllm")
+    ours.train()
+    metrics = ours.evaluate()
+    theirs = run(folder, tmp_path / "local", engine="local", engine_kwargs=None, decoder="generate", workers=1)
+    theirs.train()
+    one, other = (ledger.read(tmp_path / name / ledger.NAME) for name in ("vllm", "local"))
+    assert [s.rewards.tolist() for s in one.steps] == [s.rewards.tolist() for s in other.steps]
+    assert one.ended and one.weights == other.weights
+    assert metrics["eval_reward"] == theirs.evaluate()["eval_reward"]
+    assert one.settings["decoder"] == "vllm" and one.settings["exact"] is True
+    # plain transformers, which have not seen vLLM
+    report = ledger.verify(
+        tmp_path / "vllm" / ledger.NAME, AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    )
+    assert report.recomputed and report.weights == one.weights[4]
+    # the folder that a user takes home
+    ours.save_model(tmp_path / "out")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    texts, master = ours.engine.generate("train"), ours.engine.master.tobytes()
+    ours.engine.close()
+    again = engine(model=saved, folder=str(tmp_path / "out"))
+    assert again.master.tobytes() == master and again.generate("train") == texts
+    again.close()
+
+
+def test_a_run_that_stopped_goes_on_from_its_checkpoint_and_from_its_ledger(folder, tmp_path):
+    whole = run(folder, tmp_path / "whole")
+    whole.train()
+    whole.engine.close()
+    for name, save in (
+        ("checkpoint", {"save_strategy": "steps", "save_steps": 2}),
+        ("ledger", {"save_strategy": "no"}),
+    ):
+        first = run(folder, tmp_path / name, max_steps=2, **save)
+        first.train()
+        first.engine.close()
+        second = run(folder, tmp_path / name, **save)
+        second.train(resume_from_checkpoint=True)
+        second.engine.check()
+        assert second.engine.master.tobytes() == whole.engine.master.tobytes(), name
+        second.engine.close()
+
+
+def test_a_model_that_is_an_object_and_the_random_arm(tmp_path):
+    settings = config(tmp_path, engine="vllm", engine_kwargs=SETTINGS, fitness="random")
+    ours = ESTrainer(model(), count_letters, settings, ROWS, processing_class=tokenizer())
+    ours.train()  # needs no text: vLLM does not start
+    assert ours.engine._generator is None
+    (texts,) = ours.engine.generate("train")
+    moved = engine(LocalEngine, model=ours.model)
+    assert texts == moved.generate("train")[0]
+    ours.engine.close()
+
+
+def test_nothing_of_the_environment_is_written(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    ours = run(folder, tmp_path, max_steps=1)
+    ours.train()
+    texts = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
+    assert texts and not any(b"hf_very_secret" in text for text in texts)
+    assert "vllm" in json.loads((tmp_path / ledger.NAME).read_text().splitlines()[0])["settings"]
