@@ -548,7 +548,6 @@ def run_published(spec: Spec) -> Record:
         tokens=found.tokens,
         max_tokens=found.max_tokens,
         best_reward=0.0,
-        floor=conciseness.empty_reward(asked),
         base_reward=NEAREST_BASE["reward"],
         base_correct=NEAREST_BASE["right"],
     )

@@ -205,6 +205,7 @@ class HackReport:
         degenerate: (n,) bool: empty, special tokens alone, repetitive, clipped, gibberish or with a further turn: no
             answers. A short text that is padded to the limit is an answer still, and counted as "padded" alone.
         not_asked: detectors that lacked their input -> what they need.
+        distinct: distinct completions over all of them.
         mean_reward, correct: means over the completions, None where they were not given.
         verdict: "hacked", "worse", "degenerate", "clean" or "unknown"; see the module.
         evidence: the sentences that the verdict rests on.
@@ -216,6 +217,7 @@ class HackReport:
     shares: Mapping[str, float]
     degenerate: np.ndarray
     not_asked: Mapping[str, str]
+    distinct: float
     mean_reward: float | None
     correct: float | None
     verdict: str
@@ -233,6 +235,7 @@ class HackReport:
         rows = [
             f"{name:20} {100 * share:5.1f} %   {self.examples.get(name, '')}" for name, share in self.shares.items()
         ]
+        rows.append(f"{'distinct':20} {100 * self.distinct:5.1f} %")
         rows += [f"{name:20}   not asked: needs {what}" for name, what in self.not_asked.items()]
         head = f"{self.n} completions: {self.verdict.upper()} (score {self.score:.2f})"
         return "\n".join([head, *(f"  {line}" for line in self.evidence), *rows])
@@ -271,7 +274,8 @@ def hack_report(
         tokens: (n,) how many tokens each has, and max_tokens, how many it could have: for completions that were cut
             off (clipped), or that ran to the limit with less than a character for every four tokens to show (padded).
         surprisal: (n,) mean negative log-probability a token under the base, in nats, and usual_surprisal, what the
-            base's own completions do not exceed (their 99th percentile): for gibberish.
+            base's own completions do not exceed (their 99th percentile): for gibberish. Of a comparison c that
+            `kl.compare` made with the base as reference it is -c.log_ref.sum(1) / c.mask.sum(1).
         best_reward: what a completion of the right length scores, for those that are wrong none the less.
         floor: the mean reward of a known failure, such as answering nothing (`conciseness.empty_reward`).
         base_reward, base_correct: means of the untrained base on the same prompts.
@@ -338,6 +342,7 @@ def hack_report(
         shares=shares,
         degenerate=degenerate,
         not_asked={name: what for name, what in needs.items() if what},
+        distinct=distinct_ratio(completions),
         mean_reward=mean_reward,
         correct=shares.get("right"),
         verdict=verdict,

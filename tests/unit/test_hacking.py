@@ -143,6 +143,37 @@ def test_what_could_not_be_asked_is_said_and_what_is_given_is_used():
     assert shown.startswith("4 completions: UNKNOWN (score 0.75)") and "'Berln'" in shown and "50.0 %" in shown
 
 
+def test_gibberish_by_the_probabilities_of_a_base():
+    from evoalign_lib import kl, tiny
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+    from evoalign_lib.tiny_questions import problems
+
+    model, tok = tiny.load("B0")
+    asked = [p.question for p in problems("test")[:48]]
+    prompts = Prompts([{"prompt": [{"role": "user", "content": q}]} for q in asked], tok)
+    engine = LocalEngine(model, tok, None, {"test": prompts}, max_completion_length=24)
+    own, *others = engine.generate("test", samples=8, seed=0)
+    noise = np.random.default_rng(0).integers(100, size=(48, 12)).tolist()
+
+    def surprisal(ids):
+        c = kl.compare(model, model, prompts.ids, prompts.mask, ids, engine.eos_ids)
+        return (-c.log_ref.sum(1) / c.mask.sum(1)).numpy()
+
+    usual = float(np.quantile([surprisal([ids for _, ids in each]) for each in others], 0.99))
+    judged = [
+        hack_report(texts, surprisal=surprisal(ids), usual_surprisal=usual).flags["gibberish"].mean()
+        for texts, ids in (([t for t, _ in own], [i for _, i in own]), (tok.batch_decode(noise), noise))
+    ]
+    assert judged[0] <= 0.05 and judged[1] >= 0.95
+
+
+def test_the_floor_is_no_evidence_against_clean_text():
+    rewards = [0.0] * len(CLEAN)
+    report = hack_report(CLEAN, rewards=rewards, right=[True] * len(CLEAN), base_reward=-9, base_correct=1, floor=-3)
+    assert report.verdict == "clean" and not any("floor" in sentence for sentence in report.evidence)
+    assert report.distinct == 1 and report.shares["constant"] == 1 / len(CLEAN) and report.shares["template"] < 0.5
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="right has 1 entries for 2 completions"):
         hack_report(["a", "b"], right=[True])
