@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed
 CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
 PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
 FORCED := runs/reproduce/.forced
+# A second environment, with vLLM's CPU build and Ray, for the tests of engines.
+ENGINES := .venv-engines
 
 # One thread a process: parallelism comes from worker processes, and two threads on shared cores are far slower.
 export OMP_NUM_THREADS = 1
@@ -20,7 +22,7 @@ export HF_HUB_OFFLINE = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart reproduce test smoke bench paper lint
+.PHONY: quickstart reproduce test test-engines smoke bench paper lint
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -68,6 +70,23 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
+
+# uv reads neither pip's configuration nor its variables: where wheels lie is passed on. A CPU build of torch is needed,
+# from PIP_FIND_LINKS or an extra index (see the README).
+$(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements.txt tests/engines/overrides.txt $(STAMP)
+	rm -rf $(ENGINES)
+	$(BIN)/python -m pip install -q "uv==0.13.9" --target $(ENGINES)/uv
+	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv venv -q --allow-existing --python $(BIN)/python $(ENGINES)
+	PYTHONPATH=$(ENGINES)/uv UV_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL" \
+		UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
+		$(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --index-strategy unsafe-best-match \
+		-c constraints.txt --overrides tests/engines/overrides.txt -r tests/engines/requirements.txt -e .
+	@touch $@
+
+# Engines for real, without a GPU: vLLM's and Ray's, against transformers in one process; kills of actors included. A
+# third party's warnings are no errors here.
+test-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m pytest -W default tests/engines
 
 # Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
 smoke: $(STAMP)
