@@ -217,9 +217,10 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
         ValueError: it is not the one that the spec was made with.
     """
     from evoalign_lib import tiny, tiny_questions
+    from evoalign_lib.runs import model_of
 
     of_split = splits(spec)
-    model, tokenizer = _load(spec["base"])
+    model, tokenizer = model_of(spec)
     sets = {name: of_split[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
     if spec["kind"] == "train":
         asked, unique = of_split["train"], spec.get("unique_prompts")
@@ -235,17 +236,12 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     return model, tokenizer, sets
 
 
-def _load(base: str) -> tuple[Any, Any]:
-    from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
-
-    return tiny.load(base) if base in tiny.SHIPPED else load_model(base)
-
-
 @lru_cache(maxsize=2)
 def _reference(base: str) -> Any:
     """The base itself, which nothing may train: once a process."""
-    return _load(base)[0]
+    from evoalign_lib.runs import model_of
+
+    return model_of({"base": base})[0]
 
 
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -500,17 +496,12 @@ def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
 
 
 def _perturbed(engine: Any, what: str, sigma: float, draws: int):
-    """Put noise on the engine's weights, once for each draw, and in the end the weights back, bit for bit."""
+    """Put noise on the engine's weights, once for each draw."""
     from evoalign_lib import noise
 
-    centre = engine.master.copy()
-    try:
-        for draw in range(draws):
-            key = noise.member_key(noise.run_key(what, 0), 0, draw)
-            noise.perturb(engine.master, centre, engine.layout, key, sigma)
+    for draw in range(draws):
+        with engine.perturbed(noise.member_key(noise.run_key(what, 0), 0, draw), sigma):
             yield draw
-    finally:
-        engine.master[:] = centre
 
 
 def published_specs(scale: str) -> list[Spec]:

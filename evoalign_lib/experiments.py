@@ -34,6 +34,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from evoalign_lib import ledger, paths
+from evoalign_lib.engines import ENGINES
 
 try:
     import fcntl
@@ -42,7 +43,6 @@ except ImportError:  # Windows
 
 ENGINE_VERSION = 2
 SCALES = ("smoke", "tiny", "full")
-ENGINES = ("local",)
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_EXAMPLES)
 MAX_RECORD = 8_000
@@ -119,8 +119,10 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
             raise ValueError(f"{name}={namespace[name]!r} must not be negative; 0 takes the scale's own.")
     if namespace["engine"] not in ENGINES:
         raise ValueError(f"unknown engine {namespace['engine']!r}: use one of {', '.join(ENGINES)}.")
-    if namespace["gpus"]:
+    if namespace["gpus"] and namespace["engine"] == "local":
         raise ValueError(f"gpus={namespace['gpus']!r}: engine 'local' runs on CPU cores only, set gpus=0.")
+    if namespace["engine"] != "local" and scale != "full":
+        raise ValueError(f"engine={namespace['engine']!r} is for scale 'full'; scale {scale!r} has engine 'local'.")
     if namespace["model"] and scale != "full":
         raise ValueError(f"model={namespace['model']!r} is for scale 'full'; scale {scale!r} has models of its own.")
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
@@ -305,8 +307,6 @@ def load_or_run(
     dry_run: bool = False,
     workers: int | None = None,
     keep_ledgers: Sequence[Spec] = (),
-    engine: str = "local",
-    gpus: int = 0,
 ) -> list[Record]:
     """Records of the given specs: those that exist are loaded, the others are run now, in parallel processes.
 
@@ -327,7 +327,6 @@ def load_or_run(
         dry_run: run nothing.
         workers: processes, one run each with one thread; None: one a core.
         keep_ledgers: those of the specs, training runs of ES, whose ledgers are kept with their records.
-        engine, gpus: those of the notebook, for the plans at scale full; 0 GPUs with engine "vllm": all.
 
     Returns:
         (specs,) records in the order of the specs, and prints how many were loaded and how many run.
@@ -365,7 +364,7 @@ def load_or_run(
     if missing and scale == "full":
         from evoalign_lib import preflight
 
-        preflight.check(missing, engine=engine, gpus=gpus, workers=workers)
+        preflight.check(missing, workers=workers)
     if dry_run and missing:
         names = ", ".join(map(_run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
@@ -476,6 +475,8 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         return
     # one thread a process; set before the children import torch
     os.environ["OMP_NUM_THREADS"] = "1"
+    if any(spec.get("engine", "local") != "local" for spec in specs):
+        workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
     commit, context = _commit(), multiprocessing.get_context("spawn")
     others, failure = set(multiprocessing.active_children()), None

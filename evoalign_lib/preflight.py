@@ -559,6 +559,10 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
         return min(wanted, int(free // (length * kv_bytes(model, t))))
 
     sizes = tensor_parallel_sizes(model, gpus)
+    if (chosen := spec.get("tensor_parallel")) is not None:
+        if chosen not in sizes:
+            raise ValueError(f"tensor_parallel={chosen} does not suit {gpus} GPUs and this model: take one of {sizes}.")
+        sizes = [chosen]
     t = next((t for t in sizes if room(t) == wanted), None) or max(sizes, key=room)
     rows = max(1, room(t))
     memory = es_memory(model, t, rows, length)
@@ -572,7 +576,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
             f"parallel {t}, the most that {_gpus(gpus, gpu_gib)} allow, and {_room(gpu_gib)} may be used. "
         )
         more = next((s for s in tensor_parallel_sizes(model, 1024) if room(s) >= 1), None)
-        remedies = [f"{more} GPUs"] if more else []
+        remedies = [f"{more} GPUs" if more > gpus else f"tensor_parallel={more}"] if more else []
         if fixed + job.prompt * kv_bytes(model, t) < capacity:
             most = int((capacity - fixed) // kv_bytes(model, t)) - job.prompt
             remedies.append(f"max_completion_length={most} or less")
@@ -638,13 +642,12 @@ def _host_problem(model: Shape, placed: Placement, runs: int, host_gib: float | 
 # ---- what load_or_run asks
 
 
-def check(specs: Sequence[Mapping[str, Any]], *, engine: str, gpus: int, workers: int | None = None) -> None:
+def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> None:
     """Print the plans of the training runs among specs, equal ones once, and refuse what cannot fit.
 
     Args:
-        specs: of runs that are about to be made; those that train nothing are left out.
-        engine: "local" or "vllm".
-        gpus: for each run; 0 with engine "vllm": all that are visible, or 1 where none is.
+        specs: of runs that are about to be made, with their engine and gpus (see `runs.train_specs`); those that train
+            nothing are left out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
         workers: processes of engine "local"; None: one a core.
 
     Raises:
@@ -657,21 +660,21 @@ def check(specs: Sequence[Mapping[str, Any]], *, engine: str, gpus: int, workers
     if not trained:
         return
     seen, gpu_gib = _visible_gpus()
-    runs = min(workers or default_workers(), len(specs)) if engine == "local" else 1
-    options: dict[str, Any] = {"engine": engine, "gpus": gpus, "runs": runs}
-    if engine == "vllm":
-        options |= {"gpus": gpus or seen or 1, "gpu_gib": gpu_gib or GPU_GIB}
-    if engine == "local" or seen:  # else the run is for another machine
-        options["host_gib"] = _host_gib()
+    runs = 1 if any(_engine(spec) != "local" for spec in trained) else min(workers or default_workers(), len(specs))
     found: dict[Plan, list[Mapping[str, Any]]] = {}
     unknown: dict[str, str] = {}
     for spec in trained:
+        options: dict[str, Any] = {"engine": _engine(spec), "gpus": _gpus_of(spec), "runs": runs}
+        if options["gpus"]:
+            options["gpu_gib"] = gpu_gib or GPU_GIB
+        if not options["gpus"] or seen:  # else the run is for another machine
+            options["host_gib"] = _host_gib()
         try:
             found.setdefault(plan(_config(spec["base"]), spec, **options), []).append(spec)
         except (CannotCount, OSError) as error:
             unknown[spec["base"]] = str(error)
-    if engine == "vllm" and not seen:
-        print(f"no GPU is visible here: plans assume {_gpus(options['gpus'], GPU_GIB)}")
+    if not seen and any(planned.gpus for planned in found):
+        print(f"no GPU is visible here: plans assume GPUs of {GPU_GIB:g} GiB")
     for planned, own in found.items():
         seeds = sorted({spec["seed"] for spec in own})
         settings = {str(sorted(spec.items() - {("seed", spec["seed"])})) for spec in own}
@@ -695,6 +698,15 @@ def _config(base: str) -> Any:
 
     place = tiny.bases_folder() / base if base in tiny.SHIPPED else base
     return AutoConfig.from_pretrained(place, trust_remote_code=False)
+
+
+def _engine(spec: Mapping[str, Any]) -> str:
+    """Who generates: "vllm" on GPUs, whichever engine hands the members out, else "local"."""
+    return "vllm" if spec.get("engine") == "vllm" or spec.get("gpus") else "local"
+
+
+def _gpus_of(spec: Mapping[str, Any]) -> int:
+    return (spec.get("gpus") or spec.get("tensor_parallel", 1)) if _engine(spec) == "vllm" else 0
 
 
 def _visible_gpus() -> tuple[int, float]:

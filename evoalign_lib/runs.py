@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,48 @@ def base_digest(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def origin_digest(name: str) -> str:
+    """What a model of the user's is, without loading it, 16 hexadecimal digits.
+
+    Args:
+        name: a folder, of whose weights and configuration it is the SHA-256; or a name on the Hub, of which it is the
+            revision's commit, so that no weights are fetched for it.
+
+    Raises:
+        ValueError: no such model, or a folder without weights in safetensors files.
+    """
+    from transformers import AutoConfig
+
+    from evoalign_lib.es import load_model
+
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            commit = AutoConfig.from_pretrained(name, trust_remote_code=False)._commit_hash
+        except (OSError, ValueError):
+            commit = None
+        return commit[:16] if commit else base_digest(load_model(name)[0])  # which says what is wrong with the name
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
+            "Save it anew with save_pretrained()."
+        )
+    digest = hashlib.sha256()
+    for path in (folder / "config.json", *files):
+        digest.update(path.name.encode() + b"\0")
+        with open(path, "rb") as file:
+            for block in iter(lambda: file.read(1 << 24), b""):
+                digest.update(block)
+    return digest.hexdigest()[:16]
+
+
 _EVALUATION = ("max_completion_length", "validation_problems", "test_problems")
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "scale_rewards")
+_ENGINE = ("engine", "gpus", "tensor_parallel")
 
 ARMS = {
     "es": _ES,
@@ -76,13 +114,36 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
             or what `conciseness_runs.spec_fields` refuses.
         FileNotFoundError: a file of questions of the task conciseness is not there.
     """
-    wanted = {k: settings[k] for k in _evaluation(settings)}
+    wanted = {k: settings[k] for k in _evaluation(settings)} | _elsewhere(bases, settings)
     return [_spec("base", base, scale, settings) | wanted for base in bases]
 
 
 def _evaluation(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The settings of evaluation that must be there: of the conciseness task the sets have sizes of their own."""
     return _EVALUATION[:1] if settings.get("task") == "conciseness" else _EVALUATION
+
+
+_TRAINED = {arm for arm, settings in ARMS.items() if settings is not _ES}  # by gradients, in float32
+
+
+def _elsewhere(bases: Sequence[str], settings: Mapping[str, Any], arm: str = "base") -> dict[str, Any]:
+    """The settings of an engine that is not the local one, which has none in a spec."""
+    from evoalign_lib import tiny
+
+    if settings.get("engine", "local") == "local":
+        return {}
+    if arm in _TRAINED:
+        raise ValueError(
+            f"engine={settings['engine']!r} generates for ES; arm {arm!r} is trained by TRL, which generates itself: "
+            "make its runs with engine='local', all else alike."
+        )
+    for base in bases:
+        if base in tiny.SHIPPED:
+            raise ValueError(
+                f"engine={settings['engine']!r} is for models of the Hub or of a folder; {base!r} is one of the tiny "
+                "world's, for which engine='local' is there."
+            )
+    return {name: settings[name] for name in _ENGINE if settings.get(name) is not None}
 
 
 def train_specs(
@@ -99,7 +160,8 @@ def train_specs(
             by a gradient arm and in random order by ES; without it every step has new ones in the tiny world, and other
             models train on all public problems; with task "conciseness" bases of the tiny world need it, 2 or 200, and
             other models train on so many of their training questions, or on all), scale_rewards in the place of the
-            arm's own, and for GRPO and its relatives micro_batch (completions in a backward pass; else all of a step,
+            arm's own, engine ("local", "vllm" or "ray"), gpus and tensor_parallel as `ESConfig` has them, and for GRPO
+            and its relatives micro_batch (completions in a backward pass; else all of a step,
             too many for a large model).
 
     Raises:
@@ -123,6 +185,7 @@ def train_specs(
         wanted[name] = settings[name]
     optional = (*_OPTIONAL, "micro_batch") if ARMS[arm] is _GRADIENT else _OPTIONAL
     wanted |= {name: settings[name] for name in optional if settings.get(name) is not None}
+    wanted |= _elsewhere(bases, settings, arm)
     if "micro_batch" in wanted:
         grpo.check_micro_batch(wanted["micro_batch"], wanted["prompts_per_step"] * wanted["num_generations"])
     if wanted.get("curve_spacing", "log") != "log":
@@ -269,7 +332,6 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
 def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None = None) -> Spec:
     """What all specs begin with; settings are for the kinds that any model has, with prompts that may need fillers."""
     from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
 
     if settings is None and base not in tiny.BASES:
         raise ValueError(
@@ -291,7 +353,7 @@ def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None =
     spec = {"kind": kind} | task | {"base": base, "scale": scale}
     spec |= {"engine_version": ENGINE_VERSION} | _filler(base, settings or {})
     if base not in _DIGESTS:
-        _DIGESTS[base] = base_digest((tiny.load(base) if base in tiny.SHIPPED else load_model(base))[0])
+        _DIGESTS[base] = base_digest(tiny.load(base)[0]) if base in tiny.SHIPPED else origin_digest(base)
     return spec | {"base_digest": _DIGESTS[base]}
 
 
@@ -320,6 +382,26 @@ def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:
 _DIGESTS: dict[str, str] = {}
 
 
+def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Model and tokenizer of a spec's base: float32, for other engines than the local one bfloat16.
+
+    The model of an ES run on another engine is its name: the trainer loads it, and the engine must know from where.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from evoalign_lib import tiny
+    from evoalign_lib.es import load_model
+
+    if spec["base"] in tiny.SHIPPED:
+        return tiny.load(spec["base"])
+    if spec.get("engine", "local") == "local":
+        return load_model(spec["base"])
+    if spec["kind"] == "train":
+        return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
+    return load_model(spec["base"], keywords={"dtype": torch.bfloat16})
+
+
 def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     """Model, tokenizer and the problems of each split.
 
@@ -328,7 +410,6 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     until it has as many prompts as its spec says.
     """
     from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
     from evoalign_lib.tasks import countdown
 
     if spec["task"] == "conciseness":
@@ -340,13 +421,13 @@ def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
         seed = np.random.SeedSequence([spec["seed"], 1])
         needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
     if spec["base"] in tiny.SHIPPED:
-        model, tokenizer = tiny.load(spec["base"])
+        model, tokenizer = model_of(spec)
         sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
         if training:
             unique = spec.get("unique_prompts", needed)
             sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
         return model, tokenizer, sets
-    model, tokenizer = load_model(spec["base"])
+    model, tokenizer = model_of(spec)
     sets = {"train": countdown.load_public("train")}
     if training and not {"unique_prompts", "prompts"}.isdisjoint(spec):
         drawn = np.random.default_rng(seed).permutation(len(sets["train"]))[: spec.get("unique_prompts")]
@@ -409,16 +490,13 @@ def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, 
 def _run_base(spec: Spec) -> Record:
     """Accuracy of an untrained base: on the validation set with pass@k, and on the test set."""
     from evoalign_lib import tiny
-    from evoalign_lib.engines.local import LocalEngine, Prompts
 
     model, tokenizer, sets = _world(spec)
-    prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in ("validation", "test")}
-    length = spec["max_completion_length"]
-    engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=length)
-    if spec["task"] == "conciseness":
-        return conciseness_runs.base_outcome(spec, engine, sets)
-    test = _test(engine, sets["test"])
-    return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
+    with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        if spec["task"] == "conciseness":
+            return conciseness_runs.base_outcome(spec, engine, sets)
+        test = _test(engine, sets["test"])
+        return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
 
 
 def run_train(spec: Spec, keep: Path | None = None) -> Record:
@@ -450,7 +528,8 @@ def _run_es(spec: Spec, keep: Path | None = None) -> Record:
     budget = _spent_by_es(trainer)
     budget["core_seconds"] = round(budget["core_seconds"], 2)
     result = {"budget": budget, "counts": dict(trainer.counts), "plan": trainer.engine.plan, "curve": curve}
-    return result | kept | _outcome(spec, trainer.engine, start, sets, diverged)
+    with closing(trainer.engine):
+        return result | kept | _outcome(spec, trainer.engine, start, sets, diverged)
 
 
 def _spent_by_es(trainer: Any) -> dict[str, Any]:
@@ -587,10 +666,16 @@ def _run_best_of_n(spec: Spec) -> Record:
 
 def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
     """An engine that decodes the validation and test problems with weights that somebody else trains."""
+    from evoalign_lib.engines import open_engine
     from evoalign_lib.engines.local import LocalEngine, Prompts
+    from evoalign_lib.es import ESConfig
 
     prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in sets if name != "train"}
-    return LocalEngine(model, tokenizer, None, prompts, max_completion_length=spec["max_completion_length"])
+    common = {"max_completion_length": spec["max_completion_length"]}
+    if spec["kind"] != "base" or spec.get("engine", "local") == "local":
+        return LocalEngine(model, tokenizer, None, prompts, **common)
+    args = ESConfig(output_dir="", report_to="none", **common, **{k: spec[k] for k in _ENGINE if k in spec})
+    return open_engine(model, tokenizer, None, prompts, args, spec["base"])
 
 
 def _take_weights(engine: Any, model: Any) -> None:
@@ -629,13 +714,19 @@ def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list
 
 def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
     """KL(trained || base) in nats, on one sample at temperature 1 of every validation prompt (see `kl.measure`)."""
+    import torch
+
     from evoalign_lib import kl
 
     engine.write_model()
-    base, _, _ = _world(spec | {"kind": "base"})
+    base, _ = model_of(spec | {"kind": "base"})
     prompts = engine.prompts["validation"]
     (samples,) = engine.generate("validation", samples=1, seed=spec["seed"])
     completions = [ids for _, ids in samples]
+    if spec.get("engine", "local") != "local":  # what generated makes room on the GPU
+        engine.close()
+        if torch.cuda.is_available():
+            engine.model.to("cuda"), base.to("cuda")
     found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
     return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
 
@@ -685,15 +776,18 @@ def _trainer(
                 reward = state.log_history[-1]["reward"] if state.log_history else None
                 record(state.global_step, _spent_by_es(trainer), reward, trainer.engine)
 
+    where: dict[str, Any] = {"workers": 1}
+    if spec.get("engine", "local") != "local":
+        where = {k: spec[k] for k in _ENGINE if k in spec} | {"model_init_kwargs": {"dtype": "bfloat16"}}
     config = ESConfig(
         output_dir=folder,
         seed=spec["seed"],
         max_steps=spec["steps"],
         max_completion_length=spec["max_completion_length"],
-        workers=1,
         disable_tqdm=True,
         report_to="none",
         save_strategy="no",
+        **where,
         **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
         **changed,
     )

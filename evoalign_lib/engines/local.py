@@ -227,6 +227,21 @@ class Engine:
         """
         raise NotImplementedError
 
+    @contextmanager
+    def perturbed(self, key: int, sigma: float) -> Iterator[None]:
+        """While the context lasts `generate` decodes with noise on the weights; then they are back, bit for bit.
+
+        Args:
+            key: of the noise, 64 bits.
+            sigma: its standard deviation, weight units.
+        """
+        centre = self.master.copy()
+        noise.perturb(self.master, centre, self.layout, key, sigma)
+        try:
+            yield
+        finally:
+            self.master[:] = centre
+
     def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add a set of prompts for `generate`; before the first call that starts what generates elsewhere.
 

@@ -31,6 +31,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,7 @@ class VLLMEngine(Engine):
             model.save_pretrained(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
+        self._noise: tuple[Member, float] | None = None
         self._before: list[tuple[np.ndarray, np.ndarray]] = []  # updates before vLLM was started
 
     @property
@@ -318,11 +320,22 @@ class VLLMEngine(Engine):
     def generate(self, name, indices=None, *, samples=0, seed=0):
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         generator, ids, out = self.generator, self._ids(name, rows), []
-        generator.restore()
+        if self._noise is None:
+            generator.restore()
+        else:
+            generator.perturb(*self._noise)
         for draw in range(samples) if samples else (None,):
             seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in rows]
             out.append(self.completions(generator.generate(ids, self.max_completion_length, seeds)))
         return out
+
+    @contextmanager
+    def perturbed(self, key, sigma):
+        self._noise = Member(key), sigma
+        try:
+            yield
+        finally:
+            self._noise = None
 
     def add_prompts(self, name, rows):
         if self._generator is not None:

@@ -9,7 +9,7 @@ from helpers import random_model, tokenizer
 from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
 from transformers import AutoModelForCausalLM
 
-from evoalign_lib import ledger
+from evoalign_lib import ledger, runs
 from evoalign_lib.engines import _vllm_worker
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -165,3 +165,26 @@ def test_nothing_of_the_environment_is_written(folder, tmp_path, monkeypatch):
     texts = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
     assert texts and not any(b"hf_very_secret" in text for text in texts)
     assert "vllm" in json.loads((tmp_path / ledger.NAME).read_text().splitlines()[0])["settings"]
+
+
+def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, external_data):
+    """A base and a run of ES, as notebooks ask for them: trained in bfloat16, evaluated, their KL measured."""
+    settings = {"max_completion_length": 24, "validation_problems": 4, "test_problems": 6, "engine": "vllm", "gpus": 0}
+    settings |= {"population_size": 4, "sigma": 0.02, "alpha": 0.05, "steps": 3, "prompts_per_step": 5}
+    settings |= {"curve_points": 2, "tensor_parallel": 1, "unique_prompts": None}
+    base, spec = (
+        runs.base_specs([folder], settings, "full")[0],
+        runs.train_specs("es", [folder], [0], settings, "full")[0],
+    )
+    assert base["engine"] == spec["engine"] == "vllm" and spec["tensor_parallel"] == 1
+    here = runs.train_specs("es", [folder], [0], settings | {"engine": "local"}, "full")[0]
+    assert spec.items() - here.items() == {("engine", "vllm"), ("gpus", 0), ("tensor_parallel", 1)}
+    assert 0 <= runs.RUNNERS["base"](base)["test"]["greedy"] <= 1
+    record = runs.RUNNERS["train"](spec)
+    assert record["plan"]["decoder"] == "vllm" and record["plan"]["dtype"] == "bfloat16"
+    assert record["budget"]["completions"] == 4 * 5 * 3 and record["update_norm"] > 0
+    assert record["curve"]["step"] == [0, 3] and record["kl_policy_base"]["exact_nats_per_sequence"] > 0
+    assert len(json.dumps(record)) < 8000
+    with pytest.raises(ValueError, match="arm 'grpo' is trained by TRL"):
+        own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
+        runs.train_specs("grpo", [folder], [0], settings | own, "full")

@@ -71,7 +71,8 @@ def test_settings_of_the_scale_with_overrides():
         ({"force": "yes"}, "parameter force='yes' has type str, expected bool"),
         ({"dry_run": 1}, "parameter dry_run=1 has type int, expected bool"),
         ({"model": 7}, "parameter model=7 has type int, expected str"),
-        ({"engine": "vlm"}, "unknown engine 'vlm': use one of local"),
+        ({"engine": "vlm"}, "unknown engine 'vlm': use one of local, vllm, ray"),
+        ({"engine": "vllm"}, "engine='vllm' is for scale 'full'"),
     ],
 )
 def test_mistakes_are_named_with_the_remedy(changed, message):

@@ -379,12 +379,13 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
-    specs = elsewhere("7B", ES) + elsewhere("7B", ES | {"sigma": 3e-3}) + elsewhere("0.5B", GRPO)
+    on = {"engine": "vllm", "gpus": 4}
+    specs = elsewhere("7B", ES | on) + elsewhere("7B", ES | on | {"sigma": 3e-3}) + elsewhere("0.5B", GRPO | on)
     measured = {"kind": "base", "base": specs[0]["base"], "scale": "full"}
     with pytest.raises(experiments.DryRun, match="0 of 7 runs have records; to be run: base .*, es .* 0, "):
-        experiments.load_or_run([measured, *specs], "nb", "full", dry_run=True, engine="vllm", gpus=4)
+        experiments.load_or_run([measured, *specs], "nb", "full", dry_run=True)
     out = capsys.readouterr().out
-    assert "no GPU is visible here: plans assume 4 GPUs of 80 GiB" in out
+    assert "no GPU is visible here: plans assume GPUs of 80 GiB" in out and out.count("4 GPUs of 80 GiB") == 2
     assert re.findall("^run +(es|grpo) of .*(runs .*)$", out, re.M) == [
         ("es", "runs 4: settings 2, seeds 0, 1"),
         ("grpo", "runs 2: settings 1, seeds 0, 1"),
@@ -395,11 +396,23 @@ def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_cannot_fit_is_refused_before_anything_runs(elsewhere, capsys, monkeypatch, dry_run):
     monkeypatch.setattr(experiments, "_run_all", lambda *arguments: pytest.fail("a run began"))
-    specs = elsewhere("0.5B", ES) + elsewhere("72B", ES) + elsewhere("72B", GRPO)
+    on = {"engine": "vllm", "gpus": 4}
+    specs = [spec | on for spec in elsewhere("0.5B", ES) + elsewhere("72B", ES) + elsewhere("72B", GRPO)]
     with pytest.raises(DoesNotFit, match=r"436 GB .* Take 8 GPUs.*\(1 more of the plans printed do not fit\.\)"):
-        experiments.load_or_run(specs, "nb", "full", dry_run=dry_run, engine="vllm", gpus=4)
+        experiments.load_or_run(specs, "nb", "full", dry_run=dry_run)
     out = capsys.readouterr().out
     assert out.count("DOES NOT FIT") == 2 and out.count("\nrun ") == 3
+
+
+def test_a_chosen_tensor_parallel_size_is_kept_and_another_is_proposed():
+    chosen = ES | {"tensor_parallel": 1}
+    assert plan(qwen("7B"), chosen, gpus=8).placement.engines == 8
+    problem = plan(qwen("32B"), chosen, gpus=8).problem
+    assert re.search(r"Take tensor_parallel=\d, larger GPUs", problem), problem
+    better = int(re.search(r"tensor_parallel=(\d)", problem)[1])
+    assert plan(qwen("32B"), ES | {"tensor_parallel": better}, gpus=8).fits
+    with pytest.raises(ValueError, match="tensor_parallel=3 does not suit 8 GPUs"):
+        plan(qwen("7B"), ES | {"tensor_parallel": 3}, gpus=8)
 
 
 def test_without_a_gpu_the_plan_is_about_the_host(elsewhere, capsys, monkeypatch):
@@ -431,11 +444,11 @@ def test_other_scales_and_finished_runs_have_no_plan(elsewhere, monkeypatch):
     monkeypatch.setattr(preflight, "check", lambda *arguments, **options: pytest.fail("a plan was asked for"))
     for scale in ("smoke", "tiny"):
         with pytest.raises(experiments.DryRun):
-            experiments.load_or_run([ES | {"scale": scale}], "nb", scale, dry_run=True, engine="vllm", gpus=1)
+            experiments.load_or_run([ES | {"scale": scale}], "nb", scale, dry_run=True)
     (spec,) = elsewhere("7B", ES, seeds=[0])
     done = {"spec": spec, "spec_hash": experiments.spec_hash(spec), "status": "finished"}
     experiments.append_record(paths.RESULTS / "nb" / "full.jsonl", done)
-    assert experiments.load_or_run([spec], "nb", "full", dry_run=True, engine="vllm", gpus=1) == [done]
+    assert experiments.load_or_run([spec], "nb", "full", dry_run=True) == [done]
 
 
 def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
