@@ -188,3 +188,17 @@ def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, externa
     with pytest.raises(ValueError, match="arm 'grpo' is trained by TRL"):
         own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
         runs.train_specs("grpo", [folder], [0], settings | own, "full")
+
+
+def test_two_ranks_share_a_model_and_give_the_same_tokens():
+    """Tensor parallel, in processes of vLLM's own: every rank holds its part of the map, and gets the noise of it."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 1}  # one head of keys on both ranks
+    both = engine(model=model(**shape), tensor_parallel=2), engine(LocalEngine, model=model(**shape))
+    assert both[0].generate("train") == both[1].generate("train")
+    assert len(both[0].generator.segments) == 2
+    found = [one.evaluate(members(1), 0.05, "train", np.arange(6)) for one in both]
+    assert [e.scored.rewards.tolist() for e in found[0]] == [e.scored.rewards.tolist() for e in found[1]]
+    move(both)
+    both[0].check()
+    assert both[0].generate("train") == both[1].generate("train")
+    both[0].close()

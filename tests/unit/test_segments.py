@@ -1,0 +1,137 @@
+"""Where vLLM's joined and sharded tensors come from: the map that the engine proves at its start."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import noise
+from evoalign_lib.engines._vllm_worker import NotMapped, Segment, part_of, segments_of, sha256, shard
+from evoalign_lib.engines.vllm import WrongWeights, prove
+
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+DIM, HIDDEN = 4, 8
+
+
+def layer(kind: str, **values):
+    """An object of a class with the name of one of vLLM's, of which the map reads nothing else."""
+    return type(kind, (SimpleNamespace,), {})(**values)
+
+
+def shards(heads: int, kv_heads: int, ranks: int, intermediate: int, vocabulary: int):
+    """A model's parameters, and what each rank of vLLM's would hold of them: (layer, name, tensor), by vLLM's rules."""
+    generator = np.random.default_rng(0)
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "a.q_proj.weight": (heads * DIM, HIDDEN),
+        "a.k_proj.weight": (kv_heads * DIM, HIDDEN),
+        "a.v_proj.weight": (kv_heads * DIM, HIDDEN),
+        "a.q_proj.bias": (heads * DIM,),
+        "a.k_proj.bias": (kv_heads * DIM,),
+        "a.v_proj.bias": (kv_heads * DIM,),
+        "a.o_proj.weight": (HIDDEN, heads * DIM),
+        "a.o_proj.bias": (HIDDEN,),
+        "m.gate_proj.weight": (intermediate, HIDDEN),
+        "m.up_proj.weight": (intermediate, HIDDEN),
+        "m.down_proj.weight": (HIDDEN, intermediate),
+        "one.weight": (ranks * 3, HIDDEN),
+    }
+    whole = {name: torch.from_numpy(generator.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+
+    def rows(name, rank, size):
+        first, n = shard(len(whole[name]), rank, size)
+        return whole[name][first : first + n]
+
+    replicas = max(1, ranks // kv_heads)
+    found = []
+    for rank in range(ranks):
+        at = {"tp_rank": rank, "tp_size": ranks}
+        kv = rank // replicas, ranks // replicas
+        qkv = {"total_num_heads": heads, "total_num_kv_heads": kv_heads, "head_size": DIM, "v_head_size": DIM}
+        qkv_layer = layer("QKVParallelLinear", num_kv_head_replicas=replicas, **qkv, **at)
+        padded = -(-vocabulary // (ranks * 8)) * 8
+        first, last = min(rank * padded, vocabulary), min((rank + 1) * padded, vocabulary)
+        held = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=last)
+        table = torch.full((padded, HIDDEN), torch.nan)
+        table[: last - first] = whole["model.embed_tokens.weight"][first:last]
+        own = [(layer("VocabParallelEmbedding", shard_indices=held, **at), "model.embed_tokens.weight", table)]
+        for leaf in ("weight", "bias"):
+            parts = [rows(f"a.q_proj.{leaf}", rank, ranks), *(rows(f"a.{n}_proj.{leaf}", *kv) for n in "kv")]
+            own.append((qkv_layer, f"a.qkv_proj.{leaf}", torch.cat(parts)))
+        columns = {name: shard(whole[name].shape[1], rank, ranks) for name in ("a.o_proj.weight", "m.down_proj.weight")}
+        for name, (start, n) in columns.items():
+            row = layer("RowParallelLinear", input_size=whole[name].shape[1], **at)
+            own.append((row, name, whole[name][:, start : start + n]))
+        own.append((layer("RowParallelLinear", input_size=heads * DIM, **at), "a.o_proj.bias", whole["a.o_proj.bias"]))
+        up = layer("MergedColumnParallelLinear", output_sizes=[intermediate, intermediate], **at)
+        own.append(
+            (up, "m.gate_up_proj.weight", torch.cat([rows(f"m.{n}_proj.weight", rank, ranks) for n in ("gate", "up")]))
+        )
+        own.append(
+            (layer("ColumnParallelLinear", output_size=ranks * 3, **at), "one.weight", rows("one.weight", rank, ranks))
+        )
+        own.append((layer("RMSNorm"), "model.norm.weight", whole["model.norm.weight"]))
+        found.append(own)
+    return whole, found
+
+
+def opened(whole, ranks):
+    """Layout and master of the model; segments and digests of each rank, as the workers answer."""
+    layout = noise.Layout.from_shapes((name, tuple(t.shape)) for name, t in whole.items())
+    master = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(master).items():
+        view[...] = whole[name].numpy()
+    maps = [[(s, part_of(t, s)) for own, name, t in rank for s in segments_of(own, name, t, PACKED)] for rank in ranks]
+    return layout, master, [[s for s, _ in m] for m in maps], [[sha256(part) for _, part in m] for m in maps]
+
+
+@given(
+    kv_heads=st.sampled_from([1, 2, 4]),
+    group=st.sampled_from([1, 2, 7]),
+    ranks=st.sampled_from([1, 2, 4]),
+    vocabulary=st.integers(1, 90),
+)
+def test_every_rank_holds_what_the_map_says_and_together_they_hold_all(kv_heads, group, ranks, vocabulary):
+    heads = kv_heads * group * ranks
+    whole, found = shards(heads, kv_heads, ranks, intermediate=12, vocabulary=vocabulary)
+    prove(*opened(whole, found))
+
+
+def test_the_proof_names_what_differs():
+    whole, found = shards(4, 2, 2, intermediate=12, vocabulary=20)
+    layout, master, segments, digests = opened(whole, found)
+    for changed in range(layout.size):
+        entry = next((e for e in layout.entries if e.offset <= changed < e.offset + e.rows * e.cols), None)
+        if entry is not None and changed % 37 == 0:
+            other = master.copy()
+            other[changed] += 1e-6
+            with pytest.raises(WrongWeights, match=entry.name):
+                prove(layout, other, segments, digests)
+    for held in (segments, digests):
+        del held[1][[s.name for s in opened(whole, found)[2][1]].index("m.down_proj.weight")]
+    with pytest.raises(WrongWeights, match="'m.down_proj.weight': vLLM holds 50% of it"):
+        prove(layout, master, segments, digests)
+    with pytest.raises(WrongWeights, match="no parameter of this name"):
+        prove(layout, master, [[Segment("lm_head.weight", 0, 0, 1, 1)]], [["0"]])
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "tensor", "message"),
+    [
+        (layer("QKVParallelLinear"), "a.qkv_proj.weight", torch.zeros(0), "'a.qkv_proj.weight' is empty in vLLM"),
+        (layer("Linear"), "a.o_proj.weight", torch.zeros(2, 2, dtype=torch.int8), "is torch.int8 in vLLM"),
+        (layer("Strange"), "m.gate_up_proj.weight", torch.zeros(4, 2), "joins .* in a Strange"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused_by_name(own, name, tensor, message):
+    with pytest.raises(NotMapped, match=message):
+        segments_of(own, name, tensor, PACKED)
+
+
+def test_uneven_shards_are_refused():
+    with pytest.raises(ValueError, match="7 rows or columns do not divide by 2"):
+        shard(7, 0, 2)
