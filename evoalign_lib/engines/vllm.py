@@ -80,6 +80,30 @@ def import_vllm(in_process: bool = True) -> Any:
     return vllm
 
 
+def room_beside_master(total: float, parameters: float) -> float:
+    """vLLM's share of a GPU's memory that leaves room for the float32 master of its part of the model.
+
+    Args:
+        total: bytes of the GPU.
+        parameters: held by one rank.
+
+    Raises:
+        ValueError: the master alone takes what may be used.
+
+    >>> room_beside_master(80 * 2**30, 7.6e9)
+    0.546
+    """
+    from evoalign_lib.preflight import USABLE
+
+    share = USABLE - 4 * parameters / total
+    if share <= 0:
+        raise ValueError(
+            f"the float32 master of {parameters:,.0f} parameters takes {4 * parameters / 2**30:.0f} GiB of a GPU that "
+            f"has {total / 2**30:.0f}: share the model among more GPUs (tensor_parallel), or take a smaller one."
+        )
+    return round(share, 3)
+
+
 class Generator:
     """One vLLM engine with the workers' masters: perturb, generate, update.
 
@@ -88,6 +112,7 @@ class Generator:
         dtype: of the working copy.
         eos_ids: token ids that end a completion.
         max_model_len: tokens of a prompt and its completion at most.
+        parameters: of the model: on a GPU room is left for the master, 4 bytes each, which vLLM knows nothing of.
         distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
@@ -107,6 +132,7 @@ class Generator:
         dtype: torch.dtype,
         eos_ids: Sequence[int],
         max_model_len: int,
+        parameters: int,
         distribution: str = "gaussian",
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
@@ -143,6 +169,9 @@ class Generator:
         given = dict(settings or {})
         if taken := sorted(stated.keys() & given.keys()):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
+        if self.device != "cpu" and "gpu_memory_utilization" not in given:
+            total = current_platform.get_device_total_memory()
+            given["gpu_memory_utilization"] = room_beside_master(total, parameters / tensor_parallel)
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, what vLLM seeds anew
         try:
             self.llm = vllm.LLM(**stated, **given)
@@ -288,7 +317,7 @@ class VLLMEngine(Engine):
         """
         if self._generator is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            common = self.model.dtype, self.eos_ids, longest, self.distribution
+            common = self.model.dtype, self.eos_ids, longest, self.layout.d, self.distribution
             generator = Generator(self.folder, *common, self.tensor_parallel, self.settings)
             if self._made is not None:
                 self._made.cleanup()
