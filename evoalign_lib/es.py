@@ -30,7 +30,8 @@ are not zero, how many single rewards of the step were `rewards/nan`, `rewards/e
 score the floor, and `rewards/none`, which are left out. Only with a schedule, `sigma` and `alpha` of the step. Where
 weights are restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a
 sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit of
-nearly every pair) and `restore_drift` (root mean square, weight units).
+nearly every pair) and `restore_drift` (root mean square, weight units). Only with engine="ray", and where it happened,
+how many actors were `actors/restarted`, `actors/behind` and `actors/rebuilt` so far (`evoalign_lib.engines.ray`).
 
 Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
 step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
@@ -498,7 +499,7 @@ class ESTrainer:
             tokens = int(sum(e.lengths.sum() for e in evaluations))
             core += sum(e.core_seconds for e in evaluations)
             counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in KINDS}
-            log = self._logged(evaluations)
+            log = self._logged(evaluations) | {name: n for name, n in self.engine.mended.items() if n}
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
         self._coefficients(fitness)  # what cannot be told is an error before it is recorded

@@ -38,5 +38,5 @@ def open_engine(
         return vllm.VLLMEngine(model, tokenizer, rewards, prompts, **common)
     from evoalign_lib.engines import ray
 
-    common |= {"chunk_rows": args.chunk_rows, "decoder": args.decoder}
+    common |= {"chunk_rows": args.chunk_rows, "decoder": args.decoder, "load": args.model_init_kwargs}
     return ray.RayEngine(model, tokenizer, rewards, prompts, workers=args.workers, gpus=args.gpus, **common)

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from evoalign_lib import noise
 from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
-from evoalign_lib.precision import copy_to, open_weights
+from evoalign_lib.precision import Weights, copy_to, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,65 @@ class Prompts:
         return len(self.prompts)
 
 
-class Engine:
+class Scorer:
+    """Turns decoded ids into texts and rewards.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        rewards: scores completions.
+        prompts: name -> prompts (for example "train" and "eval").
+        eos_ids: token ids that end a completion.
+        max_completion_length: new tokens at most.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        eos_ids: Sequence[int],
+        max_completion_length: int,
+    ):
+        self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
+        self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
+
+    def until_end(self, ids: np.ndarray) -> list[list[int]]:
+        """Decoded ids (rows, width), each row up to and with its end token."""
+        ends = np.isin(ids, self.eos_ids)
+        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
+        return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+    def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
+        """Completions as texts without special tokens, and their ids."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
+            texts = backend.decode_batch(raw, skip_special_tokens=True)
+        else:
+            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
+        return list(zip(texts, raw, strict=True))
+
+    def scored(
+        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
+    ) -> Evaluation:
+        """What the member of this index did: its completions of rows of the prompts, scored.
+
+        Args:
+            index: of the member, for errors.
+            name, indices: which prompts, one row a completion.
+            completions: pairs of text and token ids.
+            trainer_state: passed to the reward functions.
+            started: CPU time of this process when the member began, seconds.
+        """
+        try:
+            scored = score(self.rewards, self.prompts[name], indices, completions, trainer_state)
+        except RewardError as error:
+            raise RewardError(f"member {index}: {error}") from error
+        lengths = np.array([len(raw) for _, raw in completions])
+        clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
+        return Evaluation(scored, lengths, clipped, time.process_time() - started)
+
+
+class Engine(Scorer):
     """What every engine has: prompts, a model with its tokenizer, and the weights of the run in this process.
 
     Whatever generates, the weights of the run are held here, too, and follow every update: their digest goes into the
@@ -145,6 +203,7 @@ class Engine:
         precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
             become views of the engine's weights.
         distribution: of the noise (see `evoalign_lib.noise`).
+        weights: those of the run, where they exist already; then threads, precision and distribution are theirs.
 
     Raises:
         ValueError: a precision or distribution that does not exist, or a precision that does not take the model's
@@ -152,7 +211,9 @@ class Engine:
     """
 
     workers = 1
-    """processes that evaluate; 1: this one"""
+    """processes that evaluate; 1: this one; 0: none of this machine's"""
+    mended: Mapping[str, int] = {}
+    """what broke and was mended so far, by name: the trainer logs what is not zero"""
 
     def __init__(
         self,
@@ -165,13 +226,13 @@ class Engine:
         threads: int = 1,
         precision: str = "master",
         distribution: str = "gaussian",
+        weights: Weights | None = None,
     ):
-        self.model, self.tokenizer, self.rewards, self.prompts = model, tokenizer, rewards, dict(prompts)
-        self.max_completion_length = max_completion_length
-        self.eos_ids = _eos_ids(model, tokenizer)
+        super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length)
+        self.model = model
         shapes = ((name, tuple(p.shape)) for name, p in model.named_parameters())
         self.layout = noise.Layout.from_shapes(shapes)
-        self.weights = open_weights(model, self.layout, precision, distribution, bind=True, threads=threads)
+        self.weights = weights or open_weights(model, self.layout, precision, distribution, bind=True, threads=threads)
 
     @property
     def master(self) -> np.ndarray:
@@ -270,41 +331,6 @@ class Engine:
 
     def close(self) -> None:
         """End what the engine has started."""
-
-    def until_end(self, ids: np.ndarray) -> list[list[int]]:
-        """Decoded ids (rows, width), each row up to and with its end token."""
-        ends = np.isin(ids, self.eos_ids)
-        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
-        return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
-
-    def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
-        """Completions as texts without special tokens, and their ids."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
-            texts = backend.decode_batch(raw, skip_special_tokens=True)
-        else:
-            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
-        return list(zip(texts, raw, strict=True))
-
-    def scored(
-        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
-    ) -> Evaluation:
-        """What the member of this index did: its completions of rows of the prompts, scored.
-
-        Args:
-            index: of the member, for errors.
-            name, indices: which prompts, one row a completion.
-            completions: pairs of text and token ids.
-            trainer_state: passed to the reward functions.
-            started: CPU time of this process when the member began, seconds.
-        """
-        try:
-            scored = score(self.rewards, self.prompts[name], indices, completions, trainer_state)
-        except RewardError as error:
-            raise RewardError(f"member {index}: {error}") from error
-        lengths = np.array([len(raw) for _, raw in completions])
-        clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
-        return Evaluation(scored, lengths, clipped, time.process_time() - started)
 
 
 class LocalEngine(Engine):
@@ -457,6 +483,41 @@ class LocalEngine(Engine):
 
     # ---- work on one member, in a worker or here
 
+    def evaluate_member(
+        self,
+        index: int,
+        member: Member,
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> Evaluation:
+        """Evaluate one member in this process; index: its own, for errors, and the rest as for `evaluate`."""
+        started, uniforms = time.process_time(), None
+        if sampling is not None:
+            key, samples = sampling
+            drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
+            indices, uniforms = np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
+        with self.weights.member(member.key, sigma, member.sign) as weights:
+            ids = self._decode(weights, name, indices, uniforms)
+        return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
+
+    def generate_rows(self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None) -> list:
+        """Completions of the weights themselves, (text, ids) each, in this process.
+
+        Args:
+            name: which prompts.
+            indices: rows of them.
+            seed: of the samples.
+            draw: which sample of each prompt; None: greedy decoding.
+        """
+        uniforms = None
+        if draw is not None:
+            rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
+            uniforms = rng.random((len(self.prompts[name]), self.max_completion_length), dtype=np.float32)[indices]
+        return self.completions(self.until_end(self._decode(self.weights.flat, name, indices, uniforms)))
+
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
         """Flat weights as tensors by name: rounded to the model's dtype, in the dtype that the loop multiplies in."""
         flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
@@ -568,33 +629,12 @@ def _start_worker(parent: int) -> None:
     start_worker(parent)
 
 
-def _evaluate(
-    engine_id: int,
-    index: int,
-    member: Member,
-    sigma: float,
-    name: str,
-    indices: np.ndarray,
-    state: Any,
-    sampling: tuple[int, int] | None,
-) -> Evaluation:
-    engine, started = _ENGINES[engine_id], time.process_time()
-    uniforms = None
-    if sampling is not None:
-        key, samples = sampling
-        drawn = [noise.uniforms(key, indices, engine.max_completion_length, sample) for sample in range(samples)]
-        indices, uniforms = np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, engine.max_completion_length)
-    with engine.weights.member(member.key, sigma, member.sign) as weights:
-        ids = engine._decode(weights, name, indices, uniforms)
-    return engine.scored(index, name, indices, engine.completions(engine.until_end(ids)), state, started)
+def _evaluate(engine_id: int, *arguments: Any) -> Evaluation:
+    return _ENGINES[engine_id].evaluate_member(*arguments)
 
 
-def _generate(engine_id: int, name: str, indices: np.ndarray, seed: int, draw: int | None) -> list:
-    engine, uniforms = _ENGINES[engine_id], None
-    if draw is not None:
-        rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
-        uniforms = rng.random((len(engine.prompts[name]), engine.max_completion_length), dtype=np.float32)[indices]
-    return engine.completions(engine.until_end(engine._decode(engine.weights.flat, name, indices, uniforms)))
+def _generate(engine_id: int, *arguments: Any) -> list:
+    return _ENGINES[engine_id].generate_rows(*arguments)
 
 
 def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:

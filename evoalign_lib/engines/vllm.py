@@ -30,7 +30,7 @@ import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ import torch
 
 from evoalign_lib import noise
 from evoalign_lib.engines._vllm_worker import Segment, prepare, sha256
-from evoalign_lib.engines.local import Engine, Member, Prompts
+from evoalign_lib.engines.local import Engine, Evaluation, Member, Prompts, Scorer
 from evoalign_lib.rewards import Rewards
 
 EXTENSION = "evoalign_lib.engines._vllm_worker.WorkerExtension"
@@ -51,7 +51,7 @@ _ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 class WrongWeights(RuntimeError):
-    """vLLM's weights are not those of the run; the message names the first parameter that differs."""
+    """What generates does not hold the weights of the run; the message names what differs."""
 
 
 def import_vllm(in_process: bool = True) -> Any:
@@ -251,7 +251,64 @@ class Generator:
             )
 
 
-class VLLMEngine(Engine):
+class Decoding(Scorer):
+    """Evaluates members and generates with a `generator`, whichever process that is in."""
+
+    generator: Generator
+    _noise: tuple[Member, float] | None = None
+
+    def evaluate_member(
+        self,
+        index: int,
+        member: Member,
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> Evaluation:
+        """Evaluate one member; index: its own, for errors, and the rest as for `Engine.evaluate`."""
+        started, rows, seeds = time.process_time(), np.asarray(indices), None
+        if sampling is not None:
+            key, samples = sampling
+            rows = np.repeat(rows, samples)
+            seeds = [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
+        self.generator.perturb(member, sigma)
+        completions = self._decode(name, rows, seeds)
+        return self.scored(index, name, rows, completions, trainer_state, started)
+
+    def generate_rows(self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None) -> list:
+        """Completions of the weights themselves, (text, ids) each.
+
+        Args:
+            name: which prompts.
+            indices: rows of them.
+            seed: of the samples.
+            draw: which sample of each prompt; None: greedy decoding.
+        """
+        seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in indices]
+        if self._noise is None:
+            self.generator.restore()
+        else:
+            self.generator.perturb(*self._noise)
+        return self._decode(name, indices, seeds)
+
+    @contextmanager
+    def perturbed(self, key: int, sigma: float) -> Iterator[None]:
+        """As `Engine.perturbed`, where the generator is."""
+        self._noise = Member(key), sigma
+        try:
+            yield
+        finally:
+            self._noise = None
+
+    def _decode(self, name: str, rows: np.ndarray, seeds: Sequence[int] | None) -> list[tuple[str, list[int]]]:
+        prompts = self.prompts[name]
+        ids = [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
+        return self.completions(self.generator.generate(ids, self.max_completion_length, seeds))
+
+
+class VLLMEngine(Decoding, Engine):
     """A population on one vLLM engine of this process.
 
     Args:
@@ -295,7 +352,6 @@ class VLLMEngine(Engine):
             model.save_pretrained(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
-        self._noise: tuple[Member, float] | None = None
         self._before: list[tuple[np.ndarray, np.ndarray]] = []  # updates before vLLM was started
 
     @property
@@ -332,39 +388,12 @@ class VLLMEngine(Engine):
         return self._generator
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
-        generator, seeds = self.generator, None
-        rows = np.asarray(indices)
-        if sampling is not None:
-            key, samples = sampling
-            rows = np.repeat(rows, samples)
-            seeds = [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
-        ids, found = self._ids(name, rows), []
-        for i, member in enumerate(members):
-            started = time.process_time()
-            generator.perturb(member, sigma)
-            completions = self.completions(generator.generate(ids, self.max_completion_length, seeds))
-            found.append(self.scored(i, name, rows, completions, trainer_state, started))
-        return found
+        rest = sigma, name, indices, trainer_state, sampling
+        return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
     def generate(self, name, indices=None, *, samples=0, seed=0):
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
-        generator, ids, out = self.generator, self._ids(name, rows), []
-        if self._noise is None:
-            generator.restore()
-        else:
-            generator.perturb(*self._noise)
-        for draw in range(samples) if samples else (None,):
-            seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in rows]
-            out.append(self.completions(generator.generate(ids, self.max_completion_length, seeds)))
-        return out
-
-    @contextmanager
-    def perturbed(self, key, sigma):
-        self._noise = Member(key), sigma
-        try:
-            yield
-        finally:
-            self._noise = None
+        return [self.generate_rows(name, rows, seed, draw) for draw in (range(samples) if samples else (None,))]
 
     def add_prompts(self, name, rows):
         if self._generator is not None:
@@ -391,11 +420,6 @@ class VLLMEngine(Engine):
         if self._generator is not None:
             self._generator.close()
             self._generator = None
-
-    def _ids(self, name: str, rows: np.ndarray) -> list[list[int]]:
-        """Token ids of rows of the prompts, without padding."""
-        prompts = self.prompts[name]
-        return [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
 
 
 def prove(

@@ -1,0 +1,634 @@
+"""Generate for a population on a Ray cluster: members fan out over actors, and no weights travel.
+
+An actor is a process with an engine of its own: our decoding loop or transformers on a CPU core (`engines.local`), or
+vLLM on one or several GPUs (`engines.vllm`). What it needs once (model, tokenizer, prompts, reward functions) is put
+into the cluster's object store when it starts. From then on a task holds a member's key and which rows of the prompts,
+its answer rewards and lengths; an update holds keys and coefficients, from which every actor moves its own weights. An
+actor that is idle takes the next member, so that uneven ones are balanced; results have the order of the members.
+
+This process holds the weights of the run, too, and every update so far. So an actor that is lost costs nothing but
+time: its place gets a new process, which begins with the starting weights, replays the updates and is compared with the
+run before it works. Each task says how many updates its actor must have applied, and an actor that lacks some is sent
+them. Whenever the ledger notes a digest, all actors are compared with the run; one whose weights differ is replaced.
+All of that is logged as a warning and counted (`RayEngine.mended`). A task that ends its process `MOST_DEATHS` times is
+an error that names it.
+
+With actors on CPUs a run has the bits of `engines.local`, under the same batch plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import secrets
+import socket
+import tempfile
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from evoalign_lib import ledger
+from evoalign_lib.engines import local
+from evoalign_lib.engines.local import Engine, LocalEngine, Member, Prompts
+from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove
+from evoalign_lib.rewards import Rewards
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_SECONDS = 300
+"""how long the cluster may take to find room for the actors"""
+START_SECONDS = 1800
+"""how long an actor may take to load its model and to replay the run"""
+MOST_DEATHS = 3
+"""so many processes may end with one task, or one after the other before they have worked"""
+OBJECT_STORE = 100 << 20
+"""bytes of the object store of a cluster that is started here, beside those of a model object"""
+
+
+class RayEngine(Engine):
+    """A population on the actors of a Ray cluster.
+
+    Args:
+        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`. The reward functions run
+            in the actors, so they must be picklable (functions of a notebook are).
+        workers: actors, without GPUs; None: one for each core of the cluster.
+        gpus: to use, with vLLM; a multiple of tensor_parallel.
+        chunk_rows, decoder: of `LocalEngine`, without GPUs.
+        folder: where the model was loaded from, a folder that lies on each machine or a name on the Hub; None: the
+            model itself is sent to every actor.
+        load: the arguments of from_pretrained it was loaded with.
+        tensor_parallel: GPUs that share a copy of the model, of one machine.
+        settings: further arguments of `vllm.LLM`.
+
+    The cluster is that of `ray.init()` if it was called, else the one that RAY_ADDRESS names, else one of this machine
+    alone, which ends with the engine. It is joined, and the actors start, with the first call that generates.
+
+    Raises:
+        ImportError: Ray is not installed; the message says how.
+        ValueError: of `LocalEngine`.
+    """
+
+    workers = 0
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        max_completion_length: int,
+        distribution: str = "gaussian",
+        workers: int | None = None,
+        gpus: int = 0,
+        chunk_rows: int = 256,
+        decoder: str = "auto",
+        folder: str | None = None,
+        load: Mapping[str, Any] | None = None,
+        tensor_parallel: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        _ray()
+        common = {"max_completion_length": max_completion_length, "distribution": distribution}
+        # an engine of the kind that the actors have: it knows the batch plan, holds the weights and never generates
+        if gpus:
+            common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": settings}
+            self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **common)
+        else:
+            common |= {"chunk_rows": chunk_rows, "decoder": decoder, "workers": local.default_workers()}
+            self._alike = LocalEngine(model, tokenizer, rewards, prompts, **common)
+        super().__init__(
+            model, tokenizer, rewards, prompts, max_completion_length=max_completion_length, weights=self._alike.weights
+        )
+        self.gpus, self.tensor_parallel, self.chunk_rows = gpus, tensor_parallel, chunk_rows
+        self.places: list[Place] = []
+        """of the actors; empty before they start"""
+        self.sent_bytes, self.received_bytes = 0, 0
+        """serialised size of all messages to and from actors after their start"""
+        self.mended = {"actors/restarted": 0, "actors/behind": 0, "actors/rebuilt": 0}
+        self._wanted_actors = gpus // tensor_parallel if gpus else workers
+        self._once = {
+            "model": None if folder else copy.deepcopy(model),  # its parameters follow the run, actors begin anew
+            "folder": folder,
+            "load": dict(load or {}) | {"dtype": model.dtype},
+            "eos_ids": self.eos_ids,
+            "parameters": self.layout.d,
+            "distribution": distribution,
+            "chunk_rows": chunk_rows,
+            "decoder": None if gpus else self._alike.decoder,
+            "gpus": gpus,
+            "tensor_parallel": tensor_parallel,
+            "settings": dict(settings or {}),
+        }
+        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
+        self._cluster: _Cluster | None = None
+
+    @property
+    def plan(self):
+        plan = self._alike.plan
+        return plan | {"exact": False} if self.gpus else plan
+
+    # ---- what the trainer calls
+
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+        step = getattr(trainer_state, "global_step", None)
+        where = "" if step is None else f" of step {step}"
+        rest = sigma, name, np.asarray(indices), trainer_state, sampling
+        return self._serve(
+            [_Task("evaluate", (i, *member, *rest), f"member {i}{where}") for i, member in enumerate(members)]
+        )
+
+    def generate(self, name, indices=None, *, samples=0, seed=0):
+        self._start()
+        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
+        size = math.ceil(len(rows) / len(self.places)) if self.gpus else self.chunk_rows
+        chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+        draws = list(range(samples)) if samples else [None]
+        tasks = [
+            _Task("generate", (name, chunk, seed, draw), f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},")
+            for draw in draws
+            for chunk in chunks
+        ]
+        done = iter(self._serve(tasks))
+        return [[pair for _ in chunks for pair in next(done)] for _ in draws]
+
+    def add_prompts(self, name, rows):
+        if self.places:
+            raise RuntimeError(f"prompts {name!r} come too late: add them before the actors start.")
+        super().add_prompts(name, rows)
+
+    def update(self, keys, coefficients):
+        update = np.array(keys, np.uint64), np.array(coefficients, np.float32)
+        for place in self.places:  # they move their weights while this process moves its own
+            self._send(place, "update", len(self._updates), [update])
+        self._updates.append(update)
+        super().update(*update)
+
+    def follow(self, updates):
+        self._updates = list(updates)
+        for place in self.places:  # they have the weights of another history
+            self._launch(place)
+
+    def check(self):
+        for place in self.places:
+            if place.awaited is None:
+                self._ask_proof(place)
+        # those that are starting are compared when they have started
+        while any(place.proved and place.awaited is not None for place in self.places):
+            self._next_answer()
+
+    def close(self):
+        """End the actors, and Ray itself if it was started here and no other engine uses it."""
+        if self._cluster is not None:
+            self._cluster.leave()
+        self.places, self._cluster = [], None
+
+    # ---- actors
+
+    def _start(self) -> None:
+        """Join the cluster and start the actors."""
+        if self.places:
+            return
+        self._cluster = cluster = _Cluster(self._wanted_actors, self.tensor_parallel if self.gpus else 0, self._size)
+        weakref.finalize(self, cluster.leave).atexit = False  # when the interpreter ends, Ray ends everything itself
+        once = self._once | {
+            "tokenizer": self.tokenizer,
+            "rewards": self.rewards,
+            "prompts": self.prompts,
+            "max_completion_length": self.max_completion_length,
+        }
+        try:
+            self._sent_once = _ray().put(once)
+        except TypeError as error:
+            cluster.leave()
+            raise TypeError(
+                f"model, tokenizer, prompts and reward functions go to actors, and one of them cannot: {error}. Take a "
+                "reward function that holds nothing like an open file or a lock, or engine='local'."
+            ) from error
+        self.places = [Place(i) for i in range(cluster.size)]
+        for place in self.places:
+            self._launch(place)
+
+    @property
+    def _size(self) -> int:
+        """Bytes of the model object that goes to the actors."""
+        model = self._once["model"]
+        return 0 if model is None else sum(p.numel() * p.itemsize for p in model.parameters())
+
+    def _launch(self, place: Place) -> None:
+        """Start a process in a place, in which there may be one already, and let it replay the run."""
+        self._cluster.end(place.actor)
+        place.actor = self._cluster.actor(place.number, self._sent_once)
+        place.process, place.proved, place.started = "which has not answered yet", False, time.monotonic()
+        self._catch_up(place, 0)
+
+    def _catch_up(self, place: Place, applied: int) -> None:
+        """Send the updates after the first so many, and ask for a proof."""
+        self._send(place, "update", applied, self._updates[applied:])
+        self._ask_proof(place)
+
+    def _ask_proof(self, place: Place) -> None:
+        place.task, place.awaited = None, self._send(place, "proof")
+
+    def _send(self, place: Place, method: str, *arguments: Any) -> Any:
+        """Call a method of an actor; returns the reference to its answer."""
+        self.sent_bytes += len(_ray().cloudpickle.dumps(arguments))
+        return getattr(place.actor, method).remote(*arguments)
+
+    # ---- tasks
+
+    def _serve(self, tasks: Sequence[_Task]) -> list:
+        """The results of tasks, in their order; each idle actor takes the next one."""
+        self._start()
+        queue, done, deaths = deque(range(len(tasks))), {}, Counter()
+        try:
+            while len(done) < len(tasks):
+                for place in self.places:
+                    if place.awaited is None and queue:
+                        place.task = queue.popleft()
+                        method, arguments, _ = tasks[place.task]
+                        place.awaited = self._send(place, method, len(self._updates), *arguments)
+                place, task, answer = self._next_answer()
+                if task is None:
+                    continue
+                if answer is None:
+                    deaths[task] += 1
+                    if deaths[task] == MOST_DEATHS:
+                        raise RuntimeError(
+                            f"{tasks[task].label} ended the process that it was given to {MOST_DEATHS} times, at last "
+                            f"{place.end}. Its reward function ends the process, or memory is short "
+                            "(lower chunk_rows, workers, or with vLLM gpu_memory_utilization). Every recorded step is "
+                            "in the ledger: mend it and call train(resume_from_checkpoint=True)."
+                        )
+                    queue.appendleft(task)
+                elif answer.applied != len(self._updates):
+                    queue.appendleft(task)
+                    self._behind(place, answer.applied)
+                else:
+                    done[task] = answer.result
+                    place.failures, place.finished = 0, place.finished + 1
+        except BaseException:
+            for place in self.places:
+                if place.task is not None:  # its answer is nobody's any more; the next task comes behind it
+                    place.task = place.awaited = None
+            raise
+        return [done[i] for i in range(len(tasks))]
+
+    def _next_answer(self) -> tuple[Place, int | None, _Answer | None]:
+        """Wait for an actor: its place, its task (None: it was starting or compared), its answer (None: it died)."""
+        ray = _ray()
+        awaited = {place.awaited: place for place in self.places if place.awaited is not None}
+        starting = [p.started + START_SECONDS for p in awaited.values() if not p.proved]
+        patience = max(0.0, min(starting) - time.monotonic()) if starting else None
+        ready, _ = ray.wait(list(awaited), timeout=patience)
+        if not ready:
+            late = next(place for place in awaited.values() if place.started + START_SECONDS == min(starting))
+            raise RuntimeError(
+                f"{late} has not started within {START_SECONDS} s. {self._cluster.resources()} If a machine is gone, "
+                "bring it back or ask for fewer workers or gpus, and call train(resume_from_checkpoint=True) in a new "
+                "process; if the model takes longer to load, raise evoalign_lib.engines.ray.START_SECONDS."
+            )
+        place = awaited[ready[0]]
+        task, place.task, place.awaited = place.task, None, None
+        try:
+            answer = ray.get(ready[0])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from error  # what was raised there, such as a RewardError
+            raise
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            self._died(place, error)
+            return place, task, None
+        self.received_bytes += len(ray.cloudpickle.dumps(answer))
+        place.busy_seconds += answer.seconds
+        if task is None:
+            self._judge(place, answer)
+        return place, task, answer
+
+    # ---- what goes wrong
+
+    def _died(self, place: Place, error: Exception) -> None:
+        place.end = f"{place.process}: {_reason(error)}"
+        if getattr(error, "actor_init_failed", False):
+            raise RuntimeError(
+                f"actor {place.number} cannot start, {place.end}. Every machine of the cluster needs "
+                "evoalign_lib with what it imports, and a model that is given by a folder in that folder."
+            ) from error
+        self._fail(place, place.end)
+        self.mended["actors/restarted"] += 1
+        logger.warning(
+            "actor %d died, %s. A new process takes its place and replays %d updates.",
+            place.number,
+            place.end,
+            len(self._updates),
+        )
+        self._launch(place)
+
+    def _behind(self, place: Place, applied: int) -> None:
+        self._fail(place, f"it has {applied} updates instead of {len(self._updates)}")
+        self.mended["actors/behind"] += 1
+        logger.warning("%s has applied %d of %d updates: the rest is sent.", place, applied, len(self._updates))
+        self._catch_up(place, applied)
+
+    def _fail(self, place: Place, why: str) -> None:
+        """Count a failure of an actor, and raise RuntimeError if it has not worked since several others."""
+        place.failures += 1
+        if place.failures > MOST_DEATHS:
+            raise RuntimeError(
+                f"{place} failed {place.failures} times in a row before it had done anything, at last: {why}. Look at "
+                "the memory of its machine and at Ray's logs there. Every recorded step is in the ledger."
+            )
+
+    def _judge(self, place: Place, answer: _Answer) -> None:
+        """Compare an actor with the run: it may work, or a new process takes its place."""
+        if answer.applied < len(self._updates):
+            if place.proved:
+                self._behind(place, answer.applied)
+            else:  # the run moved on while it started
+                self._catch_up(place, answer.applied)
+            return
+        place.process, proof = answer.result
+        if self.gpus:
+            try:
+                prove(self.layout, self.master, *proof)
+                wrong = None
+            except WrongWeights as error:
+                wrong = str(error)
+        else:
+            own = ledger.digest(self.layout, self.master)
+            wrong = None if proof == own else f"their digest is {proof:.16}..., that of the run is {own:.16}..."
+        if wrong is None:
+            place.proved = True
+            return
+        what = f"{place}: after {answer.applied} updates its weights are not those of the run: {wrong}"
+        if not place.proved:
+            raise WrongWeights(
+                f"{what} A new process that has replayed the run differs, so nothing can be mended here. Either the "
+                "model that it loaded is not the one that was given, or its machine computes the noise differently: "
+                "the tests of evoalign_lib.noise tell, run them there."
+            )
+        self.mended["actors/rebuilt"] += 1
+        logger.warning("%s A new process takes its place and replays all updates.", what)
+        self._launch(place)
+
+
+@dataclass
+class Place:
+    """One place among the actors, whichever process fills it."""
+
+    number: int
+    finished: int = 0
+    """tasks that were done here"""
+    busy_seconds: float = 0.0
+    """that its processes spent on tasks and updates, of which this process has heard"""
+    process: str = "which has not answered yet"
+    """number and machine of the process"""
+    end: str = ""
+    """why the last process ended"""
+    actor: Any = None
+    awaited: Any = None
+    """reference to the answer that it owes; None: it is idle"""
+    task: int | None = None
+    """the task that it has; None: it owes a proof or is idle"""
+    proved: bool = False
+    """whether its weights were compared with the run's since its process started"""
+    failures: int = 0
+    """in a row, before it finished a task"""
+    started: float = 0.0
+
+    def __str__(self):
+        return f"actor {self.number} ({self.process})"
+
+
+class _Task(NamedTuple):
+    method: str
+    arguments: tuple
+    label: str
+    """what it is, for errors"""
+
+
+class _Answer(NamedTuple):
+    applied: int
+    """updates that the actor has applied"""
+    seconds: float
+    """that it worked since its last answer"""
+    result: Any
+    """None if it lacks updates"""
+
+
+# ---- in the actor's process
+
+
+class _Actor:
+    """What runs in a process of the cluster: an engine and the number of updates that its weights have."""
+
+    def __init__(self, once: dict[str, Any]):
+        self.engine = _Replica(once) if once["gpus"] else _local_engine(once)
+        self.applied, self.seconds = 0, 0.0
+
+    def update(self, first: int, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Apply updates, the first of which is number `first` of the run; what was applied before is passed over."""
+        started = time.perf_counter()
+        if first <= self.applied:
+            for update in updates[self.applied - first :]:
+                self.engine.update(*update)
+                self.applied += 1
+        self.seconds += time.perf_counter() - started
+
+    def proof(self) -> _Answer:
+        """Where this is, and what proves the weights."""
+        if isinstance(self.engine, LocalEngine):
+            found = ledger.digest(self.engine.layout, self.engine.master)
+        else:
+            found = self.engine.generator.segments, self.engine.generator.digests()
+        return self._answer(lambda: (f"process {os.getpid()} on {socket.gethostname()}", found))
+
+    def evaluate(self, applied: int, index: int, key: int, sign: int, *rest: Any) -> _Answer:
+        """Evaluate a member with the weights after so many updates."""
+        return self._answer(lambda: self.engine.evaluate_member(index, Member(key, sign), *rest), applied)
+
+    def generate(self, applied: int, *arguments: Any) -> _Answer:
+        """Completions of the weights after so many updates."""
+        return self._answer(lambda: self.engine.generate_rows(*arguments), applied)
+
+    def _answer(self, work: Callable[[], Any], applied: int | None = None) -> _Answer:
+        started = time.perf_counter()
+        result = work() if applied in (None, self.applied) else None
+        seconds, self.seconds = self.seconds + time.perf_counter() - started, 0.0
+        return _Answer(self.applied, seconds, result)
+
+
+def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
+    from evoalign_lib.es import load_model
+
+    torch.set_num_threads(1)
+    model, tokenizer = once["model"], once["tokenizer"]
+    if model is None:
+        model, _ = load_model(once["folder"], tokenizer, once["load"])
+    common = {name: once[name] for name in ("max_completion_length", "chunk_rows", "decoder", "distribution")}
+    return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **common)
+
+
+class _Replica(Decoding):
+    """vLLM with the prompts and rewards of the run; its workers hold all the weights that there are."""
+
+    def __init__(self, once: Mapping[str, Any]):
+        scoring = ("tokenizer", "rewards", "prompts", "eos_ids", "max_completion_length")
+        super().__init__(*(once[name] for name in scoring))
+        settings = once["settings"]
+        if once["tensor_parallel"] > 1:  # the actor holds all the GPUs: other actors, which vLLM would take, get none
+            settings = {"distributed_executor_backend": "mp"} | settings
+        longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
+        with tempfile.TemporaryDirectory() as made:
+            if (folder := once["folder"]) is None:
+                folder = made
+                once["model"].save_pretrained(folder)
+            common = once["load"]["dtype"], self.eos_ids, longest, once["parameters"], once["distribution"]
+            self.generator = Generator(folder, *common, once["tensor_parallel"], settings)
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Move the weights."""
+        self.generator.update(keys, coefficients)
+
+
+# ---- the cluster
+
+
+class _Cluster:
+    """Room for actors on a Ray cluster.
+
+    Args:
+        size: actors; None: one for each core.
+        gpus: of each actor.
+        model_bytes: that the object store must hold beside what is small.
+
+    Raises:
+        RuntimeError: the cluster does not find room in time.
+    """
+
+    _open: set[_Cluster] = set()
+    _started_here = False
+
+    def __init__(self, size: int | None, gpus: int, model_bytes: int):
+        ray = _ray()
+        from ray.util.placement_group import placement_group
+
+        if not ray.is_initialized():
+            _join(size, model_bytes)
+        _Cluster._open.add(self)
+        self._actors: list[Any] = []
+        self.size = size or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        self._bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
+        self._group = placement_group([self._bundle] * self.size, strategy="PACK")
+        lacks = any(ray.cluster_resources().get(k, 0) < self.size * n for k, n in self._bundle.items())
+        # a cluster of this machine alone does not grow: no need to wait
+        if (lacks and _Cluster._started_here) or not self._group.wait(PLACEMENT_SECONDS):
+            found = self.resources()
+            self.leave()
+            raise RuntimeError(
+                f"the cluster has no room for {self.size} actors of {self._bundle} each (waited for at most "
+                f"{PLACEMENT_SECONDS} s). {found} Ask for fewer workers or gpus, add machines, or close what holds "
+                "them (trainer.engine.close() of a trainer that is done)."
+            )
+
+    def actor(self, number: int, *arguments: Any) -> Any:
+        """Start an actor in the place of this number."""
+        ray = _ray()
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # whoever dies stays dead: Ray would begin anew with the starting weights, behind the driver's back
+        handle = (
+            ray.remote(_Actor)
+            .options(
+                num_cpus=1,
+                num_gpus=self._bundle.get("GPU", 0),
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+            )
+            .remote(*arguments)
+        )
+        self._actors.append(handle)
+        return handle
+
+    def end(self, actor: Any) -> None:
+        """End an actor, dead or alive; None: nothing."""
+        if actor is not None:
+            self._actors.remove(actor)
+            _ray().kill(actor)
+
+    def resources(self) -> str:
+        """What the cluster has, in words."""
+        ray = _ray()
+        found, free = ray.cluster_resources(), ray.available_resources()
+        kinds = ", ".join(f"{found.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in ("CPU", "GPU"))
+        return f"It has {kinds}."
+
+    def leave(self) -> None:
+        """End the actors, give their room back, and end Ray if it was started here and nobody else uses it."""
+        ray = _ray()
+        if self not in _Cluster._open:
+            return
+        _Cluster._open.remove(self)
+        if not ray.is_initialized():  # somebody ended Ray
+            return
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        remove_placement_group(self._group)
+        if _Cluster._started_here and not _Cluster._open:
+            _Cluster._started_here = False
+            ray.shutdown()
+
+
+def _ray() -> ModuleType:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            "engine='ray', and several vLLM engines, need Ray: pip install -e '.[cluster]', or take engine='local'."
+        ) from error
+    return ray
+
+
+def _join(workers: int | None, model_bytes: int) -> None:
+    """Connect to the cluster that RAY_ADDRESS names, or start one on this machine."""
+    ray = _ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address, **quiet)
+        return
+    if not any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
+        # Ray listens on the network, and whoever talks to it runs code here. It wants a token by default, and would
+        # leave one in the home folder: this one is for this process and its children.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    ray.init(
+        "local",
+        num_cpus=max(workers or 1, local.default_workers()),
+        object_store_memory=OBJECT_STORE + 2 * model_bytes,
+        include_dashboard=False,
+        **quiet,
+    )
+    _Cluster._started_here = True
+
+
+def _reason(error: Exception) -> str:
+    """Why an actor died, in one line of Ray's message."""
+    text = " ".join(str(error).split())
+    if "creation task" in text:  # the exception stands at the end
+        return text[-500:]
+    start = max(0, text.find("The actor is dead because"))
+    return text[start : start + 300]
