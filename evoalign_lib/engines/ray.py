@@ -49,7 +49,7 @@ PLACEMENT_SECONDS = 300
 START_SECONDS = 1800
 """how long an actor may take to load its model and to replay the run"""
 MOST_DEATHS = 3
-"""so many processes may end with one task, or one after the other before they have worked"""
+"""so many processes may end with one task, or one after the other before they can work"""
 OBJECT_STORE = 100 << 20
 """bytes of the object store of a cluster that is started here, beside those of a model object"""
 
@@ -212,8 +212,9 @@ class RayEngine(Engine):
         except TypeError as error:
             cluster.leave()
             raise TypeError(
-                f"model, tokenizer, prompts and reward functions go to actors, and one of them cannot: {error}. Take a "
-                "reward function that holds nothing like an open file or a lock, or engine='local'."
+                f"model, tokenizer, prompts and reward functions go to actors, and one of them cannot: "
+                f"{error.__cause__ or error}. Take a reward function that holds nothing like an open file or a lock, "
+                "or engine='local'."
             ) from error
         self.places = [Place(i) for i in range(cluster.size)]
         for place in self.places:
@@ -276,7 +277,7 @@ class RayEngine(Engine):
                     self._behind(place, answer.applied)
                 else:
                     done[task] = answer.result
-                    place.failures, place.finished = 0, place.finished + 1
+                    place.finished += 1
         except BaseException:
             for place in self.places:
                 if place.task is not None:  # its answer is nobody's any more; the next task comes behind it
@@ -341,12 +342,12 @@ class RayEngine(Engine):
         self._catch_up(place, applied)
 
     def _fail(self, place: Place, why: str) -> None:
-        """Count a failure of an actor, and raise RuntimeError if it has not worked since several others."""
+        """Count a failure of an actor, and raise RuntimeError if it is one of several without a proof between them."""
         place.failures += 1
         if place.failures > MOST_DEATHS:
             raise RuntimeError(
-                f"{place} failed {place.failures} times in a row before it had done anything, at last: {why}. Look at "
-                "the memory of its machine and at Ray's logs there. Every recorded step is in the ledger."
+                f"actor {place.number} failed {place.failures} times in a row before it could work, at last: {why}. "
+                "Look at the memory of its machine and at Ray's logs there. Every recorded step is in the ledger."
             )
 
     def _judge(self, place: Place, answer: _Answer) -> None:
@@ -368,7 +369,7 @@ class RayEngine(Engine):
             own = ledger.digest(self.layout, self.master)
             wrong = None if proof == own else f"their digest is {proof:.16}..., that of the run is {own:.16}..."
         if wrong is None:
-            place.proved = True
+            place.proved, place.failures = True, 0
             return
         what = f"{place}: after {answer.applied} updates its weights are not those of the run: {wrong}"
         if not place.proved:
@@ -403,7 +404,7 @@ class Place:
     proved: bool = False
     """whether its weights were compared with the run's since its process started"""
     failures: int = 0
-    """in a row, before it finished a task"""
+    """since the last proof"""
     started: float = 0.0
 
     def __str__(self):

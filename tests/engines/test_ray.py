@@ -1,0 +1,452 @@
+"""Runs on a Ray cluster of this machine: the bits of the local engine, whatever dies meanwhile."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import PROMPTS, random_model, tokenizer
+from transformers import TrainerCallback
+
+from evoalign_lib import ledger, paths
+from evoalign_lib.engines.local import LocalEngine, Member, Prompts
+from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.rewards import RewardError, Rewards
+
+ray = pytest.importorskip("ray")
+
+from evoalign_lib.engines import ray as engines_ray  # noqa: E402
+from evoalign_lib.engines.ray import RayEngine  # noqa: E402
+
+# Actors get this file's functions by value: as a module it would have to be found there.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
+KILLS = 10
+
+
+def reward(completion_ids, number, **columns):
+    return [None if n == 3 else sum(ids) / 7 for n, ids in zip(number, completion_ids, strict=True)]
+
+
+def ordered(completion_ids, number, trainer_state=None, **columns):
+    """The reward, after what the trainer's state says: with ("raise",), ("end",), ("sleep",), ("meet", folder, n)."""
+    order = trainer_state if isinstance(trainer_state, tuple) else ("",)
+    if order[0] == "raise" and sum(completion_ids[0]) == order[1]:
+        raise ValueError("no such number")
+    if order[0] == "end":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order[0] == "sleep":
+        time.sleep(60)
+    if order[0] == "meet":  # whoever comes first waits until all others have been here
+        folder, others = Path(order[1]), order[2] - 1
+        try:
+            (folder / "first").touch(exist_ok=False)
+        except FileExistsError:
+            (folder / f"{time.monotonic_ns()}-{os.getpid()}").touch()
+        else:
+            end = time.monotonic() + 60
+            while len(list(folder.iterdir())) <= others and time.monotonic() < end:
+                time.sleep(0.01)
+    return reward(completion_ids, number)
+
+
+def trainer(folder: Path, score=reward, callbacks=None, **changed) -> ESTrainer:
+    config = {
+        "output_dir": str(folder), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 12,
+        "prompts_per_step": 3, "max_completion_length": 4, "workers": 1, "disable_tqdm": True, "report_to": "none",
+        "save_strategy": "no", "seed": 5,
+    } | changed  # fmt: skip
+    return ESTrainer(random_model(), score, ESConfig(**config), ROWS, ROWS[:2], tokenizer(), callbacks)
+
+
+def on_ray(folder: Path, score=reward, callbacks=None, **changed) -> ESTrainer:
+    return trainer(folder, score, callbacks, **{"engine": "ray", "workers": 2} | changed)
+
+
+def digest(tested) -> str:
+    engine = getattr(tested, "engine", tested)
+    return ledger.digest(engine.layout, engine.master)
+
+
+def same_run(one: ESTrainer, other: ESTrainer) -> bool:
+    """Whether two runs have the same rewards, budget and weights."""
+    rewards = [[step.rewards.tobytes() for step in tested.ledger.steps] for tested in (one, other)]
+    budgets = [{k: v for k, v in tested.budget.items() if k != "core_seconds"} for tested in (one, other)]
+    return rewards[0] == rewards[1] and budgets[0] == budgets[1] and digest(one) == digest(other)
+
+
+def same(ones: list, others: list) -> bool:
+    """Whether two lists of evaluations are equal."""
+    return len(ones) == len(others) and all(
+        a.scored.rewards.tobytes() == b.scored.rewards.tobytes() and (a.lengths == b.lengths).all()
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """A cluster that exists before the engines, which join it and leave it as it is. Its GPU is one by name only."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
+    address = ray.init(
+        "local", num_cpus=2, num_gpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
+        logging_level="ERROR",
+    ).address_info["address"]  # fmt: skip
+    yield address
+    assert ray.is_initialized(), "an engine ended a cluster that is not its own"
+    ray.shutdown()
+
+
+def room() -> float:
+    """CPUs of the cluster that no engine holds, once actors that were ended are gone."""
+    end = time.monotonic() + 30
+    while (free := ray.available_resources().get("CPU", 0)) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    return free
+
+
+class TestARun:
+    """One run in several acts, with the same actors."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("runs")
+        here, there = trainer(folder / "here"), on_ray(folder / "there")
+        yield here, there
+        there.engine.close()
+        assert room() == 2
+
+    def go_on(self, runs, steps: int) -> None:
+        for tested in runs:
+            tested.args.max_steps = tested.state.global_step + steps
+            tested.train()
+
+    def test_has_the_bits_of_the_local_engine(self, runs):
+        here, there = runs
+        self.go_on(runs, 6)
+        engine = there.engine
+        assert same_run(here, there) and here._settings() == there._settings()
+        assert sum(place.finished for place in engine.places) == 6 * 6
+        assert not any(engine.mended.values())
+        assert engine.generate("eval") == here.engine.generate("eval")
+        drawn = [tested.engine.generate("train", np.array([5, 1]), samples=2, seed=3) for tested in runs]
+        assert drawn[0] == drawn[1]
+        assert here.evaluate() == there.evaluate()
+
+    def test_messages_hold_keys_and_rewards(self, runs):
+        engine = runs[1].engine
+        before = engine.sent_bytes, engine.received_bytes
+        self.go_on(runs, 1)
+        sent, received = engine.sent_bytes - before[0], engine.received_bytes - before[1]
+        assert 0 < sent < 1000 * (6 + 2) and 0 < received < 1000 * 6  # of each member, and of the update of each actor
+        assert sent + received < 4 * engine.layout.d / 5
+
+    def test_an_actor_that_lost_its_updates_gets_them(self, runs, caplog):
+        here, there = runs
+        engine = there.engine
+        place = engine.places[1]
+        # as if its process had begun anew: the starting weights
+        ray.get(place.actor.__ray_call__.remote(lambda actor, once: actor.__init__(once), engine._sent_once))
+        self.go_on(runs, 1)
+        assert engine.mended == {"actors/restarted": 0, "actors/behind": 1, "actors/rebuilt": 0}
+        assert same_run(here, there)
+        assert f"{place} has applied 0 of 7 updates: the rest is sent." in caplog.text
+
+    def test_an_actor_with_other_weights_is_replaced(self, runs, caplog):
+        """They change after the 20th step, whose digest the ledger notes before the next one."""
+        here, there = runs
+        engine = there.engine
+        process = engine.places[0].process
+
+        def change(actor):
+            actor.engine.master[7] += 1
+
+        class Change(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 20:
+                    ray.get(engine.places[0].actor.__ray_call__.remote(change))
+
+        there.callback_handler.add_callback(Change)
+        self.go_on(runs, 24 - there.state.global_step)
+        assert engine.mended["actors/rebuilt"] == 1
+        message = next(r.getMessage() for r in caplog.records if "are not those of the run" in r.getMessage())
+        noted = there.ledger.weights[20]
+        assert f"actor 0 ({process}): after 20 updates" in message and f"that of the run is {noted:.16}..." in message
+        assert same_run(here, there)
+        assert there.state.log_history[-1]["actors/rebuilt"] == 1
+        engine.generate("train")
+        assert engine.places[0].process != process
+
+    def test_wrong_weights_after_a_replay_end_the_run(self, runs):
+        engine = runs[1].engine
+        engine.master[7] += 1  # as if this machine computed the noise differently
+        try:
+            with pytest.raises(engines_ray.WrongWeights, match="has replayed the run differs, so nothing"):
+                engine.check()
+                engine.generate("train")
+        finally:
+            engine.master[7] -= 1
+
+
+class TestTasks:
+    """What members do to actors; rewards with a floor and a limit of time where the test needs them."""
+
+    MEMBERS = [Member(11), Member(12), Member(13, -1), Member(14), Member(15)]
+    ALL = np.arange(len(ROWS))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engines(cls):
+        prompts = {"train": Prompts(ROWS, tokenizer())}
+        here, there = (
+            kind(random_model(), tokenizer(), Rewards(ordered, timeout=2.0), prompts, max_completion_length=4, **more)
+            for kind, more in ((LocalEngine, {}), (RayEngine, {"workers": 2}))
+        )
+        yield here, there
+        there.close()
+        assert room() == 2
+
+    def test_prompts_that_come_in_time(self, engines):
+        for engine in engines:
+            engine.add_prompts("late", ROWS[:3])
+        assert engines[0].generate("late") == engines[1].generate("late")
+        with pytest.raises(RuntimeError, match="'later' come too late: add them before the actors start"):
+            engines[1].add_prompts("later", ROWS)
+
+    @pytest.mark.parametrize("sampling", [None, (77, 3)])
+    def test_members(self, engines, sampling):
+        evaluated = [e.evaluate(self.MEMBERS, 0.05, "train", self.ALL, None, sampling) for e in engines]
+        assert same(*evaluated)
+
+    def test_a_slow_member_does_not_hold_up_the_others(self, engines, tmp_path):
+        there, n = engines[1], 12
+        before = [place.finished for place in there.places]
+        there.evaluate([Member(i) for i in range(n)], 0.05, "train", self.ALL, ("meet", str(tmp_path), n))
+        assert sorted(p.finished - b for p, b in zip(there.places, before, strict=True)) == [1, n - 1]
+
+    def test_an_error_of_a_reward_names_its_member(self, engines):
+        here, there = engines
+        sums = [e.scored.rewards[0] for e in here.evaluate(self.MEMBERS, 0.05, "train", self.ALL)]
+        order = "raise", round(7 * sums[3])
+        messages = []
+        for engine in engines:
+            with pytest.raises(RewardError) as found:
+                engine.evaluate(self.MEMBERS, 0.05, "train", self.ALL, order)
+            messages.append(str(found.value))
+        assert messages[0] == messages[1] and messages[0].startswith(f"member {sums.index(sums[3])}: ")
+        assert not any(there.mended.values())
+        assert same(*(e.evaluate(self.MEMBERS, 0.05, "train", self.ALL) for e in engines))
+
+    def test_the_limit_of_time_holds_in_an_actor(self, engines):
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"member 0: .*no result within 2.0 s"):
+            engines[1].evaluate(self.MEMBERS[:1], 0.05, "train", self.ALL[:1], ("sleep",))
+        assert time.monotonic() - started < 30
+
+    def test_a_member_that_ends_its_process_every_time(self, engines, caplog):
+        class Ending(tuple):
+            global_step = 8
+
+        here, there = engines
+        update = np.array([5, 6], np.uint64), np.array([0.1, -0.2], np.float32)
+        for engine in engines:
+            engine.update(*update)
+        with pytest.raises(RuntimeError, match=r"^member 0 of step 8 ended the process that it was given to 3 times"):
+            there.evaluate(self.MEMBERS[:1], 0.05, "train", self.ALL, Ending(("end",)))
+        assert there.mended == {"actors/restarted": 3, "actors/behind": 0, "actors/rebuilt": 0}
+        assert "A new process takes its place and replays 1 updates." in caplog.text
+        there.follow([update])  # as from a checkpoint: the actors begin anew
+        assert same(*(e.evaluate(self.MEMBERS, 0.05, "train", self.ALL) for e in engines))
+
+
+# ---- processes that are killed
+
+
+def slow_reward(completion_ids, number, **columns):
+    time.sleep(0.04)
+    return reward(completion_ids, number)
+
+
+def actors() -> set[int]:
+    """Processes of this machine that are actors."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                if (folder / "cmdline").read_bytes().startswith(b"ray::_Actor"):
+                    found.add(int(folder.name))
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+    return found
+
+
+def killer(engine: RayEngine, killed: list[str], stop: threading.Event) -> None:
+    """Kill actors, each life at a moment of its own: while it starts and replays, or after its first member."""
+    rng, before, lives = random.Random(3), actors(), {}
+    while len(killed) < KILLS and not stop.wait(0.005):
+        for pid in actors() - before:
+            place = next((place for place in engine.places if f"process {pid} " in place.process), None)
+            if pid not in lives:
+                starting = rng.random() < 0.4
+                lives[pid] = {"starting": starting, "delay": rng.uniform(0, 4 if starting else 0.3), "since": None}
+            life, now = lives[pid], time.monotonic()
+            if place is not None:
+                works = place.finished > life.setdefault("finished", place.finished)
+            if life["since"] is None and (life["starting"] or place is not None and works):
+                life["since"] = now
+            if life["since"] is not None and now > life["since"] + life["delay"]:
+                os.kill(pid, signal.SIGKILL)
+                before.add(pid)
+                killed.append("starting" if place is None else "working")
+
+
+def test_chaos(tmp_path, capsys):
+    settings = {"max_steps": 25, "population_size": 8}
+    whole, tested = trainer(tmp_path / "whole", **settings), on_ray(tmp_path / "run", slow_reward, **settings)
+    whole.train()
+    killed, stop = [], threading.Event()
+    thread = threading.Thread(target=killer, args=(tested.engine, killed, stop))
+    thread.start()
+    started = time.monotonic()
+    try:
+        tested.train()
+    finally:
+        stop.set()
+        thread.join()
+        tested.engine.close()
+    with capsys.disabled():
+        kinds = {kind: killed.count(kind) for kind in ("working", "starting")}
+        print(f"\nkilled {kinds} in {time.monotonic() - started:.0f} s, mended {tested.engine.mended}")
+    assert len(killed) == KILLS and killed.count("working") >= 3
+    assert tested.engine.mended["actors/rebuilt"] == 0
+    assert tested.engine.mended["actors/restarted"] >= KILLS - 1  # the last one may not be missed any more
+    assert same_run(whole, tested)
+    assert ledger.verify(tmp_path / "run" / ledger.NAME, random_model()).weights == digest(whole)
+    assert room() == 2
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from test_ray import on_ray
+if __name__ == "__main__":
+    on_ray(Path(sys.argv[1]), max_steps=10**6).train()
+"""
+
+
+def test_a_killed_driver_resumes(tmp_path, cluster):
+    """From its ledger, and from a checkpoint that the local engine wrote."""
+    folder, path = tmp_path / "run", tmp_path / "run" / ledger.NAME
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [
+        sys.executable,
+        str(tmp_path / "driver.py"),
+        str(folder),
+        str(paths.ROOT / "tests"),
+        str(Path(__file__).parent),
+    ]
+    environment = os.environ | {"RAY_ADDRESS": cluster}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as driver:
+        end = time.monotonic() + 120
+        while not (path.exists() and path.read_bytes().count(b"\n") > 4) and driver.poll() is None:
+            assert time.monotonic() < end, "the run does not get on"
+            time.sleep(0.01)
+        driver.kill()
+        output = driver.stdout.read().decode()
+    assert driver.returncode == -signal.SIGKILL, output
+    steps = len(ledger.read(path).steps)
+    assert steps >= 3 and room() == 2
+    lines = path.read_bytes()
+    here = trainer(folder, max_steps=steps + 2, save_strategy="steps", save_steps=2)
+    here.train(resume_from_checkpoint=True)
+    there = on_ray(folder, max_steps=steps + 4)
+    whole = trainer(tmp_path / "whole", max_steps=steps + 4)
+    try:
+        there.train(resume_from_checkpoint=True)
+        assert sum(place.finished for place in there.engine.places) == 2 * 6
+    finally:
+        there.engine.close()
+    whole.train()
+    assert path.read_bytes().startswith(lines.rpartition(b"\n")[0])
+    assert same_run(whole, there)
+    assert room() == 2
+
+
+# ---- other clusters
+
+
+def test_a_cluster_without_room(monkeypatch):
+    monkeypatch.setattr(engines_ray, "PLACEMENT_SECONDS", 0.5)
+    prompts = {"train": Prompts(ROWS, tokenizer())}
+    settings = {"max_completion_length": 4, "workers": 3}
+    engine = RayEngine(random_model(), tokenizer(), Rewards(reward), prompts, **settings)
+    message = r"no room for 3 actors of \{'CPU': 1\} each .* It has 2 CPU \(2 free\), 1 GPU \(1 free\). Ask for fewer"
+    with pytest.raises(RuntimeError, match=message):
+        engine.generate("train")
+    assert room() == 2
+
+
+def test_what_cannot_be_sent():
+    lock = threading.Lock()
+
+    def locked(completions, **columns):
+        with lock:
+            return [0.0] * len(completions)
+
+    prompts = {"train": Prompts(ROWS, tokenizer())}
+    engine = RayEngine(random_model(), tokenizer(), Rewards(locked), prompts, max_completion_length=4, workers=2)
+    with pytest.raises(TypeError, match="and one of them cannot: cannot pickle '_thread.lock' object. Take"):
+        engine.generate("train")
+    assert room() == 2
+
+
+def test_a_folder_that_another_machine_does_not_have(tmp_path):
+    prompts = {"train": Prompts(ROWS, tokenizer())}
+    settings = {"max_completion_length": 4, "workers": 1, "folder": str(tmp_path / "nowhere")}
+    engine = RayEngine(random_model(), tokenizer(), Rewards(reward), prompts, **settings)
+    try:
+        with pytest.raises(RuntimeError, match=r"(?s)actor 0 cannot start, .*nowhere' does not exist.*in that folder"):
+            engine.generate("train")
+    finally:
+        engine.close()
+
+
+def test_an_actor_that_does_not_start(monkeypatch):
+    monkeypatch.setattr(engines_ray, "START_SECONDS", 0.1)
+    prompts = {"train": Prompts(ROWS, tokenizer())}
+    engine = RayEngine(random_model(), tokenizer(), Rewards(reward), prompts, max_completion_length=4, workers=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"actor 0 .* has not started within 0.1 s. It has 2 CPU"):
+            engine.generate("train")
+    finally:
+        engine.close()
+
+
+def test_vllm_in_an_actor():
+    """On a CPU, which the cluster takes for a GPU."""
+    pytest.importorskip("vllm")
+    prompts, members = {"train": Prompts(ROWS, tokenizer())}, [Member(11), Member(12), Member(12, -1)]
+    # heads as large as vLLM's kernels want them
+    model, rows = random_model(hidden_size=64, num_attention_heads=2, num_key_value_heads=1), np.arange(len(ROWS))
+    here = LocalEngine(model, tokenizer(), Rewards(reward), prompts, max_completion_length=4)
+    settings = {"enforce_eager": True, "max_num_seqs": 8}
+    there = RayEngine(model, tokenizer(), Rewards(reward), prompts, max_completion_length=4, gpus=1, settings=settings)
+    try:
+        for coefficients in ([0.1, -0.2], [0.05, 0.1]):
+            assert same(*(e.evaluate(members, 0.05, "train", rows) for e in (here, there)))
+            for engine in (here, there):
+                engine.update(np.array([5, 6], np.uint64), np.array(coefficients, np.float32))
+            there.check()
+        assert here.generate("train") == there.generate("train")
+        assert not any(there.mended.values())
+    finally:
+        there.close()
