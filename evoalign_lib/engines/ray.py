@@ -25,6 +25,7 @@ import os
 import secrets
 import socket
 import tempfile
+import textwrap
 import time
 import weakref
 from collections import Counter, deque
@@ -53,6 +54,8 @@ MOST_DEATHS = 3
 OBJECT_STORE = 100 << 20
 """bytes of the object store of a cluster that is started here, beside those of a model object"""
 
+_NEW = "a process that has not answered yet"
+
 
 class RayEngine(Engine):
     """A population on the actors of a Ray cluster.
@@ -64,7 +67,7 @@ class RayEngine(Engine):
         gpus: to use, with vLLM; a multiple of tensor_parallel.
         chunk_rows, decoder: of `LocalEngine`, without GPUs.
         folder: where the model was loaded from, a folder that lies on each machine or a name on the Hub; None: the
-            model itself is sent to every actor.
+            model itself is sent to every actor, and a copy of it stays here.
         load: the arguments of from_pretrained it was loaded with.
         tensor_parallel: GPUs that share a copy of the model, of one machine.
         settings: further arguments of `vllm.LLM`.
@@ -112,6 +115,8 @@ class RayEngine(Engine):
         self.gpus, self.tensor_parallel, self.chunk_rows = gpus, tensor_parallel, chunk_rows
         self.places: list[Place] = []
         """of the actors; empty before they start"""
+        self.most_active: int | None = None
+        """so many of the actors get tasks, to measure what the others are good for; None: all"""
         self.sent_bytes, self.received_bytes = 0, 0
         """serialised size of all messages to and from actors after their start"""
         self.mended = {"actors/restarted": 0, "actors/behind": 0, "actors/rebuilt": 0}
@@ -212,7 +217,7 @@ class RayEngine(Engine):
         except TypeError as error:
             cluster.leave()
             raise TypeError(
-                f"model, tokenizer, prompts and reward functions go to actors, and one of them cannot: "
+                "model, tokenizer, prompts and reward functions go to actors, and one of them cannot: "
                 f"{error.__cause__ or error}. Take a reward function that holds nothing like an open file or a lock, "
                 "or engine='local'."
             ) from error
@@ -230,7 +235,7 @@ class RayEngine(Engine):
         """Start a process in a place, in which there may be one already, and let it replay the run."""
         self._cluster.end(place.actor)
         place.actor = self._cluster.actor(place.number, self._sent_once)
-        place.process, place.proved, place.started = "which has not answered yet", False, time.monotonic()
+        place.process, place.proved, place.started = _NEW, False, time.monotonic()
         self._catch_up(place, 0)
 
     def _catch_up(self, place: Place, applied: int) -> None:
@@ -254,7 +259,7 @@ class RayEngine(Engine):
         queue, done, deaths = deque(range(len(tasks))), {}, Counter()
         try:
             while len(done) < len(tasks):
-                for place in self.places:
+                for place in self.places[: self.most_active]:
                     if place.awaited is None and queue:
                         place.task = queue.popleft()
                         method, arguments, _ = tasks[place.task]
@@ -392,7 +397,7 @@ class Place:
     """tasks that were done here"""
     busy_seconds: float = 0.0
     """that its processes spent on tasks and updates, of which this process has heard"""
-    process: str = "which has not answered yet"
+    process: str = _NEW
     """number and machine of the process"""
     end: str = ""
     """why the last process ended"""
@@ -631,5 +636,4 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "creation task" in text:  # the exception stands at the end
         return text[-500:]
-    start = max(0, text.find("The actor is dead because"))
-    return text[start : start + 300]
+    return textwrap.shorten(text[max(0, text.find("The actor is dead because")) :], 200)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def same(ones: list, others: list) -> bool:
 def cluster():
     """A cluster that exists before the engines, which join it and leave it as it is. Its GPU is one by name only."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 64)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     address = ray.init(
         "local", num_cpus=2, num_gpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
         logging_level="ERROR",
@@ -290,13 +291,13 @@ def actors() -> set[int]:
 
 def killer(engine: RayEngine, killed: list[str], stop: threading.Event) -> None:
     """Kill actors, each life at a moment of its own: while it starts and replays, or after its first member."""
-    rng, before, lives = random.Random(3), actors(), {}
+    rng, before, lives = random.Random(4), actors(), {}
     while len(killed) < KILLS and not stop.wait(0.005):
-        for pid in actors() - before:
+        for pid in sorted(actors() - before):
             place = next((place for place in engine.places if f"process {pid} " in place.process), None)
             if pid not in lives:
-                starting = rng.random() < 0.4
-                lives[pid] = {"starting": starting, "delay": rng.uniform(0, 4 if starting else 0.3), "since": None}
+                starting = rng.random() < 0.6
+                lives[pid] = {"starting": starting, "delay": rng.uniform(0, 3 if starting else 0.3), "since": None}
             life, now = lives[pid], time.monotonic()
             if place is not None:
                 works = place.finished > life.setdefault("finished", place.finished)

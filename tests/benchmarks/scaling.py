@@ -1,0 +1,150 @@
+"""How a population scales over the actors of a Ray cluster: `python -m tests.benchmarks.scaling`.
+
+A step is an update and the evaluation of a population: random models of the architecture of base A0 (or the one that
+--model names), Countdown's prompts and reward. The same actors are measured with one of them working, with two, and so
+on, in turn; the first round is discarded, minimum and median of the others are kept. Ratios are within one run and hold
+better than seconds on cores that others use too. Nothing here passes or fails.
+
+For each number of actors:
+- `seconds`: of a step, and `speed_up`, the steps in the time of one with one actor;
+- `sent`, `received`: bytes of a step's messages, serialised, to and from all actors, counted where they are sent
+  (updates go to those that do not work, too); beside them `weights`, what it would take to send the model once;
+- `idle`: 1 - busy time / (working actors x wall time): what members of uneven length, messages, and this process leave.
+
+--gpus N takes vLLM, on N GPUs of the cluster that RAY_ADDRESS names or of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from evoalign_lib import paths, tiny
+from evoalign_lib.engines.local import Prompts, default_workers
+from evoalign_lib.engines.ray import RayEngine
+from evoalign_lib.es import load_model
+from evoalign_lib.rewards import Rewards
+from evoalign_lib.tasks import countdown
+from tests.benchmarks.cpu import SIGMA, base, build, device_name, population, threads
+from tests.benchmarks.shared import merge, run_sections
+
+
+def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) -> dict[str, float]:
+    """Some steps with so many actors: mean seconds and bytes of a step, and the idle share."""
+    members, keys, coefficients = population(options.members)
+    engine.most_active = actors
+    engine.check()  # all actors are idle, and have said how long they worked
+    places = engine.places[:actors]
+    busy, sent, received = sum(p.busy_seconds for p in places), engine.sent_bytes, engine.received_bytes
+    start = time.perf_counter()
+    for _ in range(options.steps):
+        engine.update(keys, coefficients)
+        engine.evaluate(members, SIGMA, "train", np.arange(options.prompts))
+    wall = time.perf_counter() - start
+    return {
+        "seconds": wall / options.steps,
+        "sent": (engine.sent_bytes - sent) / options.steps,
+        "received": (engine.received_bytes - received) / options.steps,
+        "idle": 1 - (sum(p.busy_seconds for p in places) - busy) / (actors * wall),
+    }
+
+
+def model_section(name: str, options: argparse.Namespace) -> dict:
+    """One model with one actor, two, and so on up to all."""
+    if options.model is None:
+        model, (_, tokenizer), where = build(name), base(), {}
+    else:
+        model, tokenizer = load_model(name, None, {"dtype": torch.bfloat16 if options.gpus else torch.float32})
+        where = {"folder": name}
+    rows = countdown.dataset(tiny.problems("train", options.prompts), tokenizer)
+    if options.gpus:
+        where |= {"gpus": options.gpus, "tensor_parallel": options.tensor_parallel}
+        most = options.gpus // options.tensor_parallel
+    else:
+        where |= {"workers": options.workers}
+        most = options.workers
+    prompts = {"train": Prompts(rows, tokenizer)}
+    rewards = Rewards(countdown.reward)
+    engine = RayEngine(model, tokenizer, rewards, prompts, max_completion_length=options.new, **where)
+    counts = sorted({*(2**i for i in range(most.bit_length())), most})
+    try:
+        start = time.perf_counter()
+        engine.generate("train", np.arange(1))
+        started = time.perf_counter() - start
+        seen: dict[int, list[dict]] = {n: [] for n in counts}
+        for _ in range(options.repeats + 1):
+            for n in counts:
+                seen[n].append(measure_step(engine, n, options))
+    finally:
+        engine.close()
+    best = {n: min(rows[1:], key=lambda row: row["seconds"]) for n, rows in seen.items()}
+    median = {n: statistics.median(row["seconds"] for row in rows[1:]) for n, rows in seen.items()}
+    return {
+        "about": f"{options.members} members a step, {options.prompts} prompts, {options.new} tokens at most; the "
+        f"first answer took {started:.1f} s, the load average is {os.getloadavg()[0]:.1f} on {default_workers()} cores",
+        "cells": {
+            f"{n} actors": best[n]
+            | {
+                "seconds_median": median[n],
+                "speed_up": best[1]["seconds"] / best[n]["seconds"],
+                "speed_up_median": median[1] / median[n],
+                "weights": sum(p.numel() * p.itemsize for p in model.parameters()),
+            }
+            for n in counts
+        },
+    }
+
+
+def show(name: str, found: dict) -> None:
+    """Print a model's table."""
+    print(f"\n== {name} ({found['section_seconds']} s): {found.get('about', '')}")
+    if "error" in found:
+        print(f"FAILED: {found['error']}")
+    for i, (cell, row) in enumerate(found.get("cells", {}).items()):
+        if not i:
+            print(" " * 12 + "".join(f"{column:>16}" for column in row))
+        print(f"{cell:12}" + "".join(f"{value:16.4g}" for value in row.values()))
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scaling", description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["0.14M", "1M", "4M"], help="sizes of tests.benchmarks.cpu")
+    parser.add_argument("--model", help="a folder or a name on the Hub, in place of them")
+    parser.add_argument("--workers", type=int, default=2, help="actors at most, on CPU cores")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs; each tensor_parallel of them is an actor with vLLM")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs an actor")
+    parser.add_argument("--members", type=int, default=12, help="of the population")
+    parser.add_argument("--prompts", type=int, default=50, help="a step")
+    parser.add_argument("--new", type=int, default=20, help="tokens a completion at most")
+    parser.add_argument("--steps", type=int, default=3, help="in a round")
+    parser.add_argument("--repeats", type=int, default=5, help="measured rounds")
+    parser.add_argument("--out", type=Path, default=paths.RUNS / "scaling.json", help="JSON file to merge into")
+    options = parser.parse_args(argv)
+    if options.gpus % options.tensor_parallel:
+        parser.error(f"--gpus {options.gpus} is no multiple of --tensor-parallel {options.tensor_parallel}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    names = options.models if options.model is None else [options.model]
+    kind = f"scaling over {options.gpus} GPUs" if options.gpus else "scaling over CPU actors"
+    with threads(1):
+        results = run_sections(
+            {name: partial(model_section, name, options) for name in names},
+            show,
+            lambda results: merge(options.out, device_name(), kind, results),
+        )
+    return int(any("error" in found for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
