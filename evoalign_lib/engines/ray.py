@@ -30,6 +30,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class RayEngine(Engine):
         common = {"max_completion_length": max_completion_length, "distribution": distribution}
         # an engine of the kind that the actors have: it knows the batch plan, holds the weights and never generates
         if gpus:
-            common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": settings}
+            common |= {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
             self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **common)
         else:
             common |= {"chunk_rows": chunk_rows, "decoder": decoder, "workers": local.default_workers()}
@@ -134,6 +135,7 @@ class RayEngine(Engine):
             "tensor_parallel": tensor_parallel,
             "settings": dict(settings or {}),
         }
+        self._noise: tuple[int, float] | None = None
         self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
         self._cluster: _Cluster | None = None
 
@@ -160,12 +162,22 @@ class RayEngine(Engine):
         chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
         draws = list(range(samples)) if samples else [None]
         tasks = [
-            _Task("generate", (name, chunk, seed, draw), f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},")
+            _Task(
+                "generate", (self._noise, name, chunk, seed, draw), f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
+            )
             for draw in draws
             for chunk in chunks
         ]
         done = iter(self._serve(tasks))
         return [[pair for _ in chunks for pair in next(done)] for _ in draws]
+
+    @contextmanager
+    def perturbed(self, key, sigma):
+        self._noise = int(key), float(sigma)
+        try:
+            yield
+        finally:
+            self._noise = None
 
     def add_prompts(self, name, rows):
         if self.places:
@@ -463,9 +475,10 @@ class _Actor:
         """Evaluate a member with the weights after so many updates."""
         return self._answer(lambda: self.engine.evaluate_member(index, Member(key, sign), *rest), applied)
 
-    def generate(self, applied: int, *arguments: Any) -> _Answer:
-        """Completions of the weights after so many updates."""
-        return self._answer(lambda: self.engine.generate_rows(*arguments), applied)
+    def generate(self, applied: int, noise: tuple[int, float] | None, *arguments: Any) -> _Answer:
+        """Completions of the weights after so many updates, with noise (key and sigma) on them if there is any."""
+        with self.engine.perturbed(*noise) if noise else nullcontext():
+            return self._answer(lambda: self.engine.generate_rows(*arguments), applied)
 
     def _answer(self, work: Callable[[], Any], applied: int | None = None) -> _Answer:
         started = time.perf_counter()
@@ -636,4 +649,5 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "creation task" in text:  # the exception stands at the end
         return text[-500:]
-    return textwrap.shorten(text[max(0, text.find("The actor is dead because")) :], 200)
+    _, _, address_and_cause = text.rpartition(" ip: ")
+    return textwrap.shorten(address_and_cause.partition(" ")[2] or text, 200)

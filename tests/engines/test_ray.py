@@ -227,6 +227,14 @@ class TestTasks:
         evaluated = [e.evaluate(self.MEMBERS, 0.05, "train", self.ALL, None, sampling) for e in engines]
         assert same(*evaluated)
 
+    def test_noise_on_the_weights_is_there_for_a_while(self, engines):
+        before, noisy = [engine.generate("train") for engine in engines], []
+        for engine in engines:
+            with engine.perturbed(13, 0.1):
+                noisy.append(engine.generate("train"))
+        assert noisy[0] == noisy[1] != before[0]
+        assert [engine.generate("train") for engine in engines] == before == [before[0]] * 2
+
     def test_a_slow_member_does_not_hold_up_the_others(self, engines, tmp_path):
         there, n = engines[1], 12
         before = [place.finished for place in there.places]

@@ -61,6 +61,16 @@ def test_without_emptying_the_prefix_cache_members_would_be_wrong(pair, monkeypa
         rewards()
 
 
+def test_noise_on_the_weights_is_there_for_a_while(pair):
+    before = pair[0].generate("train")
+    noisy = []
+    for one in pair:
+        with one.perturbed(members(1)[0].key, 0.1):
+            noisy.append(one.generate("train"))
+    assert noisy[0] == noisy[1] != before
+    assert [one.generate("train") for one in pair] == [before, before]
+
+
 def test_samples_are_common_random_numbers(pair):
     ours = pair[0]
     first = ours.generate("train", samples=2, seed=5)
