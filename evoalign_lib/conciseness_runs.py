@@ -237,11 +237,11 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
 
 
 @lru_cache(maxsize=2)
-def _reference(base: str) -> Any:
-    """The base itself, which nothing may train: once a process."""
+def _reference(base: str, engine: str) -> Any:
+    """The base itself in the dtype of the runs of an engine, which nothing may train: once a process."""
     from evoalign_lib.runs import model_of
 
-    return model_of({"base": base})[0]
+    return model_of({"kind": "base", "base": base, "engine": engine})[0]
 
 
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -323,7 +323,7 @@ def _kl(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[s
     from evoalign_lib import kl
 
     engine.write_model()
-    prompts, base = engine.prompts["test"], _reference(spec["base"])
+    prompts, base = engine.prompts["test"], _reference(spec["base"], spec.get("engine", "local"))
     found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
     return {"kl": found["exact_nats_per_sequence"], "kl_token": found["exact_nats_per_token"]}
 

@@ -324,7 +324,9 @@ class ESTrainer:
                 f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
                 "lower it, or set None for all."
             )
-        folder = str(model) if isinstance(model, (str, os.PathLike)) else None
+        folder = None
+        if isinstance(model, (str, os.PathLike)):  # a folder as every process finds it, or a name on the Hub
+            folder = os.path.abspath(model) if os.path.isdir(model) else str(model)
         self.engine = open_engine(self.model, self.processing_class, self.rewards, prompts, self.args, folder)
         self.run_key = noise.run_key(self.args.arm, self.args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
@@ -405,6 +407,7 @@ class ESTrainer:
             if self.control.should_save:
                 self._save_checkpoint()
         if self.ledger is not None and len(self.ledger.steps) == self.state.global_step and not self.ledger.ended:
+            self.engine.check()
             self.ledger.end(self._digest())
         if self.args.load_best_model_at_end:
             self._load_best()

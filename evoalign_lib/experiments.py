@@ -133,7 +133,7 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
 
 def announce(run: SimpleNamespace, notebook: str) -> None:
     """Print what a notebook runs on: scale, device, versions, the code's commit; with `dry_run`, that it will stop."""
-    found = environment()
+    found = environment(run.engine, run.gpus or 1)
     device = found.pop("device")
     print(f"{notebook}, scale {run.scale}, engine {run.engine} on {device}")
     print(", ".join(f"{name} {version}" for name, version in found.items()), f"(commit {_commit()})")
@@ -560,15 +560,15 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
         "notebook": notebook,
         "status": "finished",
         "commit": commit,
-        "environment": environment(),
+        "environment": environment(spec.get("engine", "local"), spec.get("gpus") or spec.get("tensor_parallel", 1)),
         **result,
     }
     _line(record)  # an error of this run, and not of the process that stores it among others
     return record
 
 
-def environment() -> dict[str, str]:
-    """Versions and the device's name, for a record."""
+def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
+    """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
     import warnings
 
     with warnings.catch_warnings():
@@ -585,7 +585,9 @@ def environment() -> dict[str, str]:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
         "evoalign": evoalign_lib.__version__,
-        "device": _device(),
+        "device": f"{gpus} x {torch.cuda.get_device_name()}"
+        if engine != "local" and torch.cuda.is_available()
+        else _device(),
     }
 
 

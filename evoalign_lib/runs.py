@@ -14,6 +14,7 @@ which that was so, `diverged`, and null for every number that is not finite.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import time
@@ -130,13 +131,8 @@ def _elsewhere(bases: Sequence[str], settings: Mapping[str, Any], arm: str = "ba
     """The settings of an engine that is not the local one, which has none in a spec."""
     from evoalign_lib import tiny
 
-    if settings.get("engine", "local") == "local":
+    if settings.get("engine", "local") == "local" or arm in _TRAINED:
         return {}
-    if arm in _TRAINED:
-        raise ValueError(
-            f"engine={settings['engine']!r} generates for ES; arm {arm!r} is trained by TRL, which generates itself: "
-            "make its runs with engine='local', all else alike."
-        )
     for base in bases:
         if base in tiny.SHIPPED:
             raise ValueError(
@@ -160,7 +156,8 @@ def train_specs(
             by a gradient arm and in random order by ES; without it every step has new ones in the tiny world, and other
             models train on all public problems; with task "conciseness" bases of the tiny world need it, 2 or 200, and
             other models train on so many of their training questions, or on all), scale_rewards in the place of the
-            arm's own, engine ("local", "vllm" or "ray"), gpus and tensor_parallel as `ESConfig` has them, and for GRPO
+            arm's own, engine ("local", "vllm" or "ray"), gpus and tensor_parallel as `ESConfig` has them (for ES: the
+            arms that TRL trains are generated for by TRL, in float32, whatever the engine), and for GRPO
             and its relatives micro_batch (completions in a backward pass; else all of a step,
             too many for a large model).
 
@@ -493,10 +490,11 @@ def _run_base(spec: Spec) -> Record:
 
     model, tokenizer, sets = _world(spec)
     with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
         if spec["task"] == "conciseness":
-            return conciseness_runs.base_outcome(spec, engine, sets)
+            return conciseness_runs.base_outcome(spec, engine, sets) | plan
         test = _test(engine, sets["test"])
-        return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test}
+        return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test} | plan
 
 
 def run_train(spec: Spec, keep: Path | None = None) -> Record:
@@ -522,14 +520,14 @@ def _run_es(spec: Spec, keep: Path | None = None) -> Record:
         if spec["arm"] == "es_sampled":
             changed |= {"sampling": "common", "arm": "es_sampled"}
         trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, **changed)
-        start, diverged = trainer.engine.master.copy(), _divergence(trainer)
-        trainer.train()
-        kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
-    budget = _spent_by_es(trainer)
-    budget["core_seconds"] = round(budget["core_seconds"], 2)
-    result = {"budget": budget, "counts": dict(trainer.counts), "plan": trainer.engine.plan, "curve": curve}
-    with closing(trainer.engine):
-        return result | kept | _outcome(spec, trainer.engine, start, sets, diverged)
+        with closing(trainer.engine) as engine:
+            start, diverged = engine.master.copy(), _divergence(trainer)
+            trainer.train()
+            kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
+            budget = _spent_by_es(trainer)
+            budget["core_seconds"] = round(budget["core_seconds"], 2)
+            result = {"budget": budget, "counts": dict(trainer.counts), "plan": engine.plan, "curve": curve}
+            return result | kept | _outcome(spec, engine, start, sets, diverged)
 
 
 def _spent_by_es(trainer: Any) -> dict[str, Any]:
@@ -723,12 +721,32 @@ def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
     prompts = engine.prompts["validation"]
     (samples,) = engine.generate("validation", samples=1, seed=spec["seed"])
     completions = [ids for _, ids in samples]
+    models, device = (engine.model, base), "cpu"
     if spec.get("engine", "local") != "local":  # what generated makes room on the GPU
         engine.close()
-        if torch.cuda.is_available():
-            engine.model.to("cuda"), base.to("cuda")
-    found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
+        device = _roomy_device(sum(p.numel() * p.itemsize for m in models for p in m.parameters()))
+    try:
+        for model in models:
+            model.to(device)
+        found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
+    finally:
+        if device != "cpu":  # the next run's engine is another process, and finds nothing of this one there
+            for model in models:
+                model.to("cpu")
+            gc.collect()
+            torch.cuda.empty_cache()
     return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in found.items()}
+
+
+def _roomy_device(needed: int, seconds: int = 60) -> str:
+    """The GPU, as soon as what generated has left it so many bytes; the CPU, slower, where that takes too long."""
+    import torch
+
+    for _ in range(seconds if torch.cuda.is_available() else 0):
+        if torch.cuda.mem_get_info()[0] > needed + (4 << 30):  # and some for activations
+            return "cuda"
+        time.sleep(1)
+    return "cpu"
 
 
 def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from evoalign_lib.engines.local import Engine
 
 ENGINES = ("local", "vllm", "ray")
+# arguments of from_pretrained that say which files, and what vLLM calls them
+_OF_VLLM = {"revision": "revision", "cache_dir": "download_dir", "token": "hf_token"}
 
 
 def open_engine(
@@ -32,6 +34,11 @@ def open_engine(
         workers = args.workers or (local.default_workers() if args.precision == "master" else 1)
         return local.LocalEngine(model, tokenizer, rewards, prompts, workers=workers, **common)
     common |= {"folder": folder, "tensor_parallel": args.tensor_parallel, "settings": args.engine_kwargs}
+    if args.engine == "vllm" or args.gpus:  # vLLM loads the very files that the model was loaded from
+        load = args.model_init_kwargs or {}
+        if "subfolder" in load:
+            raise ValueError("model_init_kwargs: vLLM loads no subfolder; download it and give it as the model.")
+        common["settings"] = {_OF_VLLM[k]: v for k, v in load.items() if k in _OF_VLLM} | (args.engine_kwargs or {})
     if args.engine == "vllm" and args.gpus <= args.tensor_parallel:
         from evoalign_lib.engines import vllm
 

@@ -124,6 +124,8 @@ def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[
     module, _, leaf = name.rpartition(".")
     parent, _, own = module.rpartition(".")
     names = [f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in packed.get(own, [own])]
+    if own in packed and len(names) == 1:
+        raise NotMapped(f"{name!r} is one tensor in the checkpoint, too, which the segment map does not know.")
     shape = tensor.shape if tensor.ndim else (1,)
     rows, cols = (1, shape[0]) if len(shape) == 1 else (shape[0], int(np.prod(shape[1:])))
     rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)

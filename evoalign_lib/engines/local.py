@@ -297,7 +297,7 @@ class Engine(Scorer):
             sigma: its standard deviation, weight units.
         """
         centre = self.master.copy()
-        noise.perturb(self.master, centre, self.layout, key, sigma)
+        noise.perturb(self.master, centre, self.layout, key, sigma, distribution=self.weights.distribution)
         try:
             yield
         finally:

@@ -43,7 +43,8 @@ from evoalign_lib.engines.local import Engine, Evaluation, Member, Prompts, Scor
 from evoalign_lib.rewards import Rewards
 
 EXTENSION = "evoalign_lib.engines._vllm_worker.WorkerExtension"
-MOST_MEMBERS = 4096
+MOST_MEMBERS = 1 << 20
+"""members of a population at most; a buffer in each worker has 12 bytes for each"""
 
 # Before vLLM is imported, which reads them once. What the user has set stays.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -66,6 +67,8 @@ def import_vllm(in_process: bool = True) -> Any:
     chosen = dict(_ENVIRONMENT)
     if in_process:
         chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:  # this process may have touched the GPU, which a forked one could not use
+        chosen["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if not torch.cuda.is_available():
         chosen |= _ON_CPU
     for name, value in chosen.items():
@@ -169,6 +172,8 @@ class Generator:
         given = dict(settings or {})
         if taken := sorted(stated.keys() & given.keys()):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
+        if self.device != "cpu":
+            given.setdefault("max_num_seqs", 256)  # as a plan has it; vLLM's own number depends on the device
         if self.device != "cpu" and "gpu_memory_utilization" not in given:
             total = current_platform.get_device_total_memory()
             given["gpu_memory_utilization"] = room_beside_master(total, parameters / tensor_parallel)
@@ -239,9 +244,13 @@ class Generator:
         return [list(done.outputs[0].token_ids) for done in self.llm.generate(prompts, how, use_tqdm=False)]
 
     def close(self) -> None:
-        """End vLLM and its worker processes."""
-        self.llm.llm_engine.engine_core.shutdown()
-        self.llm = None
+        """End vLLM and its worker processes, and leave the GPU."""
+        llm, self.llm = self.llm, None
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()  # the worker's master and working copy: vLLM's own collection ran while they were held
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _forget(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -352,7 +361,7 @@ class VLLMEngine(Decoding, Engine):
             model.save_pretrained(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
-        self._before: list[tuple[np.ndarray, np.ndarray]] = []  # updates before vLLM was started
+        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
 
     @property
     def plan(self):
@@ -375,16 +384,14 @@ class VLLMEngine(Decoding, Engine):
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
             common = self.model.dtype, self.eos_ids, longest, self.layout.d, self.distribution
             generator = Generator(self.folder, *common, self.tensor_parallel, self.settings)
-            if self._made is not None:
-                self._made.cleanup()
             try:
-                for update in self._before:
+                for update in self._updates:
                     generator.update(*update)
                 prove(self.layout, self.master, generator.segments, generator.digests())
             except BaseException:
                 generator.close()
                 raise
-            self._generator, self._before = generator, []
+            self._generator = generator
         return self._generator
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
@@ -401,16 +408,15 @@ class VLLMEngine(Decoding, Engine):
         super().add_prompts(name, rows)
 
     def update(self, keys, coefficients):
-        if self._generator is None:
-            self._before.append((keys, coefficients))
-        else:
+        self._updates.append((keys, coefficients))
+        if self._generator is not None:
             self._generator.update(keys, coefficients)
         super().update(keys, coefficients)
 
     def follow(self, updates):
         if self._generator is not None:
             raise RuntimeError("vLLM runs already, with weights of its own: resume with a new trainer.")
-        self._before = list(updates)
+        self._updates = list(updates)
 
     def check(self):
         if self._generator is not None:

@@ -185,9 +185,28 @@ def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, externa
     assert record["budget"]["completions"] == 4 * 5 * 3 and record["update_norm"] > 0
     assert record["curve"]["step"] == [0, 3] and record["kl_policy_base"]["exact_nats_per_sequence"] > 0
     assert len(json.dumps(record)) < 8000
-    with pytest.raises(ValueError, match="arm 'grpo' is trained by TRL"):
-        own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
-        runs.train_specs("grpo", [folder], [0], settings | own, "full")
+    # TRL generates for the arms that it trains
+    own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
+    assert "engine" not in runs.train_specs("grpo", [folder], [0], settings | own, "full")[0]
+
+
+def test_conciseness_at_full_scale_begins_at_the_base(folder, external_data):
+    settings = {"task": "conciseness", "max_completion_length": 8, "validation_problems": 2, "test_problems": 4}
+    settings |= {"engine": "vllm", "noise_draws": 1, "population_size": 2, "sigma": 0.02, "alpha": 0.05, "steps": 1}
+    settings |= {"prompts_per_step": 2, "curve_points": 2}
+    record = runs.RUNNERS["train"](runs.train_specs("es", [folder], [0], settings, "full")[0])
+    assert record["curve"]["step"] == [0, 1] and abs(record["curve"]["kl"][0]) < 1e-6 < record["curve"]["kl"][1]
+    assert record["jensen"]["gaps"] and record["plan"]["dtype"] == "bfloat16"
+
+
+def test_a_closed_engine_begins_again_where_the_run_is():
+    ours, theirs = engine(), engine(LocalEngine)
+    ours.generate("train", np.arange(2))
+    move((ours, theirs))
+    ours.close()
+    move((ours, theirs), seed=1)
+    assert ours.generate("train") == theirs.generate("train")
+    ours.check()
 
 
 def test_two_ranks_share_a_model_and_give_the_same_tokens():
