@@ -316,7 +316,9 @@ def load_or_run(
     store to one file; of a spec that both run, the first record stays and is returned by both.
 
     At scale full the plans of the training runs that are missing are printed first (`evoalign_lib.preflight`), dry run
-    or not: their memory, their work and an estimate of their time.
+    or not: their memory, their work and an estimate of their time. A training run then has a folder of its own, named
+    training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill
+    (see `runs.run_train`).
 
     Args:
         specs: the runs.
@@ -548,7 +550,11 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
 
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = runs.RUNNERS[spec["kind"]](spec) if keep is None else runs.run_train(spec, keep)
+    if spec["kind"] == "train":
+        lasting = run_folder(notebook, "full") / "training" / spec_hash(spec)
+        result = runs.run_train(spec, keep, lasting if spec["scale"] == "full" else None)
+    else:
+        result = runs.RUNNERS[spec["kind"]](spec)
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(time.process_time() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)

@@ -46,6 +46,14 @@ Fine-tuning on filtered samples (`filtered_sft`):
 12. Its learning rate is whatever is given, and nothing here tunes it: the notebooks give it the one that GRPO's sweep
    chose, which need not be its best.
 
+On GPUs, where TRL's vLLM engine generates beside the model ("colocate"):
+
+13. Several processes share a step (`accelerate.yaml`, DistributedDataParallel): gradients and budgets are of all.
+14. vLLM decodes with the weights in the checkpoint's dtype, most often bfloat16, while log-probabilities are those of
+   the float32 model: samples are off-policy by that rounding. TRL's correction for it is another loss and stays off.
+15. vLLM's generator is seeded as the run is. TRL seeds every run's engine with the number of its process, and all
+   seeds of an experiment would sample with the same random numbers.
+
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
 
@@ -53,6 +61,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -108,6 +117,15 @@ _GRPO_ONLY = {
     "multi_objective_aggregation": "sum_then_normalize",
     "cast_lm_head_to_fp32": False,
 }
+_VLLM = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_tensor_parallel_size": 1,
+    "vllm_enable_sleep_mode": False,
+    "vllm_model_impl": "vllm",
+    "vllm_structured_outputs_regex": None,
+    "ddp_timeout": 86_400,  # seconds: processes wait for each other while one of them loads or measures
+}
 _SFT = {
     "completion_only_loss": True,
     "assistant_only_loss": False,
@@ -147,9 +165,13 @@ def config(
     beta: float = 0.0,
     scale_rewards: str | None = None,
     micro_batch: int | None = None,
+    vllm: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Any:
     """Return TRL's configuration of an arm, every setting that changes the mathematics stated.
+
+    In a process that `accelerate launch` or torchrun started with others it is that of the whole run: the completions
+    of a step are shared out among them.
 
     Args:
         arm: "grpo", "dr_grpo", "dapo" or "rloo"; see the module's text.
@@ -161,8 +183,11 @@ def config(
         learning_rate: of AdamW, constant.
         beta: weight of the KL penalty; 0: none, and no reference model.
         scale_rewards: "group", "batch" or "none" in the place of the arm's own; not for "rloo".
-        micro_batch: completions in memory at once, a divisor of those of a step (None: all). It changes no gradient but
-            by rounding.
+        micro_batch: completions in memory at once, a divisor of a process's share of a step (None, or more: all of
+            it). It changes no gradient but by rounding.
+        vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, and this says
+            eos_ids (token ids that end a completion), max_model_length (tokens of a prompt and its completion at most)
+            and gpu_memory (share of the GPU's memory for it). See the module's 14.
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
@@ -172,8 +197,7 @@ def config(
     Raises:
         ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
             of fewer than two, a learning rate that is not positive, a negative beta, a micro batch that does not divide
-            the step, a setting that this module fixes, or a launch as one of several processes, whose batches and
-            budgets would be others.
+            a process's share of a step, processes that do not divide the step, or a setting that this module fixes.
     """
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
@@ -195,10 +219,15 @@ def config(
                 "for 'rloo', which does not scale."
             )
         maths["scale_rewards"] = scale_rewards
-    rollouts = prompts_per_step * num_generations
-    micro_batch = rollouts if micro_batch is None else micro_batch
-    check_micro_batch(micro_batch, rollouts)
+    share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, processes())
     stated = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
+    if vllm is not None:
+        stated |= _VLLM | {
+            "vllm_max_model_length": vllm["max_model_length"],
+            "vllm_gpu_memory_utilization": vllm["gpu_memory"],
+            # what ends a completion is said here alone, and not by the model's generation_config
+            "generation_kwargs": {"stop_token_ids": list(vllm["eos_ids"]), "ignore_eos": True},
+        }
     stated |= {
         "output_dir": output_dir,
         "seed": seed,
@@ -208,23 +237,57 @@ def config(
         "learning_rate": learning_rate,
         "beta": beta,
         "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": rollouts // micro_batch,
-        "steps_per_generation": rollouts // micro_batch,
+        "gradient_accumulation_steps": share // micro_batch,
+        "steps_per_generation": share // micro_batch,
     }
     _refuse(others, stated)
 
     from trl import GRPOConfig, RLOOConfig
 
     args = (RLOOConfig if arm == "rloo" else GRPOConfig)(**stated, **others)
-    if args.world_size > 1:
-        raise ValueError(f"{args.world_size} processes were launched: start one, without torchrun or accelerate.")
+    if args.world_size != processes():
+        raise ValueError(
+            f"{processes()} processes were launched and TRL has found {args.world_size}: each would train a model of "
+            "its own on a part of every step. On a machine without GPUs set use_cpu=True."
+        )
     return args
 
 
-def check_micro_batch(micro_batch: int, rollouts: int) -> None:
-    """Raise ValueError unless a step's completions (rollouts) fall into micro batches of so many."""
-    if micro_batch < 1 or rollouts % micro_batch:
-        raise ValueError(f"micro_batch={micro_batch} does not divide the {rollouts} completions of a step.")
+def processes() -> int:
+    """Processes of this launch, which torchrun and `accelerate launch` write into the environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int, int]:
+    """What each process computes of a step.
+
+    Args:
+        rollouts: completions of a step.
+        micro_batch: completions in a backward pass; None: all of a process's share.
+        processes: that share the step.
+
+    Returns:
+        Completions of each process, and those of a backward pass.
+
+    Raises:
+        ValueError: they do not divide.
+
+    >>> shared(64, 16, 8)
+    (8, 8)
+    """
+    if rollouts % processes:
+        raise ValueError(
+            f"the {rollouts} completions of a step do not fall into {processes} equal parts: change prompts_per_step "
+            "or num_generations, or take another number of GPUs."
+        )
+    share = rollouts // processes
+    micro_batch = share if micro_batch is None else min(micro_batch, share)
+    if micro_batch < 1 or share % micro_batch:
+        raise ValueError(
+            f"micro_batch={micro_batch} does not divide the {share} completions that {processes} process"
+            f"{'es each have' if processes > 1 else ' has'} of a step."
+        )
+    return share, micro_batch
 
 
 def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
@@ -275,6 +338,7 @@ def trainer(
         ValueError: a model that is not float32, one without a name though beta is not 0, or fewer rows than a step
             takes prompts.
     """
+    from accelerate.utils import set_seed
     from datasets import Dataset
     from transformers import GenerationConfig
     from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -291,6 +355,10 @@ def trainer(
                 "save_pretrained(folder), and give the folder or the model loaded from there."
             )
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
+    if args.use_vllm:
+        from evoalign_lib.engines.vllm import prepare_process
+
+        prepare_process()
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout)
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0)
     built = kind(
@@ -309,6 +377,8 @@ def trainer(
     built.model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
     if args.beta > 0:
         built.ref_model.load_state_dict(built.model.state_dict())
+    if args.use_vllm:
+        set_seed(args.seed, device_specific=True)  # the module's 15
     return built, budget
 
 
@@ -322,10 +392,11 @@ class Budget(TrainerCallback, ExportableState):
     a backward pass twice that; all passes are over the prompts and completions of the step, without padding: one for
     generation, three for the loss and its gradient, one for the reference model where there is one, one for the
     log-probabilities before the update where TRL computes them. Checkpoints hold it, and a resumed run goes on with it.
+    After each step it is that of all processes of the launch.
 
     Attributes:
         completions, generated_tokens, prompt_tokens: so far; a prompt counts once for each of its completions.
-        core_seconds: CPU time of this process in training steps; evaluation in other callbacks is not in it.
+        core_seconds: CPU time in training steps; evaluation in other callbacks is not in it.
         counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
     """
 
@@ -336,7 +407,8 @@ class Budget(TrainerCallback, ExportableState):
         self.counts = dict.fromkeys(KINDS, 0)
         self.passes = 4 + int(old_logprobs) + int(reference)
         self.model: Any = None
-        self._before = (0.0, 0, 0)
+        self._before = self._own()
+        self._started, self._seen = 0.0, 0
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
@@ -371,15 +443,29 @@ class Budget(TrainerCallback, ExportableState):
         for name in _SPENT:
             setattr(self, name, saved["attributes"][name])
 
+    def _own(self) -> dict[str, int]:
+        """What the reward function counts, in this process."""
+        return self.counts | {"completions": self.completions, "generated_tokens": self.generated_tokens}
+
     def on_step_begin(self, args, state, control, **kwargs):
         """Start the clock."""
-        self._before = time.process_time(), int(state.num_input_tokens_seen), self.generated_tokens
+        self._started, self._seen, self._before = time.process_time(), int(state.num_input_tokens_seen), self._own()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Stop the clock and read the tokens that TRL has seen: prompts and completions."""
-        started, seen, generated = self._before
-        self.core_seconds += time.process_time() - started
-        self.prompt_tokens += int(state.num_input_tokens_seen) - seen - (self.generated_tokens - generated)
+        """Stop the clock, read the tokens that TRL has seen (of all processes), and add what other processes did."""
+        seconds = time.process_time() - self._started
+        step = {name: count - self._before[name] for name, count in self._own().items()}
+        if args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            everywhere = gather_object([step | {"seconds": seconds}])
+            seconds = sum(one["seconds"] for one in everywhere)
+            step = {name: sum(one[name] for one in everywhere) for name in step}
+            self.completions = self._before["completions"] + step["completions"]
+            self.generated_tokens = self._before["generated_tokens"] + step["generated_tokens"]
+            self.counts = {name: self._before[name] + step[name] for name in self.counts}
+        self.core_seconds += seconds
+        self.prompt_tokens += int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
 
     def spent(self, d: int) -> dict[str, Any]:
         """The budget of a model of d parameters so far, for a record."""
@@ -400,7 +486,8 @@ def random_reward(seed: int) -> RewardFunction:
 
     def random(prompts, completions, trainer_state=None, **columns):
         step = 0 if trainer_state is None else trainer_state.global_step
-        key = hashlib.blake2b(f"random reward {seed} {step}".encode(), digest_size=8).digest()
+        process = f" {os.environ['RANK']}" if processes() > 1 else ""  # each has completions of its own
+        key = hashlib.blake2b(f"random reward {seed} {step}{process}".encode(), digest_size=8).digest()
         draws = np.random.default_rng(int.from_bytes(key, "little")).integers(0, 2, len(completions))
         return [float(r) for r in draws]
 

@@ -266,6 +266,7 @@ def _caches(rows: int, length: int, size: float) -> tuple[str, float]:
 
 
 _RESERVE = "reserve (assumed)", RESERVE_GIB * GIB
+_OF_VLLM = ("vLLM's copy", "KV cache", "reserve")
 
 
 def _held(model: Shape) -> Memory:
@@ -620,7 +621,8 @@ def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int,
         else:
             shorter = "a smaller max_completion_length, " if _total(least) <= capacity else ""
             problem = f"{needs}{shorter}larger GPUs, a smaller model, or ES."
-    return Placement(gpus, 1, rows, wanted, found, _held(model), gpus, problem)
+    host = ((f"model in which it is measured, {model.dtype}", model.width * model.d), *_held(model))
+    return Placement(gpus, 1, rows, wanted, found, host, gpus, problem)
 
 
 def _host_problem(model: Shape, placed: Placement, runs: int, host_gib: float | None) -> str:
@@ -652,7 +654,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
 
     Raises:
         DoesNotFit: a run needs more memory than there is; raised when all plans are printed.
-        ValueError: as `plan`.
+        ValueError: as `plan`; or a gradient arm with more GPUs than are visible.
     """
     from evoalign_lib.engines.local import default_workers
 
@@ -665,6 +667,10 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     unknown: dict[str, str] = {}
     for spec in trained:
         options: dict[str, Any] = {"engine": _engine(spec), "gpus": _gpus_of(spec), "runs": runs}
+        if 0 < seen < options["gpus"] and not spec["arm"].startswith("es"):  # members go to any machine of a cluster
+            raise ValueError(
+                f"gpus={options['gpus']}: arm {spec['arm']!r} runs on one machine, and this one has {seen}."
+            )
         if options["gpus"]:
             options["gpu_gib"] = gpu_gib or GPU_GIB
         if not options["gpus"] or seen:  # else the run is for another machine
@@ -688,6 +694,25 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         raise DoesNotFit(problems[0] + more)
     low, high = (_hours_text(sum(p.hours[end] * len(own) for p, own in found.items()) / runs) for end in (0, 1))
     print(f"{len(trained)} training runs, {runs} at once: {low} to {high} hours in all on such devices")
+
+
+def colocated_share(spec: Mapping[str, Any]) -> float:
+    """The share of a GPU's memory that the plan of a gradient arm has for vLLM: its copy, its caches and the reserve.
+
+    Raises:
+        DoesNotFit: what `plan` finds.
+
+    A model whose parameters cannot be counted gets 0.3, TRL's own default.
+    """
+    gpu_gib = _visible_gpus()[1] or GPU_GIB
+    try:
+        found = plan(_config(spec["base"]), spec, gpus=spec["gpus"], gpu_gib=gpu_gib)
+    except CannotCount:
+        return 0.3
+    if not found.fits:
+        raise DoesNotFit(found.problem)
+    own = sum(size for name, size in found.placement.gpu_memory if name.startswith(_OF_VLLM))
+    return round(own / (gpu_gib * GIB), 3)
 
 
 @lru_cache(maxsize=8)

@@ -10,6 +10,9 @@ the test set once, at the end, with the KL of the trained model from its base. (
 of the other task.) Evaluation is in no budget. A run whose weights stop
 being finite goes on to its end like any other, with a model that answers nothing right: its record has the step after
 which that was so, `diverged`, and null for every number that is not finite.
+
+With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU, which
+`python -m evoalign_lib.runs` is the program of (see `grpo` for what they share).
 """
 
 from __future__ import annotations
@@ -17,9 +20,15 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -124,14 +133,11 @@ def _evaluation(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return _EVALUATION[:1] if settings.get("task") == "conciseness" else _EVALUATION
 
 
-_TRAINED = {arm for arm, settings in ARMS.items() if settings is not _ES}  # by gradients, in float32
-
-
 def _elsewhere(bases: Sequence[str], settings: Mapping[str, Any], arm: str = "base") -> dict[str, Any]:
     """The settings of an engine that is not the local one, which has none in a spec."""
     from evoalign_lib import tiny
 
-    if settings.get("engine", "local") == "local" or arm in _TRAINED:
+    if settings.get("engine", "local") == "local":
         return {}
     for base in bases:
         if base in tiny.SHIPPED:
@@ -139,7 +145,14 @@ def _elsewhere(bases: Sequence[str], settings: Mapping[str, Any], arm: str = "ba
                 f"engine={settings['engine']!r} is for models of the Hub or of a folder; {base!r} is one of the tiny "
                 "world's, for which engine='local' is there."
             )
-    return {name: settings[name] for name in _ENGINE if settings.get(name) is not None}
+    given = {name: settings[name] for name in _ENGINE if settings.get(name) is not None}
+    if ARMS.get(arm, _ES) is _ES:
+        return given
+    if given["engine"] == "ray" and not given.get("gpus"):
+        return {}  # a cluster without GPUs: vLLM would be alone on one of its machines
+    # TRL's own vLLM, on GPUs of one machine; fine-tuning is not shared out
+    gpus = 1 if arm == "sft" else given.get("gpus") or given.get("tensor_parallel") or 1
+    return {"engine": "vllm", "gpus": gpus}
 
 
 def train_specs(
@@ -156,15 +169,16 @@ def train_specs(
             by a gradient arm and in random order by ES; without it every step has new ones in the tiny world, and other
             models train on all public problems; with task "conciseness" bases of the tiny world need it, 2 or 200, and
             other models train on so many of their training questions, or on all), scale_rewards in the place of the
-            arm's own, engine ("local", "vllm" or "ray"), gpus and tensor_parallel as `ESConfig` has them (for ES: the
-            arms that TRL trains are generated for by TRL, in float32, whatever the engine), and for GRPO
-            and its relatives micro_batch (completions in a backward pass; else all of a step,
-            too many for a large model).
+            arm's own, engine ("local", "vllm" or "ray"), gpus and tensor_parallel as `ESConfig` has them (the arms that
+            TRL trains have vLLM beside the model, on as many GPUs of one machine: see `grpo`; "sft" has one GPU, and
+            on a cluster without GPUs they run locally), and for GRPO and its relatives micro_batch (completions in a
+            backward pass of one GPU; else all of its share of a step, too many for a large model).
 
     Raises:
         ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
             or more than a record holds, said here and not after the run, an unknown curve_spacing, no prompts or more
-            than there are, a micro_batch that does not divide the completions of a step, or what `base_specs` refuses.
+            than there are, a step that does not fall into parts for GPUs and micro batches, or what `base_specs`
+            refuses.
         FileNotFoundError: as `base_specs`.
     """
     from evoalign_lib import grpo, tiny
@@ -183,8 +197,9 @@ def train_specs(
     optional = (*_OPTIONAL, "micro_batch") if ARMS[arm] is _GRADIENT else _OPTIONAL
     wanted |= {name: settings[name] for name in optional if settings.get(name) is not None}
     wanted |= _elsewhere(bases, settings, arm)
-    if "micro_batch" in wanted:
-        grpo.check_micro_batch(wanted["micro_batch"], wanted["prompts_per_step"] * wanted["num_generations"])
+    if ARMS[arm] is _GRADIENT:
+        rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
+        grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
     if wanted.get("curve_spacing", "log") != "log":
         raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
     points, least = wanted.get("curve_points", MAX_CURVE), 3 if "curve_spacing" in wanted else 2
@@ -260,6 +275,7 @@ def best_of_n_specs(
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1.")
     wanted = {k: settings[k] for k in ("max_completion_length", "test_problems")} | {"samples": samples}
+    wanted |= _elsewhere([base], settings)
     return [_spec("best_of_n", base, scale, settings) | wanted | {"seed": seed} for seed in seeds]
 
 
@@ -380,7 +396,7 @@ _DIGESTS: dict[str, str] = {}
 
 
 def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Model and tokenizer of a spec's base: float32, for other engines than the local one bfloat16.
+    """Model and tokenizer of a spec's base: float32 locally and to be trained by gradients, else bfloat16.
 
     The model of an ES run on another engine is its name: the trainer loads it, and the engine must know from where.
     """
@@ -392,9 +408,10 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
 
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
-    if spec.get("engine", "local") == "local":
+    trained = spec["kind"] == "train"
+    if spec.get("engine", "local") == "local" or (trained and ARMS[spec["arm"]] is not _ES):
         return load_model(spec["base"])
-    if spec["kind"] == "train":
+    if trained:
         return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
     return load_model(spec["base"], keywords={"dtype": torch.bfloat16})
 
@@ -497,37 +514,112 @@ def _run_base(spec: Spec) -> Record:
         return {"validation": tiny.measure(engine, sets["validation"], "validation"), "test": test} | plan
 
 
-def run_train(spec: Spec, keep: Path | None = None) -> Record:
+def run_train(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Record:
     """Return the record of a training run: validation accuracy along the way, that on the test set once, at the end.
 
-    keep: where the ledger of an ES run goes, compressed; None: it is not kept.
+    Args:
+        spec: of `train_specs`.
+        keep: where the ledger of an ES run goes, compressed; None: it is not kept.
+        folder: where the run keeps checkpoints, logs for TensorBoard and the points of its curve, and from where it
+            goes on if it was killed; when it is done the checkpoints are removed, and of a gradient arm the trained
+            model stays (an ES run's ledger stands for it). None: nothing is kept, and a killed run starts anew.
     """
-    run = _run_es if spec["arm"].startswith("es") else _run_sft if spec["arm"] == "sft" else _run_gradient
-    return run(spec) if keep is None else _run_es(spec, keep)
+    with _workplace(folder) as place:
+        if spec["arm"].startswith("es"):
+            return _run_es(spec, place, folder is not None, keep)
+        if spec.get("engine", "local") == "local":
+            return _trained_by_gradients(spec, place, folder is not None)
+        return _launched(spec, place, folder is not None)
+
+
+def _trained_by_gradients(spec: Spec, place: Path, lasting: bool) -> Record:
+    return (_run_sft if spec["arm"] == "sft" else _run_gradient)(spec, place, lasting)
+
+
+@contextmanager
+def _workplace(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+
+
+def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
+    """Run a gradient arm in processes of its own, one a GPU, which see no other GPUs.
+
+    Raises:
+        RuntimeError: they failed; the message has the end of what they wrote, and says where all of it is.
+    """
+    files = {name: place / f"{name}.json" for name in ("spec", "result")}
+    files["spec"].write_text(json.dumps(spec))
+    files["result"].unlink(missing_ok=True)
+    command = [sys.executable, "-m"]
+    if (gpus := spec["gpus"]) > 1:
+        config = Path(__file__).with_name("accelerate.yaml")
+        command += ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(gpus), "-m"]
+    command += ["evoalign_lib.runs", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
+    log = place / "log.txt"
+    with open(log, "wb") as file:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code or not files["result"].is_file():
+        lines = log.read_text(errors="replace").splitlines()
+        # of several processes: what the first one said last, and not what their launcher says of it
+        end = ([line for line in lines if line.startswith("[rank0]:")] or lines)[-30:]
+        where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
+        raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
+    return json.loads(files["result"].read_text())
+
+
+def _main(place: str, driver: str, *lasting: str) -> None:
+    """One process of a gradient arm's run: read the spec, run it, and write the result if it is the first."""
+    from evoalign_lib.engines.local import end_with
+
+    end_with(int(driver))
+    folder = Path(place)
+    result = _trained_by_gradients(json.loads((folder / "spec.json").read_text()), folder, bool(lasting))
+    if os.environ.get("RANK", "0") == "0":
+        partial = folder / "result.partial"
+        partial.write_text(json.dumps(result))
+        partial.replace(folder / "result.json")
 
 
 _FITNESS = {"es": "reward", "es_shuffled": "shuffled", "es_random": "random", "es_sampled": "reward"}
+_CHECKPOINTS = 10
+"""checkpoints of a run that keeps them, over its steps, of which the last one stays"""
 
 
-def _run_es(spec: Spec, keep: Path | None = None) -> Record:
-    import tempfile
+def _kept(spec: Spec, lasting: bool) -> dict[str, Any]:
+    """What a trainer is told to write beside the record."""
+    if not lasting:
+        return {"report_to": "none", "save_strategy": "no"}
+    every = max(1, spec.get("steps", 1) // _CHECKPOINTS)
+    return {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": every, "save_total_limit": 1}
 
+
+def _run_es(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
     from evoalign_lib.es import ESTrainer
 
     model, tokenizer, sets = _world(spec)
-    with tempfile.TemporaryDirectory() as folder:
-        changed = {"fitness": _FITNESS[spec["arm"]]}
-        if spec["arm"] == "es_sampled":
-            changed |= {"sampling": "common", "arm": "es_sampled"}
-        trainer, curve = _trainer(ESTrainer, spec, model, tokenizer, sets, folder, **changed)
-        with closing(trainer.engine) as engine:
-            start, diverged = engine.master.copy(), _divergence(trainer)
-            trainer.train()
-            kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
-            budget = _spent_by_es(trainer)
-            budget["core_seconds"] = round(budget["core_seconds"], 2)
-            result = {"budget": budget, "counts": dict(trainer.counts), "plan": engine.plan, "curve": curve}
-            return result | kept | _outcome(spec, engine, start, sets, diverged)
+    changed = {"fitness": _FITNESS[spec["arm"]]} | _kept(spec, lasting)
+    if spec["arm"] == "es_sampled":
+        changed |= {"sampling": "common", "arm": "es_sampled"}
+    trainer, progress = _trainer(ESTrainer, spec, model, tokenizer, sets, place, **changed)
+    with closing(trainer.engine) as engine:
+        start = engine.master.copy()
+        _watch_divergence(trainer, progress)
+        trainer.train(resume_from_checkpoint=(place / ledger.NAME).is_file())
+        kept = {} if keep is None else {"ledger": _keep_ledger(trainer, spec["base"], keep)}
+        budget = _spent_by_es(trainer)
+        budget["core_seconds"] = round(budget["core_seconds"], 2)
+        result = {"budget": budget, "counts": dict(trainer.counts), "plan": engine.plan, "curve": progress.curve}
+        return result | kept | _outcome(spec, engine, start, sets, progress.diverged)
 
 
 def _spent_by_es(trainer: Any) -> dict[str, Any]:
@@ -538,58 +630,100 @@ def _spent_by_es(trainer: Any) -> dict[str, Any]:
     return budget | {"forward_flops": 2 * trainer.engine.layout.d * tokens}
 
 
-def _run_gradient(spec: Spec) -> Record:
+def _run_gradient(spec: Spec, place: Path, lasting: bool) -> Record:
     """One run of TRL's trainers; see `grpo`."""
-    import tempfile
-
     import trl
+
+    model, tokenizer, sets = _world(spec)
+    with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        start = engine.master.copy()
+        result, diverged = _train_by_gradients(spec, place, lasting, model, tokenizer, sets, engine)
+        model.to("cpu")
+        gc.collect()  # the trainer's optimiser, which may have filled a GPU
+        _take_weights(engine, model)
+        return result | {"trl": trl.__version__} | _outcome(spec, engine, start, sets, diverged)
+
+
+def _train_by_gradients(
+    spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any
+) -> tuple[Record, list[int]]:
+    """Train a model by one of TRL's trainers, and measure it by an engine along the way.
+
+    Returns:
+        Budget, counts, curve and, of another engine than the local one, its plan; and the steps after which the model
+        had weights that were not finite.
+    """
     from transformers import PrinterCallback, TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
 
     from evoalign_lib import grpo
 
-    model, tokenizer, sets = _world(spec)
-    engine = _evaluation_engine(spec, model, tokenizer, sets)
-    start = engine.master.copy()
-    zero_std = []
-
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            self.on_log(args, state, control, logs={})
+            if not state.global_step:  # else the run goes on from a checkpoint, and has its point
+                self.on_log(args, state, control, logs={})
 
         def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
             if "train_runtime" in logs:  # the summary at the end
                 return
-            if "frac_reward_zero_std" in logs:
-                zero_std.append(logs["frac_reward_zero_std"])
             if state.global_step in points:
                 _take_weights(engine, model)
                 record(state.global_step, budget.spent(engine.layout.d), logs.get("reward"), engine)
 
-    points, curve, record = _curve(spec, sets)
+    progress = _Progress(place if lasting else None)
+    points, record = _curve(spec, sets, progress)
     arm = "grpo" if spec["arm"] == "grpo_random" else spec["arm"]
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
     settings = {name: spec[name] for name in names}
     settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
-    with tempfile.TemporaryDirectory() as folder:
-        general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-        args = grpo.config(arm, output_dir=folder, **settings, **general)
-        rows = _rows(spec, tokenizer, sets["train"])
-        trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [Watch()])
-        trainer.remove_callback(PrinterCallback)
-        diverged = _divergence(trainer)
-        trainer.train()
-    _take_weights(engine, model)
+    rows = _rows(spec, tokenizer, sets["train"])
+    if colocated := spec.get("engine", "local") != "local":
+        settings["vllm"] = _beside(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
+    general = _kept(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
+    args = grpo.config(arm, output_dir=str(place), **settings, **general)
+    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [Watch()])
+    if colocated:
+        engine.llm = trainer.vllm_generation.llm
+    trainer.remove_callback(PrinterCallback)
+    _watch_divergence(trainer, progress)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(place)))
     counts = dict(budget.counts)
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
+        zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
         counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
-    result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": curve, "trl": trl.__version__}
-    return result | _outcome(spec, engine, start, sets, diverged)
+    if lasting:
+        trainer.save_model(str(place / "model"))
+    result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
+    return result | ({"plan": engine.plan} if colocated else {}), progress.diverged
 
 
-def _run_sft(spec: Spec) -> Record:
+def _beside(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
+    """What `grpo.config` is told of vLLM beside the model: the memory is that of the run's plan."""
+    from evoalign_lib import preflight
+    from evoalign_lib.engines.local import Prompts
+
+    width = max(p.width for p in (Prompts(rows, tokenizer), *engine.prompts.values()))
+    return {
+        "eos_ids": engine.eos_ids,
+        "max_model_length": width + spec["max_completion_length"],
+        "gpu_memory": preflight.colocated_share(spec),
+    }
+
+
+def _device(spec: Spec) -> dict[str, bool]:
+    """Where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
+    import torch
+
+    from evoalign_lib import grpo
+
+    gpus = torch.cuda.is_available()
+    elsewhere = spec.get("engine", "local") != "local" and gpus
+    # said only where TRL would find out something else by itself
+    return {"use_cpu": True} if not elsewhere and (gpus or grpo.processes() > 1) else {}
+
+
+def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
     """Fine-tune on the right answers among the base's samples (rejection sampling); see `grpo.filtered_sft`."""
-    import tempfile
-
     import trl
     from transformers import PrinterCallback
 
@@ -614,22 +748,30 @@ def _run_sft(spec: Spec) -> Record:
         "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
         "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
-        general = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-        trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=folder, **settings, **general)
-        trainer.remove_callback(PrinterCallback)
-        diverged = _divergence(trainer)
-        cpu = time.process_time()  # importing and making a trainer is no training
-        trainer.train()
-        core_seconds += time.process_time() - cpu
+    engine.close()  # the model has the GPU for itself
+    settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
+    general = _kept(spec, lasting) | {"save_strategy": "no", "disable_tqdm": True} | _device(spec)
+    trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=str(place), **settings, **general)
+    trainer.remove_callback(PrinterCallback)
+    progress = _Progress(None)
+    _watch_divergence(trainer, progress)
+    cpu = time.process_time()  # importing and making a trainer is no training
+    trainer.train()
+    core_seconds += time.process_time() - cpu
+    if lasting:
+        trainer.save_model(str(place / "model"))
+    del trainer
+    model.to("cpu")
+    gc.collect()
     trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
     passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
     budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
     budget |= {"core_seconds": round(core_seconds, 2)}
     _take_weights(engine, model)
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
-    return result | _outcome(spec, engine, start, sets, diverged)
+    with closing(engine):
+        plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
+        return result | plan | _outcome(spec, engine, start, sets, progress.diverged)
 
 
 def _run_best_of_n(spec: Spec) -> Record:
@@ -641,9 +783,10 @@ def _run_best_of_n(spec: Spec) -> Record:
     from evoalign_lib.tasks import countdown
 
     model, tokenizer, sets = _world(spec)
-    engine = _evaluation_engine(spec, model, tokenizer, sets)
     cpu, problems = time.process_time(), sets["test"]
-    samples = engine.generate("test", samples=spec["samples"], seed=spec["seed"])
+    with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        samples = engine.generate("test", samples=spec["samples"], seed=spec["seed"])
+        plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
     grades = [
         [countdown.grade(text, p.numbers, p.target) for (text, _), p in zip(row, problems, strict=True)]
         for row in samples
@@ -659,7 +802,7 @@ def _run_best_of_n(spec: Spec) -> Record:
     budget = {"completions": right.size, "generated_tokens": tokens, "prompt_tokens": prompt_tokens}
     budget |= {"forward_flops": 2 * engine.layout.d * (tokens + prompt_tokens)}
     budget |= {"core_seconds": round(time.process_time() - cpu, 2)}
-    return {"budget": budget, "d": engine.layout.d, "best_of_n": accuracy}
+    return {"budget": budget, "d": engine.layout.d, "best_of_n": accuracy} | plan
 
 
 def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
@@ -670,8 +813,13 @@ def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str
 
     prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in sets if name != "train"}
     common = {"max_completion_length": spec["max_completion_length"]}
-    if spec["kind"] != "base" or spec.get("engine", "local") == "local":
+    if spec.get("engine", "local") == "local":
         return LocalEngine(model, tokenizer, None, prompts, **common)
+    if spec["kind"] == "train":  # in the dtype in which ES is measured; it holds the float32 weights beside
+        from evoalign_lib.engines.vllm import PushedEngine
+
+        measured, _ = model_of(spec | {"kind": "base"})
+        return PushedEngine(measured, tokenizer, None, prompts, folder=spec["base"], **common)
     args = ESConfig(output_dir="", report_to="none", **common, **{k: spec[k] for k in _ENGINE if k in spec})
     return open_engine(model, tokenizer, None, prompts, args, spec["base"])
 
@@ -682,19 +830,50 @@ def _take_weights(engine: Any, model: Any) -> None:
         tensor.copy_(parameters[name].detach())
 
 
-def _divergence(trainer: Any) -> list[int]:
-    """The steps of a run, as it goes on, after which the model has weights that are not finite."""
-    from transformers import TrainerCallback
+class _Progress:
+    """What a run has shown so far, on disk where a killed run is to go on.
 
-    steps = []
+    Attributes:
+        curve: the points measured.
+        diverged: the steps after which the model had weights that were not finite.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.curve: dict[str, list] = {}
+        self.diverged: list[int] = []
+        self._path = None if folder is None else folder / "progress.json"
+        if self._path is not None and self._path.is_file():
+            found = json.loads(self._path.read_text())
+            self.curve, self.diverged = found["curve"], found["diverged"]
+
+    def add(self, point: Mapping[str, Any]) -> None:
+        """Add a point; one measured again takes the place of itself and of all that came after it."""
+        before = sum(step < point["step"] for step in self.curve.get("step", ()))
+        for name, value in point.items():
+            self.curve[name] = [*self.curve.get(name, ())[:before], value]
+        self._save()
+
+    def diverge(self, step: int) -> None:
+        """Note that after a step the weights are not finite; what was noted of later steps was another path."""
+        self.diverged = [s for s in self.diverged if s < step] + [step]
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is not None and os.environ.get("RANK", "0") == "0":
+            partial = self._path.with_name("progress.partial")
+            partial.write_text(json.dumps({"curve": self.curve, "diverged": self.diverged}))
+            partial.replace(self._path)
+
+
+def _watch_divergence(trainer: Any, progress: _Progress) -> None:
+    from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             if not all(p.isfinite().all() for p in model.parameters()):
-                steps.append(state.global_step)
+                progress.diverge(state.global_step)
 
     trainer.callback_handler.add_callback(Watch())
-    return steps
 
 
 def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
@@ -749,45 +928,53 @@ def _roomy_device(needed: int, seconds: int = 60) -> str:
     return "cpu"
 
 
-def _curve(spec: Spec, sets: Mapping[str, list]) -> tuple[set[int], dict[str, list], Callable[..., None]]:
-    """The steps after which a run is evaluated, the curve, and the function that adds a point to it."""
+def _points(spec: Spec) -> tuple[set[int], list[str]]:
+    """The steps after which a run is evaluated, and the axes of its budget that its curve has."""
     steps, count = spec["steps"], spec["curve_points"]
-    spaced = np.linspace(0, steps, count)
-    axes = ["completions"]
     if spec.get("curve_spacing") == "log":
+        axes = ["completions", "generated_tokens", "forward_flops", "core_seconds"]
         spaced = np.append(0, np.geomspace(1, steps, count - 1))
-        axes += ["generated_tokens", "forward_flops", "core_seconds"]
-    points = set(spaced.round().astype(int).tolist())
-    curve: dict[str, list] = {name: [] for name in ("step", *axes)}
+    else:
+        axes, spaced = ["completions"], np.linspace(0, steps, count)
+    return set(spaced.round().astype(int).tolist()), axes
+
+
+def _curve(
+    spec: Spec, sets: Mapping[str, list], progress: _Progress
+) -> tuple[set[int], Callable[[int, Mapping[str, Any], float | None, Any], None]]:
+    """The steps after which a run is evaluated, and the function that adds a point to its progress."""
+    points, axes = _points(spec)
 
     def record(step: int, budget: Mapping[str, Any], reward: float | None, engine: Any) -> None:
-        curve["step"].append(step)
-        for axis in axes:
-            curve[axis].append(round(budget[axis], 2))
+        point = {"step": step} | {axis: round(budget[axis], 2) for axis in axes}
         if spec["task"] == "conciseness":
             measured = conciseness_runs.point(spec, engine, sets, step)
         else:
             accuracy = {n: _accuracy(engine, "validation", sets["validation"], n, seed=step) for n in (0, 4)}
             measured = {f"validation_{name}": float(accuracy[n].mean()) for name, n in (("greedy", 0), ("t1", 4))}
         for name, value in (measured | {"reward": reward}).items():
-            curve.setdefault(name, []).append(round(value, 5) if isinstance(value, float) else value)
+            point[name] = round(value, 5) if isinstance(value, float) else value
+        progress.add(point)
 
-    return points, curve, record
+    return points, record
 
 
 def _trainer(
-    kind: type, spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list], folder: str, **changed: Any
-) -> tuple[Any, dict[str, list]]:
-    """An ES trainer for a spec, and the curve that its training fills in."""
+    kind: type, spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list], folder: Path, **changed: Any
+) -> tuple[Any, _Progress]:
+    """An ES trainer for a spec, and the progress that its training fills in, which is kept where checkpoints are."""
     from transformers import TrainerCallback
 
     from evoalign_lib.es import ESConfig
 
-    points, curve, record = _curve(spec, sets)
+    general = {"report_to": "none", "save_strategy": "no"} | changed
+    progress = _Progress(None if general["save_strategy"] == "no" else folder)
+    points, record = _curve(spec, sets, progress)
 
     class Curve(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            self.on_log(args, state, control)
+            if not state.global_step:  # else the run goes on from a checkpoint, and has its point
+                self.on_log(args, state, control)
 
         def on_log(self, args, state, control, **kwargs):  # after each step, when its reward is known
             if state.global_step in points:
@@ -798,22 +985,20 @@ def _trainer(
     if spec.get("engine", "local") != "local":
         where = {k: spec[k] for k in _ENGINE if k in spec} | {"model_init_kwargs": {"dtype": "bfloat16"}}
     config = ESConfig(
-        output_dir=folder,
+        output_dir=str(folder),
         seed=spec["seed"],
         max_steps=spec["steps"],
         max_completion_length=spec["max_completion_length"],
         disable_tqdm=True,
-        report_to="none",
-        save_strategy="no",
         **where,
         **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
-        **changed,
+        **general,
     )
     rows = _rows(spec, tokenizer, sets["train"])
     trainer = kind(model, _reward({"arm": "es"} | spec), config, rows, None, tokenizer, [Curve()])
     for name in sets.keys() - {"train"}:
         trainer.engine.add_prompts(name, _rows(spec, tokenizer, sets[name]))
-    return trainer, curve
+    return trainer, progress
 
 
 def _run_audit(spec: Spec) -> Record:
@@ -823,8 +1008,6 @@ def _run_audit(spec: Spec) -> Record:
     applied update against the intended one. Of the whole path: the same two, restores included; and the cosine of the
     displacements of two layers' tensors of equal name, which independent noise leaves near 0.
     """
-    import tempfile
-
     import torch
 
     from evoalign_lib import noise, precision
@@ -857,8 +1040,8 @@ def _run_audit(spec: Spec) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
         # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
-        audited = Audited, spec, model.to(torch.bfloat16), tokenizer, sets, folder
-        trainer, curve = _trainer(*audited, arm="es", **changed)
+        audited = Audited, spec, model.to(torch.bfloat16), tokenizer, sets, Path(folder)
+        trainer, progress = _trainer(*audited, arm="es", **changed)
         trainer.start = trainer.engine.weights.float32().copy()
         trainer.intended = np.zeros(trainer.engine.layout.size)
         trainer.train()
@@ -879,7 +1062,7 @@ def _run_audit(spec: Spec) -> Record:
         audit |= {"layers_cosine": np.mean(alike)} if alike else {}
         audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
     result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
-    result |= {"plan": engine.plan, "d": engine.layout.d, "curve": curve}
+    result |= {"plan": engine.plan, "d": engine.layout.d, "curve": progress.curve}
     return result | ({"test": _test(engine, sets["test"])} if spec["fitness"] == "reward" else {})
 
 
@@ -957,3 +1140,7 @@ RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "kl": _run_kl,
     "published": conciseness_runs.run_published,
 }
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

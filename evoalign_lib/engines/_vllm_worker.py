@@ -11,6 +11,7 @@ of themselves, and proved by `engines.vllm`, which compares the bytes of every s
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+
+DRIVER = "EVOALIGN_VLLM_DRIVER"
+"""environment variable: process id of the driver, while it starts vLLM with processes of its own"""
 
 
 class Segment(NamedTuple):
@@ -171,8 +175,17 @@ def sha256(matrix: Tensor) -> str:
 class WorkerExtension:
     """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
 
-    def evoalign_open(self, distribution: str, most_members: int) -> list[tuple]:
-        """Make the segment map and a float32 master. Returns the segments."""
+    def evoalign_open(self, distribution: str, most_members: int) -> list[tuple] | str:
+        """Make the segment map and a float32 master. Returns the segments, or what `NotMapped` says.
+
+        From another process an exception would arrive without its type.
+        """
+        try:
+            return self._evoalign_open(distribution, most_members)
+        except NotMapped as error:
+            return str(error)
+
+    def _evoalign_open(self, distribution: str, most_members: int) -> list[tuple]:
         model = self.model_runner.model
         packed, pieces, found = getattr(model, "packed_modules_mapping", {}), [], []
         layers = dict(model.named_modules())
@@ -201,6 +214,18 @@ class WorkerExtension:
         return [sha256(view) for view in self.evoalign_weights.views()]
 
 
+def end_with_driver() -> None:
+    """In a process of vLLM's own, end it when the process that drives the run is gone.
+
+    vLLM's workers end with its EngineCore, and that one with its workers, but both outlive a killed driver and would
+    hold the GPUs.
+    """
+    if driver := os.environ.get(DRIVER):
+        from evoalign_lib.engines.local import end_with
+
+        end_with(int(driver))
+
+
 def prepare() -> None:
     """What vLLM needs before it starts in a process, where `vllm.platforms` is loaded already."""
     mind_llvmlite()
@@ -211,3 +236,4 @@ def prepare() -> None:
 # A worker process of vLLM's imports this before it loads the model; elsewhere vLLM may not even be installed.
 if "vllm.platforms" in sys.modules:
     prepare()
+    end_with_driver()

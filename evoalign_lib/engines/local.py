@@ -19,6 +19,7 @@ import json
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -616,8 +617,30 @@ def start_worker(parent: int) -> None:
     # tqdm's lock is a semaphore that forked processes share: one that dies holding it would stop all others for good
     tqdm.set_lock(threading.RLock())
 
+    end_with(parent)
+
+
+def end_with(process: int) -> None:
+    """End this process, within half a second, when another one is gone, even one that was killed.
+
+    Args:
+        process: process id, of the parent or of any other process of the user's on this machine.
+    """
+    if os.getppid() == process:
+
+        def gone() -> bool:
+            return os.getppid() != process
+    else:  # its id may be given to another process: what is opened stands for this one alone
+        try:
+            opened = os.pidfd_open(process)
+        except ProcessLookupError:
+            os._exit(1)
+
+        def gone() -> bool:
+            return bool(select.select([opened], [], [], 0)[0])
+
     def watch() -> None:
-        while os.getppid() == parent:
+        while not gone():
             time.sleep(0.5)
         os._exit(1)
 

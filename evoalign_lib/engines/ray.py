@@ -41,7 +41,7 @@ import torch
 from evoalign_lib import ledger
 from evoalign_lib.engines import local
 from evoalign_lib.engines.local import Engine, LocalEngine, Member, Prompts
-from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove
+from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove, rank_parameters
 from evoalign_lib.rewards import Rewards
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class RayEngine(Engine):
             "folder": folder,
             "load": dict(load or {}) | {"dtype": model.dtype},
             "eos_ids": self.eos_ids,
-            "parameters": self.layout.d,
+            "parameters": rank_parameters(model.config, self.layout.d, tensor_parallel),
             "distribution": distribution,
             "chunk_rows": chunk_rows,
             "decoder": None if gpus else self._alike.decoder,

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import noise
-from evoalign_lib.engines._vllm_worker import Segment, prepare, sha256
+from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare, sha256
 from evoalign_lib.engines.local import Engine, Evaluation, Member, Prompts, Scorer
 from evoalign_lib.rewards import Rewards
 
@@ -83,6 +83,18 @@ def import_vllm(in_process: bool = True) -> Any:
     return vllm
 
 
+def prepare_process() -> None:
+    """Get ready for an engine of vLLM in this process that something else makes, as TRL's trainers do.
+
+    Raises:
+        ImportError: vLLM is not installed; the message says how.
+    """
+    import_vllm()
+    import vllm.platforms  # noqa: F401, what `prepare` asks
+
+    prepare()
+
+
 def room_beside_master(total: float, parameters: float) -> float:
     """vLLM's share of a GPU's memory that leaves room for the float32 master of its part of the model.
 
@@ -107,6 +119,24 @@ def room_beside_master(total: float, parameters: float) -> float:
     return round(share, 3)
 
 
+def rank_parameters(config: Any, parameters: int, tensor_parallel: int) -> float:
+    """Parameters that one tensor-parallel rank holds, or about so many where `preflight` cannot count them.
+
+    Args:
+        config: of the model, as transformers has it.
+        parameters: of the model.
+        tensor_parallel: ranks that share it.
+    """
+    if tensor_parallel == 1:
+        return parameters
+    from evoalign_lib import preflight
+
+    try:
+        return preflight.rank_parameters(preflight.shape(config), tensor_parallel)
+    except preflight.CannotCount:
+        return parameters / tensor_parallel
+
+
 class Generator:
     """One vLLM engine with the workers' masters: perturb, generate, update.
 
@@ -115,7 +145,8 @@ class Generator:
         dtype: of the working copy.
         eos_ids: token ids that end a completion.
         max_model_len: tokens of a prompt and its completion at most.
-        parameters: of the model: on a GPU room is left for the master, 4 bytes each, which vLLM knows nothing of.
+        parameters: held by one rank (`rank_parameters`): on a GPU room is left for the master, 4 bytes each, which vLLM
+            knows nothing of.
         distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
@@ -135,7 +166,7 @@ class Generator:
         dtype: torch.dtype,
         eos_ids: Sequence[int],
         max_model_len: int,
-        parameters: int,
+        parameters: float,
         distribution: str = "gaussian",
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
@@ -176,16 +207,22 @@ class Generator:
             given.setdefault("max_num_seqs", 256)  # as a plan has it; vLLM's own number depends on the device
         if self.device != "cpu" and "gpu_memory_utilization" not in given:
             total = current_platform.get_device_total_memory()
-            given["gpu_memory_utilization"] = room_beside_master(total, parameters / tensor_parallel)
+            given["gpu_memory_utilization"] = room_beside_master(total, parameters)
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, what vLLM seeds anew
         try:
+            if tensor_parallel > 1:
+                os.environ[DRIVER] = str(os.getpid())
             self.llm = vllm.LLM(**stated, **given)
         finally:
+            os.environ.pop(DRIVER, None)
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
             torch.set_rng_state(states[2])
         try:
             opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS))
+            for refusal in opened:
+                if isinstance(refusal, str):
+                    raise NotMapped(refusal)
         except BaseException:
             self.close()
             raise
@@ -221,36 +258,12 @@ class Generator:
         Returns:
             Token ids of each completion, with the end token where there is one.
         """
-        from vllm import SamplingParams
-
-        common = {
-            "max_tokens": max_new_tokens,
-            "stop_token_ids": self.eos_ids,
-            "ignore_eos": True,  # what ends a completion is said by stop_token_ids alone
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "watermarking": False,
-            "detokenize": False,
-        }
-        if seeds is None:
-            how = [SamplingParams(temperature=0.0, **common)] * len(ids)
-        else:
-            how = [SamplingParams(temperature=1.0, seed=seed, **common) for seed in seeds]
-        prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
-        return [list(done.outputs[0].token_ids) for done in self.llm.generate(prompts, how, use_tqdm=False)]
+        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds)
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
         llm, self.llm = self.llm, None
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()  # the worker's master and working copy: vLLM's own collection ran while they were held
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        _end(llm)
 
     def _forget(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -258,6 +271,46 @@ class Generator:
                 "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
                 "are still running. Call the engine from one thread only."
             )
+
+
+def decode(
+    llm: Any,
+    eos_ids: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    seeds: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Decode prompts with an engine of vLLM, every setting stated; arguments and result as of `Generator.generate`."""
+    from vllm import SamplingParams
+
+    common = {
+        "max_tokens": max_new_tokens,
+        "stop_token_ids": list(eos_ids),
+        "ignore_eos": True,  # what ends a completion is said by stop_token_ids alone
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "watermarking": False,
+        "detokenize": False,
+    }
+    if seeds is None:
+        how = [SamplingParams(temperature=0.0, **common)] * len(ids)
+    else:
+        how = [SamplingParams(temperature=1.0, seed=seed, **common) for seed in seeds]
+    prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
+    return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, how, use_tqdm=False)]
+
+
+def _end(llm: Any) -> None:
+    """End an engine of vLLM's; the caller holds it no longer."""
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()  # what the worker held: vLLM's own collection ran while it was held
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class Decoding(Scorer):
@@ -296,10 +349,7 @@ class Decoding(Scorer):
             draw: which sample of each prompt; None: greedy decoding.
         """
         seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in indices]
-        if self._noise is None:
-            self.generator.restore()
-        else:
-            self.generator.perturb(*self._noise)
+        self._write_weights()
         return self._decode(name, indices, seeds)
 
     @contextmanager
@@ -311,10 +361,19 @@ class Decoding(Scorer):
         finally:
             self._noise = None
 
+    def _write_weights(self) -> None:
+        if self._noise is None:
+            self.generator.restore()
+        else:
+            self.generator.perturb(*self._noise)
+
     def _decode(self, name: str, rows: np.ndarray, seeds: Sequence[int] | None) -> list[tuple[str, list[int]]]:
         prompts = self.prompts[name]
         ids = [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
-        return self.completions(self.generator.generate(ids, self.max_completion_length, seeds))
+        return self.completions(self._tokens(ids, seeds))
+
+    def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[list[int]]:
+        return self.generator.generate(ids, self.max_completion_length, seeds)
 
 
 class VLLMEngine(Decoding, Engine):
@@ -382,7 +441,8 @@ class VLLMEngine(Decoding, Engine):
         """
         if self._generator is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            common = self.model.dtype, self.eos_ids, longest, self.layout.d, self.distribution
+            held = rank_parameters(self.model.config, self.layout.d, self.tensor_parallel)
+            common = self.model.dtype, self.eos_ids, longest, held, self.distribution
             generator = Generator(self.folder, *common, self.tensor_parallel, self.settings)
             try:
                 for update in self._updates:
@@ -400,7 +460,13 @@ class VLLMEngine(Decoding, Engine):
 
     def generate(self, name, indices=None, *, samples=0, seed=0):
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
-        return [self.generate_rows(name, rows, seed, draw) for draw in (range(samples) if samples else (None,))]
+        if not samples:
+            return [self.generate_rows(name, rows)]
+        # all draws at once: vLLM makes batches of its own, the larger the better, and each row has its seed
+        seeds = [sample_seed(seed, int(row), draw) for draw in range(samples) for row in rows]
+        self._write_weights()
+        found = self._decode(name, np.tile(rows, samples), seeds)
+        return [found[draw * len(rows) : (draw + 1) * len(rows)] for draw in range(samples)]
 
     def add_prompts(self, name, rows):
         if self._generator is not None:
@@ -426,6 +492,80 @@ class VLLMEngine(Decoding, Engine):
         if self._generator is not None:
             self._generator.close()
             self._generator = None
+
+
+class PushedEngine(Decoding, Engine):
+    """Decodes with weights that somebody else trains, and that are pushed into an engine of vLLM's before each call.
+
+    In a launch of several processes every one of them makes every call, decodes its part of the rows, and has all
+    completions.
+
+    Args:
+        model, tokenizer, prompts, max_completion_length: of `Engine`; the model has the dtype in which its weights are
+            measured, `master` the weights themselves, which whoever trains keeps up to date.
+        folder: where the model was loaded from, a folder or a name on the Hub.
+
+    Attributes:
+        llm: vLLM's engine, such as the one that TRL's trainer has beside its model; None: one is started when it is
+            needed.
+    """
+
+    llm: Any = None
+
+    def __init__(self, model, tokenizer, rewards, prompts, *, max_completion_length: int, folder: str):
+        super().__init__(model, tokenizer, rewards, prompts, max_completion_length=max_completion_length)
+        self.folder = folder
+
+    @property
+    def plan(self):
+        return {
+            "decoder": "vllm",
+            "vllm": import_vllm().__version__,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "tensor_parallel": 1,
+            "exact": False,
+        }
+
+    def generate(self, name, indices=None, *, samples=0, seed=0):
+        from evoalign_lib import grpo
+
+        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        size, seeds = len(rows), None
+        if samples:
+            rows = np.tile(rows, samples)
+            seeds = [sample_seed(seed, int(row), i // size) for i, row in enumerate(rows)]
+        self._push()
+        n, mine = grpo.processes(), int(os.environ.get("RANK", "0"))
+        own = np.arange(mine, len(rows), n)
+        found = self._decode(name, rows[own], seeds and [seeds[i] for i in own])
+        if n > 1:
+            from accelerate.utils import gather_object
+
+            pairs = gather_object(list(zip(own.tolist(), found, strict=True)))
+            found = [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
+        return [found[i : i + size] for i in range(0, len(found), size)]
+
+    def _push(self) -> None:
+        if self.llm is None:
+            longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
+            self.llm = Generator(self.folder, self.model.dtype, self.eos_ids, longest, self.layout.d).llm
+        if self.llm.llm_engine.model_config.dtype != self.model.dtype:
+            raise WrongWeights(
+                f"vLLM decodes in {self.llm.llm_engine.model_config.dtype}, the run is measured in {self.model.dtype}: "
+                "save the model in the latter."
+            )
+        tensors = self.weights.tensors()
+        self.llm.apply_model(lambda model: len(model.load_weights(tensors.items())))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache, since requests are still running.")
+
+    def _tokens(self, ids, seeds):
+        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds) if ids else []
+
+    def close(self):
+        if self.llm is not None:
+            llm, self.llm = self.llm, None
+            _end(llm)
 
 
 def prove(

@@ -73,8 +73,12 @@ IRRELEVANT = {
     "filtered_sft gives token ids: there is no text to prepare, to pack or to cut": ["chat_template_path"]
     + ["dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eos_token", "packing_strategy", "truncation_mode"],
     "memory": ["activation_offloading"],
+    "vllm_mode is colocate": ["vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"]
+    + ["vllm_group_port"],
+    "vllm_importance_sampling_correction is off": ["vllm_importance_sampling_mode", "vllm_importance_sampling_cap"]
+    + ["vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"],
 }
-USE_VLLM_IS_OFF = "vllm_"
+VLLM = {"eos_ids": [1, 2], "max_model_length": 80, "gpu_memory": 0.2}
 
 
 class Stated(Exception):
@@ -87,6 +91,8 @@ class Stated(Exception):
         ("GRPOConfig", lambda: grpo.config("grpo", output_dir="x", **SETTINGS)),
         ("GRPOConfig", lambda: grpo.config("dapo", output_dir="x", **SETTINGS)),
         ("RLOOConfig", lambda: grpo.config("rloo", output_dir="x", **SETTINGS)),
+        ("GRPOConfig", lambda: grpo.config("grpo", output_dir="x", vllm=VLLM, **SETTINGS)),
+        ("RLOOConfig", lambda: grpo.config("rloo", output_dir="x", vllm=VLLM, **SETTINGS)),
         (
             "SFTConfig",
             lambda: grpo.filtered_sft(
@@ -110,7 +116,9 @@ def test_every_setting_of_trl_is_stated_or_known_to_be_irrelevant(monkeypatch, n
     # TRL gives these general ones other defaults than transformers
     assert {"learning_rate", "bf16", "gradient_checkpointing", "lr_scheduler_type", "optim"} <= stated.keys()
     irrelevant = {field for group in IRRELEVANT.values() for field in group}
-    unknown = {f for f in fields - general - stated.keys() - irrelevant if not f.startswith(USE_VLLM_IS_OFF)}
+    unknown = fields - general - stated.keys() - irrelevant
+    if not stated.get("use_vllm"):
+        unknown = {f for f in unknown if not f.startswith("vllm_")}
     assert not unknown, (
         f"TRL {trl.__version__} has settings of {name} that nobody has judged: {sorted(unknown)}. State those that "
         "change the mathematics in evoalign_lib/grpo.py (at the value that changes nothing), and add the others to "
@@ -148,7 +156,7 @@ def test_what_the_arms_differ_in():
         ("grpo", {"steps": 0}, "steps=0 must be at least 1"),
         ("grpo", {"prompts_per_step": 0}, "prompts_per_step=0 must be at least 1"),
         ("grpo", {"max_completion_length": 0}, "max_completion_length=0 must be at least 1"),
-        ("grpo", {"micro_batch": 3}, "micro_batch=3 does not divide the 8 completions of a step"),
+        ("grpo", {"micro_batch": 3}, "micro_batch=3 does not divide the 8 completions that 1 process has"),
         ("grpo", {"micro_batch": 0}, "micro_batch=0 does not divide"),
         ("grpo", {"scale_rewards": "std"}, "scale_rewards='std' for arm 'grpo': use one of group, batch, none"),
         ("rloo", {"scale_rewards": "group"}, "scale_rewards='group' for arm 'rloo'.*leave it out for 'rloo'"),
@@ -167,9 +175,24 @@ def test_settings_that_are_refused(arm, changed, message):
         grpo.config(arm, output_dir="x", **SETTINGS | changed)
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(trl.GRPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match="2 processes were launched: start one, without torchrun or accelerate"):
+@pytest.mark.parametrize(
+    ("rollouts", "micro_batch", "processes", "found"),
+    [(64, None, 1, (64, 64)), (64, 16, 1, (64, 16)), (64, 16, 8, (8, 8)), (12, 3, 2, (6, 3)), (8, None, 8, (1, 1))],
+)
+def test_processes_share_a_step(rollouts, micro_batch, processes, found):
+    assert grpo.shared(rollouts, micro_batch, processes) == found
+
+
+def test_steps_that_processes_cannot_share_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="the 8 completions of a step do not fall into 3 equal parts"):
+        grpo.config("grpo", output_dir="x", **SETTINGS)
+    with pytest.raises(ValueError, match="micro_batch=2 does not divide the 3 completions that 3 processes each have"):
+        grpo.config(
+            "grpo", output_dir="x", **SETTINGS | {"prompts_per_step": 3, "num_generations": 3, "micro_batch": 2}
+        )
+    monkeypatch.setenv("WORLD_SIZE", "2")  # said, but nothing here connects them
+    with pytest.raises(ValueError, match="2 processes were launched and TRL has found 1: each would train a model"):
         grpo.config("grpo", output_dir="x", **SETTINGS)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from evoalign_lib import conciseness_runs, experiments, grpo, ledger, paths, runs, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.es import load_model
 from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
 from evoalign_lib.stats import accuracy_matrix
 from evoalign_lib.tasks import countdown
@@ -244,7 +245,7 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
         ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
         ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
-        ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions of a step"),
+        ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
         ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
         ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
     ],
@@ -298,22 +299,31 @@ def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(exter
 @given(st.integers(1, 6000), st.integers(3, MAX_CURVE), st.booleans())
 def test_the_points_of_a_curve(steps, count, log):
     spec = {"steps": steps, "curve_points": count} | ({"curve_spacing": "log"} if log else {})
-    points, curve, _ = runs._curve(spec, {})
+    points, axes = runs._points(spec)
     assert {0, steps} <= points <= set(range(steps + 1)) and len(points) <= count
-    assert ("core_seconds" in curve) == log
+    assert ("core_seconds" in axes) == log
     assert not log or 1 in points
 
 
 def test_points_evenly_spaced_in_the_logarithm():
     spec = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
-    assert sorted(runs._curve(spec, {})[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
-    assert sorted(runs._curve(spec | {"steps": 4}, {})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
+    assert sorted(runs._points(spec)[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
+    assert sorted(runs._points(spec | {"steps": 4})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
 
 
 @pytest.mark.parametrize("arm", ["es", "grpo"])
-def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_data):
+def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path))
     folder = str(tiny.bases_folder() / "A0")
     setting = {name: SETTINGS[name] for name in runs.SWEEP[arm][0]}
     [spec] = runs.sweep_specs(arm, folder, SETTINGS, "full", [setting])
     r = experiments.run(spec, "nb", "commit")
     assert "test" not in r and len(r["curve"]["validation_greedy"]) == len(r["curve"]["step"]) == 3
+    # what a run at full scale leaves beside its record
+    (place,) = (tmp_path / "training").iterdir()
+    assert place.name == r["spec_hash"] and list(place.glob("runs/*/events.out.tfevents.*"))
+    assert not list(place.glob("checkpoint-*"))
+    if arm == "es":
+        assert ledger.Ledger.open(place / ledger.NAME).ended
+    else:
+        assert runs.base_digest(load_model(str(place / "model"))[0]) != r["spec"]["base_digest"]

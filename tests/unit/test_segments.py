@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import noise
-from evoalign_lib.engines._vllm_worker import NotMapped, Segment, part_of, segments_of, sha256, shard
-from evoalign_lib.engines.vllm import WrongWeights, prove
+from evoalign_lib import noise, preflight
+from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, sha256, shard
+from evoalign_lib.engines.vllm import WrongWeights, prove, rank_parameters
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 DIM, HIDDEN = 4, 8
@@ -132,6 +133,24 @@ def test_what_cannot_be_mapped_is_refused_by_name(own, name, tensor, message):
     fused = PACKED | ({"qkv_proj": ["qkv_proj"]} if name.startswith("x.") else {})
     with pytest.raises(NotMapped, match=message):
         segments_of(own, name, tensor, fused)
+
+
+def test_a_refusal_leaves_a_worker_as_text():
+    """From another process an exception would arrive as one of no type."""
+    worker, layer = WorkerExtension(), torch.nn.Linear(2, 2)
+    layer.weight = torch.nn.Parameter(torch.zeros(0))
+    worker.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer))
+    assert worker.evoalign_open("gaussian", 1).startswith("'0.weight' is empty in vLLM")
+
+
+def test_the_master_of_a_rank_is_counted_with_heads_that_several_hold():
+    config = random_model(num_attention_heads=4, num_key_value_heads=1).config
+    model = preflight.shape(config)
+    assert rank_parameters(config, model.d, 1) == model.d
+    found = rank_parameters(config, model.d, 4)
+    assert found == (model.d - model.keys_values - model.norms) / 4 + model.keys_values + model.norms > model.d / 4
+    config.model_type = "unknown"
+    assert rank_parameters(config, model.d, 4) == model.d / 4
 
 
 def test_uneven_shards_are_refused():
