@@ -86,7 +86,7 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements
 # Engines for real, without a GPU: vLLM's and Ray's, against transformers in one process; kills of actors included. A
 # third party's warnings are no errors here.
 test-engines: $(ENGINES)/.installed
-	$(ENGINES)/bin/python -m pytest -W default tests/engines
+	$(ENGINES)/bin/python -m pytest -W default -n 2 --dist loadfile tests/engines
 
 # Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
 smoke: $(STAMP)

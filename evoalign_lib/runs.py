@@ -636,6 +636,7 @@ def _run_gradient(spec: Spec, place: Path, lasting: bool) -> Record:
 
     model, tokenizer, sets = _world(spec)
     with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        _take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
         result, diverged = _train_by_gradients(spec, place, lasting, model, tokenizer, sets, engine)
         model.to("cpu")
@@ -733,6 +734,7 @@ def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
 
     model, tokenizer, sets = _world(spec)
     engine = _evaluation_engine(spec, model, tokenizer, sets)
+    _take_weights(engine, model)
     start, cpu = engine.master.copy(), time.process_time()
     engine.prompts["train"] = prompts = Prompts(_rows(spec, tokenizer, sets["train"]), tokenizer)
     samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])

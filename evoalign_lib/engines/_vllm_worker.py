@@ -1,7 +1,7 @@
 """What runs inside vLLM's workers: the noise law on the weights that vLLM decodes with.
 
-vLLM imports this module in each worker before it loads the model and mixes `WorkerExtension` into the worker's class.
-Nothing is imported from vLLM outside a worker.
+vLLM mixes `WorkerExtension` into the class of its workers (see `_vllm_extension`). Nothing is imported from vLLM
+outside a worker.
 
 vLLM joins tensors (queries, keys and values; gate and up) and cuts them into shards for tensor-parallel ranks. The
 *segment map* says which rows and columns of which Hugging Face parameter lie where. It is made of what the layers say
@@ -231,9 +231,3 @@ def prepare() -> None:
     mind_llvmlite()
     if sys.modules["vllm.platforms"].current_platform.is_cpu():
         keep_weights_plain()
-
-
-# A worker process of vLLM's imports this before it loads the model; elsewhere vLLM may not even be installed.
-if "vllm.platforms" in sys.modules:
-    prepare()
-    end_with_driver()

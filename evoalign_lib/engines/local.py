@@ -632,12 +632,13 @@ def end_with(process: int) -> None:
             return os.getppid() != process
     else:  # its id may be given to another process: what is opened stands for this one alone
         try:
-            opened = os.pidfd_open(process)
+            opened = select.poll()
+            opened.register(os.pidfd_open(process), select.POLLIN)
         except ProcessLookupError:
             os._exit(1)
 
         def gone() -> bool:
-            return bool(select.select([opened], [], [], 0)[0])
+            return bool(opened.poll(0))
 
     def watch() -> None:
         while not gone():

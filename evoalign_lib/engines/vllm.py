@@ -42,7 +42,7 @@ from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepar
 from evoalign_lib.engines.local import Engine, Evaluation, Member, Prompts, Scorer
 from evoalign_lib.rewards import Rewards
 
-EXTENSION = "evoalign_lib.engines._vllm_worker.WorkerExtension"
+EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
 MOST_MEMBERS = 1 << 20
 """members of a population at most; a buffer in each worker has 12 bytes for each"""
 
@@ -511,6 +511,7 @@ class PushedEngine(Decoding, Engine):
     """
 
     llm: Any = None
+    perturbed = Engine.perturbed  # of the weights here, which vLLM gets
 
     def __init__(self, model, tokenizer, rewards, prompts, *, max_completion_length: int, folder: str):
         super().__init__(model, tokenizer, rewards, prompts, max_completion_length=max_completion_length)

@@ -76,6 +76,9 @@ def test_samples_are_common_random_numbers(pair):
     first = ours.generate("train", samples=2, seed=5)
     assert first == ours.generate("train", samples=2, seed=5)
     assert first[0] != first[1] and first != ours.generate("train", samples=2, seed=6)
+    rows = np.arange(len(ROWS))  # all draws at once are those of one call each
+    assert first == [ours.generate_rows("train", rows, 5, draw) for draw in range(2)]
+    assert ours.generate("train", rows[:0], samples=2) == [[], []]
     some = ours.generate("train", np.array([3, 1]), samples=1, seed=5)
     assert some[0] == [first[0][3], first[0][1]]
     # the same member twice, with the same numbers, and with others

@@ -1,6 +1,12 @@
 """Whole runs with vLLM, and engines that refuse: each test has an engine of its own, one at a time."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,9 +63,9 @@ def test_an_untied_head_and_another_architecture():
 
 def test_packed_weights_are_refused_by_name(monkeypatch):
     # as vLLM comes: its CPU backend leaves an empty tensor where a weight was
-    monkeypatch.setattr("evoalign_lib.engines.vllm.prepare", _vllm_worker.mind_llvmlite)
+    monkeypatch.setattr(_vllm_worker, "keep_weights_plain", lambda: None)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", PACKING)
-    with pytest.raises(Exception, match="'model.layers.0.self_attn.qkv_proj.weight' is empty in vLLM"):
+    with pytest.raises(_vllm_worker.NotMapped, match="'model.layers.0.self_attn.qkv_proj.weight' is empty in vLLM"):
         engine().generate("train")
 
 
@@ -221,3 +227,56 @@ def test_two_ranks_share_a_model_and_give_the_same_tokens():
     both[0].check()
     assert both[0].generate("train") == both[1].generate("train")
     both[0].close()
+
+
+DRIVER = """
+import sys
+import time
+sys.path[:0] = sys.argv[1:]
+if __name__ == "__main__":  # vLLM's processes import this file, too; on a CPU they must not find numba loaded
+    from small_models import engine, model
+    ours = engine(model=model(num_attention_heads=4, num_key_value_heads=1), tensor_parallel=2)
+    ours.generate("train")
+    print("generated", flush=True)
+    time.sleep(600)
+"""
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Process id -> (parent, when it began) of every process that has not ended."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent, *rest = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            found[int(folder.name)] = (int(parent), rest[17])
+    return found
+
+
+def test_processes_of_vllm_end_with_a_driver_that_is_killed(tmp_path):
+    """Its EngineCore and workers would hold the GPUs."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    here = Path(__file__).parent
+    command = [sys.executable, str(tmp_path / "driver.py"), str(here.parent.parent), str(here.parent), str(here)]
+    # as a user's process has it: an engine of one GPU, in a test before, let vLLM work in the process itself
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as driver,
+    ):
+        started = any(line == "generated\n" for line in driver.stdout)
+        every, below = processes(), [driver.pid]
+        for pid in below:
+            below += [child for child, (parent, _) in every.items() if parent == pid]
+        driver.kill()
+    assert started, (tmp_path / "errors").read_text()[-2000:]
+    assert driver.returncode == -signal.SIGKILL and len(below) >= 4  # EngineCore and two workers
+    end = time.monotonic() + 60
+    while left := [pid for pid in below if processes().get(pid, (0, ""))[1] == every[pid][1]]:
+        if time.monotonic() > end:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"{len(left)} of {len(below) - 1} processes go on without their driver")
+        time.sleep(0.2)

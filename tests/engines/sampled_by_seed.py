@@ -1,0 +1,48 @@
+"""Print what two steps of GRPO with vLLM beside the model sampled, for each of some seeds: a process of its own.
+
+Arguments: the model's folder, and the seeds.
+"""
+
+import json
+import sys
+import tempfile
+from functools import partial
+
+import torch
+from helpers import PROMPTS, tokenizer
+
+from evoalign_lib import grpo
+from evoalign_lib.engines.vllm import _end, import_vllm
+from evoalign_lib.es import load_model
+
+
+def sampled(folder: str, seed: int) -> list[list[int]]:
+    seen = []
+
+    def reward(completion_ids, **columns):
+        seen.extend(completion_ids)
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    vllm = {"eos_ids": [tokenizer().eos_token_id], "max_model_length": 128, "gpu_memory": 0.2}
+    settings = {"steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    with tempfile.TemporaryDirectory() as place:
+        args = grpo.config("grpo", output_dir=place, seed=seed, learning_rate=1e-3, vllm=vllm, **settings, **quiet)
+        rows = [{"prompt": p} for p in PROMPTS]
+        trainer, budget = grpo.trainer(load_model(folder)[0], reward, args, rows, tokenizer())
+        trainer.train()
+    assert budget.spent(1)["completions"] == len(seen) == 16
+    assert budget.spent(1)["generated_tokens"] == sum(map(len, seen))
+    llm = trainer.vllm_generation.llm
+    del trainer
+    _end(llm)
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    import_vllm()
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True)  # compiling takes longer than all the rest
+    print(json.dumps([sampled(sys.argv[1], int(seed)) for seed in sys.argv[2:]]))
