@@ -318,7 +318,7 @@ def load_or_run(
     At scale full the plans of the training runs that are missing are printed first (`evoalign_lib.preflight`), dry run
     or not: their memory, their work and an estimate of their time. A training run then has a folder of its own, named
     training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill
-    (see `runs.run_train`).
+    (see `runs.run_train`); its record then says how often it was started, `starts`.
 
     Args:
         specs: the runs.
@@ -364,7 +364,7 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if missing and scale == "full":
-        from evoalign_lib import preflight
+        from evoalign_lib import preflight, runs
 
         preflight.check(missing, workers=workers)
     if dry_run and missing:
@@ -379,6 +379,8 @@ def load_or_run(
                 for record in finished:
                     h = record["spec_hash"]
                     found[h] = append_record(target, record, keep.get(h))
+                    if (folder := _training_folder(record["spec"], notebook)) is not None:
+                        runs.settle(folder)
     except KeyboardInterrupt as error:
         error.add_note(_STORED)
         raise
@@ -482,7 +484,10 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     workers = min(workers or default_workers(), len(specs))
     commit, context = _commit(), multiprocessing.get_context("spawn")
     others, failure = set(multiprocessing.active_children()), None
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
+    # with another engine every run has a process of its own, which leaves nothing on a GPU
+    tasks = 1 if any(spec.get("engine", "local") != "local" for spec in specs) else None
+    settings = {"initializer": _start_worker, "initargs": (os.getpid(),), "max_tasks_per_child": tasks}
+    with ProcessPoolExecutor(workers, context, **settings) as pool:
         try:
             with _interrupts_ignored():
                 futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
@@ -549,14 +554,16 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     from evoalign_lib import runs
 
     torch.set_num_threads(1)
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), _core_seconds()
     if spec["kind"] == "train":
-        lasting = run_folder(notebook, "full") / "training" / spec_hash(spec)
-        result = runs.run_train(spec, keep, lasting if spec["scale"] == "full" else None)
+        folder = _training_folder(spec, notebook)
+        result = runs.run_train(spec, keep, folder)
+        if folder is not None and (started := len(folder.joinpath("starts.txt").read_text().splitlines())) > 1:
+            result["starts"] = started  # the times below are those of the last one
     else:
         result = runs.RUNNERS[spec["kind"]](spec)
     budget = result.setdefault("budget", {})
-    budget["core_seconds_total"] = round(time.process_time() - cpu, 2)
+    budget["core_seconds_total"] = round(_core_seconds() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
     if "diverged" in result:
         result = _finite(result, "", [])
@@ -571,6 +578,19 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     }
     _line(record)  # an error of this run, and not of the process that stores it among others
     return record
+
+
+def _core_seconds() -> float:
+    """CPU time of this process and of those that it waited for."""
+    spent = os.times()
+    return time.process_time() + spent.children_user + spent.children_system
+
+
+def _training_folder(spec: Spec, notebook: str) -> Path | None:
+    """Where a training run at full scale keeps what it goes on from; others are too short to need it."""
+    if spec["kind"] != "train" or spec["scale"] != "full":
+        return None
+    return run_folder(notebook, "full") / "training" / spec_hash(spec)
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:

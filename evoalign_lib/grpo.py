@@ -51,8 +51,9 @@ On GPUs, where TRL's vLLM engine generates beside the model ("colocate"):
 13. Several processes share a step (`accelerate.yaml`, DistributedDataParallel): gradients and budgets are of all.
 14. vLLM decodes with the weights in the checkpoint's dtype, most often bfloat16, while log-probabilities are those of
    the float32 model: samples are off-policy by that rounding. TRL's correction for it is another loss and stays off.
-15. vLLM's generator is seeded as the run is. TRL seeds every run's engine with the number of its process, and all
-   seeds of an experiment would sample with the same random numbers.
+15. vLLM's generator is seeded by seed and process together. TRL seeds every run's engine with the number of its
+   process, and all seeds of an experiment would sample with the same random numbers; by the sum of the two, as TRL
+   seeds the rest, process 1 of one seed would with those of process 0 of the next.
 
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
@@ -338,6 +339,10 @@ def trainer(
         ValueError: a model that is not float32, one without a name though beta is not 0, or fewer rows than a step
             takes prompts.
     """
+    if args.use_vllm:  # first: TRL imports vLLM
+        from evoalign_lib.engines.vllm import prepare_process
+
+        prepare_process()
     from accelerate.utils import set_seed
     from datasets import Dataset
     from transformers import GenerationConfig
@@ -355,10 +360,6 @@ def trainer(
                 "save_pretrained(folder), and give the folder or the model loaded from there."
             )
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
-    if args.use_vllm:
-        from evoalign_lib.engines.vllm import prepare_process
-
-        prepare_process()
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout)
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0)
     built = kind(
@@ -378,7 +379,8 @@ def trainer(
     if args.beta > 0:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
-        set_seed(args.seed, device_specific=True)  # the module's 15
+        mixed = hashlib.blake2b(f"{args.seed} {os.environ.get('RANK', '0')}".encode(), digest_size=4).digest()
+        set_seed(int.from_bytes(mixed, "little"))  # the module's 15
     return built, budget
 
 

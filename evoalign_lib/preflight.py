@@ -17,7 +17,7 @@ on these assumptions, which it names where it uses them.
    PyTorch keeps. Attention scores are not among them. TRL 1.16 computes log-probabilities from tiles of the logits, so
    these never lie in memory as a whole.
 4. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start
-   (`runs`), and at the end takes the difference of the two, in float32 and float64.
+   (`runs`); of a gradient arm each process does.
 5. Every completion is as long as it may be, and a prompt has the tokens of `PROMPT_TOKENS`.
 6. Times are computed from the rates of a device's data sheet, and from a share of them (`SLOW`) at the slow end. A
    forward pass costs 2 operations a parameter and token, a backward pass twice that, attention products left out, as in
@@ -271,8 +271,7 @@ _OF_VLLM = ("vLLM's copy", "KV cache", "reserve")
 
 def _held(model: Shape) -> Memory:
     """What the process that drives a run holds besides the model; see the module's 4."""
-    names = "master, float32", "weights at the start, float32"
-    return (*((name, 4 * model.d) for name in names), ("difference of the two, at the end", 12 * model.d))
+    return tuple((name, 4 * model.d) for name in ("master, float32", "weights at the start, float32"))
 
 
 def _total(memory: Memory) -> float:
@@ -604,7 +603,7 @@ def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int,
     if _total(found) > capacity:
         has = f"{_room(gpu_gib)} may be used"
         least = gradient_memory(model, gpus, 1, 1, 1, spec.get("beta", 0) > 0)
-        divisors = [m for m in range(1, micro) if rollouts % m == 0]
+        divisors = [m for m in range(1, micro) if sft or mine % m == 0]
         # the last one is the largest with which all rows have their KV cache, if there is one
         fitting = [m for many in (1, wanted) for m in divisors if _total(memory(many, m)) <= capacity]
         needs = f"{_count(model.d)} parameters need {16 * model.d / 1e9:,.0f} GB for weights, gradients and AdamW's "
@@ -707,7 +706,8 @@ def colocated_share(spec: Mapping[str, Any]) -> float:
     gpu_gib = _visible_gpus()[1] or GPU_GIB
     try:
         found = plan(_config(spec["base"]), spec, gpus=spec["gpus"], gpu_gib=gpu_gib)
-    except CannotCount:
+    except CannotCount as error:
+        print(f"vLLM gets 0.3 of each GPU's memory, which is TRL's own default: {error}")
         return 0.3
     if not found.fits:
         raise DoesNotFit(found.problem)

@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,11 @@ import numpy as np
 
 from evoalign_lib import conciseness_runs, ledger
 from evoalign_lib.experiments import ENGINE_VERSION, MAX_CURVE, Record, Spec
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def base_digest(model: Any) -> str:
@@ -521,8 +527,11 @@ def run_train(spec: Spec, keep: Path | None = None, folder: Path | None = None) 
         spec: of `train_specs`.
         keep: where the ledger of an ES run goes, compressed; None: it is not kept.
         folder: where the run keeps checkpoints, logs for TensorBoard and the points of its curve, and from where it
-            goes on if it was killed; when it is done the checkpoints are removed, and of a gradient arm the trained
-            model stays (an ES run's ledger stands for it). None: nothing is kept, and a killed run starts anew.
+            goes on if it was killed ("sft" starts anew), until `settle` is told that its record is stored. Of a
+            gradient arm the trained model stays there (an ES run's ledger stands for it). None: nothing is kept.
+
+    Raises:
+        RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
     with _workplace(folder) as place:
         if spec["arm"].startswith("es"):
@@ -536,16 +545,36 @@ def _trained_by_gradients(spec: Spec, place: Path, lasting: bool) -> Record:
     return (_run_sft if spec["arm"] == "sft" else _run_gradient)(spec, place, lasting)
 
 
+_SETTLED = "settled"
+
+
 @contextmanager
 def _workplace(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        for checkpoint in folder.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
-    else:
+    """A temporary folder; or one that stays, emptied where the run in it was settled, for this process alone."""
+    if folder is None:
         with tempfile.TemporaryDirectory() as made:
             yield Path(made)
+        return
+    if (folder / _SETTLED).exists():  # asked for again: nothing of the finished run may stand in for it
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RuntimeError(f"another process trains in {folder}: wait for it, or end it.") from error
+        with open(folder / "starts.txt", "a") as starts:
+            starts.write(time.strftime("%Y-%m-%dT%H:%M:%SZ\n", time.gmtime()))
+        yield folder
+
+
+def settle(folder: Path) -> None:
+    """Remove what a run kept in case it was killed; its record is stored. A run there begins anew from now on."""
+    (folder / _SETTLED).touch()
+    for pattern in ("checkpoint-*", "partial-*"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left)
 
 
 def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
@@ -564,14 +593,17 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
     command += ["evoalign_lib.runs", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
+    if seen and len(devices) < gpus:
+        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
     log = place / "log.txt"
-    with open(log, "wb") as file:
+    with open(log, "ab") as file:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code or not files["result"].is_file():
         lines = log.read_text(errors="replace").splitlines()
-        # of several processes: what the first one said last, and not what their launcher says of it
-        end = ([line for line in lines if line.startswith("[rank0]:")] or lines)[-30:]
+        # of several processes what one that failed said, and not what their launcher says of it
+        failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
+        end = [line for line in lines if failed is None or line.startswith(failed)][-30:]
         where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
         raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
     return json.loads(files["result"].read_text())
@@ -639,9 +671,9 @@ def _run_gradient(spec: Spec, place: Path, lasting: bool) -> Record:
         _take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
         result, diverged = _train_by_gradients(spec, place, lasting, model, tokenizer, sets, engine)
-        model.to("cpu")
-        gc.collect()  # the trainer's optimiser, which may have filled a GPU
         _take_weights(engine, model)
+        del model  # and with it the trainer's optimiser, which may have filled a GPU
+        gc.collect()
         return result | {"trl": trl.__version__} | _outcome(spec, engine, start, sets, diverged)
 
 
@@ -655,13 +687,13 @@ def _train_by_gradients(
         had weights that were not finite.
     """
     from transformers import PrinterCallback, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
 
     from evoalign_lib import grpo
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            if not state.global_step:  # else the run goes on from a checkpoint, and has its point
+            progress.go_on(state.global_step)
+            if not state.global_step:  # a checkpoint's point is known
                 self.on_log(args, state, control, logs={})
 
         def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
@@ -687,7 +719,7 @@ def _train_by_gradients(
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
     _watch_divergence(trainer, progress)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(place)))
+    trainer.train(resume_from_checkpoint=_last_checkpoint(place, grpo.processes()))
     counts = dict(budget.counts)
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
@@ -696,6 +728,19 @@ def _train_by_gradients(
         trainer.save_model(str(place / "model"))
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
     return result | ({"plan": engine.plan} if colocated else {}), progress.diverged
+
+
+def _last_checkpoint(place: Path, n: int) -> str | None:
+    """The newest checkpoint of a gradient arm on n processes that no kill left incomplete."""
+    complete = []
+    for folder in place.glob("checkpoint-*"):
+        try:
+            json.loads((folder / "trainer_state.json").read_text())  # what the first process writes last
+        except (OSError, ValueError):
+            continue
+        if n == 1 or all((folder / f"rng_state_{rank}.pth").is_file() for rank in range(n)):
+            complete.append(str(folder))
+    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
 def _beside(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
@@ -762,14 +807,13 @@ def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
     core_seconds += time.process_time() - cpu
     if lasting:
         trainer.save_model(str(place / "model"))
-    del trainer
-    model.to("cpu")
+    _take_weights(engine, model)
+    del trainer, model
     gc.collect()
     trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
     passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
     budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
     budget |= {"core_seconds": round(core_seconds, 2)}
-    _take_weights(engine, model)
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
         plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
@@ -821,7 +865,7 @@ def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str
         from evoalign_lib.engines.vllm import PushedEngine
 
         measured, _ = model_of(spec | {"kind": "base"})
-        return PushedEngine(measured, tokenizer, None, prompts, folder=spec["base"], **common)
+        return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
     args = ESConfig(output_dir="", report_to="none", **common, **{k: spec[k] for k in _ENGINE if k in spec})
     return open_engine(model, tokenizer, None, prompts, args, spec["base"])
 
@@ -848,16 +892,21 @@ class _Progress:
             found = json.loads(self._path.read_text())
             self.curve, self.diverged = found["curve"], found["diverged"]
 
+    def go_on(self, step: int) -> None:
+        """Forget what came after a step: the run begins, or goes on from a checkpoint, there."""
+        known = sum(s <= step for s in self.curve.get("step", ())) if step else 0
+        self.curve = {name: values[:known] for name, values in self.curve.items() if known}
+        self.diverged = [s for s in self.diverged if s <= step]
+
     def add(self, point: Mapping[str, Any]) -> None:
-        """Add a point; one measured again takes the place of itself and of all that came after it."""
-        before = sum(step < point["step"] for step in self.curve.get("step", ()))
+        """Add a point of the curve."""
         for name, value in point.items():
-            self.curve[name] = [*self.curve.get(name, ())[:before], value]
+            self.curve.setdefault(name, []).append(value)
         self._save()
 
     def diverge(self, step: int) -> None:
-        """Note that after a step the weights are not finite; what was noted of later steps was another path."""
-        self.diverged = [s for s in self.diverged if s < step] + [step]
+        """Note that after a step the weights are not finite."""
+        self.diverged.append(step)
         self._save()
 
     def _save(self) -> None:
@@ -880,7 +929,10 @@ def _watch_divergence(trainer: Any, progress: _Progress) -> None:
 
 def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
     """What is measured of every trained model, and the first step after which it had weights that were not finite."""
-    moved = np.linalg.norm((engine.master - start).astype(np.float64))
+    blocks = (
+        slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24)
+    )  # all at once would take 12 bytes a weight
+    moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
     outcome |= {"diverged": diverged[0]} if diverged else {}
@@ -923,6 +975,9 @@ def _roomy_device(needed: int, seconds: int = 60) -> str:
     """The GPU, as soon as what generated has left it so many bytes; the CPU, slower, where that takes too long."""
     import torch
 
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
     for _ in range(seconds if torch.cuda.is_available() else 0):
         if torch.cuda.mem_get_info()[0] > needed + (4 << 30):  # and some for activations
             return "cuda"
@@ -975,7 +1030,8 @@ def _trainer(
 
     class Curve(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            if not state.global_step:  # else the run goes on from a checkpoint, and has its point
+            progress.go_on(state.global_step)
+            if not state.global_step:  # a checkpoint's point is known
                 self.on_log(args, state, control)
 
         def on_log(self, args, state, control, **kwargs):  # after each step, when its reward is known

@@ -247,7 +247,7 @@ class RayEngine(Engine):
         """Start a process in a place, in which there may be one already, and let it replay the run."""
         self._cluster.end(place.actor)
         place.actor = self._cluster.actor(place.number, self._sent_once)
-        place.process, place.proved, place.started = _NEW, False, time.monotonic()
+        place.process, place.proved, place.behind, place.started = _NEW, False, False, time.monotonic()
         self._catch_up(place, 0)
 
     def _catch_up(self, place: Place, applied: int) -> None:
@@ -355,6 +355,7 @@ class RayEngine(Engine):
     def _behind(self, place: Place, applied: int) -> None:
         self._fail(place, f"it has {applied} updates instead of {len(self._updates)}")
         self.mended["actors/behind"] += 1
+        place.behind = True
         logger.warning("%s has applied %d of %d updates: the rest is sent.", place, applied, len(self._updates))
         self._catch_up(place, applied)
 
@@ -370,9 +371,9 @@ class RayEngine(Engine):
     def _judge(self, place: Place, answer: _Answer) -> None:
         """Compare an actor with the run: it may work, or a new process takes its place."""
         if answer.applied < len(self._updates):
-            if place.proved:
+            if place.proved and not place.behind:
                 self._behind(place, answer.applied)
-            else:  # the run moved on while it started
+            else:  # the run moved on while it started, or got what it lacked
                 self._catch_up(place, answer.applied)
             return
         place.process, proof = answer.result
@@ -386,7 +387,7 @@ class RayEngine(Engine):
             own = ledger.digest(self.layout, self.master)
             wrong = None if proof == own else f"their digest is {proof:.16}..., that of the run is {own:.16}..."
         if wrong is None:
-            place.proved, place.failures = True, 0
+            place.proved, place.behind, place.failures = True, False, 0
             return
         what = f"{place}: after {answer.applied} updates its weights are not those of the run: {wrong}"
         if not place.proved:
@@ -420,6 +421,8 @@ class Place:
     """the task that it has; None: it owes a proof or is idle"""
     proved: bool = False
     """whether its weights were compared with the run's since its process started"""
+    behind: bool = False
+    """whether it was found to lack updates since the last proof"""
     failures: int = 0
     """since the last proof"""
     started: float = 0.0

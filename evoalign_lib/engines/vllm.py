@@ -150,6 +150,7 @@ class Generator:
         distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
+        master: whether workers hold one; else there is only `generate`.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -170,6 +171,7 @@ class Generator:
         distribution: str = "gaussian",
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
+        master: bool = True,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
@@ -218,6 +220,8 @@ class Generator:
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
             torch.set_rng_state(states[2])
+        if not master:
+            return
         try:
             opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS))
             for refusal in opened:
@@ -262,8 +266,7 @@ class Generator:
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
-        llm, self.llm = self.llm, None
-        _end(llm)
+        _end(self)
 
     def _forget(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -304,11 +307,12 @@ def decode(
     return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, how, use_tqdm=False)]
 
 
-def _end(llm: Any) -> None:
-    """End an engine of vLLM's; the caller holds it no longer."""
+def _end(holder: Any) -> None:
+    """End the engine of vLLM's that is an object's `llm`, and free what its worker held."""
+    llm, holder.llm = holder.llm, None
     llm.llm_engine.engine_core.shutdown()
     del llm
-    gc.collect()  # what the worker held: vLLM's own collection ran while it was held
+    gc.collect()  # vLLM's own collection ran while its worker was held
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -513,9 +517,10 @@ class PushedEngine(Decoding, Engine):
     llm: Any = None
     perturbed = Engine.perturbed  # of the weights here, which vLLM gets
 
-    def __init__(self, model, tokenizer, rewards, prompts, *, max_completion_length: int, folder: str):
-        super().__init__(model, tokenizer, rewards, prompts, max_completion_length=max_completion_length)
+    def __init__(self, model, tokenizer, prompts, *, max_completion_length: int, folder: str):
+        super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
+        self._own: Generator | None = None  # where `llm` is not somebody else's
 
     @property
     def plan(self):
@@ -549,14 +554,21 @@ class PushedEngine(Decoding, Engine):
     def _push(self) -> None:
         if self.llm is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            self.llm = Generator(self.folder, self.model.dtype, self.eos_ids, longest, self.layout.d).llm
+            self._own = Generator(self.folder, self.model.dtype, self.eos_ids, longest, 0, master=False)
+            self.llm = self._own.llm
         if self.llm.llm_engine.model_config.dtype != self.model.dtype:
             raise WrongWeights(
                 f"vLLM decodes in {self.llm.llm_engine.model_config.dtype}, the run is measured in {self.model.dtype}: "
                 "save the model in the latter."
             )
         tensors = self.weights.tensors()
-        self.llm.apply_model(lambda model: len(model.load_weights(tensors.items())))
+
+        def load(model: torch.nn.Module) -> list[str]:
+            loaded = model.load_weights(tensors.items())
+            return sorted({name for name, _ in model.named_parameters()} - set(loaded))
+
+        if missed := self.llm.apply_model(load)[0]:
+            raise WrongWeights(f"vLLM did not take new weights for {missed[0]!r} and {len(missed) - 1} more.")
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, since requests are still running.")
 
@@ -564,9 +576,11 @@ class PushedEngine(Decoding, Engine):
         return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds) if ids else []
 
     def close(self):
-        if self.llm is not None:
-            llm, self.llm = self.llm, None
-            _end(llm)
+        if self._own is not None:
+            own, self._own, self.llm = self._own, None, None
+            own.close()
+        elif self.llm is not None:
+            _end(self)
 
 
 def prove(

@@ -33,9 +33,7 @@ def sampled(folder: str, seed: int) -> list[list[int]]:
         trainer.train()
     assert budget.spent(1)["completions"] == len(seen) == 16
     assert budget.spent(1)["generated_tokens"] == sum(map(len, seen))
-    llm = trainer.vllm_generation.llm
-    del trainer
-    _end(llm)
+    _end(trainer.vllm_generation)
     return seen
 
 

@@ -191,9 +191,13 @@ def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, externa
     assert record["budget"]["completions"] == 4 * 5 * 3 and record["update_norm"] > 0
     assert record["curve"]["step"] == [0, 3] and record["kl_policy_base"]["exact_nats_per_sequence"] > 0
     assert len(json.dumps(record)) < 8000
-    # TRL generates for the arms that it trains
-    own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
-    assert "engine" not in runs.train_specs("grpo", [folder], [0], settings | own, "full")[0]
+    # the arms that TRL trains have its own vLLM, on the GPUs of one machine
+    own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 5}
+    for gpus, found in ((0, 1), (5, 5)):
+        (gradient,) = runs.train_specs("grpo", [folder], [0], settings | own | {"gpus": gpus}, "full")
+        assert gradient["engine"] == "vllm" and gradient["gpus"] == found and "tensor_parallel" not in gradient
+    (gradient,) = runs.train_specs("grpo", [folder], [0], settings | own | {"engine": "ray"}, "full")
+    assert "engine" not in gradient
 
 
 def test_conciseness_at_full_scale_begins_at_the_base(folder, external_data):

@@ -53,6 +53,37 @@ def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
     for step in (2, 6):
         killed(spec, tmp_path / "killed", step)
     assert list((tmp_path / "killed").glob("checkpoint-*"))
+    if arm == "grpo":  # as a kill while it is written leaves it
+        (tmp_path / "killed" / "checkpoint-99").mkdir()
+        (tmp_path / "killed" / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": ')
     again = runs.run_train(spec, None, tmp_path / "killed")
     assert untimed(again) == untimed(whole) == untimed(runs.run_train(spec))
-    assert not list((tmp_path / "killed").glob("checkpoint-*"))
+    assert len((tmp_path / "killed" / "starts.txt").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("arm", ["es", "grpo"])
+def test_a_run_whose_record_is_stored_begins_anew(arm, tmp_path, monkeypatch):
+    """What it left behind must not stand in for the run when it is asked for again."""
+    (spec,) = runs.train_specs(arm, ["A0"], [0], SETTINGS | {"steps": 2}, "smoke")
+    scored, reward = [], runs._reward
+
+    def counted(spec):
+        def function(prompts, completions, **columns):
+            scored.append(len(completions))
+            return reward(spec)(prompts, completions, **columns)
+
+        return function
+
+    monkeypatch.setattr(runs, "_reward", counted)
+    first = runs.run_train(spec, None, tmp_path)
+    assert list(tmp_path.glob("checkpoint-*"))  # until its record is safe
+    runs.settle(tmp_path)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    spent = sum(scored)
+    assert untimed(runs.run_train(spec, None, tmp_path)) == untimed(first) and sum(scored) == 2 * spent
+
+
+def test_one_process_at_a_time_works_in_a_folder(tmp_path):
+    (spec,) = runs.train_specs("es", ["A0"], [0], SETTINGS, "smoke")
+    with runs._workplace(tmp_path), pytest.raises(RuntimeError, match=f"another process trains in {tmp_path}: wait"):
+        runs.run_train(spec, None, tmp_path)

@@ -289,14 +289,18 @@ def test_a_plan_says_what_is_assumed():
 
 
 def test_memory_of_the_host():
-    planned = plan(qwen("7B"), ES, gpus=1, host_gib=150)
+    planned = plan(qwen("7B"), ES, gpus=1, host_gib=70)
     assert not planned.fits
-    # the model, the master and its first state, and their difference in float32 and float64
-    assert sum(n for _, n in planned.placement.host_memory) == (2 + 4 + 4 + 12) * 7_615_616_512
-    assert "156.0 GiB of the host's memory" in planned.problem and "this machine has 150.0 GiB" in planned.problem
-    assert plan(qwen("7B"), ES, gpus=1, host_gib=157).fits
-    both = plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=32, runs=2)
-    assert "Take workers=1" in both.problem and plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=32).fits
+    # the model, the master and its first state
+    assert sum(n for _, n in planned.placement.host_memory) == (2 + 4 + 4) * 7_615_616_512
+    assert "70.9 GiB of the host's memory" in planned.problem and "this machine has 70.0 GiB" in planned.problem
+    assert plan(qwen("7B"), ES, gpus=1, host_gib=71).fits
+    # of a gradient arm in every process, with the model in which it is measured
+    each = plan(qwen("0.5B"), GRPO | {"micro_batch": 8}, gpus=8, host_gib=36)
+    assert not each.fits and "4.6 GiB of the host's memory in each of 8 processes" in each.problem
+    assert sum(n for _, n in each.placement.host_memory) == (2 + 4 + 4) * 494_032_768
+    both = plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=20, runs=2)
+    assert "Take workers=1" in both.problem and plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=20).fits
     whole = plan(qwen("0.5B"), GRPO | {"micro_batch": 256}, engine="local", gpus=0, host_gib=64)
     assert "a smaller micro_batch" in whole.problem and "no GPU is used" in whole.text()
 

@@ -322,7 +322,7 @@ def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_d
     # what a run at full scale leaves beside its record
     (place,) = (tmp_path / "training").iterdir()
     assert place.name == r["spec_hash"] and list(place.glob("runs/*/events.out.tfevents.*"))
-    assert not list(place.glob("checkpoint-*"))
+    assert list(place.glob("checkpoint-*"))  # until `load_or_run` has stored the record
     if arm == "es":
         assert ledger.Ledger.open(place / ledger.NAME).ended
     else:

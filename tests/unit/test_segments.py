@@ -1,5 +1,6 @@
 """Where vLLM's joined and sharded tensors come from: the map that the engine proves at its start."""
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise, preflight
+from evoalign_lib.engines import vllm
 from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, sha256, shard
 from evoalign_lib.engines.vllm import WrongWeights, prove, rank_parameters
 
@@ -156,3 +158,25 @@ def test_the_master_of_a_rank_is_counted_with_heads_that_several_hold():
 def test_uneven_shards_are_refused():
     with pytest.raises(ValueError, match="7 rows or columns do not divide by 2"):
         shard(7, 0, 2)
+
+
+def test_an_engine_that_ends_leaves_nothing_behind():
+    """The worker's master would stay on the GPU, beside what is trained there next."""
+
+    class Held:
+        pass
+
+    class LLM:
+        def __init__(self):
+            self.worker, self.llm_engine = Held(), SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+            self.worker.engine = self  # as vLLM's objects refer to each other
+
+    pushed, generator = object.__new__(vllm.PushedEngine), object.__new__(vllm.Generator)
+    pushed._own = None
+    for holder in (pushed, generator):
+        holder.llm = LLM()
+        left, collected = weakref.ref(holder.llm.worker), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vllm.torch.cuda, "is_initialized", lambda left=left, to=collected: to.append(left()))
+            holder.close()
+        assert collected == [None]  # gone before the GPU's cache is emptied

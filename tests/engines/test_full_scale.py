@@ -1,0 +1,46 @@
+"""A notebook at full scale, as papermill runs it on a user's machine, with vLLM and a small model in a folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import tokenizer
+from small_models import model
+
+from evoalign_lib import paths
+
+SMALL = {"steps": 2, "prompts_per_step": 4, "max_completion_length": 12, "curve_points": 2}
+SMALL |= {"validation_problems": 4, "test_problems": 5, "population_size": 4, "sigma": 0.02, "alpha": 0.02}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def papermill(notebook: str, out: Path, folder: str, **parameters) -> list[dict]:
+    """Run a notebook and return the records that it stored."""
+    settings = {"scale": "full", "model": folder, "engine": "vllm"} | parameters
+    command = [sys.executable, "-m", "papermill", str(paths.NOTEBOOKS / f"{notebook}.ipynb"), str(out / "out.ipynb")]
+    command += ["-k", "python3", "--cwd", str(paths.NOTEBOOKS), "-y", yaml.safe_dump(settings)]
+    environment = os.environ | {"EVOALIGN_RUN_DIR": str(out), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in (out / "results" / "full.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_notebook_01_at_full_scale(folder, external_data, tmp_path):
+    records = papermill("01_es_countdown", tmp_path, folder, **SMALL, ledger_steps=3, seeds=2)
+    trained = [r for r in records if r["spec"]["kind"] == "train"]
+    assert [r["spec"]["seed"] for r in trained] == [0, 1, 0]
+    assert all(r["plan"]["decoder"] == "vllm" and r["spec"]["base"] == folder for r in records)
+    assert len(list((tmp_path / "results" / "ledgers").iterdir())) == 3
+    assert list((tmp_path / "training").glob("*/runs/*/events.out.tfevents.*"))
