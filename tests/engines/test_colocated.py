@@ -17,6 +17,8 @@ from evoalign_lib import noise, runs
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import Generator, PushedEngine, WrongWeights
 
+pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+
 HERE = Path(__file__).parent
 
 
@@ -65,12 +67,13 @@ def test_every_seed_has_samples_of_its_own(folder):
     assert len({tuple(ids) for ids in first[:4]}) > 1  # a group's completions are samples, too
 
 
-def test_a_run_of_two_processes_and_its_record(folder, external_data, tmp_path):
-    settings = {"max_completion_length": 16, "validation_problems": 5, "test_problems": 3, "engine": "vllm", "gpus": 2}
-    settings |= {"steps": 2, "prompts_per_step": 4, "curve_points": 2, "tensor_parallel": 1}
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_and_its_record(folder, external_data, tmp_path, gpus):
+    settings = {"max_completion_length": 16, "validation_problems": 5, "test_problems": 3, "engine": "vllm"}
+    settings |= {"steps": 2, "prompts_per_step": 4, "curve_points": 2, "tensor_parallel": 1, "gpus": gpus}
     settings |= {"learning_rate": 1e-3, "beta": 0.0, "num_generations": 4}
     (spec,) = runs.train_specs("grpo", [folder], [0], settings, "full")
-    assert spec["engine"] == "vllm" and spec["gpus"] == 2 and "tensor_parallel" not in spec
+    assert spec["engine"] == "vllm" and spec["gpus"] == gpus and "tensor_parallel" not in spec
     record = runs.run_train(spec, None, tmp_path)
     assert record["budget"]["completions"] == 2 * 4 * 4 and record["curve"]["completions"] == [0, 32]
     assert record["plan"] == record["plan"] | {"decoder": "vllm", "dtype": "bfloat16", "exact": False}

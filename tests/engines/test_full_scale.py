@@ -13,6 +13,8 @@ from small_models import model
 
 from evoalign_lib import paths
 
+pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+
 SMALL = {"steps": 2, "prompts_per_step": 4, "max_completion_length": 12, "curve_points": 2}
 SMALL |= {"validation_problems": 4, "test_problems": 5, "population_size": 4, "sigma": 0.02, "alpha": 0.02}
 
