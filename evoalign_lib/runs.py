@@ -597,10 +597,11 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
         raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
     log = place / "log.txt"
     with open(log, "ab") as file:
+        begun = file.tell()
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code or not files["result"].is_file():
-        lines = log.read_text(errors="replace").splitlines()
+        lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
         # of several processes what one that failed said, and not what their launcher says of it
         failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
         end = [line for line in lines if failed is None or line.startswith(failed)][-30:]

@@ -4,9 +4,12 @@ A worker process imports the user's main module first, and with it perhaps `_vll
 what has to happen in between is done by this import.
 """
 
+import sys
+
 from evoalign_lib.engines._vllm_worker import WorkerExtension, end_with_driver, prepare
 
 __all__ = ["WorkerExtension"]
 
-prepare()
-end_with_driver()
+if "vllm.platforms" in sys.modules:  # else it is imported to be looked at
+    prepare()
+    end_with_driver()
