@@ -513,7 +513,7 @@ def _run_base(spec: Spec) -> Record:
 
     model, tokenizer, sets = _world(spec)
     with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
-        plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
+        plan = _plan(spec, engine)
         if spec["task"] == "conciseness":
             return conciseness_runs.base_outcome(spec, engine, sets) | plan
         test = _test(engine, sets["test"])
@@ -728,7 +728,7 @@ def _train_by_gradients(
     if lasting:
         trainer.save_model(str(place / "model"))
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
-    return result | ({"plan": engine.plan} if colocated else {}), progress.diverged
+    return result | _plan(spec, engine), progress.diverged
 
 
 def _last_checkpoint(place: Path, n: int) -> str | None:
@@ -817,8 +817,7 @@ def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
     budget |= {"core_seconds": round(core_seconds, 2)}
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
-        plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
-        return result | plan | _outcome(spec, engine, start, sets, progress.diverged)
+        return result | _plan(spec, engine) | _outcome(spec, engine, start, sets, progress.diverged)
 
 
 def _run_best_of_n(spec: Spec) -> Record:
@@ -833,7 +832,7 @@ def _run_best_of_n(spec: Spec) -> Record:
     cpu, problems = time.process_time(), sets["test"]
     with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
         samples = engine.generate("test", samples=spec["samples"], seed=spec["seed"])
-        plan = {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
+        plan = _plan(spec, engine)
     grades = [
         [countdown.grade(text, p.numbers, p.target) for (text, _), p in zip(row, problems, strict=True)]
         for row in samples
@@ -869,6 +868,11 @@ def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str
         return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
     args = ESConfig(output_dir="", report_to="none", **common, **{k: spec[k] for k in _ENGINE if k in spec})
     return open_engine(model, tokenizer, None, prompts, args, spec["base"])
+
+
+def _plan(spec: Spec, engine: Any) -> Record:
+    """How another engine than the local one decodes, for a record that trains nothing or by gradients."""
+    return {} if spec.get("engine", "local") == "local" else {"plan": engine.plan}
 
 
 def _take_weights(engine: Any, model: Any) -> None:
@@ -930,9 +934,8 @@ def _watch_divergence(trainer: Any, progress: _Progress) -> None:
 
 def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int]) -> Record:
     """What is measured of every trained model, and the first step after which it had weights that were not finite."""
-    blocks = (
-        slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24)
-    )  # all at once would take 12 bytes a weight
+    # in blocks: all at once it would take 12 bytes a weight
+    blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
     outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}

@@ -22,14 +22,6 @@ pytest.importorskip("vllm", reason="make test-engines has an environment with vL
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def test_weights_that_are_pushed_decode_as_in_transformers(folder):
     common = {"max_completion_length": LENGTH}
     ours = PushedEngine(model(), tokenizer(), {"test": Prompts(ROWS, tokenizer())}, folder=folder, **common)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import tokenizer
-from small_models import model
 
 from evoalign_lib import paths
 
@@ -17,14 +15,6 @@ pytest.importorskip("vllm", reason="make test-engines has an environment with vL
 
 SMALL = {"steps": 2, "prompts_per_step": 4, "max_completion_length": 12, "curve_points": 2}
 SMALL |= {"validation_problems": 4, "test_problems": 5, "population_size": 4, "sigma": 0.02, "alpha": 0.02}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model().save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def papermill(notebook: str, out: Path, folder: str, **parameters) -> list[dict]:

@@ -94,15 +94,6 @@ def config(folder, **settings):
     return ESConfig(**common | settings)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A Hugging Face folder, as a user has one."""
-    place = tmp_path_factory.mktemp("model")
-    model().save_pretrained(place)
-    tokenizer().save_pretrained(place)
-    return str(place)
-
-
 def run(folder, out, **settings):
     with_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS}
     tested = ESTrainer(folder, count_letters, config(out, **with_vllm | settings), ROWS, eval_dataset=ROWS[:4])
