@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
     from evoalign_lib.claims import Verdict
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
 """Packages whose versions, as stored in the records, the manifest names."""
 
@@ -34,7 +40,7 @@ _SMOKE = "smoke run: numbers mean nothing"
 
 
 class Store:
-    """Writes the artefacts of one notebook at one scale.
+    """Writes the artefacts of one notebook at one scale; notebooks may be executed side by side.
 
     Committed records at their own scale are drawn into the repository (figures/, paper/generated/); fresh records and
     smoke runs go to the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
@@ -151,26 +157,29 @@ class Store:
     def _register(self, name: str, kind: str, files: list[str], published: bool = False) -> None:
         """Put one artefact, and the records behind it, into the manifest."""
         path = self.generated / "manifest.json"
-        manifest = _read_manifest(path)
-        owner = manifest["artefacts"].get(name, {"notebook": self.notebook, "scale": self.scale, "kind": kind})
-        if (owner["notebook"], owner["scale"], owner["kind"]) != (self.notebook, self.scale, kind):
-            raise ValueError(
-                f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use another name"
-            )
-        entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
-        manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
-        manifest["records"][self._record_hash] = self._provenance
-        _write_manifest(path, manifest)
+        with _alone(self.generated):
+            manifest = _read_manifest(path)
+            owner = manifest["artefacts"].get(name, {"notebook": self.notebook, "scale": self.scale, "kind": kind})
+            if (owner["notebook"], owner["scale"], owner["kind"]) != (self.notebook, self.scale, kind):
+                raise ValueError(
+                    f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use another "
+                    "name"
+                )
+            entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
+            manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
+            manifest["records"][self._record_hash] = self._provenance
+            _write_manifest(path, manifest)
 
 
 def render_readme_block(name: str, markdown: str) -> bool:
     """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md; return whether it has that block."""
-    old = _render.readme_block(_readme(), name)
-    if old is None:
-        return False
-    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    _write(paths.ROOT / "README.md", _readme().replace(start + old + end, start + markdown + end))
-    return True
+    with _alone(paths.GENERATED):
+        old = _render.readme_block(_readme(), name)
+        if old is None:
+            return False
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        _write(paths.ROOT / "README.md", _readme().replace(start + old + end, start + markdown + end))
+        return True
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
@@ -348,24 +357,29 @@ def _strays() -> list[str]:
 def _adopt(notebook: str, folder: Path) -> None:
     """Put a notebook's artefacts just drawn into a folder in the place of the committed ones."""
     path = paths.GENERATED / "manifest.json"
-    manifest, drawn = _read_manifest(path), _read_manifest(folder / "generated" / "manifest.json")
-    for name, entry in list(manifest["artefacts"].items()):
-        if (entry["notebook"], entry["scale"]) == (notebook, "tiny"):
-            del manifest["artefacts"][name]
-            for file in entry["files"]:
+    drawn = _read_manifest(folder / "generated" / "manifest.json")
+    with _alone(paths.GENERATED):
+        manifest = _read_manifest(path)
+        own = {
+            name
+            for name, entry in manifest["artefacts"].items()
+            if (entry["notebook"], entry["scale"]) == (notebook, "tiny")
+        }
+        taken = (manifest["artefacts"].keys() - own) & drawn["artefacts"].keys()
+        if taken:
+            raise ValueError(f"{min(taken)!r} of {notebook} is already an artefact of another notebook: rename it")
+        for name in own:
+            for file in manifest["artefacts"].pop(name)["files"]:
                 _committed(file).unlink(missing_ok=True)
-    taken = manifest["artefacts"].keys() & drawn["artefacts"].keys()
-    if taken:
-        raise ValueError(f"{min(taken)!r} of {notebook} is already an artefact of another notebook: rename it")
+        manifest["artefacts"] |= drawn["artefacts"]
+        manifest["records"] |= drawn["records"]
+        _write_manifest(path, manifest)
     for entry in drawn["artefacts"].values():
         for file in entry["files"]:
             _committed(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / file, _committed(file))
             if file.endswith(".md"):
                 render_readme_block(Path(file).stem, (folder / file).read_text(encoding="utf-8"))
-    manifest["artefacts"] |= drawn["artefacts"]
-    manifest["records"] |= drawn["records"]
-    _write_manifest(path, manifest)
 
 
 def _committed(file: str) -> Path:
@@ -420,6 +434,23 @@ def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
     _write(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))
 
 
+@contextmanager
+def _alone(generated: Path) -> Iterator[None]:
+    """Keep other processes from the manifest of a folder, and from the README, between reading and writing it.
+
+    Two notebooks executed at once would lose entries of each other. `fcntl.flock` is not there on Windows: let one
+    process draw at a time there.
+    """
+    generated.mkdir(parents=True, exist_ok=True)
+    with open(generated / ".lock", "w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # given back where the file is closed
+        yield
+
+
 def _write(path: Path, text: str) -> None:
+    """Write a file that is whole whenever another process reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", newline="\n")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8", newline="\n")
+    partial.replace(path)

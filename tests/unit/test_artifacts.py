@@ -56,7 +56,7 @@ def _figure() -> Figure:
 
 
 def _files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)) for path in folder.rglob("[!.]*") if path.is_file()}
 
 
 def _manifest(repository: Path) -> dict:
@@ -225,6 +225,34 @@ def test_manifest(repository: Path) -> None:
     # the new description takes the place of the old one, which nothing is drawn from any more
     (description,) = _manifest(repository)["records"].values()
     assert description["commits"] == ["beef", "c0ffee"]
+
+
+DRAWER = """import json, sys
+from evoalign_lib.artifacts import Store
+store = Store(sys.argv[1], "tiny", json.loads(sys.argv[2]), fresh=False)
+print("ready", flush=True)
+sys.stdin.read()
+for first in "abcdefghij":
+    for second in "abcdefghij":
+        store.save_number(sys.argv[1] + first + second, 1, "d")
+"""
+
+
+def test_notebooks_drawn_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    """Unlocked, one finds the manifest empty, which the other is writing, or puts it back without the other's entry."""
+    environment = os.environ | {"EVOALIGN_ARTIFACTS": str(tmp_path)}
+    commands = [[sys.executable, "-c", DRAWER, name, json.dumps(RECORDS)] for name in ("one", "two")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    drawers = (subprocess.Popen(command, env=environment, cwd=REPOSITORY, **pipes) for command in commands)
+    with next(drawers) as one, next(drawers) as other:
+        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
+        one.stdin.close(), other.stdin.close()  # begin
+    assert one.returncode == other.returncode == 0
+    names = json.loads((tmp_path / "generated/manifest.json").read_text())["artefacts"]
+    assert len(names) == 200
+    assert _files(tmp_path) == {"generated/manifest.json"} | {
+        f"generated/numbers_{name}.{suffix}" for name in ("one", "two") for suffix in ("json", "tex")
+    }
 
 
 def test_published_tables_name_no_records(repository: Path) -> None:
