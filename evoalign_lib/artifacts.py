@@ -8,14 +8,18 @@ compared.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,7 @@ from evoalign_lib import _render, paths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from nbclient import NotebookClient
     from pandas import DataFrame
 
     from evoalign_lib.claims import Verdict
@@ -239,15 +244,16 @@ def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
     problems = [] if committed else ["paper/results holds no records of scale tiny: nothing to compare with"]
     ahead = undrawn()
-    for notebook in notebooks or [name for name in committed if name not in ahead]:
-        with tempfile.TemporaryDirectory() as folder:
-            failure = _execute(notebook, Path(folder))
+    chosen = notebooks or [name for name in committed if name not in ahead]
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {notebook: Path(folder) / notebook for notebook in chosen}
+        for (notebook, drawn), failure in zip(folders.items(), _execute_all(folders), strict=True):
             if failure:
                 problems.append(failure)
             elif write:
-                _adopt(notebook, Path(folder))
+                _adopt(notebook, drawn)
             else:
-                problems += _compare(notebook, Path(folder))
+                problems += _compare(notebook, drawn)
     verdicts = claims.evaluate_all("tiny")
     if write:
         render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
@@ -271,8 +277,28 @@ def undrawn() -> list[str]:
     return sorted(name for name in names - drawn if not (paths.NOTEBOOKS / f"{name}.ipynb").exists())
 
 
-def _execute(notebook: str, folder: Path) -> str | None:
-    """Execute a notebook as committed with its artefacts redirected; return what failed, such as a missing record."""
+def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
+    """Execute notebooks side by side, each with its folder for artefacts; yield `_execute`'s results in their order."""
+    from evoalign_lib.engines.local import default_workers
+
+    started: list[NotebookClient] = []
+    with ThreadPoolExecutor(default_workers()) as pool:
+        try:
+            yield from pool.map(partial(_execute, started=started), folders, folders.values())
+        except BaseException:  # Ctrl-C, which kernels do not get: end them, or the pool would wait for their notebooks
+            pool.shutdown(wait=False, cancel_futures=True)
+            for client in started:
+                if client.km is not None and client.km.has_kernel:
+                    with suppress(ProcessLookupError):
+                        os.kill(client.km.provisioner.pid, signal.SIGTERM)
+            raise
+
+
+def _execute(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
+    """Execute a notebook as committed with its artefacts redirected; return what failed, such as a missing record.
+
+    started: gets the client, which has the kernel.
+    """
     import nbformat
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client import AsyncKernelManager
@@ -295,8 +321,10 @@ def _execute(notebook: str, folder: Path) -> str | None:
     content.cells.insert(after, nbformat.v4.new_code_cell("dry_run = True"))
     resources = {"metadata": {"path": str(paths.NOTEBOOKS)}}
     client = NotebookClient(content, kernel_manager_class=ThisInterpreter, timeout=600, resources=resources)
+    started.append(client)
     try:
-        client.execute(env={**os.environ, "EVOALIGN_ARTIFACTS": str(folder)})
+        # closes the event loop of this thread
+        asyncio.run(client.async_execute(env={**os.environ, "EVOALIGN_ARTIFACTS": str(folder)}))
     except CellExecutionError as error:
         return f"notebooks/{notebook}.ipynb failed: {error.ename}: {error.evalue}"
     except (CellTimeoutError, DeadKernelError) as error:

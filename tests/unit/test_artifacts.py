@@ -3,8 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import nbformat
@@ -17,6 +20,7 @@ from evoalign_lib import artifacts, cli, paths, style
 from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
+from evoalign_lib.engines import local
 from evoalign_lib.experiments import spec_hash
 
 REPOSITORY = paths.ROOT
@@ -387,6 +391,38 @@ def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pyt
     assert "notebooks/01_toy.ipynb failed: LookupError: 1 run has no record" in artifacts.verify(["01_toy"])
     with pytest.raises(FileNotFoundError, match="no paper/results/02_toy/tiny.jsonl; there are: 01_toy"):
         artifacts.verify(["02_toy"])
+
+
+ENDLESS = """import os, pathlib, time
+pathlib.Path(os.environ["EVOALIGN_ARTIFACTS"] + ".pid").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_an_interrupt_ends_all_notebooks_that_are_executed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "default_workers", lambda: 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this in the background
+    folders = {name: repository / name for name in ("01_a", "02_b", "03_never_begun")}
+    for name in folders:
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(ENDLESS)])
+        nbformat.write(notebook, repository / "notebooks" / f"{name}.ipynb")
+    told: list[Path] = []
+
+    def interrupt() -> None:
+        end = time.monotonic() + 100
+        while len(told) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+            told[:] = [path for path in repository.glob("*.pid") if path.read_text()]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(artifacts._execute_all(folders))
+    thread.join()
+    assert sorted(path.name for path in told) == ["01_a.pid", "02_b.pid"]
+    assert not any(Path("/proc", path.read_text()).exists() for path in told)
+    assert not (repository / "03_never_begun.pid").exists()
 
 
 def test_records_may_come_before_their_notebook_but_artefacts_need_it(repository: Path) -> None:
