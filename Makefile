@@ -72,7 +72,8 @@ test: $(STAMP)
 		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 
 # uv reads neither pip's configuration nor its variables: where wheels lie is passed on. A CPU build of torch is needed,
-# from PIP_FIND_LINKS or an extra index (see the README).
+# from PIP_FIND_LINKS or an extra index (see the README). Compiled here, as pip does: with PYTHONDONTWRITEBYTECODE, which
+# images of Python set, each process of the tests would compile all that it imports, for ten seconds and more.
 $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements.txt tests/engines/overrides.txt $(STAMP)
 	rm -rf $(ENGINES)
 	$(BIN)/python -m pip install -q "uv==0.13.9" --target $(ENGINES)/uv
@@ -80,7 +81,8 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements
 	PYTHONPATH=$(ENGINES)/uv UV_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL" \
 		UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
 		$(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --index-strategy unsafe-best-match \
-		-c constraints.txt --overrides tests/engines/overrides.txt -r tests/engines/requirements.txt -e .
+		--compile-bytecode -c constraints.txt --overrides tests/engines/overrides.txt \
+		-r tests/engines/requirements.txt -e .
 	@touch $@
 
 # Engines for real, without a GPU: vLLM's and Ray's, against transformers in one process; kills of actors included. A

@@ -285,16 +285,21 @@ def slow_reward(completion_ids, number, **columns):
 
 
 def actors() -> set[int]:
-    """Processes of this machine that are actors."""
-    found = set()
+    """Processes that are actors of this process's cluster: other tests have clusters of their own meanwhile."""
+    parents, found = {}, set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 if (folder / "cmdline").read_bytes().startswith(b"ray::_Actor"):
                     found.add(int(folder.name))
             except (FileNotFoundError, ProcessLookupError):
                 pass
-    return found
+
+    def own(pid: int) -> bool:  # actor, raylet, this process
+        return pid == os.getpid() or pid in parents and own(parents[pid])
+
+    return set(filter(own, found))
 
 
 def killer(engine: RayEngine, killed: list[str], stop: threading.Event) -> None:

@@ -112,7 +112,8 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         for r in found.values()
     ]
     assert first[0] == first[1]
-    again = runs.run_train(runs.train_specs("es", ["B0"], [0], ES | {"curve_points": 4, "steps": 2}, "tiny")[0])
+    other = {"curve_points": 4, "steps": 2, "validation_problems": 8, "test_problems": 12, "noise_draws": 1}
+    again = runs.run_train(runs.train_specs("es", ["B0"], [0], ES | other, "tiny")[0])
     assert again["digest"] == found["es"]["digest"]
 
 
