@@ -93,12 +93,11 @@ test-engines: $(ENGINES)/.installed
 # Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
 smoke: $(STAMP)
 	@rm -rf runs/smoke && mkdir -p runs/smoke
-	@for notebook in notebooks/*.ipynb; do \
-		start=$$(date +%s); \
+	@printf '%s\n' notebooks/*.ipynb | xargs -P 2 -I {} sh -c '\
+		start=$$(date +%s); notebook={}; \
 		EVOALIGN_RUN_DIR="$(CURDIR)/runs/smoke" $(PAPERMILL) --no-progress-bar -p scale smoke \
-			$$notebook runs/smoke/$${notebook##*/} || exit 1; \
-		echo "smoke: $$notebook ran in $$(($$(date +%s) - start)) s"; \
-	done
+			$$notebook runs/smoke/$${notebook##*/} || { echo "smoke: $$notebook failed"; exit 255; }; \
+		echo "smoke: $$notebook ran in $$(($$(date +%s) - start)) s"'
 
 # Measure what ES costs on this machine's CPU, in under 15 minutes, into paper/results/bench.json. Leave the machine
 # alone meanwhile. The benchmark sets its threads itself; one arm takes torch's default instead of one.
