@@ -147,7 +147,10 @@ def evaluate_together(claims: Sequence[_Claim], records: Iterable[_Record], scal
     used = [r for r in records if r["status"] == "finished" and r["spec"]["scale"] == scale]
     judged, families = [], {}
     for claim in claims:
-        findings = RULES[claim["rule"]["kind"]].find(claim, used) if scale in claim["scales"] else []
+        try:
+            findings = RULES[claim["rule"]["kind"]].find(claim, used) if scale in claim["scales"] else []
+        except ValueError as error:
+            raise ValueError(f"claim {claim['id']}: {error}") from error
         p = _p(findings, claim)
         judged.append((claim, findings, p))
         if "primary" in claim:  # one that cannot be judged yet counts: a verdict must not hang on the order of runs

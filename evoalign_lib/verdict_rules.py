@@ -118,11 +118,11 @@ def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str,
     chosen = [r for r in records if matches(r, wanted)]
     name = wanted.get("arm", wanted.get("kind"))
     if setting and chosen:
-        tuned = _tuned(claim, records, chosen[0]["spec"], setting)
+        tuned = _tuned(records, chosen[0]["spec"], setting)
         if isinstance(tuned, str):
             return _Runs([], f"0 of {name} ({tuned})", tuned)
         chosen = [r for r in chosen if matches(r, tuned)]
-    unit, context = claim["unit"], f"claim {claim['id']}, {arm} {wanted}"
+    unit, context = claim["unit"], f"{arm} {wanted}"
     have = f"{len(chosen)} of {name}"
     if chosen and all(unit not in record["spec"] for record in chosen):
         if len(chosen) > 1:
@@ -142,9 +142,7 @@ def _select(claim: _Claim, records: list[_Record], arm: str, where: Mapping[str,
     return _Runs(sorted(chosen, key=lambda record: record["spec"][unit]), have)
 
 
-def _tuned(
-    claim: _Claim, records: list[_Record], run: Mapping[str, Any], setting: Mapping[str, Any]
-) -> dict[str, float] | str:
+def _tuned(records: list[_Record], run: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, float] | str:
     """Return the setting that won the sweep from which a run's was to be taken, or, in words, what the sweep lacks.
 
     The sweep: runs of ES or GRPO with the seed of sweeps and without test set, which otherwise differ from the run in
@@ -162,14 +160,14 @@ def _tuned(
     sweep, best_of = f"the sweep of {arm} on {base}", setting["best_of"]
     if not len(made) == len(found) <= best_of:
         raise ValueError(
-            f"claim {claim['id']}: {sweep} has {len(made)} runs of {len(found)} settings where {best_of} were "
+            f"{sweep} has {len(made)} runs of {len(found)} settings where {best_of} were "
             "declared, one run each: the best of more is another rule"
         )
     declared = [tuple(choice[name] for name in names) for choice in setting.get("among", {}).get(arm, ())]
     others = sorted(found.keys() - set(declared)) if declared else []
     if others:
         raise ValueError(
-            f"claim {claim['id']}: {sweep} has {' and '.join(names)} {', '.join(map(str, others))}, which the claim "
+            f"{sweep} has {' and '.join(names)} {', '.join(map(str, others))}, which the claim "
             "does not declare among its settings: take these runs out, or declare them"
         )
     if len(made) < best_of:
@@ -182,10 +180,10 @@ def _lacking(selected: Iterable[_Runs]) -> str:
     return "; ".join(dict.fromkeys(found.lacks for found in selected if found.lacks))
 
 
-def _one_base(claim: _Claim, label: str, records: Iterable[_Record]) -> None:
+def _one_base(label: str, records: Iterable[_Record]) -> None:
     digests = sorted({record["spec"]["base_digest"] for record in records})
     if len(digests) > 1:
-        raise ValueError(f"claim {claim['id']}, {label}: runs start from different bases ({', '.join(digests)})")
+        raise ValueError(f"{label}: runs start from different bases ({', '.join(digests)})")
 
 
 # ---- scores of runs
@@ -200,7 +198,7 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
             np.array([conciseness_runs.end(r, measure["hacked"]) == "hacked" for r in arm], np.float64) for arm in arms
         ]
     decoding = measure.get("validation", measure.get("drawdown"))
-    validation = [_curves(claim, arm, f"validation_{decoding}") for arm in arms]
+    validation = [_curves(arm, f"validation_{decoding}") for arm in arms]
     if "drawdown" in measure:
         return [np.array([curves.largest_drawdown(curve) for curve in arm]) for arm in validation]
     if "at_mean" in measure:
@@ -210,7 +208,7 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
                 "an arm's mean stays below it, at most " + " and ".join(f"{100 * r:.1f} %" for r in reached)
             )
         return [curves.scores_at_mean(arm, measure["at_mean"])[1] for arm in validation]
-    spent = [_curves(claim, arm, measure["at_equal"]) for arm in arms]
+    spent = [_curves(arm, measure["at_equal"]) for arm in arms]
     budget = min(axis[-1] for arm in spent for axis in arm)
     return [
         np.array([curves.score_at(*curve, budget) for curve in zip(axes, scores, strict=True)])
@@ -240,11 +238,11 @@ def _right_at(claim: _Claim, measure: Mapping[str, Any], arm: Sequence[_Record])
     return np.array(rows, np.float64)
 
 
-def _curves(claim: _Claim, arm: Sequence[_Record], name: str) -> list[NDArray[np.float64]]:
+def _curves(arm: Sequence[_Record], name: str) -> list[NDArray[np.float64]]:
     try:
         return [np.array(record["curve"][name], np.float64) for record in arm]
     except KeyError as error:
-        raise ValueError(f"claim {claim['id']}: a record's curve has no {name!r}") from error
+        raise ValueError(f"a record's curve has no {name!r}") from error
 
 
 def _words(measure: Mapping[str, Any]) -> str:
@@ -314,7 +312,7 @@ def _compare_arms(
     kept = {"bound": float(comparison.get(side, 0)), "side": side, "decisive": decisive}
     if not all(arms):
         return Finding(label, 0, have, None, lacks=_lacking(selected), **kept)
-    _one_base(claim, label, arms[0] + arms[1])
+    _one_base(label, arms[0] + arms[1])
     fixed = _is_fixed(claim, arms[1])
     n = len(arms[0]) if fixed else min(map(len, arms))
     counts = f"n = {n}" if fixed or len(arms[0]) == len(arms[1]) else f"n = {len(arms[0])} v {len(arms[1])}"
@@ -476,7 +474,7 @@ def _weighted(
         accuracies = zip(terms, right.mean(axis=(1, 2)), strict=True)
         words.append(f"{arm} " + ", ".join(f"{name} {100 * accuracy:.1f} %" for (name, *_), accuracy in accuracies))
     for i, (name, *_) in enumerate(terms):
-        _one_base(claim, name, [record for found in selected.values() for record in found[i].records])
+        _one_base(name, [record for found in selected.values() for record in found[i].records])
     interval = stats.crossed_bootstrap(*matrices)
     context = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {'; '.join(words)}"
     value = f"{interval.format()} points"
@@ -522,7 +520,7 @@ _VARIED = ("sigma", "alpha", "learning_rate", "beta")
 
 def _map(claim: _Claim, label: str, records: list[_Record]) -> list[list[_Record]]:
     """Return runs by setting and unit, in their order; they differ in nothing but these."""
-    _one_base(claim, label, records)
+    _one_base(label, records)
     of_setting: dict[tuple, dict[Any, _Record]] = {}
     for record in records:
         spec, unit = record["spec"], record["spec"][claim["unit"]]
@@ -530,10 +528,10 @@ def _map(claim: _Claim, label: str, records: list[_Record]) -> list[list[_Record
         names = spec.keys() | first.keys()
         differing = sorted(k for k in names if spec.get(k) != first.get(k) and k not in (*_VARIED, claim["unit"]))
         if differing:
-            raise ValueError(f"claim {claim['id']}, {label}: runs of a map differ in {', '.join(differing)}")
+            raise ValueError(f"{label}: runs of a map differ in {', '.join(differing)}")
         runs_of = of_setting.setdefault(tuple(spec[name] for name in _VARIED if name in spec), {})
         if unit in runs_of:
-            raise ValueError(f"claim {claim['id']}, {label}: two records of one setting have {claim['unit']} {unit}")
+            raise ValueError(f"{label}: two records of one setting have {claim['unit']} {unit}")
         runs_of[unit] = record
     return [[runs_of[unit] for unit in sorted(runs_of)] for _, runs_of in sorted(of_setting.items())]
 
@@ -560,7 +558,7 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
         sizes.append([len(each) for each in runs_of])
         have.append(f"{label}: {sum(sizes[-1])} runs of {len(runs_of)} settings, {number}")
         if runs_of and base:
-            _one_base(claim, label, runs_of[0] + base)
+            _one_base(label, runs_of[0] + base)
             found = conciseness_runs.collapse_map(sum(runs_of, []), base[0])
             predictors.append(np.log([[cell.relative_sigma, cell.displacement] for cell in found]))
             shares.append(np.array([cell.collapsed for cell in found]))
@@ -604,7 +602,7 @@ def _bounds(claim: _Claim, records: list[_Record]) -> list[Finding]:
             try:
                 values = [QUANTITIES[name](record) for record in selected]
             except KeyError as error:
-                raise ValueError(f"claim {claim['id']}: a record has no {error}, of which {name!r} is made") from error
+                raise ValueError(f"a record has no {error}, of which {name!r} is made") from error
             interval = stats.bootstrap_mean(values)
             low, high = (f"{end:.3g}" for end in (interval.low, interval.high))
             value = f"{interval.value:.3g} [{low}, {high}]"

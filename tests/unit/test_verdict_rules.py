@@ -234,7 +234,7 @@ def test_budgets_outside_a_curve_are_refused() -> None:
     late = _runs("es", 60)
     for record in late:
         record["curve"] = record["curve"] | {"completions": [0, 20_000, 30_000, 40_000]}
-    with pytest.raises(ValueError, match="a curve from 20000 to 40000 has no score at 10000"):
+    with pytest.raises(ValueError, match="claim C1: a curve from 20000 to 40000 has no score at 10000"):
         _evaluate("C1", [*SWEEPS, *late, *_runs("grpo", 50), _base("A0", 20)])
     bare = [record | {"curve": {}} for record in _runs("grpo", 50)]
     with pytest.raises(ValueError, match="C2: a record's curve has no 'validation_greedy'"):
@@ -461,13 +461,13 @@ def test_gaps_without_an_end_of_a_kind_are_underpowered() -> None:
 def test_a_map_takes_no_runs_that_are_not_of_it() -> None:
     records = _c34(3.0, 1.0, 1.0)
     foreign = records[-1] | {"spec": records[-1]["spec"] | {"noise_draws": 1, "seed": 9}}
-    with pytest.raises(ValueError, match="C34, grpo_map: runs of a map differ in noise_draws"):
+    with pytest.raises(ValueError, match="C34: grpo_map: runs of a map differ in noise_draws"):
         evaluate(DECLARED["C34"], [*records, foreign], declared=[])
     with pytest.raises(ValueError, match="two records of one setting have seed 3"):
         evaluate(DECLARED["C34"], [*records, records[-1]], declared=[])
     mapped = _mapped(lambda a, b: a + b > -1)
     again = mapped[0] | {"spec": mapped[0]["spec"] | {"noise_draws": 1}}
-    with pytest.raises(ValueError, match="claim C4, base"):
+    with pytest.raises(ValueError, match="claim C4: base"):
         evaluate(DECLARED["C4"], [*mapped, again])
 
 
@@ -600,7 +600,7 @@ def test_the_change_with_the_horizon(es: int, expected: str) -> None:
     assert _value(verdict, "last less first, es less grpo") == pytest.approx((es - 40) / PROBLEMS)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     other = [r | {"spec": r["spec"] | {"base_digest": "another"}} if r["spec"]["arm"] == "es" else r for r in records]
-    with pytest.raises(ValueError, match="claim C11, 4: runs start from different bases"):
+    with pytest.raises(ValueError, match="claim C11: 4: runs start from different bases"):
         _evaluate("C11", other)
 
 
