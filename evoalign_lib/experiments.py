@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import platform
 import signal
@@ -458,7 +459,7 @@ _STORED = "finished runs are stored: call again for the rest"
 
 
 def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path]) -> Iterator[Record]:
-    """Run specs in processes of their own (spawned: nothing is inherited), yielding records as they finish.
+    """Run specs in processes of their own, yielding records as they finish; they inherit modules and nothing else.
 
     After a run that fails, those that have begun are finished and yielded before its error is raised; on an interrupt
     the processes are ended at once.
@@ -469,8 +470,6 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     Raises:
         RuntimeError: a process was killed.
     """
-    import multiprocessing
-
     from tqdm import tqdm
 
     from evoalign_lib.engines.local import default_workers
@@ -482,12 +481,17 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     if any(spec.get("engine", "local") != "local" for spec in specs):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
-    commit, context = _commit(), multiprocessing.get_context("spawn")
-    others, failure = set(multiprocessing.active_children()), None
+    commit, failure = _commit(), None
+    others = set(multiprocessing.active_children())
     # with another engine every run has a process of its own, which leaves nothing on a GPU
-    tasks = 1 if any(spec.get("engine", "local") != "local" for spec in specs) else None
-    settings = {"initializer": _start_worker, "initargs": (os.getpid(),), "max_tasks_per_child": tasks}
-    with ProcessPoolExecutor(workers, context, **settings) as pool:
+    local = all(spec.get("engine", "local") == "local" for spec in specs)
+    settings = {
+        "mp_context": _server() if local else multiprocessing.get_context("spawn"),
+        "max_tasks_per_child": None if local else 1,
+        "initializer": _start_worker,
+        "initargs": (os.getpid(), dict(os.environ)),
+    }
+    with ProcessPoolExecutor(workers, **settings) as pool:
         try:
             with _interrupts_ignored():
                 futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
@@ -517,6 +521,19 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         raise failure
 
 
+def _server() -> multiprocessing.context.BaseContext:
+    """What starts processes: a server with the slow imports done, of which they are copies, where it is safe.
+
+    Ten seconds of imports for each process, and again for each sweep, are more than a small run takes. The server is
+    a fresh interpreter that has imported and done nothing else, so nothing of this process is inherited.
+    """
+    if not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "datasets", "transformers.models.auto.modeling_auto", "evoalign_lib.runs"])
+    return context
+
+
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     """Ctrl-C reaches every process of a terminal or notebook: those that start in here leave it to this one."""
@@ -530,7 +547,10 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _start_worker(parent: int) -> None:
+def _start_worker(parent: int, environment: Mapping[str, str]) -> None:
+    os.environ.clear()  # a server has that of the first sweep
+    os.environ.update(environment)
+
     import datasets
     from transformers.utils import logging
 

@@ -532,11 +532,11 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     script.write_text(textwrap.dedent(SWEEP))
     with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as sweep:
         _await(lambda: file.is_file() and file.stat().st_size > 0)
-        children = [pid for pid, (parent, _) in _processes().items() if parent == sweep.pid]
+        children, workers = _children(sweep.pid), _workers(sweep.pid)
         sweep.kill()
-    assert sweep.returncode == -signal.SIGKILL and children
+    assert sweep.returncode == -signal.SIGKILL and len(workers) == 1
     # nobody goes on in the background (Z: ended, not yet reaped)
-    _await(lambda: not _alive(children))
+    _await(lambda: not _alive(children + workers))
     done = read_records(file)
     assert 1 <= len(done) < 5
     # the second call runs the rest; a run that fails is named, and costs none that waits in a process already
@@ -573,7 +573,7 @@ def _sweep(specs, file, act):
         try:
             _await(lambda: len(read_records(file)) > before)
         finally:  # else the sweep would go on for an hour
-            act([pid for pid, (parent, _) in _processes().items() if parent == os.getpid() and _is_worker(pid)])
+            act(_workers(os.getpid()))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -583,8 +583,14 @@ def _sweep(specs, file, act):
         thread.join()
 
 
-def _is_worker(pid: int) -> bool:
-    return b"multiprocessing.spawn" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def _children(pid: int) -> list[int]:
+    return [child for child, (parent, _) in _processes().items() if parent == pid]
+
+
+def _workers(pid: int) -> list[int]:
+    """Processes that run specs for this one: copies of its server."""
+    servers = [p for p in _children(pid) if b"multiprocessing.forkserver" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [worker for server in servers for worker in _children(server)]
 
 
 @needs_bases

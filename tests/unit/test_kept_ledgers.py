@@ -257,7 +257,7 @@ def _replays() -> Iterator[Any]:
         seen.add(group)
 
 
-@pytest.mark.parametrize(("path", "record"), _replays())
+@pytest.mark.parametrize(("path", "record"), list(_replays()))
 def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, record, tmp_path):
     replay_command(path, tmp_path / "model", record, 3)
 
