@@ -68,6 +68,7 @@ reproduce: $(STAMP)
 # committed, their marked outputs compared.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@rm -rf runs/test
 	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 

@@ -223,7 +223,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     return markdown
 
 
-def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]:
+def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> list[str]:
     """Draw every text artefact again from the committed records and compare it, byte for byte, with the committed one.
 
     Each notebook is executed as committed, by this interpreter, into a temporary folder; runs without a record are
@@ -233,6 +233,8 @@ def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
     write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
+    drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
+        executed.
     Returns one line a problem; an empty list means agreement (or, with write, that everything was drawn).
     Raises FileNotFoundError for a named notebook without committed records.
     """
@@ -246,14 +248,15 @@ def verify(notebooks: list[str] | None = None, write: bool = False) -> list[str]
     ahead = undrawn()
     chosen = notebooks or [name for name in committed if name not in ahead]
     with tempfile.TemporaryDirectory() as folder:
-        folders = {notebook: Path(folder) / notebook for notebook in chosen}
-        for (notebook, drawn), failure in zip(folders.items(), _execute_all(folders), strict=True):
+        folders = {notebook: drawn or Path(folder) / notebook for notebook in chosen}
+        failures = _execute_all(folders) if drawn is None else [None] * len(folders)
+        for (notebook, place), failure in zip(folders.items(), failures, strict=True):
             if failure:
                 problems.append(failure)
             elif write:
-                _adopt(notebook, drawn)
+                _adopt(notebook, place)
             else:
-                problems += _compare(notebook, drawn)
+                problems += _compare(notebook, place)
     verdicts = claims.evaluate_all("tiny")
     if write:
         render_readme_block("claims", save_claims(verdicts, paths.GENERATED))

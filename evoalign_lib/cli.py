@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,11 +14,16 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="EvoAlign: Ev
 def verify(
     notebook: Annotated[list[str] | None, typer.Option(help="Only this notebook; may be repeated.")] = None,
     write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
+    drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
 ) -> None:
     """Draw every table, number and plotted value again from the committed records and compare the text."""
     from evoalign_lib import artifacts
 
-    problems = artifacts.verify(notebook or None, write)
+    if drawn and write:
+        raise typer.BadParameter("--write draws anew: leave --drawn out")
+    if drawn and not Path(drawn, "generated", "manifest.json").is_file():
+        raise typer.BadParameter(f"no notebook was drawn into {drawn}: make test draws all into runs/test")
+    problems = artifacts.verify(notebook or None, write, Path(drawn) if drawn else None)
     for problem in problems:
         typer.echo(problem)
     if problems:

@@ -345,6 +345,21 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         0,
         ["all tables, numbers and plotted data agree with the committed records"],
     )
+    drawn = repository / "elsewhere"
+    with monkeypatch.context() as patch:
+        patch.setenv("EVOALIGN_ARTIFACTS", str(drawn))
+        exec(NOTEBOOK.replace("../paper", str(repository / "paper")), {})
+    assert CliRunner().invoke(cli.app, ["verify", "--drawn", str(drawn)]).exit_code == 0
+    (drawn / "generated/gain.csv").write_text("seed\n7\n")
+    result = CliRunner().invoke(cli.app, ["verify", "--drawn", str(drawn)])
+    assert (result.exit_code, result.output.splitlines()) == (
+        1,
+        ["generated/gain.csv differs: line 2: committed '0', drawn '7'"],
+    )
+    for wrong, message in (([str(drawn), "--write"], "leave --drawn out"), (["nowhere"], "make test draws all into")):
+        result = CliRunner().invoke(cli.app, ["verify", "--drawn", *wrong])
+        assert result.exit_code == 2 and message in " ".join(result.output.split())
+    shutil.rmtree(drawn)
     # a comparison leaves the repository as it was
     assert {file: (repository / file).read_bytes() for file in _files(repository)} == committed
 
