@@ -525,12 +525,22 @@ def _server() -> multiprocessing.context.BaseContext:
     """What starts processes: a server with the slow imports done, of which they are copies, where it is safe.
 
     Ten seconds of imports for each process, and again for each sweep, are more than a small run takes. The server is
-    a fresh interpreter that has imported and done nothing else, so nothing of this process is inherited.
+    a fresh interpreter that has imported others' packages and done nothing else: nothing of this process is inherited,
+    and our own modules are read anew by each sweep, as they may be edited between two.
     """
     if not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "datasets", "transformers.models.auto.modeling_auto", "evoalign_lib.runs"])
+    context.set_forkserver_preload(
+        [
+            "torch",
+            "datasets",
+            "transformers.models.auto.modeling_auto",
+            "trl.trainer.grpo_trainer",
+            "numba",
+            "scipy.stats",
+        ]
+    )
     return context
 
 
