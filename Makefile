@@ -67,8 +67,8 @@ reproduce: $(STAMP)
 # Unit and equivalence tests and doctests, a file of tests at a time in each of two processes; then the notebooks as
 # committed, their marked outputs compared.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
 	@rm -rf runs/test
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 

@@ -234,7 +234,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         are reported too).
     write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
     drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
-        executed.
+        executed, and whether notebooks or records changed since then is not seen.
     Returns one line a problem; an empty list means agreement (or, with write, that everything was drawn).
     Raises FileNotFoundError for a named notebook without committed records.
     """
@@ -482,6 +482,6 @@ def _alone(generated: Path) -> Iterator[None]:
 def _write(path: Path, text: str) -> None:
     """Write a file that is whole whenever another process reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     partial.write_text(text, encoding="utf-8", newline="\n")
     partial.replace(path)

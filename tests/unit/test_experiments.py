@@ -628,6 +628,15 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
     assert load_or_run(bases, "nb", "smoke") == records and capfd.readouterr().out == "loaded 2 records, ran 0\n"
 
 
+def test_where_the_end_of_this_process_cannot_be_watched_no_server_is_used(monkeypatch):
+    def refused(*_):
+        raise PermissionError("seccomp")
+
+    assert experiments._server().get_start_method() == "forkserver"
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert experiments._server().get_start_method() == "spawn"
+
+
 def _alive(pids) -> list[int]:
     processes = _processes()
     return [pid for pid in pids if processes.get(pid, (0, "Z"))[1] != "Z"]
