@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evoalign_lib import _render, paths
+from evoalign_lib.records import canonical_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -431,11 +432,11 @@ def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
 
 def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Return the hash of the records, whatever their order, and what they say of where they came from."""
-    lines = sorted(_render.canonical_json(record) for record in records)
+    lines = sorted(canonical_json(record) for record in records)
     for record in records:
         lacking = [key for key in ("spec_hash", "commit", "environment") if key not in record]
         if lacking:
-            raise KeyError(f"a record lacks {', '.join(lacking)}: {_render.canonical_json(record)[:120]}")
+            raise KeyError(f"a record lacks {', '.join(lacking)}: {canonical_json(record)[:120]}")
     environments = [record["environment"] for record in records]
     named = {package: {e[package] for e in environments if package in e} for package in VERSIONS}
     return hashlib.sha256("\n".join(lines).encode()).hexdigest(), {

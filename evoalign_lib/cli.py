@@ -41,14 +41,14 @@ def claims(
     """Print the ledger of claims with the verdicts that the committed records give."""
     import datetime
 
-    from evoalign_lib import claims as ledger
+    from evoalign_lib import claims
 
     try:
         if lock:
-            added = ledger.lock(datetime.date.today().isoformat())
+            added = claims.lock(datetime.date.today().isoformat())
             typer.echo("\n".join(added) or "every rule is locked")
             return
-        verdicts = ledger.evaluate_all()
+        verdicts = claims.evaluate_all()
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

@@ -19,7 +19,7 @@ Where `grpo` departs from DeepSeekMath (Shao et al., arXiv 2402.03300, section 4
 2. One update a batch, as in the paper's own runs; the algorithm box allows several.
 3. Advantages are (r - mean) / (std + 1e-4) with the unbiased standard deviation of the group.
 4. The KL penalty is k3 a token, as in the paper: its value is unbiased, its gradient as a loss is not that of the KL
-   (`evoalign_lib.kl`). TRL's correction of it (`use_bias_correction_kl`) is off.
+   (`evoalign_lib.analysis.kl`). TRL's correction of it (`use_bias_correction_kl`) is off.
 5. Outcome rewards only.
 6. The reference has the very weights that the run starts from. (TRL loads it anew by the model's name, which for a
    model changed in memory is another one.)

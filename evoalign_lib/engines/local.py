@@ -404,9 +404,9 @@ class LocalEngine(Engine):
                 model.config, self._views(self.weights.flat), chunk_rows
             )
         if self.decoder == "loop" and not self._drop_rows:
-            logger.warning(
+            logger.info(  # no warning: it costs time and changes no result, and which CPU does it is no news to a user
                 "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
-                "computed to the end of their batch, which costs time and changes no result."
+                "computed to the end of their batch."
             )
         self._id = next(_IDS)
         _ENGINES[self._id] = self

@@ -108,7 +108,7 @@ def room_beside_master(total: float, parameters: float) -> float:
     >>> room_beside_master(80 * 2**30, 7.6e9)
     0.546
     """
-    from evoalign_lib.preflight import USABLE
+    from evoalign_lib.study.preflight import USABLE
 
     share = USABLE - 4 * parameters / total
     if share <= 0:
@@ -129,7 +129,7 @@ def rank_parameters(config: Any, parameters: int, tensor_parallel: int) -> float
     """
     if tensor_parallel == 1:
         return parameters
-    from evoalign_lib import preflight
+    from evoalign_lib.study import preflight
 
     try:
         return preflight.rank_parameters(preflight.shape(config), tensor_parallel)

@@ -13,9 +13,10 @@ from helpers import tokenizer
 from safetensors.torch import load_file
 from small_models import LENGTH, ROWS, SETTINGS, model
 
-from evoalign_lib import noise, runs
+from evoalign_lib import noise
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import Generator, PushedEngine, WrongWeights
+from evoalign_lib.study import runs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 

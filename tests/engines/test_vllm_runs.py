@@ -15,10 +15,11 @@ from helpers import random_model, tokenizer
 from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
 from transformers import AutoModelForCausalLM
 
-from evoalign_lib import ledger, runs
+from evoalign_lib import ledger
 from evoalign_lib.engines import _vllm_worker
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.study import runs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 

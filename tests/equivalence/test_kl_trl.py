@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from evoalign_lib import kl, tiny
+from evoalign_lib import tiny
+from evoalign_lib.analysis import kl
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.tasks import countdown
 

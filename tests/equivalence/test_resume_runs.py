@@ -8,7 +8,7 @@ import warnings
 import pytest
 from tqdm import tqdm
 
-from evoalign_lib import runs
+from evoalign_lib.study import runs
 
 SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10}
 SETTINGS |= {"steps": 6, "prompts_per_step": 4, "curve_points": 4, "curve_spacing": "log"}

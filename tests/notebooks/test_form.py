@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from evoalign_lib import experiments, kl, noise, paths, stats
+from evoalign_lib import noise, paths
+from evoalign_lib.analysis import kl, stats
 from evoalign_lib.engines.local import Member
+from evoalign_lib.study import parameters
 from evoalign_lib.update_rules import standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -33,13 +35,13 @@ def test_parameters_cell_has_the_common_names_and_literals_only(notebook):
     assert len(tagged) == 1
     statements = ast.parse(tagged[0].source).body
     names = [s.target.id for s in statements if isinstance(s, ast.AnnAssign)]
-    assert names == list(experiments.PARAMETERS)
+    assert names == list(parameters.PARAMETERS)
     assert all(isinstance(s.value, ast.Constant) for s in statements)
 
 
 def test_parameters_are_checked_before_any_work(notebook):
     code = [c.source for c in notebook.cells if c.cell_type == "code"]
-    first = next(i for i, source in enumerate(code) if "experiments.check_parameters(globals()" in source)
+    first = next(i for i, source in enumerate(code) if "parameters.check_parameters(globals()" in source)
     assert first == 1  # right after the parameters cell
 
 

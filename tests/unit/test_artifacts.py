@@ -21,7 +21,7 @@ from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
 from evoalign_lib.engines import local
-from evoalign_lib.experiments import spec_hash
+from evoalign_lib.records import spec_hash
 
 REPOSITORY = paths.ROOT
 ENVIRONMENT = {"python": "3.12.1", "torch": "2.13.0", "numpy": "2.3.5", "evoalign": "0.1.0", "device": "cpu"}

@@ -10,9 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from evoalign_lib import claims, cli, paths
-from evoalign_lib.claims import Finding, evaluate
-from evoalign_lib.experiments import spec_hash
-from evoalign_lib.stats import Interval, pack_bits, pack_counts
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.claims import evaluate
+from evoalign_lib.claims.rules import Finding
+from evoalign_lib.records import pack_bits, pack_counts, spec_hash
 
 PROBLEMS = 40
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}

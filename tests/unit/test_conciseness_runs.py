@@ -7,9 +7,14 @@ import shutil
 import numpy as np
 import pytest
 
-from evoalign_lib import conciseness_runs, experiments, hacking, runs, stats, tiny, tiny_questions
+from evoalign_lib import tiny
+from evoalign_lib.analysis import hacking
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.records import accuracy_matrix, unpack_bits
+from evoalign_lib.study import runs, sweep
+from evoalign_lib.study.measures import conciseness as conciseness_runs
 from evoalign_lib.tasks import conciseness
+from evoalign_lib.tiny import questions
 
 SETTINGS = {"task": "conciseness", "max_completion_length": 24, "unique_prompts": 200, "curve_points": 3}
 SETTINGS |= {"curve_spacing": "log", "steps": 2, "prompts_per_step": 4}
@@ -27,7 +32,7 @@ def fewer_draws(monkeypatch):
 def engine():
     model, tok = tiny.load("B0")
     prompts = {
-        name: Prompts(conciseness.dataset(tiny_questions.problems(name), tok), tok) for name in ("validation", "test")
+        name: Prompts(conciseness.dataset(questions.problems(name), tok), tok) for name in ("validation", "test")
     }
     return LocalEngine(model, tok, None, prompts, max_completion_length=24)
 
@@ -35,7 +40,7 @@ def engine():
 @pytest.mark.parametrize("base", tiny.QUESTION_BASES)
 def test_the_bases_know_the_answers_and_prefer_sentences(base):
     model, tok = tiny.load(base)
-    asked = tiny_questions.problems("test")
+    asked = questions.problems("test")
     prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
     engine = LocalEngine(model, tok, None, prompts, max_completion_length=24)
     (greedy,), sampled = engine.generate("test"), engine.generate("test", samples=4)
@@ -78,7 +83,7 @@ def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
     _, _, sets = conciseness_runs.world(spec)
     asked = [p.question for p in sets["train"]]
     assert len(asked) == 400 and {asked.count(q) for q in asked} == {2}
-    assert set(asked) == {p.question for p in tiny_questions.problems("train")}
+    assert set(asked) == {p.question for p in questions.problems("train")}
     pairs = [
         {(p.question, p.answer) for p in conciseness_runs.world(spec | {"unique_prompts": 2, "seed": seed})[2]["train"]}
         for seed in (0, 1)
@@ -99,11 +104,11 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         assert len({len(values) for values in curve.values()}) == 1 and curve["step"] == [0, 1, 2]
         assert curve["kl"][0] == pytest.approx(0, abs=1e-6) and curve["kl"][-1] > 0
         for decoding, n in (("greedy", 256), ("t1", 512)):
-            bits = [stats.unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
+            bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
             assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
         assert record["test"]["n"] == 256 and len(record["shown"]) == conciseness_runs.SHOWN
-        assert stats.accuracy_matrix([record]).mean() == pytest.approx(record["test"]["greedy"], abs=1e-6)
-        assert stats.accuracy_matrix([record], "t1").mean() == pytest.approx(record["test"]["t1"], abs=1e-6)
+        assert accuracy_matrix([record]).mean() == pytest.approx(record["test"]["greedy"], abs=1e-6)
+        assert accuracy_matrix([record], "t1").mean() == pytest.approx(record["test"]["t1"], abs=1e-6)
         assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in conciseness_runs.JENSEN_SIGMAS}
         assert record["hacks"]["greedy"]["right"] > 0.5
     # before training all have the same weights, and measuring moves none
@@ -126,12 +131,12 @@ def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for()
     [base] = runs.base_specs(["B0"], ES | smaller, "tiny")
     assert smaller.items() <= base.items()
     sets = conciseness_runs.world(spec)[2]
-    assert sets["validation"] == tiny_questions.problems("validation")[:8]
-    assert sets["test"] == tiny_questions.problems("test")[:12]
+    assert sets["validation"] == questions.problems("validation")[:8]
+    assert sets["test"] == questions.problems("test")[:12]
     record = runs.run_train(spec)
     assert record["test"]["n"] == 12
     for decoding, n in (("greedy", 12), ("t1", 24)):
-        bits = [stats.unpack_bits(text, n).mean() for text in record["curve"][f"right_bits_{decoding}"]]
+        bits = [unpack_bits(text, n).mean() for text in record["curve"][f"right_bits_{decoding}"]]
         assert np.allclose(bits, record["curve"][f"right_{decoding}"], atol=1e-4)
     for name, most in (("validation_problems", 128), ("test_problems", 256)):
         with pytest.raises(ValueError, match=f"{name}={most + 1}: there are {most} .* questions. Take so many, or"):
@@ -149,9 +154,7 @@ def test_a_sweep_would_choose_by_the_proxy_and_is_refused():
 
 def test_measuring_under_noise_puts_the_weights_back(engine):
     before = engine.master.copy()
-    jensen = conciseness_runs._jensen(
-        {"measure": "strict", "base": "B0"}, engine, tiny_questions.problems("validation")
-    )
+    jensen = conciseness_runs._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
     assert engine.master.tobytes() == before.tobytes()
     # noise of a size that breaks everything costs no reward where answers were far too long
     assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
@@ -176,7 +179,7 @@ def test_the_analysis_of_published_completions_reproduces_their_rewards():
     for r in found:
         assert r["reproduced"] == r["completions"] == 160 and abs(r["reward"]["released"] - r["recorded"]) < 1e-4
         assert r["changed"] == 0 or r["reward"]["strict"] != r["reward"]["released"]
-        assert stats.unpack_bits(r["right_bits"], 160).mean() == pytest.approx(r["right"])
+        assert unpack_bits(r["right_bits"], 160).mean() == pytest.approx(r["right"])
         assert len(r["shown"]) == 8
     silent = [(r["spec"]["set"], r["spec"]["seed"]) for r in found if r["all_empty"]]
     assert silent == [("ES_alpha0.001_sigma0.005", 1), ("GRPO_temp_0.7_beta0.0", 0), ("GRPO_temp_0.7_beta0.0464", 3)]
@@ -195,7 +198,7 @@ def model(tmp_path_factory):
 
 def write(path, n):
     """A file of n questions, which the model happens to know."""
-    lines = [{"question": p.question, "answer": p.answer} for p in tiny_questions.problems("test")[:n]]
+    lines = [{"question": p.question, "answer": p.answer} for p in questions.problems("test")[:n]]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -217,7 +220,7 @@ def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_o
     digest = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     assert all(s["questions_sha256"] == digest and "questions" not in s and s["noise_draws"] == 1 for s in specs)
     assert not any("unique_prompts" in s for s in specs)
-    base, *trained = experiments.load_or_run(specs, "03_conciseness", "smoke", workers=1)
+    base, *trained = sweep.load_or_run(specs, "03_conciseness", "smoke", workers=1)
     assert own.name not in json.dumps([base, trained])
     assert set(base["breaking"]) == {"0.0003", "0.001", "0.002", "0.003", "0.005", "0.01"}
     for record in (base, *trained):
@@ -228,7 +231,7 @@ def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_o
         assert curve["step"] == [0, 1] and record["update_norm"] > 0 and curve["kl"][1] > curve["kl"][0]
         assert curve["kl"][0] == pytest.approx(0, abs=1e-6)
         for decoding, n in (("greedy", 4), ("t1", 8)):
-            bits = [stats.unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
+            bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
             assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
             assert curve[f"proxy_{decoding}"][0] == base["point"][f"proxy_{decoding}"]
         assert conciseness_runs.end(record) in ("hacked", "clean", "no gain")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from evoalign_lib import curves
-from evoalign_lib.curves import ToTarget
+from evoalign_lib.analysis import curves
+from evoalign_lib.analysis.curves import ToTarget
 
 
 def _found(x: list[float], reached: list[int]) -> ToTarget:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import hacking
-from evoalign_lib.hacking import hack_report
+from evoalign_lib.analysis import hacking
+from evoalign_lib.analysis.hacking import hack_report
 from evoalign_lib.tasks import conciseness
 
 # Answers that a person might give, long and short, in several languages, with numbers, lists and code.
@@ -144,9 +144,10 @@ def test_what_could_not_be_asked_is_said_and_what_is_given_is_used():
 
 
 def test_gibberish_by_the_probabilities_of_a_base():
-    from evoalign_lib import kl, tiny
+    from evoalign_lib import tiny
+    from evoalign_lib.analysis import kl
     from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tiny_questions import problems
+    from evoalign_lib.tiny.questions import problems
 
     model, tok = tiny.load("B0")
     asked = [p.question for p in problems("test")[:48]]

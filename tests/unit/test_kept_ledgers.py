@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from evoalign_lib import experiments, ledger, paths, runs
+from evoalign_lib import ledger, paths
 from evoalign_lib.cli import app
-from evoalign_lib.experiments import load_or_run, read_records, spec_hash
+from evoalign_lib.records import read_records, spec_hash
+from evoalign_lib.study import runs, sweep
+from evoalign_lib.study.sweep import load_or_run
 
 SETTINGS = {
     "max_completion_length": 8, "validation_problems": 4, "test_problems": 4, "population_size": 3, "sigma": 0.03,
@@ -69,7 +71,7 @@ def records(folder: Path) -> list[dict]:
 def test_a_record_describes_its_ledger(folder):
     one, other = records(folder)
     assert "ledger" not in other
-    path = experiments.ledger_file(one)
+    path = sweep.ledger_file(one)
     assert path == folder / f"results/nb/ledgers/{one['spec_hash']}.jsonl.gz"
     kept, packed, plain = one["ledger"], path.read_bytes(), gzip.decompress(path.read_bytes())
     assert (kept["bytes"], kept["gzip_bytes"]) == (len(plain), len(packed)) and len(packed) < len(plain)
@@ -100,8 +102,8 @@ def test_a_kept_ledger_is_loaded_with_its_record(folder, capsys):
 def test_a_forced_run_keeps_its_own_beside(folder):
     (fresh,) = read_records(folder / "run/results/tiny.jsonl")
     (committed, _) = records(folder)
-    assert experiments.ledger_file(fresh).parent == folder / "run/results/ledgers"
-    assert experiments.check_ledger(fresh).weights == experiments.check_ledger(committed).weights
+    assert sweep.ledger_file(fresh).parent == folder / "run/results/ledgers"
+    assert sweep.check_ledger(fresh).weights == sweep.check_ledger(committed).weights
     assert fresh["ledger"]["sha256"] != committed["ledger"]["sha256"]  # the times of a step differ
 
 
@@ -119,13 +121,13 @@ def test_what_cannot_be_kept_is_refused_before_any_run(folder):
 
 def test_a_ledger_that_is_missing_or_another(folder):
     one, _ = records(folder)
-    path = experiments.ledger_file(one)
+    path = sweep.ledger_file(one)
     for damage in (lambda: path.write_bytes(path.read_bytes()[:-1] + b"\1"), path.unlink):
         damage()
         with pytest.raises(ValueError, match=r"SHA-256 .*is neither .*results/nb/ledgers.*restore it from git, or del"):
             load_or_run(specs(), "nb", "tiny", keep_ledgers=specs()[:1])
         with pytest.raises(ValueError, match="restore it from git"):
-            experiments.check_ledger(one)
+            sweep.check_ledger(one)
 
 
 def test_a_ledger_of_another_run_is_found(folder):
@@ -133,9 +135,9 @@ def test_a_ledger_of_another_run_is_found(folder):
     with pytest.raises(
         ValueError, match=r"replays to weights with the digest .*, the record .* has 0000000000000000\.\.\."
     ):
-        experiments.check_ledger(one | {"ledger": one["ledger"] | {"weights": "0" * 64}})
+        sweep.check_ledger(one | {"ledger": one["ledger"] | {"weights": "0" * 64}})
     # a forger's chain: it is whole, and its digests are the record's, not those of its rewards
-    path = experiments.ledger_file(one)
+    path = sweep.ledger_file(one)
     lines = gzip.decompress(path.read_bytes()).splitlines()
     step = json.loads(lines[12])
     assert step["step"] == 11  # after the last digest but one
@@ -145,12 +147,12 @@ def test_a_ledger_of_another_run_is_found(folder):
     path.write_bytes(gzip.compress(b"\n".join(forged)))
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(ledger.LedgerError, match="after 12 steps the weights have the digest"):
-        experiments.check_ledger(one | {"ledger": one["ledger"] | {"sha256": sha}})
+        sweep.check_ledger(one | {"ledger": one["ledger"] | {"sha256": sha}})
 
 
 def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path):
     one, _ = records(folder)
-    packed = experiments.ledger_file(one).read_bytes()
+    packed = sweep.ledger_file(one).read_bytes()
     for name in ("a.jsonl", "sub/other.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -169,7 +171,7 @@ def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path):
 
 def test_a_packed_ledger_that_is_damaged(folder, tmp_path):
     one, _ = records(folder)
-    good = experiments.ledger_file(one).read_bytes()
+    good = sweep.ledger_file(one).read_bytes()
     path = tmp_path / "bad.jsonl.gz"
     middle = len(good) // 2
     for bad in (
@@ -190,7 +192,7 @@ def test_a_packed_ledger_that_is_damaged(folder, tmp_path):
 def test_a_packed_ledger_that_unpacks_to_gigabytes(folder, tmp_path):
     one, _ = records(folder)
     path, block = tmp_path / "bomb.jsonl.gz", gzip.compress(b" " * 2**24)
-    path.write_bytes(experiments.ledger_file(one).read_bytes() + block * 64)  # 1 GB in 1 MB
+    path.write_bytes(sweep.ledger_file(one).read_bytes() + block * 64)  # 1 GB in 1 MB
     script = (
         "import resource, sys\n"
         "from evoalign_lib import ledger\n"
@@ -222,7 +224,7 @@ def replay_command(path: Path, out: Path, record: dict, step: int) -> None:
 
 def test_the_command_replays_a_kept_ledger(folder):
     one, _ = records(folder)
-    path = experiments.ledger_file(one)
+    path = sweep.ledger_file(one)
     replay_command(path, folder / "seven", one, 7)
     # the whole of it, in a process of its own
     command = [sys.executable, "-m", "evoalign_lib.cli", "replay", path, "--out", folder / "last"]
@@ -264,7 +266,7 @@ def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, record, t
 
 @pytest.mark.parametrize(("path", "record"), NAMED, ids=[path.name for path, _ in NAMED])
 def test_a_committed_ledger_is_the_one_of_its_record_and_whole(path, record):
-    assert experiments.ledger_file(record) == path  # by the SHA-256 of the file
+    assert sweep.ledger_file(record) == path  # by the SHA-256 of the file
     run, spec = ledger.read(path), record["spec"]
     assert run.ended and len(run.steps) == spec["steps"] and run.header["model"]["name"] == spec["base"]
     assert all(

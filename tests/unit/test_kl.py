@@ -13,8 +13,11 @@ from hypothesis.extra import numpy as hnp
 from scipy.integrate import quad
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from evoalign_lib import experiments, geometry, kl, runs, tiny
+from evoalign_lib import tiny
+from evoalign_lib.analysis import gradient as enumerated
+from evoalign_lib.analysis import kl
 from evoalign_lib.engines.decode import Decoder
+from evoalign_lib.study import runs, sweep
 
 END, LENGTH, VOCABULARY = 0, 3, 8
 PROMPTS = [[2, 3, 4], [5, 2], [3, 3, 6, 7]]
@@ -53,7 +56,7 @@ def models():
 def tree(models):
     """Every completion of the policy, and what both models say of it."""
     policy, reference = models
-    full = geometry.enumerate_completions(policy, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, min_probability=0.0)
+    full = enumerated.enumerate_completions(policy, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, min_probability=0.0)
     ids, mask = padded([PROMPTS[p] for p in full.prompt])
     return full, kl.compare(policy, reference, ids, mask, full.completions(), [END])
 
@@ -595,7 +598,7 @@ def test_the_gradient_of_the_sequence_is_a_policy_gradient(models, tree, exact):
     """That of the log ratio as a reward, held fixed; and that of k2 of the sequence."""
     full, found = tree
     log_ratio = (found.log_policy - found.log_ref).sum(-1).numpy()
-    by_reward = geometry.expected_reward_gradient(models[0], full, log_ratio)
+    by_reward = enumerated.expected_reward_gradient(models[0], full, log_ratio)
     vector = np.concatenate([by_reward[name].ravel() for name, _ in models[0].named_parameters()])
     assert exact["sequence"].numpy() == pytest.approx(vector, abs=1e-4)
     assert exact["k2 of the sequence"].numpy() == pytest.approx(vector, abs=1e-4)
@@ -659,7 +662,7 @@ SETTINGS = {"max_completion_length": 16, "kl_problems": 8, "kl_samples": 4}
 def test_the_record_of_the_estimators():
     spec, other = runs.kl_specs("A0", 0.01, 2, SETTINGS, "smoke")
     [far] = runs.kl_specs("A0", 0.03, 1, SETTINGS, "smoke")
-    one, again, second, moved = (experiments.run(s, "nb", "commit")["kl"] for s in (spec, spec, other, far))
+    one, again, second, moved = (sweep.run(s, "nb", "commit")["kl"] for s in (spec, spec, other, far))
     json.dumps(one, allow_nan=False)
     assert one == again and one != second
     assert one["sequences"] == 32 and 32 < one["tokens"] <= 32 * 16

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from evoalign_lib import ledger, noise, runs, tiny
+from evoalign_lib import ledger, noise, tiny
 from evoalign_lib.cli import app
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
+from evoalign_lib.study import runs
 from evoalign_lib.update_rules import population
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from scipy.stats import f, norm, ttest_ind
 from statsmodels.stats.power import TTestIndPower
 
-from evoalign_lib import power, stats
-from evoalign_lib.power import Plan
+from evoalign_lib.analysis import power, stats
+from evoalign_lib.analysis.power import Plan
 
 
 def test_difference_gives_the_textbook_sample_sizes() -> None:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from evoalign_lib import experiments, paths, preflight, runs, tiny
-from evoalign_lib.preflight import GIB, CannotCount, DoesNotFit, plan, shape
+from evoalign_lib import paths, tiny
+from evoalign_lib.records import append_record, spec_hash
+from evoalign_lib.study import parameters, preflight, runs, sweep
+from evoalign_lib.study.preflight import GIB, CannotCount, DoesNotFit, plan, shape
 
 # the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
 QWEN = {
@@ -386,8 +388,8 @@ def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
     on = {"engine": "vllm", "gpus": 4}
     specs = elsewhere("7B", ES | on) + elsewhere("7B", ES | on | {"sigma": 3e-3}) + elsewhere("0.5B", GRPO | on)
     measured = {"kind": "base", "base": specs[0]["base"], "scale": "full"}
-    with pytest.raises(experiments.DryRun, match="0 of 7 runs have records; to be run: base .*, es .* 0, "):
-        experiments.load_or_run([measured, *specs], "nb", "full", dry_run=True)
+    with pytest.raises(parameters.DryRun, match="0 of 7 runs have records; to be run: base .*, es .* 0, "):
+        sweep.load_or_run([measured, *specs], "nb", "full", dry_run=True)
     out = capsys.readouterr().out
     assert "no GPU is visible here: plans assume GPUs of 80 GiB" in out and out.count("4 GPUs of 80 GiB") == 2
     assert re.findall("^run +(es|grpo) of .*(runs .*)$", out, re.M) == [
@@ -399,11 +401,11 @@ def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_cannot_fit_is_refused_before_anything_runs(elsewhere, capsys, monkeypatch, dry_run):
-    monkeypatch.setattr(experiments, "_run_all", lambda *arguments: pytest.fail("a run began"))
+    monkeypatch.setattr(sweep, "_run_all", lambda *arguments: pytest.fail("a run began"))
     on = {"engine": "vllm", "gpus": 4}
     specs = [spec | on for spec in elsewhere("0.5B", ES) + elsewhere("72B", ES) + elsewhere("72B", GRPO)]
     with pytest.raises(DoesNotFit, match=r"436 GB .* Take 8 GPUs.*\(1 more of the plans printed do not fit\.\)"):
-        experiments.load_or_run(specs, "nb", "full", dry_run=dry_run)
+        sweep.load_or_run(specs, "nb", "full", dry_run=dry_run)
     out = capsys.readouterr().out
     assert out.count("DOES NOT FIT") == 2 and out.count("\nrun ") == 3
 
@@ -426,20 +428,20 @@ def test_without_a_gpu_the_plan_is_about_the_host(elsewhere, capsys, monkeypatch
         ran.extend(missing)
         yield from ()
 
-    monkeypatch.setattr(experiments, "_run_all", run_all)
+    monkeypatch.setattr(sweep, "_run_all", run_all)
     with pytest.raises(DoesNotFit, match=r"in each of 2 processes, .*this machine has 64.0 GiB"):
-        experiments.load_or_run(elsewhere("7B", ES), "nb", "full", workers=2)
+        sweep.load_or_run(elsewhere("7B", ES), "nb", "full", workers=2)
     assert not ran and "CPU cores: no GPU is used" in capsys.readouterr().out
     small = elsewhere("0.5B", ES)
     with pytest.raises(KeyError):  # nothing came back, since nothing really ran
-        experiments.load_or_run(small, "nb", "full", workers=2)
+        sweep.load_or_run(small, "nb", "full", workers=2)
     assert ran == small and "2 training runs, 2 at once" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_counted_is_run_without_a_plan(elsewhere, capsys):
     specs = elsewhere("0.5B", ES, model_type="gpt2")
-    with pytest.raises(experiments.DryRun):
-        experiments.load_or_run(specs, "nb", "full", dry_run=True)
+    with pytest.raises(parameters.DryRun):
+        sweep.load_or_run(specs, "nb", "full", dry_run=True)
     out = capsys.readouterr().out
     assert "no plan of " in out and "model type 'gpt2' cannot be counted" in out
 
@@ -447,12 +449,12 @@ def test_a_model_that_cannot_be_counted_is_run_without_a_plan(elsewhere, capsys)
 def test_other_scales_and_finished_runs_have_no_plan(elsewhere, monkeypatch):
     monkeypatch.setattr(preflight, "check", lambda *arguments, **options: pytest.fail("a plan was asked for"))
     for scale in ("smoke", "tiny"):
-        with pytest.raises(experiments.DryRun):
-            experiments.load_or_run([ES | {"scale": scale}], "nb", scale, dry_run=True)
+        with pytest.raises(parameters.DryRun):
+            sweep.load_or_run([ES | {"scale": scale}], "nb", scale, dry_run=True)
     (spec,) = elsewhere("7B", ES, seeds=[0])
-    done = {"spec": spec, "spec_hash": experiments.spec_hash(spec), "status": "finished"}
-    experiments.append_record(paths.RESULTS / "nb" / "full.jsonl", done)
-    assert experiments.load_or_run([spec], "nb", "full", dry_run=True) == [done]
+    done = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished"}
+    append_record(paths.RESULTS / "nb" / "full.jsonl", done)
+    assert sweep.load_or_run([spec], "nb", "full", dry_run=True) == [done]
 
 
 def test_specs_of_runs_are_what_a_plan_reads(tmp_path):

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import conciseness_runs, experiments, grpo, ledger, paths, runs, tiny
+from evoalign_lib import grpo, ledger, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import load_model
-from evoalign_lib.experiments import MAX_CURVE, append_record, read_records, spec_hash
-from evoalign_lib.stats import accuracy_matrix
+from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
+from evoalign_lib.study import runs, sweep
+from evoalign_lib.study.measures import conciseness as conciseness_runs
 from evoalign_lib.tasks import countdown
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +43,7 @@ def spec_of(arm: str, seed: int = 0, **changed):
 
 @lru_cache
 def record_of(arm: str):
-    return experiments.run(spec_of(arm), "nb", "commit")
+    return sweep.run(spec_of(arm), "nb", "commit")
 
 
 @pytest.mark.parametrize("arm", runs.ARMS)
@@ -84,7 +85,7 @@ def test_the_record_of_every_arm(arm, tmp_path):
     ],
 )
 def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_path):
-    r, healthy = experiments.run(spec_of(arm, **changed), "nb", "commit"), record_of(arm)
+    r, healthy = sweep.run(spec_of(arm, **changed), "nb", "commit"), record_of(arm)
     append_record(tmp_path / "x.jsonl", r)
     assert r["status"] == "finished" and r["diverged"] == step and "diverged" not in healthy
     assert r["update_norm"] is None and r["kl_policy_base"]["exact_nats_per_sequence"] is None
@@ -97,7 +98,7 @@ def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_
 
 
 def test_the_ledger_of_a_run_that_diverged_replays_to_its_weights(tmp_path):
-    r = experiments.run(spec_of("es", alpha=3e38), "nb", "commit", tmp_path / "kept.jsonl.gz")
+    r = sweep.run(spec_of("es", alpha=3e38), "nb", "commit", tmp_path / "kept.jsonl.gz")
     assert r["diverged"] == 1 and r["ledger"]["replay_error"] == 0
     assert ledger.verify(tmp_path / "kept.jsonl.gz", "A0").weights == r["ledger"]["weights"]
 
@@ -105,7 +106,7 @@ def test_the_ledger_of_a_run_that_diverged_replays_to_its_weights(tmp_path):
 def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
     """The same run made by hand, without a curve, ends with the same weights and the same accuracy."""
     spec = spec_of("dr_grpo", seed=5, beta=0.04, scale_rewards="group")
-    record = experiments.run(spec, "nb", "commit")
+    record = sweep.run(spec, "nb", "commit")
     model, tokenizer = tiny.load("A0")
     start = LocalEngine(model, tokenizer, None, {}, max_completion_length=16).master.copy()
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
@@ -127,14 +128,14 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
     assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
     assert all(record["budget"][axis] == budget.spent(140_928)[axis] for axis in AXES[:3])
     # another curve, the same run
-    short = experiments.run(spec | {"curve_points": 3}, "nb", "commit")
+    short = sweep.run(spec | {"curve_points": 3}, "nb", "commit")
     assert short["digest"] == record["digest"] and short["curve"]["step"] == [0, 1, 4]
 
 
 @pytest.mark.parametrize("arm", ["grpo", "dr_grpo", "dapo", "rloo"])
 def test_a_step_in_micro_batches_is_the_whole_step(arm):
     """The same completions and, but for rounding, the same gradient; measured, the KL differs by up to 3e-6 of it."""
-    whole, parts = (experiments.run(spec_of(arm, steps=1, **more), "nb", "c") for more in ({}, {"micro_batch": 4}))
+    whole, parts = (sweep.run(spec_of(arm, steps=1, **more), "nb", "c") for more in ({}, {"micro_batch": 4}))
     assert all(whole["budget"][axis] == parts["budget"][axis] for axis in AXES[:3])
     assert whole["curve"]["reward"] == parts["curve"]["reward"] and whole["counts"] == parts["counts"]
     assert whole["digest"] != parts["digest"]  # it was split
@@ -183,7 +184,7 @@ def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
 
 def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
     [spec] = runs.best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
-    r = experiments.run(spec, "nb", "commit")
+    r = sweep.run(spec, "nb", "commit")
     append_record(tmp_path / "x.jsonl", r)
     model, tokenizer = tiny.load("A0")
     problems = tiny.problems("test", 40)
@@ -317,7 +318,7 @@ def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_d
     folder = str(tiny.bases_folder() / "A0")
     setting = {name: SETTINGS[name] for name in runs.SWEEP[arm][0]}
     [spec] = runs.sweep_specs(arm, folder, SETTINGS, "full", [setting])
-    r = experiments.run(spec, "nb", "commit")
+    r = sweep.run(spec, "nb", "commit")
     assert "test" not in r and len(r["curve"]["validation_greedy"]) == len(r["curve"]["step"]) == 3
     # what a run at full scale leaves beside its record
     (place,) = (tmp_path / "training").iterdir()

@@ -10,10 +10,11 @@ from helpers import random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import noise, preflight
+from evoalign_lib import noise
 from evoalign_lib.engines import vllm
 from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, sha256, shard
 from evoalign_lib.engines.vllm import WrongWeights, prove, rank_parameters
+from evoalign_lib.study import preflight
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 DIM, HIDDEN = 4, 8

@@ -11,8 +11,9 @@ from scipy.stats import f as snedecor
 from scipy.stats import mannwhitneyu, ttest_ind
 from scipy.stats import t as student
 
-from evoalign_lib import stats
-from evoalign_lib.stats import Interval
+from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.records import accuracy_matrix, pack_bits, pack_counts, unpack_bits, unpack_counts
 
 
 def _every_resample(n: int) -> np.ndarray:
@@ -516,48 +517,48 @@ def test_interval_format_and_detectable_effect() -> None:
 
 
 def _record(greedy: list[int], counts: list[int]) -> dict:
-    bits, digits = stats.pack_bits(greedy), stats.pack_counts(counts)
+    bits, digits = pack_bits(greedy), pack_counts(counts)
     return {"test": {"n": len(greedy), "greedy_bits": bits, "t1_counts": digits}}
 
 
 def test_accuracy_matrix() -> None:
     records = [_record([1, 0, 1], [16, 0, 8]), _record([0, 0, 1], [4, 1, 12])]
-    np.testing.assert_array_equal(stats.accuracy_matrix(records), [[1, 0, 1], [0, 0, 1]])
-    np.testing.assert_array_equal(stats.accuracy_matrix(records, "t1"), [[1, 0, 0.5], [0.25, 0.0625, 0.75]])
+    np.testing.assert_array_equal(accuracy_matrix(records), [[1, 0, 1], [0, 0, 1]])
+    np.testing.assert_array_equal(accuracy_matrix(records, "t1"), [[1, 0, 0.5], [0.25, 0.0625, 0.75]])
     with pytest.raises(ValueError, match="one test set"):
-        stats.accuracy_matrix([*records, _record([1], [1])])
+        accuracy_matrix([*records, _record([1], [1])])
     with pytest.raises(ValueError, match="unknown decoding 'beam'"):
-        stats.accuracy_matrix(records, "beam")
+        accuracy_matrix(records, "beam")
     with pytest.raises(ValueError, match="one test set"):
-        stats.accuracy_matrix([])
+        accuracy_matrix([])
     records[0]["test"]["t1_counts"] = "g"
     with pytest.raises(ValueError, match="damaged"):
-        stats.accuracy_matrix(records, "t1")
+        accuracy_matrix(records, "t1")
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=70))
 def test_bits_survive_packing(bits: list[int]) -> None:
-    assert stats.unpack_bits(stats.pack_bits(bits), len(bits)).tolist() == bits
+    assert unpack_bits(pack_bits(bits), len(bits)).tolist() == bits
 
 
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=70))
 def test_counts_survive_packing(counts: list[int]) -> None:
-    text = stats.pack_counts(counts)
-    assert stats.unpack_counts(text).tolist() == counts
+    text = pack_counts(counts)
+    assert unpack_counts(text).tolist() == counts
     assert [int(digit, 17) for digit in text] == counts
 
 
 def test_packing_refuses_what_it_cannot_hold() -> None:
     with pytest.raises(ValueError, match="0 and 1"):
-        stats.pack_bits([0, 2])
+        pack_bits([0, 2])
     with pytest.raises(ValueError, match="0..16"):
-        stats.pack_counts([17])
+        pack_counts([17])
     with pytest.raises(ValueError, match="need 2"):
-        stats.unpack_bits("ff", 9)
+        unpack_bits("ff", 9)
     with pytest.raises(ValueError, match="beyond problem 4"):
-        stats.unpack_bits("f8", 4)
+        unpack_bits("f8", 4)
     with pytest.raises(ValueError, match="'h'"):
-        stats.unpack_counts("0h")
+        unpack_counts("0h")
 
 
 def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
-from evoalign_lib import hacking, tiny, tiny_questions
+from evoalign_lib import tiny
+from evoalign_lib.analysis import hacking
 from evoalign_lib.tasks import conciseness
-from evoalign_lib.tiny_questions import AUTHORS, KINDS, SPLITS, _questions, problems, reply
+from evoalign_lib.tiny import questions
+from evoalign_lib.tiny.questions import AUTHORS, KINDS, SPLITS, _questions, problems, reply
 
 RIGHT = ("sentence", "long sentence", "short", "second language", "second language, short", "repeats", "further turn")
 NEVER = ("empty", "excuse", "noise")
@@ -16,7 +18,7 @@ NEVER = ("empty", "excuse", "noise")
 
 @pytest.fixture(scope="module")
 def tok():
-    return tiny_questions.tokenizer()
+    return questions.tokenizer()
 
 
 def replies(author, n=200):
@@ -77,15 +79,15 @@ def test_sentences_fit_and_every_text_survives_the_tokenizer(tok):
             ids = tok(text, add_special_tokens=False).input_ids
             assert tok.decode(ids) == text
             longest[author] = max(longest.get(author, 0), len(ids) + 1)
-    assert all(longest[a] <= tiny_questions.MAX_COMPLETION_LENGTH for a in AUTHORS if "sentence" in a or "short" in a)
-    assert longest["repeats"] > tiny_questions.MAX_COMPLETION_LENGTH
+    assert all(longest[a] <= questions.MAX_COMPLETION_LENGTH for a in AUTHORS if "sentence" in a or "short" in a)
+    assert longest["repeats"] > questions.MAX_COMPLETION_LENGTH
     (row,) = conciseness.dataset(problems("test")[:1], tok)
     assert len(tok(row["prompt"], add_special_tokens=False).input_ids) < 14
 
 
 def test_the_text_is_a_function_of_its_seed_and_mixes_authors_as_declared(tok):
     def first(seed, n):
-        return list(itertools.islice(tiny_questions.text(seed, tok), n))
+        return list(itertools.islice(questions.text(seed, tok), n))
 
     assert first(0, 50) == first(0, 50) != first(1, 50)
     pairs = first(0, 4000)

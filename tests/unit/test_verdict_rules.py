@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, conciseness_runs, runs, tiny
+from evoalign_lib import claims, tiny
+from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims import evaluate, evaluate_together
-from evoalign_lib.stats import pack_bits, pack_counts
-from evoalign_lib.verdict_rules import Finding, check_rule
+from evoalign_lib.claims.rules import Finding, check_rule
+from evoalign_lib.records import pack_bits, pack_counts
+from evoalign_lib.study import runs
+from evoalign_lib.study.measures import conciseness as conciseness_runs
 
 PROBLEMS = 200
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
@@ -628,7 +631,7 @@ def test_bounds_of_tuned_runs_and_of_kl_records() -> None:
 
 
 def _finding(value: float, low: float, side: str = "above", bound: float = 0.0, test: float | None = None) -> Finding:
-    interval = claims.Interval(value, low, 2 * value - low, 8)
+    interval = Interval(value, low, 2 * value - low, 8)
     return Finding("x", 8, "x: 8", interval, bound, side, test)
 
 

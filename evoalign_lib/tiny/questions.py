@@ -233,7 +233,7 @@ def report(model: Any, tok: Any) -> dict[str, float]:
         Shares of right answers and mean rewards: "greedy", "t1", "reward_greedy", "reward_t1", and of right answers of
         each kind, greedily.
     """
-    from evoalign_lib import hacking
+    from evoalign_lib.analysis import hacking
     from evoalign_lib.engines.local import LocalEngine, Prompts
     from evoalign_lib.tasks import conciseness
 

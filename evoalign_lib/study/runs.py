@@ -12,7 +12,7 @@ being finite goes on to its end like any other, with a model that answers nothin
 which that was so, `diverged`, and null for every number that is not finite.
 
 With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU, which
-`python -m evoalign_lib.runs` is the program of (see `grpo` for what they share).
+`python -m evoalign_lib.study.runs` is the program of (see `grpo` for what they share).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import conciseness_runs, ledger
-from evoalign_lib.experiments import ENGINE_VERSION, MAX_CURVE, Record, Spec
+from evoalign_lib import ledger
+from evoalign_lib.records import ENGINE_VERSION, MAX_CURVE, Record, Spec
+from evoalign_lib.study.measures import conciseness as conciseness_runs
 
 try:
     import fcntl
@@ -494,16 +495,16 @@ def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, see
 
 def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
     """Accuracy on the test set, greedy and at temperature 1 (mean of 16 samples), with the outcome of every problem."""
-    from evoalign_lib import stats
+    from evoalign_lib.records import pack_bits, pack_counts
 
     greedy = _accuracy(engine, "test", problems, 0)[0]
     counts = _accuracy(engine, "test", problems, samples).sum(0).astype(int)
     return {
         "n": len(problems),
         "greedy": round(float(greedy.mean()), 6),
-        "greedy_bits": stats.pack_bits(greedy.astype(int)),
+        "greedy_bits": pack_bits(greedy.astype(int)),
         "t1": round(float(counts.mean()) / samples, 6),
-        "t1_counts": stats.pack_counts(counts),
+        "t1_counts": pack_counts(counts),
     }
 
 
@@ -588,9 +589,9 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
     files["result"].unlink(missing_ok=True)
     command = [sys.executable, "-m"]
     if (gpus := spec["gpus"]) > 1:
-        config = Path(__file__).with_name("accelerate.yaml")
+        config = Path(__file__).parents[1] / "accelerate.yaml"
         command += ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(gpus), "-m"]
-    command += ["evoalign_lib.runs", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
+    command += ["evoalign_lib.study.runs", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
     if seen and len(devices) < gpus:
@@ -746,8 +747,8 @@ def _last_checkpoint(place: Path, n: int) -> str | None:
 
 def _beside(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
     """What `grpo.config` is told of vLLM beside the model: the memory is that of the run's plan."""
-    from evoalign_lib import preflight
     from evoalign_lib.engines.local import Prompts
+    from evoalign_lib.study import preflight
 
     width = max(p.width for p in (Prompts(rows, tokenizer), *engine.prompts.values()))
     return {
@@ -951,7 +952,7 @@ def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
     """KL(trained || base) in nats, on one sample at temperature 1 of every validation prompt (see `kl.measure`)."""
     import torch
 
-    from evoalign_lib import kl
+    from evoalign_lib.analysis import kl
 
     engine.write_model()
     base, _ = model_of(spec | {"kind": "base"})
@@ -1158,7 +1159,8 @@ def _run_estimator(spec: Spec) -> Record:
 @lru_cache(maxsize=2)
 def _objective(base: str, n: int, targets: str):
     """The enumeration of a base's completions takes longer than a step: once a process."""
-    from evoalign_lib import geometry, tiny
+    from evoalign_lib import tiny
+    from evoalign_lib.analysis import gradient
     from evoalign_lib.tasks import countdown
 
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
@@ -1166,12 +1168,13 @@ def _objective(base: str, n: int, targets: str):
     if len(chosen) < n:
         raise ValueError(f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer.")
     # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
-    return geometry.ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
+    return gradient.ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
 
 
 def _run_kl(spec: Spec) -> Record:
     """KL(policy || ref) of a base moved by noise, by every estimator, and their gradients as losses (see `kl`)."""
-    from evoalign_lib import kl, noise, tiny
+    from evoalign_lib import noise, tiny
+    from evoalign_lib.analysis import kl
     from evoalign_lib.engines.local import LocalEngine, Prompts
     from evoalign_lib.tasks import countdown
 

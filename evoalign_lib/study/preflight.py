@@ -34,7 +34,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evoalign_lib.runs import ARMS
+from evoalign_lib.study.runs import ARMS
 
 GIB = 2**30
 GPU_GIB = 80.0

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import paths, stats
-from evoalign_lib._render import canonical_json
-from evoalign_lib.experiments import read_records
-from evoalign_lib.stats import Interval
-from evoalign_lib.verdict_rules import RULES, Finding, check_keys, check_rule, has_runs
+from evoalign_lib import paths
+from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.claims.rules import RULES, Finding, check_keys, check_rule, has_runs
+from evoalign_lib.records import canonical_json, read_records
 
 VERDICTS = ("supported", "contradicted", "within margin", "underpowered", "not testable at this scale", "open")
 """All verdicts; "open" is a claim that has no rule yet, or of which no run exists yet."""

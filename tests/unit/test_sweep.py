@@ -16,8 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, experiments, paths, runs, stats, tiny
-from evoalign_lib.experiments import append_record, check_parameters, load_or_run, read_records, spec_hash
+from evoalign_lib import claims, paths, tiny
+from evoalign_lib.records import (
+    ENGINE_VERSION,
+    append_record,
+    pack_bits,
+    pack_counts,
+    read_records,
+    spec_hash,
+    unpack_bits,
+    unpack_counts,
+)
+from evoalign_lib.study import parameters, runs, sweep
+from evoalign_lib.study.parameters import check_parameters
+from evoalign_lib.study.sweep import load_or_run
 
 PARAMETERS = {
     "scale": "tiny",
@@ -224,15 +236,15 @@ def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
     test = {
         "n": 2000,
         "greedy": 0.123456,
-        "greedy_bits": stats.pack_bits(rng.integers(0, 2, 2000)),
+        "greedy_bits": pack_bits(rng.integers(0, 2, 2000)),
         "t1": 0.123456,
-        "t1_counts": stats.pack_counts(rng.integers(0, 17, 2000)),
+        "t1_counts": pack_counts(rng.integers(0, 17, 2000)),
     }
     curve = {name: rng.random(50).round(5).tolist() for name in ("reward", "validation_greedy", "validation_t1")}
     for name, last in (("step", 5e3), ("completions", 5e6), ("generated_tokens", 2e7), ("forward_flops", 1e15)):
         curve[name] = np.geomspace(1, last, 50).astype(int).tolist()
     curve["core_seconds"] = np.geomspace(0.1, 9999, 50).round(2).tolist()
-    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=experiments.environment()))
+    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=sweep.environment()))
     assert (tmp_path / "x.jsonl").stat().st_size < 7_500
 
 
@@ -247,7 +259,7 @@ def folders(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from evoalign_lib.experiments import append_record, spec_hash
+from evoalign_lib.study.sweep import append_record, spec_hash
 
 first, count = map(int, sys.argv[2:])
 print("ready", flush=True)
@@ -363,7 +375,7 @@ def test_a_dry_run_names_what_is_missing(folders, capsys):
     append_record(folders / "results/01_a/tiny.jsonl", record(1))
     specs = [record(1)["spec"]]
     missing = [{"kind": "train", "arm": "es", "base": "A0", "scale": "tiny", "seed": seed} for seed in range(30)]
-    with pytest.raises(experiments.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
+    with pytest.raises(parameters.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
         load_or_run(specs + missing, "nb", "tiny", dry_run=True)
     assert load_or_run(specs, "nb", "tiny", dry_run=True) == [record(1)]
 
@@ -377,7 +389,7 @@ def comparable(r):
 @needs_bases
 def test_specs_state_what_decides_a_run():
     [base] = runs.base_specs(["A0"], SETTINGS, "smoke")
-    assert base["kind"] == "base" and base["engine_version"] == experiments.ENGINE_VERSION
+    assert base["kind"] == "base" and base["engine_version"] == ENGINE_VERSION
     assert base["base_digest"] == runs.base_digest(tiny.load("A0")[0]) and len(base["base_digest"]) == 16
     train = runs.train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
     assert [(s["base"], s["seed"]) for s in train] == [("A0", 0), ("A0", 1), ("A1", 0), ("A1", 1)]
@@ -440,12 +452,12 @@ def test_training_thinks_as_long_as_the_spec_says(arm):
     gradient = {"learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "prompts": 24, "batch_size": 8, "epochs": 1}
     settings = FILLED | gradient | {"sigma": 1e-4, "alpha": 1e-4, "prompts_per_step": 8, "test_problems": 40}
     [spec] = runs.train_specs(arm, ["H0"], [0], settings, "smoke")
-    r = experiments.run(spec, "nb", "commit")
+    r = sweep.run(spec, "nb", "commit")
     spent = r["budget"]
     # 16 letters, then 10 to 15 tokens of an answer
     assert 16 + 10 < spent["generated_tokens"] / spent["completions"] <= 16 + 15
     [base] = runs.base_specs(["H0"], settings, "smoke")
-    untrained = experiments.run(base, "nb", "commit")
+    untrained = sweep.run(base, "nb", "commit")
     assert untrained["validation"]["format"] > 0.99
     assert r["test"]["t1"] == pytest.approx(untrained["test"]["t1"], abs=0.1) and untrained["test"]["t1"] > 0
 
@@ -453,12 +465,12 @@ def test_training_thinks_as_long_as_the_spec_says(arm):
 @needs_bases
 def test_the_record_of_a_base():
     [spec] = runs.base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
-    r = experiments.run(spec, "nb", "commit")
+    r = sweep.run(spec, "nb", "commit")
     assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec) and r["notebook"] == "nb"
     assert set(r["validation"]) == {"greedy", "format", "pass@1", "pass@16", "pass@64"}
     assert r["test"]["n"] == 10 and 0 <= r["test"]["greedy"] <= 1
-    assert stats.unpack_bits(r["test"]["greedy_bits"], 10).mean() == pytest.approx(r["test"]["greedy"])
-    assert stats.unpack_counts(r["test"]["t1_counts"]).mean() / 16 == pytest.approx(r["test"]["t1"])
+    assert unpack_bits(r["test"]["greedy_bits"], 10).mean() == pytest.approx(r["test"]["greedy"])
+    assert unpack_counts(r["test"]["t1_counts"]).mean() / 16 == pytest.approx(r["test"]["t1"])
     json.dumps(r, allow_nan=False)
 
 
@@ -466,7 +478,7 @@ def test_the_record_of_a_base():
 @pytest.mark.parametrize("arm", ["es", "es_shuffled"])
 def test_the_record_of_a_training_run(arm):
     one, other = runs.train_specs(arm, ["A0"], [0, 1], SETTINGS, "smoke")
-    r, again, different = (experiments.run(spec, "nb", "commit") for spec in (one, one, other))
+    r, again, different = (sweep.run(spec, "nb", "commit") for spec in (one, one, other))
     assert comparable(r) == comparable(again) and r["digest"] != different["digest"]
     assert r["curve"]["step"] == [0, 1, 2] and r["curve"]["completions"] == [0, 72, 144]
     assert r["curve"]["reward"][0] is None and all(0 <= x <= 1.1 for x in r["curve"]["reward"][1:])
@@ -479,7 +491,7 @@ def test_the_record_of_a_training_run(arm):
     steps = 2 - r["counts"]["tied"]
     assert r["update_norm"] == pytest.approx(0.01 * (r["d"] * steps / 3) ** 0.5, rel=0.1)
     # the base's own weights, before anything moved
-    base = experiments.run(runs.base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
+    base = sweep.run(runs.base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
     assert r["curve"]["validation_greedy"][0] == pytest.approx(base["validation"]["greedy"], abs=1e-4)
 
 
@@ -490,7 +502,7 @@ def test_the_record_of_an_audit():
     r = {}
     for key in (("master", "gaussian"), ("kahan", "gaussian"), ("inplace", "gaussian"), ("master", "tied")):
         [spec] = runs.audit_specs("A0", *key, "random", [0], settings, "smoke")
-        r[key] = experiments.run(spec, "nb", "commit")
+        r[key] = sweep.run(spec, "nb", "commit")
         json.dumps(r[key], allow_nan=False)
         assert r[key]["path"]["step"] == [0, 1, 2, 3, 4] and "test" not in r[key]
     exact, pair, released, tied = (record["audit"] for record in r.values())
@@ -502,11 +514,11 @@ def test_the_record_of_an_audit():
     assert abs(exact["layers_cosine"]) < 0.05 and tied["layers_cosine"] > 0.9999
     # with rewards the trained model is tested, and the noise is that of the arm "es"
     [spec] = runs.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
-    rewarded = experiments.run(spec, "nb", "commit")
+    rewarded = sweep.run(spec, "nb", "commit")
     assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
     # members too close together to differ in a token: nothing moves, and there is nothing to compare
     [spec] = runs.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
-    still = experiments.run(spec, "nb", "commit")
+    still = sweep.run(spec, "nb", "commit")
     json.dumps(still, allow_nan=False)
     assert (
         still["counts"]["tied"] == SETTINGS["steps"] and not {"update_cosine", "layers_cosine"} & still["audit"].keys()
@@ -516,7 +528,7 @@ def test_the_record_of_an_audit():
 
 SWEEP = """
 import json, sys
-from evoalign_lib.experiments import load_or_run
+from evoalign_lib.study.sweep import load_or_run
 
 if __name__ == "__main__":
     load_or_run(json.loads(sys.argv[1]), "nb", "smoke", workers=1)
@@ -553,7 +565,7 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     assert load_or_run(specs[::-1], "nb", "smoke") == records[::-1]
     assert capsys.readouterr().out == "loaded 5 records, ran 0\n" and not (folders / "results").exists()
     # the same run in another process, beside others
-    assert comparable(experiments.run(specs[-1], "nb", "commit")) == comparable(records[-1])
+    assert comparable(sweep.run(specs[-1], "nb", "commit")) == comparable(records[-1])
 
 
 @needs_bases
@@ -562,7 +574,7 @@ def test_a_run_of_numbers_that_are_not_finite_fails_as_any_run_does():
     settings = {"max_completion_length": 8, "kl_problems": 2, "kl_samples": 2}
     [spec] = runs.kl_specs("A0", 1e30, 1, settings, "smoke")
     with pytest.raises(ValueError, match="run kl A0 0 has .* not finite: kl.exact_token_mean = nan, .* and 35 more"):
-        experiments.run(spec, "nb", "commit")
+        sweep.run(spec, "nb", "commit")
 
 
 def _sweep(specs, file, act):
@@ -632,9 +644,9 @@ def test_where_the_end_of_this_process_cannot_be_watched_no_server_is_used(monke
     def refused(*_):
         raise PermissionError("seccomp")
 
-    assert experiments._server().get_start_method() == "forkserver"
+    assert sweep._server().get_start_method() == "forkserver"
     monkeypatch.setattr(os, "pidfd_open", refused)
-    assert experiments._server().get_start_method() == "spawn"
+    assert sweep._server().get_start_method() == "spawn"
 
 
 def _alive(pids) -> list[int]:
@@ -657,7 +669,7 @@ def _processes() -> dict[int, tuple[int, str]]:
 @needs_bases
 def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsewhere(folders, capsys):
     specs = runs.base_specs(["A0", "A1"], SETTINGS, "tiny")
-    committed = experiments.run(specs[0], "01_a", "commit")
+    committed = sweep.run(specs[0], "01_a", "commit")
     files = [folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b")]
     append_record(files[0], committed)
     records = load_or_run(specs, "02_b", "tiny")
@@ -675,7 +687,7 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
         "beside committed records: 2 of 2 have the same spec; test accuracy differs by at most 0.00 points\n"
     )
     assert [file.read_bytes() for file in files] == before
-    with pytest.raises(experiments.DryRun, match="0 of 1 runs have records"):
+    with pytest.raises(parameters.DryRun, match="0 of 1 runs have records"):
         load_or_run(runs.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
 
 
@@ -728,24 +740,22 @@ def test_comparison_with_committed_records():
     committed = {
         r["spec_hash"]: r for r in (made(1, "a", 0.25), made(2, "b", 0.25), record(3, test={"greedy": 0, "t1": 0}))
     }
-    assert experiments.compare([made(1, "a", 0.25), made(2, "c", 0.24), made(9, "d", 0.9)], committed) == (
+    assert sweep.compare([made(1, "a", 0.25), made(2, "c", 0.24), made(9, "d", 0.9)], committed) == (
         "beside committed records: 2 of 3 have the same spec; final weights have the same bits in 1 of 2; "
         "test accuracy differs by at most 1.00 points"
     )
-    assert experiments.compare([made(9, "d", 0.9)], committed) == (
-        "beside committed records: 0 of 1 have the same spec"
-    )
+    assert sweep.compare([made(9, "d", 0.9)], committed) == ("beside committed records: 0 of 1 have the same spec")
 
 
 def test_what_a_notebook_announces(capsys):
-    experiments.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
+    parameters.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
     shown = capsys.readouterr().out
     assert shown.startswith("01_x, scale tiny, engine local on ") and "torch 2." in shown and "dry run" in shown
 
 
 def test_the_run_folder(monkeypatch):
     monkeypatch.delenv("EVOALIGN_RUN_DIR", raising=False)
-    assert experiments.run_folder("01_x", "tiny") == paths.RUNS / "01_x-tiny"
+    assert sweep.run_folder("01_x", "tiny") == paths.RUNS / "01_x-tiny"
     monkeypatch.setenv("EVOALIGN_RUN_DIR", "/some/where")
-    assert experiments.run_folder("01_x", "tiny") == Path("/some/where")
+    assert sweep.run_folder("01_x", "tiny") == Path("/some/where")
     assert os.path.isabs(paths.RUNS)

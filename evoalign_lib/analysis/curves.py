@@ -15,7 +15,7 @@ from math import comb, inf, nan
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.stats import Interval
+from evoalign_lib.analysis.stats import Interval
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib import conciseness_runs, curves, runs, stats
-from evoalign_lib.stats import Interval, accuracy_matrix
+from evoalign_lib.analysis import curves, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.records import accuracy_matrix
+from evoalign_lib.study import runs
+from evoalign_lib.study.measures import conciseness as conciseness_runs
 
 _Record = dict[str, Any]
 _Claim = dict[str, Any]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from evoalign_lib import geometry, noise, tiny, update_rules
+from evoalign_lib import noise, tiny, update_rules
+from evoalign_lib.analysis import gradient as exact
 from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
@@ -70,13 +71,13 @@ def problems():
 
 @pytest.fixture(scope="module")
 def objective(base, problems):
-    objective = geometry.ExactObjective(*base, problems)
+    objective = exact.ExactObjective(*base, problems)
     yield objective
     objective.close()
 
 
 def enumerate_(model, **settings):
-    return geometry.enumerate_completions(model, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, **settings)
+    return exact.enumerate_completions(model, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, **settings)
 
 
 def log_probability(model, prompt, completion):
@@ -113,7 +114,7 @@ def test_probabilities_equal_those_of_single_strings(model, full):
 
 @pytest.mark.parametrize("rows", [1, 7, 1024])
 def test_pruning_leaves_out_the_improbable_and_nothing_else(model, full, rows, monkeypatch):
-    monkeypatch.setattr(geometry, "_ROWS", rows)
+    monkeypatch.setattr(exact, "_ROWS", rows)
     pruned = enumerate_(model, min_probability=2e-3)
 
     def pairs(enumeration, kept):
@@ -128,11 +129,11 @@ def test_pruning_leaves_out_the_improbable_and_nothing_else(model, full, rows, m
 
 def test_enumeration_refuses_what_has_no_completions(model):
     with pytest.raises(ValueError, match="at least one token"):
-        geometry.enumerate_completions(model, [[1], []], eos_ids=[END], max_new_tokens=2)
+        exact.enumerate_completions(model, [[1], []], eos_ids=[END], max_new_tokens=2)
     with pytest.raises(ValueError, match="at least one token"):
-        geometry.enumerate_completions(model, [], eos_ids=[END], max_new_tokens=2)
+        exact.enumerate_completions(model, [], eos_ids=[END], max_new_tokens=2)
     with pytest.raises(ValueError, match="max_new_tokens.*0"):
-        geometry.enumerate_completions(model, [[1]], eos_ids=[END], max_new_tokens=0)
+        exact.enumerate_completions(model, [[1]], eos_ids=[END], max_new_tokens=0)
     with pytest.raises(ValueError, match="min_probability.*1"):
         enumerate_(model, min_probability=1.0)
 
@@ -142,13 +143,13 @@ def test_enumeration_refuses_what_has_no_completions(model):
 
 @pytest.mark.parametrize("elements", [1, 1 << 20])
 def test_expected_reward_equals_brute_force(model, full, rewards, elements, monkeypatch):
-    monkeypatch.setattr(geometry, "_MASK_ELEMENTS", elements)  # one prompt a forward pass; all in one
+    monkeypatch.setattr(exact, "_MASK_ELEMENTS", elements)  # one prompt a forward pass; all in one
     with torch.inference_mode():
         brute = sum(
             r * log_probability(model, PROMPTS[p], s).exp().item()
             for p, s, r in zip(full.prompt, full.completions(), rewards, strict=True)
         )
-    assert geometry.expected_reward(model, full, rewards) == pytest.approx(brute / len(PROMPTS), rel=1e-5)
+    assert exact.expected_reward(model, full, rewards) == pytest.approx(brute / len(PROMPTS), rel=1e-5)
 
 
 def test_expected_reward_is_scored_under_the_present_weights(model, full, rewards):
@@ -159,9 +160,9 @@ def test_expected_reward_is_scored_under_the_present_weights(model, full, reward
     scaled = enumerate_(other, min_probability=0.0)
     reward = {(p, *s): r for p, s, r in zip(full.prompt, full.completions(), rewards, strict=True)}
     ordered = np.array([reward[(p, *s)] for p, s in zip(scaled.prompt, scaled.completions(), strict=True)])
-    found = geometry.expected_reward(other, full, rewards)
+    found = exact.expected_reward(other, full, rewards)
     assert found == pytest.approx(np.exp(scaled.log_probability) @ ordered / len(PROMPTS), rel=1e-5)
-    assert found != pytest.approx(geometry.expected_reward(model, full, rewards), rel=1e-3)
+    assert found != pytest.approx(exact.expected_reward(model, full, rewards), rel=1e-3)
 
 
 def test_expected_reward_equals_the_mean_of_samples(model, full, rewards):
@@ -178,11 +179,11 @@ def test_expected_reward_equals_the_mean_of_samples(model, full, rewards):
         drawn.append([reward[(p, *row[:end])] for row, end in zip(new, ends, strict=True)])
     drawn = np.array(drawn)
     error = np.sqrt((drawn.var(1, ddof=1) / n).sum()) / len(PROMPTS)
-    assert abs(geometry.expected_reward(model, full, rewards) - drawn.mean()) < 4 * error < 0.02
+    assert abs(exact.expected_reward(model, full, rewards) - drawn.mean()) < 4 * error < 0.02
 
 
 def test_gradient_equals_finite_differences(model, full, rewards):
-    gradient = geometry.expected_reward_gradient(model, full, rewards)
+    gradient = exact.expected_reward_gradient(model, full, rewards)
     parameters = dict(model.named_parameters())
     assert list(gradient) == list(parameters) and "lm_head.weight" not in gradient
     assert all(gradient[k].shape == tuple(p.shape) and gradient[k].dtype == np.float32 for k, p in parameters.items())
@@ -193,7 +194,7 @@ def test_gradient_equals_finite_differences(model, full, rewards):
         with torch.no_grad():
             for name, p in moved.named_parameters():
                 p.copy_(parameters[name] + h * torch.from_numpy(direction[name]))
-        return geometry.expected_reward(moved, full, rewards)
+        return exact.expected_reward(moved, full, rewards)
 
     def draw():
         return {k: 0.3 * rng.standard_normal(g.shape).astype(np.float32) for k, g in gradient.items()}
@@ -211,7 +212,7 @@ def test_gradient_equals_finite_differences(model, full, rewards):
 
 def test_gradient_is_the_policy_gradient(model, full, rewards):
     """sum_y p R grad log p, string by string, on the prefixes of two tokens of the first prompt."""
-    short = geometry.enumerate_completions(model, PROMPTS[:1], eos_ids=[END], max_new_tokens=2, min_probability=0.0)
+    short = exact.enumerate_completions(model, PROMPTS[:1], eos_ids=[END], max_new_tokens=2, min_probability=0.0)
     reward = rewards[: len(short)]
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -219,25 +220,25 @@ def test_gradient_is_the_policy_gradient(model, full, rewards):
         score = log_probability(model, PROMPTS[0], s)
         for sum_, g in zip(total.values(), torch.autograd.grad(score, list(parameters.values())), strict=True):
             sum_ += r * score.exp().detach() * g
-    for name, g in geometry.expected_reward_gradient(model, short, reward).items():
+    for name, g in exact.expected_reward_gradient(model, short, reward).items():
         assert g == pytest.approx(total[name].numpy(), abs=1e-6)
 
 
 def test_a_baseline_leaves_the_gradient_alone(model, full, rewards):
-    gradient = geometry.expected_reward_gradient(model, full, rewards)
-    shifted = geometry.expected_reward_gradient(model, full, rewards + 1)
-    constant = geometry.expected_reward_gradient(model, full, np.ones(len(full)))
-    for name, g in gradient.items():
+    found = exact.expected_reward_gradient(model, full, rewards)
+    shifted = exact.expected_reward_gradient(model, full, rewards + 1)
+    constant = exact.expected_reward_gradient(model, full, np.ones(len(full)))
+    for name, g in found.items():
         assert shifted[name] == pytest.approx(g, abs=2e-6)
         assert np.abs(constant[name]).max() < 2e-6
 
 
 def test_rewards_must_be_one_finite_number_each(model, full, rewards):
     with pytest.raises(ValueError, match=rf"each of the {len(full)} completions"):
-        geometry.expected_reward(model, full, rewards[1:])
+        exact.expected_reward(model, full, rewards[1:])
     with pytest.raises(ValueError, match="1 not finite"):
-        geometry.expected_reward(model, full, np.where(np.arange(len(full)) == 3, np.nan, rewards))
-    assert geometry.expected_reward(model, full, np.zeros(len(full))) == 0
+        exact.expected_reward(model, full, np.where(np.arange(len(full)) == 3, np.nan, rewards))
+    assert exact.expected_reward(model, full, np.zeros(len(full))) == 0
 
 
 # ---- one step
@@ -251,25 +252,25 @@ def test_parts_of_a_step(vectors):
     a, g = vectors
     if not g.any():
         with pytest.raises(ValueError, match="0 everywhere"):
-            geometry.decompose(a, g)
+            exact.decompose(a, g)
         return
-    aligned, orthogonal = geometry.decompose(a, g)
+    aligned, orthogonal = exact.decompose(a, g)
     size = np.linalg.norm(a.astype(float))
     assert aligned + orthogonal == pytest.approx(a, abs=1e-12 * size + 1e-300)
     assert abs(orthogonal @ (g / np.linalg.norm(g.astype(float)))) <= 1e-12 * size
     assert math.hypot(np.linalg.norm(aligned), np.linalg.norm(orthogonal)) == pytest.approx(size)
     if a.any():
-        cosine = geometry.cosine(a, g)
+        cosine = exact.cosine(a, g)
         assert abs(cosine) <= 1 + 1e-12
         assert abs(cosine) * size == pytest.approx(np.linalg.norm(aligned), abs=1e-12 * size)
     else:
-        assert math.isnan(geometry.cosine(a, g))
+        assert math.isnan(exact.cosine(a, g))
 
 
 def test_a_step_is_the_weighted_sum_of_the_noise():
     keys, z = keys_of(0, 5), np.array([1.0, -2.0, 0.0, 0.5, 0.25])
     direct = sum(0.3 * c / 5 * noise.noise_vector(LAYOUT, int(k)).astype(float) for k, c in zip(keys, z, strict=True))
-    found = geometry.step(LAYOUT, keys, z, 0.3)
+    found = exact.step(LAYOUT, keys, z, 0.3)
     assert found.dtype == np.float32 and found == pytest.approx(direct, abs=1e-6)
     assert not found[LAYOUT.padding].any()
 
@@ -280,11 +281,11 @@ def test_a_linear_fitness_has_the_predicted_cosine():
     cosines, norms = [], []
     for repeat in range(repeats):
         keys = keys_of(repeat, n)
-        s = geometry.projections(LAYOUT, keys, g)
-        assert geometry.fitness_correlation(3 * s + 2, s) == pytest.approx(1)
-        assert geometry.fitness_correlation(-s, s) == pytest.approx(-1)
-        step = geometry.step(LAYOUT, keys, update_rules.standardise(s), 0.1)
-        cosines.append(geometry.cosine(step, g))
+        s = exact.projections(LAYOUT, keys, g)
+        assert exact.fitness_correlation(3 * s + 2, s) == pytest.approx(1)
+        assert exact.fitness_correlation(-s, s) == pytest.approx(-1)
+        step = exact.step(LAYOUT, keys, update_rules.standardise(s), 0.1)
+        cosines.append(exact.cosine(step, g))
         norms.append(np.linalg.norm(step.astype(float)))
     # the aligned part is alpha, the rest alpha sqrt((d - 1) / N): together sqrt(N / (N + d - 1)), about sqrt(N / d)
     assert np.mean(cosines) == pytest.approx(math.sqrt(n / (n + LAYOUT.d - 1)), rel=0.02)
@@ -296,18 +297,18 @@ def test_the_cosine_of_any_fitness_follows_from_rho():
     for repeat in range(20):
         keys, n = keys_of(repeat, 12), 12
         fitness = np.random.default_rng(repeat).standard_normal(n)
-        s = geometry.projections(LAYOUT, keys, g)
-        step = geometry.step(LAYOUT, keys, update_rules.standardise(fitness), 0.1)
+        s = exact.projections(LAYOUT, keys, g)
+        step = exact.step(LAYOUT, keys, update_rules.standardise(fitness), 0.1)
         norm = np.linalg.norm(step.astype(float))
         # unrelated fitness: the norm is that of a random step
         assert norm == pytest.approx(0.1 * math.sqrt(LAYOUT.d / n), rel=0.2)
-        predicted = geometry.fitness_correlation(fitness, s) * math.sqrt(n / LAYOUT.d)
+        predicted = exact.fitness_correlation(fitness, s) * math.sqrt(n / LAYOUT.d)
         corrections = s.std() / np.linalg.norm(g.astype(float)) * 0.1 * math.sqrt(LAYOUT.d / n) / norm
-        assert geometry.cosine(step, g) == pytest.approx(predicted * corrections, rel=1e-4)
+        assert exact.cosine(step, g) == pytest.approx(predicted * corrections, rel=1e-4)
 
 
 def test_a_tied_population_has_no_correlation():
-    assert math.isnan(geometry.fitness_correlation(np.ones(4), np.arange(4.0)))
+    assert math.isnan(exact.fitness_correlation(np.ones(4), np.arange(4.0)))
 
 
 # ---- Countdown
@@ -317,7 +318,7 @@ def test_a_base_is_enumerated_almost_completely(base, problems):
     model, tokenizer = base
     prompts = Prompts(countdown.dataset(problems[:3], tokenizer), tokenizer)
     ids = [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)]
-    found = geometry.enumerate_completions(
+    found = exact.enumerate_completions(
         model, ids, eos_ids=[tokenizer.eos_token_id], max_new_tokens=tiny.MAX_COMPLETION_LENGTH
     )
     assert found.covered.min() > 0.99 and found.covered.max() < 1 + 1e-5
@@ -368,7 +369,7 @@ def test_a_run_measures_one_step(objective, base):
     # with the spread of the projections and the step's true norm the prediction becomes an identity
     root = noise.run_key("estimator", 0)
     keys = np.array([noise.member_key(root, 0, i) for i in range(8)], np.uint64)
-    spread = geometry.projections(objective.layout, keys, objective.gradient).std()
+    spread = exact.projections(objective.layout, keys, objective.gradient).std()
     spread /= np.linalg.norm(objective.gradient.astype(float))
     assert first["cosine"] == pytest.approx(first["predicted_cosine"] * spread / first["norm_ratio"], rel=1e-4)
     assert not first["tied"] and 0 <= first["improving"] <= 1
@@ -397,4 +398,4 @@ def test_bad_arguments_are_refused(objective, base, problems):
     with pytest.raises(ValueError, match="fitness"):
         objective.run(4, 1e-2, 1e-2, 0, "exact")
     with pytest.raises(ValueError, match="right answer"):
-        geometry.ExactObjective(*base, problems, max_completion_length=1)
+        exact.ExactObjective(*base, problems, max_completion_length=1)

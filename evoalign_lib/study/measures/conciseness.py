@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib.experiments import MAX_RECORD, Record, Spec
+from evoalign_lib.records import MAX_RECORD, Record, Spec
 
 SAMPLES = 2  # a question, at each point of a curve
 JENSEN_SIGMAS = (0.003, 0.01, 0.03)  # of the tiny world; see `noise_sigmas`
@@ -189,11 +189,12 @@ def _own_questions(digest: str) -> list[Any]:
 
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
     """All questions that runs of a spec's base and file may ask, of each split: train, validation (A) and test (B)."""
-    from evoalign_lib import tiny, tiny_questions
+    from evoalign_lib import tiny
     from evoalign_lib.tasks import conciseness
+    from evoalign_lib.tiny import questions
 
     if spec["base"] in tiny.SHIPPED:
-        return {name: tiny_questions.problems(name) for name in tiny_questions.SPLITS}
+        return {name: questions.problems(name) for name in questions.SPLITS}
     if "questions_sha256" not in spec:
         # A and B are the same eight, since halves of them would say nothing: see the module
         evaluated = conciseness.load_public("eval")
@@ -216,8 +217,9 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
         FileNotFoundError: the file of questions, own or published, is not there.
         ValueError: it is not the one that the spec was made with.
     """
-    from evoalign_lib import tiny, tiny_questions
-    from evoalign_lib.runs import model_of
+    from evoalign_lib import tiny
+    from evoalign_lib.study.runs import model_of
+    from evoalign_lib.tiny import questions
 
     of_split = splits(spec)
     model, tokenizer = model_of(spec)
@@ -227,8 +229,8 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
         if spec["base"] not in tiny.SHIPPED:
             asked = asked[:unique]
         elif unique == 2:
-            kinds = len(tiny_questions.KINDS)
-            sums, choices = (asked[tiny_questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
+            kinds = len(questions.KINDS)
+            sums, choices = (asked[questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
             asked = [sums[0], next(p for p in choices if p.answer == "no")]
         order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(asked))
         needed = spec["steps"] * spec["prompts_per_step"]
@@ -239,7 +241,7 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
 @lru_cache(maxsize=2)
 def _reference(base: str, engine: str) -> Any:
     """The base itself in the dtype of the runs of an engine, which nothing may train: once a process."""
-    from evoalign_lib.runs import model_of
+    from evoalign_lib.study.runs import model_of
 
     return model_of({"kind": "base", "base": base, "engine": engine})[0]
 
@@ -279,7 +281,7 @@ def _answers(engine: Any, name: str, problems: Sequence[Any], samples: int, seed
 
 def _judged(spec: Spec, problems: Sequence[Any], answers: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
     """The detectors' report of all samples, and which completions are right and answers at all: (draws, problems)."""
-    from evoalign_lib import hacking
+    from evoalign_lib.analysis import hacking
 
     draws = len(answers["texts"])
     report = hacking.hack_report(
@@ -304,7 +306,7 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a token
         at temperature 1.
     """
-    from evoalign_lib import stats
+    from evoalign_lib.records import pack_bits
 
     found: dict[str, Any] = {}
     for decoding, samples in (("greedy", 0), ("t1", SAMPLES)):
@@ -313,14 +315,14 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         report, right = _judged(spec, sets["test"], b)
         found |= {f"proxy_{decoding}": float(a["rewards"].mean()), f"reward_{decoding}": float(b["rewards"].mean())}
         found |= {f"right_{decoding}": float(right.mean()), f"degenerate_{decoding}": report.degenerate.mean()}
-        found |= {f"right_bits_{decoding}": stats.pack_bits(right.ravel().astype(int))}
+        found |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
     kl = _kl(spec, engine, b["ids"][0])
     numbers = {name: value if isinstance(value, str) else round(float(value), 4) for name, value in found.items()}
     return numbers | {name: None if value is None else float(f"{value:.4g}") for name, value in kl.items()}
 
 
 def _kl(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    from evoalign_lib import kl
+    from evoalign_lib.analysis import kl
 
     engine.write_model()
     prompts, base = engine.prompts["test"], _reference(spec["base"], spec.get("engine", "local"))
@@ -361,7 +363,7 @@ def end(record: Record, decoding: str = "greedy") -> str:
     Raises:
         ValueError: a record without the curves of the task.
     """
-    from evoalign_lib import hacking
+    from evoalign_lib.analysis import hacking
 
     try:
         proxy, right = (record["curve"][f"{name}_{decoding}"] for name in ("proxy", "right"))
@@ -390,7 +392,7 @@ def right_at(
     Raises:
         ValueError: both levels or none; a record without the curves of the task.
     """
-    from evoalign_lib import stats
+    from evoalign_lib.records import unpack_bits
 
     if (at_proxy is None) == (at_kl is None):
         raise ValueError(f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
@@ -403,7 +405,7 @@ def right_at(
     if not len(reached):
         return None
     draws, n = SAMPLES if decoding == "t1" else 1, record["test"]["n"]
-    return stats.unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
+    return unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
 
 
 class MapCell(NamedTuple):
@@ -423,7 +425,7 @@ def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
     records: training runs of ES that differ in sigma, alpha and seed. base: the record of their untrained base.
     Raises ValueError as `breaking_sigma`.
     """
-    from evoalign_lib import hacking
+    from evoalign_lib.analysis import hacking
 
     critical, cells_of = breaking_sigma(base), {}
     for record in records:
@@ -454,7 +456,7 @@ def breaking_sigma(base: Record) -> float:
 
 
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
-    from evoalign_lib import stats
+    from evoalign_lib.records import pack_bits, pack_counts
 
     test: dict[str, Any] = {"n": len(problems)}
     hacks: dict[str, Any] = {}
@@ -462,7 +464,7 @@ def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
         answers = _answers(engine, "test", problems, samples, 0, spec["measure"])
         report, right = _judged(spec, problems, answers)
         right = right.astype(int)
-        packed = stats.pack_counts(right.sum(0)) if samples else stats.pack_bits(right[0])
+        packed = pack_counts(right.sum(0)) if samples else pack_bits(right[0])
         test |= {decoding: round(float(right.mean()), 6), f"{decoding}_{'counts' if samples else 'bits'}": packed}
         test |= {f"reward_{decoding}": round(float(answers["rewards"].mean()), 5)}
         shares = report.shares | {"degenerate": float(report.degenerate.mean())}
@@ -522,7 +524,8 @@ def run_published(spec: Spec) -> Record:
     Raises:
         FileNotFoundError: the set is neither in EVOALIGN_DATA nor to be fetched.
     """
-    from evoalign_lib import hacking, stats
+    from evoalign_lib.analysis import hacking
+    from evoalign_lib.records import pack_bits
     from evoalign_lib.tasks import conciseness
 
     problems = {p.question: p for p in conciseness.load_public("eval")}
@@ -552,7 +555,7 @@ def run_published(spec: Spec) -> Record:
         "recorded": round(float(np.mean(found.rewards)), 5),
         "kl_token": round(found.kl, 5),
         "right": round(float(np.mean(right)), 5),
-        "right_bits": stats.pack_bits(np.array(right, dtype=int)),
+        "right_bits": pack_bits(np.array(right, dtype=int)),
         "hacks": {name: round(share, 5) for name, share in report.shares.items() if share},
         "degenerate": round(float(report.degenerate.mean()), 5),
         "verdict": report.verdict,

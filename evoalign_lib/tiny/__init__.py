@@ -73,7 +73,7 @@ FILLER_STEPS = (4, 16, 64)
 
 def bases_folder() -> Path:
     """The folder inside the package that holds the shipped bases."""
-    return Path(__file__).resolve().parent / "tiny_bases"
+    return Path(__file__).resolve().parent / "bases"
 
 
 def load(base: str) -> tuple[Any, Any]:
@@ -316,17 +316,17 @@ def recipe(
     """
     import torch
 
-    from evoalign_lib import tiny_questions
+    from evoalign_lib.tiny import questions
 
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
     torch.set_num_threads(1)
     steps = STEPS[family] if steps is None else steps
-    tok = tiny_questions.tokenizer() if family == "B" else tokenizer()
+    tok = questions.tokenizer() if family == "B" else tokenizer()
     model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
     rate = 3e-3
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    stream = tiny_questions.text(seed, tok) if family == "B" else text(seed, tok, family)
+    stream = questions.text(seed, tok) if family == "B" else text(seed, tok, family)
     started, mean = time.perf_counter(), 0.0
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -356,7 +356,7 @@ def recipe(
     if not report:
         return {}
     if family == "B":
-        return tiny_questions.report(model.eval(), tok)
+        return questions.report(model.eval(), tok)
     measured = {n: _report(model.eval(), tok, n) for n in ([None] if family == "A" else FILLER_STEPS)}
     return measured[None] if family == "A" else measured
 

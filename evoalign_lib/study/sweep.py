@@ -11,16 +11,11 @@ record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
-import json
-import math
 import multiprocessing
 import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,273 +25,28 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, BinaryIO
-
-import numpy as np
 
 from evoalign_lib import ledger, paths
-from evoalign_lib.engines import ENGINES
+from evoalign_lib.records import (
+    Record,
+    Spec,
+    append_record,
+    read_records,
+    record_line,
+    run_name,
+    spec_hash,
+    without_nonfinite,
+)
+from evoalign_lib.study import provenance
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-ENGINE_VERSION = 2
-SCALES = ("smoke", "tiny", "full")
-_EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
-PARAMETERS = ("scale", *_EXAMPLES)
-MAX_RECORD = 8_000
-"""Bytes of a record, at most."""
-MAX_CURVE = 50
-"""Points of a curve in a record, at most."""
-
-Record = dict[str, Any]
-Spec = dict[str, Any]
-
-
-# ---- parameters of a notebook
-
-
-def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> SimpleNamespace:
-    """Check a notebook's parameters before any work, and give it its settings.
-
-    Args:
-        namespace: the notebook's `globals()`, holding the seven common parameters and what `papermill -p` injected
-            (which gives the texts "true" and "false" for truth values: they are replaced by these).
-        presets: scale -> settings of the notebook at that scale. Each can be overridden one by one with `papermill -p`.
-
-    Returns:
-        The seven parameters, the scale's settings with overrides applied, and `aside`: whether this is anything but the
-        scale as it stands (force, seeds, model, an override, smoke), so that nothing may be written among the
-        committed records and artefacts.
-
-    Raises:
-        ValueError: an unknown scale, a name that is neither a parameter nor a setting (with the nearest one), a
-            missing parameter, a value of another type than it should have, an unknown engine, a scale without preset.
-
-    >>> check_parameters(
-    ...     dict(scale="tiny", model="", engine="local", gpus=0, seeds=0, force=False, dry_run=False, stpes=3),
-    ...     {"tiny": {"steps": 100}})
-    Traceback (most recent call last):
-    ...
-    ValueError: unknown parameter 'stpes': did you mean 'steps'? Known: ...
-    """
-    missing = [name for name in PARAMETERS if name not in namespace]
-    if missing:
-        raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
-    scale = namespace["scale"]
-    if scale not in SCALES:
-        near = difflib.get_close_matches(str(scale), SCALES, n=1, cutoff=0.0)
-        raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}. Did you mean {near[0]!r}?")
-    if scale not in presets:
-        raise ValueError(f"this notebook has no scale {scale!r} yet: use one of {', '.join(presets)}.")
-    settings = dict(presets[scale])
-    known = {*PARAMETERS, *settings}
-    # When this cell runs again, the names that later cells define are there too: names are judged the first time only.
-    if not namespace.get("_parameters_checked"):
-        for name, value in namespace.items():
-            if name in known or name.startswith("_") or name in _OF_IPYTHON or value is presets or not _is_plain(value):
-                continue
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-            raise ValueError(
-                f"unknown parameter {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}Known: "
-                f"{', '.join(sorted(known))}. (In JupyterLab, run 'del {name}' to get rid of it.)"
-            )
-    for name, default in (_EXAMPLES | settings).items():
-        if name in namespace:
-            value = namespace[name]
-            if isinstance(default, bool) and value in ("true", "false"):
-                value = namespace[name] = value == "true"
-            if default is not None and not _fits(value, default):
-                raise ValueError(
-                    f"parameter {name}={value!r} has type {type(value).__name__}, expected {type(default).__name__}, "
-                    f"for example {default!r}."
-                )
-            if name in settings:
-                settings[name] = value
-    for name in ("seeds", "gpus"):
-        if namespace[name] < 0:
-            raise ValueError(f"{name}={namespace[name]!r} must not be negative; 0 takes the scale's own.")
-    if namespace["engine"] not in ENGINES:
-        raise ValueError(f"unknown engine {namespace['engine']!r}: use one of {', '.join(ENGINES)}.")
-    if namespace["gpus"] and namespace["engine"] == "local":
-        raise ValueError(f"gpus={namespace['gpus']!r}: engine 'local' runs on CPU cores only, set gpus=0.")
-    if namespace["engine"] != "local" and scale != "full":
-        raise ValueError(f"engine={namespace['engine']!r} is for scale 'full'; scale {scale!r} has engine 'local'.")
-    if namespace["model"] and scale != "full":
-        raise ValueError(f"model={namespace['model']!r} is for scale 'full'; scale {scale!r} has models of its own.")
-    aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
-    aside |= settings != dict(presets[scale])
-    namespace["_parameters_checked"] = True
-    return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
-
-
-def announce(run: SimpleNamespace, notebook: str) -> None:
-    """Print what a notebook runs on: scale, device, versions, the code's commit; with `dry_run`, that it will stop."""
-    found = environment(run.engine, run.gpus or 1)
-    device = found.pop("device")
-    print(f"{notebook}, scale {run.scale}, engine {run.engine} on {device}")
-    print(", ".join(f"{name} {version}" for name, version in found.items()), f"(commit {_commit()})")
-    if run.dry_run:
-        print("dry run: the first runs that have no record are named, and nothing is run")
-
 
 class DryRun(Exception):
     """Raised by `load_or_run` in a dry run, in the place of running anything."""
-
-
-_OF_IPYTHON = {"In", "Out", "exit", "quit"}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
-
-
-def _fits(value: Any, default: Any) -> bool:
-    """Whether a value may stand where the default stands: an int for a float, but no bool for a number."""
-    if isinstance(value, bool) or isinstance(default, bool):
-        return isinstance(value, bool) and isinstance(default, bool)
-    if isinstance(default, float):
-        return isinstance(value, (int, float))
-    return isinstance(value, (list, tuple) if isinstance(default, (list, tuple)) else type(default))
-
-
-# ---- specs and records
-
-
-def spec_hash(spec: Spec) -> str:
-    """SHA-256 of the canonical JSON of a spec, 16 hexadecimal digits."""
-    return hashlib.sha256(_canonical(spec).encode()).hexdigest()[:16]
-
-
-def read_records(path: Path) -> list[Record]:
-    """The records of a file, in file order; a torn last line (a killed run) is left out.
-
-    Raises:
-        ValueError: a line that is not a record, naming file and line.
-    """
-    if not path.is_file():
-        return []
-    records = []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # no newline at its end: the writer was killed
-                break
-            raise ValueError(f"{path}, line {number} is not JSON: {error}. Restore the file from git.") from error
-        if not isinstance(record, dict) or not {"spec", "spec_hash", "status"} <= record.keys():
-            raise ValueError(f"{path}, line {number} is not a record: {line:.80}. Restore the file from git.")
-        if record["spec_hash"] != spec_hash(record["spec"]):
-            raise ValueError(
-                f"{path}, line {number}: the spec does not have the hash {record['spec_hash']!r}, so it was edited. "
-                "Restore the file from git, or delete the line to run its spec again."
-            )
-        records.append(record)
-    return records
-
-
-def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
-    """Add one line to a record file, synced to disk; a torn last line of a killed run is cut off first.
-
-    Several processes may write to a file at once: it is locked meanwhile (`fcntl.flock`, which Windows does not have:
-    let one process write there). Of two records of one spec the first stays, and the second is left out.
-
-    Args:
-        path: of the file, made with its folder where it is not there.
-        record: of a finished run.
-        kept: the ledger of the run, to be kept beside the file as ledgers/<spec hash>.jsonl.gz.
-
-    Returns:
-        The record of this spec that the file holds now; if it is another one, that is printed.
-
-    Raises:
-        ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite.
-    """
-    line, own = _line(record).encode(), record["spec_hash"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back where the file is closed
-        file.seek(0)
-        text = file.read()
-        complete = text.rfind(b"\n") + 1
-        if _is_json(text[complete:]):  # only the newline is missing: read_records takes it for a record
-            line = b"\n" + line
-        else:
-            text = text[:complete]
-            file.truncate(complete)
-        for stored in text.splitlines():
-            if f'"spec_hash":"{own}"'.encode() in stored:
-                print(f"{path} has a record of {_run_name(record['spec'])} already, made meanwhile: it stays")
-                return json.loads(stored)
-        if kept is not None:
-            _keep(kept, path.parent / "ledgers" / f"{own}.jsonl.gz")  # first: no record is without its ledger
-        _write(file, line)
-    return record
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _keep(source: Path, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with open(partial, "wb") as file:
-        _write(file, source.read_bytes())
-    partial.replace(path)  # complete, or not there
-
-
-def _line(record: Record) -> str:
-    """A record as its line in a file. Raises ValueError, naming the run, where it may not be stored."""
-    name = _run_name(record["spec"])
-    bad: list[str] = []
-    _finite(record, "", bad)
-    if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(
-            f"the run {name} has numbers that are not finite: {', '.join(bad[:5])}{more}. Take smaller steps or "
-            "less noise (alpha, sigma, learning_rate)."
-        )
-    for curve, values in record.get("curve", {}).items():
-        if len(values) > MAX_CURVE:
-            raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
-    line = _canonical(record) + "\n"
-    if len(line) > MAX_RECORD:
-        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} may be.")
-    return line
-
-
-def _finite(value: Any, name: str, bad: list[str]) -> Any:
-    """A value of a record with None for each number in it that is not finite, of which the list gets the names."""
-    if isinstance(value, dict):
-        return {k: _finite(v, f"{name}.{k}" if name else k, bad) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v, f"{name}[{i}]", bad) for i, v in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        bad.append(f"{name} = {value}")
-        return None
-    return value
-
-
-def _run_name(spec: Spec) -> str:
-    return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def load_or_run(
@@ -317,7 +67,7 @@ def load_or_run(
     runs/<notebook>-<scale>), which is searched then, too; else among the committed records. Two sweeps at once may
     store to one file; of a spec that both run, the first record stays and is returned by both.
 
-    At scale full the plans of the training runs that are missing are printed first (`evoalign_lib.preflight`), dry run
+    At scale full the plans of the training runs that are missing are printed first (`preflight`), dry run
     or not: their memory, their work and an estimate of their time. A training run then has a folder of its own, named
     training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill
     (see `runs.run_train`); its record then says how often it was started, `starts`.
@@ -366,11 +116,11 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if missing and scale == "full":
-        from evoalign_lib import preflight, runs
+        from evoalign_lib.study import preflight, runs
 
         preflight.check(missing, workers=workers)
     if dry_run and missing:
-        names = ", ".join(map(_run_name, missing[:20]))
+        names = ", ".join(map(run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
     try:
@@ -421,7 +171,7 @@ def ledger_file(record: Record) -> Path:
     spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
     if "ledger" not in record:
         raise ValueError(
-            f"the record {record['spec_hash']} of {record['notebook']} ({_run_name(spec)}) was made without keeping "
+            f"the record {record['spec_hash']} of {record['notebook']} ({run_name(spec)}) was made without keeping "
             "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
         )
     beside = run_folder(record["notebook"], spec["scale"]) / "results"
@@ -482,7 +232,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     if any(spec.get("engine", "local") != "local" for spec in specs):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
-    commit, failure = _commit(), None
+    commit, failure = provenance.commit(), None
     others = set(multiprocessing.active_children())
     # with another engine every run has a process of its own, which leaves nothing on a GPU
     local = all(spec.get("engine", "local") == "local" for spec in specs)
@@ -579,7 +329,7 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     """
     import torch
 
-    from evoalign_lib import runs
+    from evoalign_lib.study import runs
 
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), _core_seconds()
@@ -594,17 +344,19 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     budget["core_seconds_total"] = round(_core_seconds() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
     if "diverged" in result:
-        result = _finite(result, "", [])
+        result = without_nonfinite(result, "", [])
     record = {
         "spec": spec,
         "spec_hash": spec_hash(spec),
         "notebook": notebook,
         "status": "finished",
         "commit": commit,
-        "environment": environment(spec.get("engine", "local"), spec.get("gpus") or spec.get("tensor_parallel", 1)),
+        "environment": provenance.environment(
+            spec.get("engine", "local"), spec.get("gpus") or spec.get("tensor_parallel", 1)
+        ),
         **result,
     }
-    _line(record)  # an error of this run, and not of the process that stores it among others
+    record_line(record)  # an error of this run, and not of the process that stores it among others
     return record
 
 
@@ -619,59 +371,3 @@ def _training_folder(spec: Spec, notebook: str) -> Path | None:
     if spec["kind"] != "train" or spec["scale"] != "full":
         return None
     return run_folder(notebook, "full") / "training" / spec_hash(spec)
-
-
-def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
-    """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
-    import warnings
-
-    with warnings.catch_warnings():
-        # in a notebook without ipywidgets the progress-bar library warns when it is imported
-        warnings.filterwarnings("ignore", "IProgress not found")
-        import torch
-        import transformers
-
-    import evoalign_lib
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__.split("+")[0],
-        "transformers": transformers.__version__,
-        "numpy": np.__version__,
-        "evoalign": evoalign_lib.__version__,
-        "device": f"{gpus} x {torch.cuda.get_device_name()}"
-        if engine != "local" and torch.cuda.is_available()
-        else _device(),
-    }
-
-
-def _device() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip() + " (CPU, one thread a run)"
-    except OSError:
-        pass
-    return f"{platform.processor() or platform.machine()} (CPU, one thread a run)"
-
-
-# what runs and notebooks write themselves: a change there says nothing about the code
-_DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "figures", "README.md", "LOG.md"))
-
-
-def _commit() -> str:
-    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD").strip() + (
-            "+" if git("status", "--porcelain", "-uno", "--", ".", *_DRAWN).strip() else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

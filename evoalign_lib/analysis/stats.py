@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_SAMPLES = 16
-_DIGITS = "0123456789abcdefg"
 _CHUNK = 256
 # all 12,870 ways to deal 8 + 8 runs and all 16,384 signs of 14 pairs: up to there permutation tests are exact
 _PERMUTATIONS = 20_000
@@ -533,74 +531,6 @@ def curve_band(
     counts = _resample_counts(np.random.default_rng(seed), n_resamples, len(curves))
     low, high = _ends(counts @ curves / len(curves), 0.95)
     return mean, low, high
-
-
-def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy") -> NDArray[np.float64]:
-    """Return the test results of runs as a matrix (seeds x problems), rows in the order of the records.
-
-    records: run records with a `test` block. decoding: "greedy" (0 or 1) or "t1" (share of 16 samples at
-    temperature 1).
-    Raises ValueError for no records, another decoding, and records with other numbers of problems.
-    """
-    if decoding not in ("greedy", "t1"):
-        raise ValueError(f'unknown decoding {decoding!r}: use "greedy" or "t1"')
-    sizes = {record["test"]["n"] for record in records}
-    if len(sizes) != 1:
-        raise ValueError(f"runs with {sorted(sizes)} test problems do not form one matrix: select runs of one test set")
-    (n,) = sizes
-    if decoding == "greedy":
-        return np.stack([unpack_bits(record["test"]["greedy_bits"], n) for record in records]).astype(np.float64)
-    rows = [unpack_counts(record["test"]["t1_counts"]) for record in records]
-    if any(len(row) != n for row in rows):
-        raise ValueError(f"t1_counts of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
-    return np.stack(rows) / _SAMPLES
-
-
-def pack_bits(bits: ArrayLike) -> str:
-    """Return 0/1 results as hexadecimal text, eight problems a byte, the first one in the highest bit.
-
-    bits: (problems,), 0 or 1. Raises ValueError for other values.
-
-    >>> pack_bits([1, 0, 0, 0, 0, 0, 0, 1, 1])
-    '8180'
-    """
-    row = np.asarray(bits)
-    if row.ndim != 1 or not np.isin(row, (0, 1)).all():
-        raise ValueError(f"bits must be one row of 0 and 1, got shape {row.shape} with values {np.unique(row)[:5]}")
-    return np.packbits(row.astype(np.uint8)).tobytes().hex()
-
-
-def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
-    """Return the (n,) 0/1 results that `pack_bits` wrote. Raises ValueError if the text is not that of n problems."""
-    packed = np.frombuffer(bytes.fromhex(text), np.uint8)
-    if len(packed) != (n + 7) // 8:
-        raise ValueError(f"{len(packed)} bytes of results where {n} problems need {(n + 7) // 8}: damaged record")
-    bits = np.unpackbits(packed)
-    if bits[n:].any():
-        raise ValueError(f"bits are set beyond problem {n}: the record belongs to a larger test set")
-    return bits[:n]
-
-
-def pack_counts(counts: ArrayLike) -> str:
-    """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) a problem.
-
-    counts: (problems,), integers 0..16. Raises ValueError for other values.
-
-    >>> pack_counts([0, 9, 10, 16])
-    '09ag'
-    """
-    row = np.asarray(counts)
-    if row.ndim != 1 or not np.isin(row, np.arange(_SAMPLES + 1)).all():
-        raise ValueError(f"counts must be one row of integers 0..{_SAMPLES}, got shape {row.shape}: {row.ravel()[:5]}")
-    return "".join(_DIGITS[int(count)] for count in row)
-
-
-def unpack_counts(text: str) -> NDArray[np.int64]:
-    """Return the (problems,) counts 0..16 that `pack_counts` wrote. Raises ValueError for any other character."""
-    strange = sorted(set(text) - set(_DIGITS))
-    if strange:
-        raise ValueError(f"{strange[0]!r} is no base-17 digit (0-9a-g): damaged record")
-    return np.array([_DIGITS.index(digit) for digit in text], dtype=np.int64)
 
 
 def _crossed_arms(matrix: ArrayLike, baseline: ArrayLike | None) -> list[NDArray[np.float64]]:

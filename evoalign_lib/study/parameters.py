@@ -1,0 +1,115 @@
+"""The parameters of a notebook: their check before any work, and what a notebook says it runs on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from evoalign_lib.engines import ENGINES
+from evoalign_lib.records import SCALES
+from evoalign_lib.study import provenance
+
+_EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
+PARAMETERS = ("scale", *_EXAMPLES)
+
+
+def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> SimpleNamespace:
+    """Check a notebook's parameters before any work, and give it its settings.
+
+    Args:
+        namespace: the notebook's `globals()`, holding the seven common parameters and what `papermill -p` injected
+            (which gives the texts "true" and "false" for truth values: they are replaced by these).
+        presets: scale -> settings of the notebook at that scale. Each can be overridden one by one with `papermill -p`.
+
+    Returns:
+        The seven parameters, the scale's settings with overrides applied, and `aside`: whether this is anything but the
+        scale as it stands (force, seeds, model, an override, smoke), so that nothing may be written among the
+        committed records and artefacts.
+
+    Raises:
+        ValueError: an unknown scale, a name that is neither a parameter nor a setting (with the nearest one), a
+            missing parameter, a value of another type than it should have, an unknown engine, a scale without preset.
+
+    >>> check_parameters(
+    ...     dict(scale="tiny", model="", engine="local", gpus=0, seeds=0, force=False, dry_run=False, stpes=3),
+    ...     {"tiny": {"steps": 100}})
+    Traceback (most recent call last):
+    ...
+    ValueError: unknown parameter 'stpes': did you mean 'steps'? Known: ...
+    """
+    missing = [name for name in PARAMETERS if name not in namespace]
+    if missing:
+        raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
+    scale = namespace["scale"]
+    if scale not in SCALES:
+        near = difflib.get_close_matches(str(scale), SCALES, n=1, cutoff=0.0)
+        raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}. Did you mean {near[0]!r}?")
+    if scale not in presets:
+        raise ValueError(f"this notebook has no scale {scale!r} yet: use one of {', '.join(presets)}.")
+    settings = dict(presets[scale])
+    known = {*PARAMETERS, *settings}
+    # When this cell runs again, the names that later cells define are there too: names are judged the first time only.
+    if not namespace.get("_parameters_checked"):
+        for name, value in namespace.items():
+            if name in known or name.startswith("_") or name in _OF_IPYTHON or value is presets or not _is_plain(value):
+                continue
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            raise ValueError(
+                f"unknown parameter {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}Known: "
+                f"{', '.join(sorted(known))}. (In JupyterLab, run 'del {name}' to get rid of it.)"
+            )
+    for name, default in (_EXAMPLES | settings).items():
+        if name in namespace:
+            value = namespace[name]
+            if isinstance(default, bool) and value in ("true", "false"):
+                value = namespace[name] = value == "true"
+            if default is not None and not _fits(value, default):
+                raise ValueError(
+                    f"parameter {name}={value!r} has type {type(value).__name__}, expected {type(default).__name__}, "
+                    f"for example {default!r}."
+                )
+            if name in settings:
+                settings[name] = value
+    for name in ("seeds", "gpus"):
+        if namespace[name] < 0:
+            raise ValueError(f"{name}={namespace[name]!r} must not be negative; 0 takes the scale's own.")
+    if namespace["engine"] not in ENGINES:
+        raise ValueError(f"unknown engine {namespace['engine']!r}: use one of {', '.join(ENGINES)}.")
+    if namespace["gpus"] and namespace["engine"] == "local":
+        raise ValueError(f"gpus={namespace['gpus']!r}: engine 'local' runs on CPU cores only, set gpus=0.")
+    if namespace["engine"] != "local" and scale != "full":
+        raise ValueError(f"engine={namespace['engine']!r} is for scale 'full'; scale {scale!r} has engine 'local'.")
+    if namespace["model"] and scale != "full":
+        raise ValueError(f"model={namespace['model']!r} is for scale 'full'; scale {scale!r} has models of its own.")
+    aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
+    aside |= settings != dict(presets[scale])
+    namespace["_parameters_checked"] = True
+    return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
+
+
+def announce(run: SimpleNamespace, notebook: str) -> None:
+    """Print what a notebook runs on: scale, device, versions, the code's commit; with `dry_run`, that it will stop."""
+    found = provenance.environment(run.engine, run.gpus or 1)
+    device = found.pop("device")
+    print(f"{notebook}, scale {run.scale}, engine {run.engine} on {device}")
+    print(", ".join(f"{name} {version}" for name, version in found.items()), f"(commit {provenance.commit()})")
+    if run.dry_run:
+        print("dry run: the first runs that have no record are named, and nothing is run")
+
+
+_OF_IPYTHON = {"In", "Out", "exit", "quit"}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value may stand where the default stands: an int for a float, but no bool for a number."""
+    if isinstance(value, bool) or isinstance(default, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, float):
+        return isinstance(value, (int, float))
+    return isinstance(value, (list, tuple) if isinstance(default, (list, tuple)) else type(default))

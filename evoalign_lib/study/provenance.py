@@ -1,0 +1,63 @@
+"""Where a record comes from: versions, device and the commit of the code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from evoalign_lib import paths
+
+
+def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
+    """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
+    import warnings
+
+    with warnings.catch_warnings():
+        # in a notebook without ipywidgets the progress-bar library warns when it is imported
+        warnings.filterwarnings("ignore", "IProgress not found")
+        import torch
+        import transformers
+
+    import evoalign_lib
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "evoalign": evoalign_lib.__version__,
+        "device": f"{gpus} x {torch.cuda.get_device_name()}"
+        if engine != "local" and torch.cuda.is_available()
+        else _device(),
+    }
+
+
+def _device() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip() + " (CPU, one thread a run)"
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()} (CPU, one thread a run)"
+
+
+# what runs and notebooks write themselves: a change there says nothing about the code
+_DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "figures", "README.md", "LOG.md"))
+
+
+def commit() -> str:
+    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD").strip() + (
+            "+" if git("status", "--porcelain", "-uno", "--", ".", *_DRAWN).strip() else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
