@@ -1,0 +1,53 @@
+"""Checks of settings, with the same words everywhere: names, choices, whole numbers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """Return a hint at the known name nearest to a mistyped one, to end an error text; empty where none is near.
+
+    cutoff: likeness a name must have at least, 0 (any) to 1 (equal).
+
+    >>> "unknown task 'cuntdown'." + nearest("cuntdown", ["conciseness", "countdown"])
+    "unknown task 'cuntdown'. Did you mean 'countdown'?"
+    >>> nearest("x", ["conciseness", "countdown"])
+    ''
+    """
+    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def choose(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise ValueError, naming the nearest choice, unless the setting of this name has one of these values.
+
+    >>> choose("sampling", "greddy", ("greedy", "gumbel"))
+    Traceback (most recent call last):
+    ...
+    ValueError: sampling='greddy' is not one of ['greedy', 'gumbel']. Did you mean 'greedy'?
+    """
+    choices = list(choices)
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {choices}.{nearest(value, choices)}")
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, why: str = "") -> int:
+    """Return a setting as an integer; raise ValueError unless it is a whole number from least to most.
+
+    value: an int, Python's or NumPy's, and no bool. why: the reason of the bounds, in words, for the error.
+
+    >>> whole_number("population_size", 1, least=2, why="z-scores need two members")
+    Traceback (most recent call last):
+    ...
+    ValueError: population_size=1 must be a whole number of at least 2: z-scores need two members.
+    """
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        if value >= least and (most is None or value <= most):
+            return int(value)
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{name}={value!r} must be a whole number {bounds}{f': {why}' if why else ''}.")

@@ -1,0 +1,39 @@
+"""Checks of settings: what they let through, and what their errors say."""
+
+import numpy as np
+import pytest
+
+from evoalign_lib.checks import choose, nearest, whole_number
+
+
+def test_nearest_names_one_known_name_or_none():
+    assert nearest("stpes", {"steps", "seeds", "sigma"}) == " Did you mean 'steps'?"
+    assert nearest("stpes", {"steps"}, cutoff=0.9) == "" == nearest("stpes", ())
+    assert nearest(3, ["13", "x"], cutoff=0.0) == " Did you mean '13'?"
+    # equally near: the same one on every machine, whatever the order of a set
+    assert nearest("ab", {"ac", "ad"}) == nearest("ab", ["ad", "ac"])
+
+
+def test_choose_refuses_what_is_not_among_the_choices():
+    choose("noise", "byte_sum", {"gaussian": 0, "byte_sum": 1})
+    for value, hint in (("gausian", r" Did you mean 'gaussian'\?"), ("", ""), (None, "")):
+        with pytest.raises(ValueError, match=rf"^noise={value!r} is not one of \['gaussian', 'byte_sum'\]\.{hint}$"):
+            choose("noise", value, ("gaussian", "byte_sum"))
+
+
+@pytest.mark.parametrize("value", [2, 7, np.int32(3), np.uint64(4)])
+def test_whole_numbers_come_back_as_int(value):
+    found = whole_number("seeds", value, 2, 7)
+    assert type(found) is int and found == value
+
+
+@pytest.mark.parametrize("value", [1, 8, -3, 2.0, True, "3", None, np.float64(3), np.bool_(True)])
+def test_what_is_no_whole_number_within_the_bounds_is_refused(value):
+    with pytest.raises(ValueError, match=r"^seeds=.* must be a whole number from 2 to 7: there are 7\.$"):
+        whole_number("seeds", value, 2, 7, "there are 7")
+
+
+def test_a_whole_number_without_upper_bound():
+    assert whole_number("steps", 10**12) == 10**12
+    with pytest.raises(ValueError, match=r"^steps=0 must be a whole number of at least 1\.$"):
+        whole_number("steps", 0)
