@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from evoalign_lib import es, noise, update_rules
+from evoalign_lib import noise, update_rules
+from evoalign_lib.checks import choose
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 from evoalign_lib.tiny import MAX_COMPLETION_LENGTH
@@ -506,7 +507,7 @@ class ExactObjective:
             raise ValueError(f"N={N} is no population: z-scores need at least 2 members")
         if not (alpha > 0 and math.isfinite(alpha)):
             raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
-        es.choose("fitness", fitness, FITNESS)
+        choose("fitness", fitness, FITNESS)
         measure, base = (self.expected_at, self.expected) if fitness == "expected" else (self.greedy_at, self.greedy)
         root = noise.run_key("estimator", repeat)
         keys = np.array([noise.member_key(root, 0, i) for i in range(N)], np.uint64)

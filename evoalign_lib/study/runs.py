@@ -36,7 +36,9 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import ledger
+from evoalign_lib import ledger, models
+from evoalign_lib.engines import processes
+from evoalign_lib.models import base_digest, origin_digest
 from evoalign_lib.records import ENGINE_VERSION, MAX_CURVE, Record, Spec
 from evoalign_lib.study.measures import conciseness as conciseness_runs
 
@@ -44,50 +46,6 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
-
-
-def base_digest(model: Any) -> str:
-    """SHA-256 of a model's parameters in float32, by name, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode() + b"\0" + parameter.detach().float().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def origin_digest(name: str) -> str:
-    """What a model of the user's is, without loading it, 16 hexadecimal digits.
-
-    Args:
-        name: a folder, of whose weights and configuration it is the SHA-256; or a name on the Hub, of which it is the
-            revision's commit, so that no weights are fetched for it.
-
-    Raises:
-        ValueError: no such model, or a folder without weights in safetensors files.
-    """
-    from transformers import AutoConfig
-
-    from evoalign_lib.es import load_model
-
-    folder = Path(name)
-    if not folder.is_dir():
-        try:
-            commit = AutoConfig.from_pretrained(name, trust_remote_code=False)._commit_hash
-        except (OSError, ValueError):
-            commit = None
-        return commit[:16] if commit else base_digest(load_model(name)[0])  # which says what is wrong with the name
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
-            "Save it anew with save_pretrained()."
-        )
-    digest = hashlib.sha256()
-    for path in (folder / "config.json", *files):
-        digest.update(path.name.encode() + b"\0")
-        with open(path, "rb") as file:
-            for block in iter(lambda: file.read(1 << 24), b""):
-                digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 _EVALUATION = ("max_completion_length", "validation_problems", "test_problems")
@@ -411,16 +369,15 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
 
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
     trained = spec["kind"] == "train"
     if spec.get("engine", "local") == "local" or (trained and ARMS[spec["arm"]] is not _ES):
-        return load_model(spec["base"])
+        return models.load(spec["base"])
     if trained:
         return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
-    return load_model(spec["base"], keywords={"dtype": torch.bfloat16})
+    return models.load(spec["base"], keywords={"dtype": torch.bfloat16})
 
 
 def _world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
@@ -613,9 +570,7 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
 
 def _main(place: str, driver: str, *lasting: str) -> None:
     """One process of a gradient arm's run: read the spec, run it, and write the result if it is the first."""
-    from evoalign_lib.engines.local import end_with
-
-    end_with(int(driver))
+    processes.end_with(int(driver))
     folder = Path(place)
     result = _trained_by_gradients(json.loads((folder / "spec.json").read_text()), folder, bool(lasting))
     if os.environ.get("RANK", "0") == "0":
@@ -721,7 +676,7 @@ def _train_by_gradients(
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
     _watch_divergence(trainer, progress)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(place, grpo.processes()))
+    trainer.train(resume_from_checkpoint=_last_checkpoint(place, processes.world_size()))
     counts = dict(budget.counts)
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
@@ -762,12 +717,10 @@ def _device(spec: Spec) -> dict[str, bool]:
     """Where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
     import torch
 
-    from evoalign_lib import grpo
-
     gpus = torch.cuda.is_available()
     elsewhere = spec.get("engine", "local") != "local" and gpus
     # said only where TRL would find out something else by itself
-    return {"use_cpu": True} if not elsewhere and (gpus or grpo.processes() > 1) else {}
+    return {"use_cpu": True} if not elsewhere and (gpus or processes.world_size() > 1) else {}
 
 
 def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
@@ -1074,7 +1027,8 @@ def _run_audit(spec: Spec) -> Record:
     import torch
 
     from evoalign_lib import noise, precision
-    from evoalign_lib.es import ESTrainer, coefficients
+    from evoalign_lib.es import ESTrainer
+    from evoalign_lib.update_rules import coefficients
 
     model, tokenizer, sets = _world(spec)
     updates: list[tuple[float, float]] = []

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import grpo, ledger, paths, tiny
+from evoalign_lib import grpo, ledger, models, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.es import load_model
 from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
 from evoalign_lib.study import runs, sweep
 from evoalign_lib.study.measures import conciseness as conciseness_runs
@@ -327,4 +326,4 @@ def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_d
     if arm == "es":
         assert ledger.Ledger.open(place / ledger.NAME).ended
     else:
-        assert runs.base_digest(load_model(str(place / "model"))[0]) != r["spec"]["base_digest"]
+        assert runs.base_digest(models.load(str(place / "model"))[0]) != r["spec"]["base_digest"]
