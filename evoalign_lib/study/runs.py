@@ -809,7 +809,6 @@ def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str
     """An engine that decodes the validation and test problems with weights that somebody else trains."""
     from evoalign_lib.engines import open_engine
     from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.es import ESConfig
 
     prompts = {name: Prompts(_rows(spec, tokenizer, sets[name]), tokenizer) for name in sets if name != "train"}
     common = {"max_completion_length": spec["max_completion_length"]}
@@ -820,8 +819,8 @@ def _evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str
 
         measured, _ = model_of(spec | {"kind": "base"})
         return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
-    args = ESConfig(output_dir="", report_to="none", **common, **{k: spec[k] for k in _ENGINE if k in spec})
-    return open_engine(model, tokenizer, None, prompts, args, spec["base"])
+    settings = {k: spec[k] for k in _ENGINE if k in spec} | common
+    return open_engine(settings.pop("engine"), model, tokenizer, None, prompts, folder=spec["base"], **settings)
 
 
 def _plan(spec: Spec, engine: Any) -> Record:
