@@ -50,7 +50,7 @@ ONE_BITS, SIGN_BIT = np.uint32(0x3F800000), np.uint32(0x80000000)
 # Numbers of the distributions, for the kernels.
 GAUSSIAN, BYTE_SUM, RADEMACHER = 0, 1, 2
 
-# What a sum of noise starts from. -0 + x is x for every x, zeros of both signs included; 0 + -0 is 0.
+# Where a sum of noise starts. -0 + x is x for every x, zeros of both signs included; 0 + -0 is 0.
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)
 
 ALIGNMENT = 16  # elements: every tensor in a flat buffer starts on a 64-byte line
@@ -61,7 +61,7 @@ _BLOCK = 256  # Philox counters generated at a time: 4 kB of normals, well insid
 
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10: uint32 (..., 4) counters and two halves of a key to uint32 (..., 4) words."""
+    """Turn uint32 (..., 4) counters and the halves of a key into uint32 (..., 4) words: Philox4x32-10."""
     k0, k1 = (np.uint64(half) for half in key)
     low, half_width = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
@@ -73,7 +73,7 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def _box_muller(w: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two uint32 words to (r cos a, r sin a) in float32: step 3 of the law."""
+    """Turn two uint32 words into (r cos a, r sin a), float32: step 3 of the law."""
     u = (w >> 8).astype(np.float32) * _2_24 + _2_25
     # u = m 2^e with m between sqrt(1/2) and sqrt(2)
     bits = u.view(np.int32)
@@ -124,7 +124,7 @@ _REFERENCES = {GAUSSIAN: _gaussian, BYTE_SUM: _byte_sum, RADEMACHER: _rademacher
 def reference(
     kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int
 ) -> np.ndarray:
-    """The window rows x cols of one tensor's noise, float32, in plain NumPy."""
+    """Return the window rows x cols of a tensor's noise, float32, in plain NumPy."""
     first, last = cols[0] >> 2, (cols[1] + 3) >> 2
     counter = np.empty((rows[1] - rows[0], last - first, 4), np.uint32)
     counter[..., 0] = np.arange(first, last)
@@ -135,8 +135,8 @@ def reference(
     return np.ascontiguousarray(whole[:, cols[0] - 4 * first : cols[1] - 4 * first])
 
 
-# The fast path, in numba: small functions that LLVM compiles into one kernel and turns into vector code. fastmath stays
-# off, and LLVM fuses a multiplication and an addition only under fastmath; a test looks for it in the assembly.
+# The fast path, in numba: small functions that LLVM compiles into one kernel of vector code. fastmath stays off:
+# without it LLVM fuses no multiplication with an addition. A test looks for that in the assembly.
 _inline = njit(error_model="numpy", inline="always")
 
 
@@ -212,7 +212,7 @@ def _rademacher_numbers(w0, w1, w2, w3):
 
 
 def _loop_over_counters(four_numbers: Callable) -> Callable:
-    """The loop that takes the time, for one distribution."""
+    """Make the loop that takes the time, for one distribution."""
 
     @_inline
     def add_member(total, counters, n, param_id, stream, k0, k1, coefficient):
@@ -291,7 +291,7 @@ def _add_noise_kernel(
 
 
 def jit_cached(kernel: Callable, **options) -> Callable:
-    """Compile at the first call and keep the machine code on disk, for worker processes and later runs."""
+    """Compile a kernel at its first call and keep the machine code on disk, for worker processes and later runs."""
     try:
         return njit(error_model="numpy", nogil=True, cache=True, **options)(kernel)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""The noise law's numbers on a GPU: one kernel launch perturbs a whole model and one updates it, in Triton.
+"""The noise law's numbers on a GPU, in Triton: one kernel launch perturbs a whole model and one updates it.
 
-`noise` states the law; the operations and their order are those of `_noise_cpu`, so that the bits are the same. A
-launch runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Keys and
+`noise` states the law; operations and their order are those of `_noise_cpu`, so that the bits are the same. A launch
+runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Keys and
 coefficients are read from device memory at fixed addresses and nothing is allocated, so that a launch can be captured
 in a CUDA graph and disturbs none. Without a GPU the same code runs in Triton's interpreter, if TRITON_INTERPRET=1 is
 set before Triton is imported.
@@ -27,7 +27,7 @@ except ImportError as error:
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Philox counters a tile, and warps that share a tile. The interpreter pays for each operation, not for its width.
+# Philox counters per tile, and warps that share a tile. The interpreter pays per operation, whatever its width.
 TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
 
 # Columns of the table of tensors, all int64.
@@ -110,7 +110,7 @@ def _random_sign(w):
 
 @triton.jit
 def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
-    """Four float32 (tile,): the numbers of the four columns of each counter."""
+    """Return four float32 (tile,): the numbers of the four columns of each counter."""
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, key.to(tl.uint32), (key >> 32).to(tl.uint32))
     if KIND == _GAUSSIAN:
         z0, z1 = _normal_pair(w0, w1)
@@ -124,13 +124,13 @@ def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
 
 @triton.jit
 def _columns(z0, z1, z2, z3, BLOCK: tl.constexpr):
-    """Four (tile,) to (tile, 4). Each join adds a last axis, so that the last but one tells z0, z1 from z2, z3."""
+    """Join four (tile,) to (tile, 4). Each join adds a last axis: the last but one tells z0, z1 from z2, z3."""
     return tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK, 4))
 
 
 @triton.jit
 def _cast(x, like: tl.constexpr):
-    """x in another dtype, to the nearest, ties to even."""
+    """Round x to another dtype, to the nearest, ties to even."""
     if _ROUND_BY_HAND and like == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -143,7 +143,7 @@ def _cast(x, like: tl.constexpr):
 
 @triton.jit
 def _place(table, tensor_of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
-    """What this program's tile is.
+    """Find this program's tile.
 
     Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); where its weights lie in
     the master and in the working tensor, int64 (BLOCK, 4); and which of them exist.
@@ -278,7 +278,7 @@ class DeviceWeights:
         self._members = torch.zeros(1, dtype=torch.int32, device=device)
 
     def views(self) -> list[torch.Tensor]:
-        """The master of each working tensor, float32 (rows, cols), without a copy."""
+        """Return the master of each working tensor, float32 (rows, cols), without a copy."""
         return [
             self.master[offset : offset + matrix.numel()].view(matrix.shape)
             for offset, matrix in zip(self._offsets, self._matrices, strict=True)
@@ -305,7 +305,7 @@ class DeviceWeights:
         self._scale.copy_(torch.from_numpy(np.array([scale])))
 
     def write_member(self) -> None:
-        """The launch of `perturb` alone: it can be captured in a CUDA graph and replayed after each `set_member`."""
+        """Launch `perturb` alone, which can be captured in a CUDA graph and replayed after each `set_member`."""
         for launch, grid, options in self._each_launch():
             _perturb_kernel[grid](
                 launch.target,
@@ -349,7 +349,7 @@ class DeviceWeights:
         self._members.fill_(n)
 
     def apply_population(self) -> None:
-        """The launch of `update` alone: it can be captured in a CUDA graph and replayed after each `set_population`."""
+        """Launch `update` alone, which can be captured in a CUDA graph and replayed after each `set_population`."""
         for launch, grid, options in self._each_launch():
             _update_kernel[grid](
                 self.master,
@@ -362,7 +362,7 @@ class DeviceWeights:
             )
 
     def _each_launch(self) -> Iterator[tuple[_Launch, tuple[int], dict[str, int]]]:
-        """Each launch with its grid and its options, on the device of the weights."""
+        """Go over the launches with their grids and options, on the device of the weights."""
         # the law: no fused multiply-add
         common = {"KIND": self._kind, "BLOCK": TILE, "num_warps": WARPS, "enable_fp_fusion": False}
         with torch.cuda.device_of(self.master):
@@ -398,7 +398,7 @@ class DeviceWeights:
 
 
 def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:
-    """The window rows x cols of one tensor's noise, float32."""
+    """Return the window rows x cols of a tensor's noise, float32."""
     device = "cpu" if INTERPRETED else "cuda"
     if not INTERPRETED and not torch.cuda.is_available():
         raise RuntimeError(

@@ -7,13 +7,13 @@ the population to z_n; move the master by (alpha / N) * sum_n z_n * eps_n.
 Numbered differences from the released code of that study:
 
 1. The master is float32 and does not move during evaluation: members are written from it, never restored by
-   subtraction. (`precision` has what released codes do, and a low-memory mode, for audits.)
-2. eps is the project's noise law, version 1 (`evoalign_lib.noise`): independent over tensors, regenerated from a key.
-   (`noise` has other distributions, and the tied noise of released codes.)
-3. A population whose rewards are all tied moves nothing; elsewhere z is divided by the standard deviation alone,
-   without the 1e-8 of the released code, which only matters for ties.
-4. The reward is that of the completion; the prompt is never scored.
-5. Members are evaluated from a queue, by single-thread worker processes or by engines on GPUs (`engine`); results are
+   subtraction. (`precision` offers what released codes do, and a low-memory mode, for audits.)
+2. eps follows the project's noise law, version 1 (`evoalign_lib.noise`): independent over tensors, regenerated from a
+   key. (`noise` offers other distributions, and the tied noise of released codes.)
+3. A population whose rewards are all tied moves nothing. Elsewhere z is divided by the standard deviation alone; the
+   released code adds 1e-8, which matters for ties only.
+4. Only the completion is scored, never the prompt.
+5. Members are evaluated from a queue, by single-thread worker processes or by engines on GPUs (`engine`). Results are
    ordered by member index, so the number of workers changes nothing.
 
 Variants, each off by default and described at its field of `ESConfig`: antithetic pairs, centred ranks, schedules of
@@ -22,20 +22,24 @@ sigma and alpha, sampled decoding with common random numbers. Their formulas are
 alpha is "digested" as in the study's table and code: 1/sigma is part of it (the text's gradient step would be
 alpha_text = sigma * alpha).
 
-Metrics logged at each step: `reward`, `reward_std` (over members, population standard deviation), `reward_max`,
-`tied` (1 if the population was tied), `rewards/<function>/mean`, metrics that the reward function logs (`accuracy`),
-`completions/mean_length` and `completions/clipped_ratio` (tokens, share), `num_tokens` (prompt and new tokens so far),
-`completions` (so far), `members_per_second`, `step_time` (seconds), `core_seconds` (CPU time so far). Only where they
-are not zero, how many single rewards of the step were `rewards/nan`, `rewards/exception` and `rewards/timeout`, which
-score the floor, and `rewards/none`, which are left out. Only with a schedule, `sigma` and `alpha` of the step. Where
-weights are restored by subtraction (precision "kahan" and "inplace"), what the members of the step left behind, on a
-sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit of
-nearly every pair) and `restore_drift` (root mean square, weight units). Only with engine="ray", and where it happened,
-how many actors were `actors/restarted`, `actors/behind` and `actors/rebuilt` so far (`evoalign_lib.engines.ray`).
+Metrics logged at each step:
 
-Every run of `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which any
-step's weights can be computed again and a run that was killed at any instant goes on with the same bits. Checkpoints
-only save the time of that.
+- `reward`, `reward_std` (population standard deviation over members), `reward_max`, `tied` (1 if the population was),
+  `rewards/<function>/mean`, and what reward functions log themselves, such as `accuracy`;
+- `completions/mean_length` (tokens), `completions/clipped_ratio` (share), and so far: `completions`, `num_tokens`
+  (prompt and new), `core_seconds` (CPU time); `members_per_second`, `step_time` (seconds);
+- where not zero, the number of single rewards of the step that were `rewards/nan`, `rewards/exception` and
+  `rewards/timeout`, which score the floor, and `rewards/none`, which are left out;
+- with a schedule, `sigma` and `alpha` of the step;
+- with precision "kahan" and "inplace", which restore weights by subtraction, what the members of the step left behind
+  on a sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit
+  of nearly every pair) and `restore_drift` (root mean square, weight units);
+- with engine="ray", where it happened, the number of actors so far that were `actors/restarted`, `actors/behind` and
+  `actors/rebuilt` (`evoalign_lib.engines.ray`).
+
+`train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which the weights of any
+step can be computed again, and from which a run that was killed at any instant goes on with the same bits. Checkpoints
+only save time.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
@@ -74,10 +79,10 @@ logger = logging.getLogger(__name__)
 FITNESS = ("reward", "shuffled", "random")
 SAMPLINGS = ("greedy", "common")
 
-# TrainingArguments that only make sense for a gradient: setting one is an error, not a silence.
+# TrainingArguments that make sense for gradients only: setting one is an error, never ignored.
 _NO_EFFECT = {
     "learning_rate": "the step size of ES is alpha",
-    "per_device_train_batch_size": "the number of prompts a step is prompts_per_step",
+    "per_device_train_batch_size": "prompts_per_step is the number of prompts per step",
     "gradient_accumulation_steps": "all prompts of a step are evaluated for every member",
     "max_grad_norm": "ES has no gradient norm; the update norm is about alpha * sqrt(d / N)",
     "weight_decay": "ES has no optimiser",
@@ -100,59 +105,60 @@ class ESConfig(TrainingArguments):
     """Settings of an ES run: those below, and the general ones of `transformers.TrainingArguments`.
 
     Defaults are those of Qiu et al. (arXiv 2509.24372: "population size N = 30, sigma = 0.001, alpha = 5e-4", greedy
-    decoding, z-scored rewards). `max_steps` or `num_train_epochs`, `seed`, `output_dir`, `save_steps`, `eval_steps`,
-    `logging_steps`, `report_to`, `disable_tqdm` mean what they mean for any trainer. A setting that has no effect on ES
-    (such as learning_rate) is an error.
+    decoding, z-scored rewards). `max_steps`, `num_train_epochs`, `seed`, `output_dir`, `save_steps`, `eval_steps`,
+    `logging_steps`, `report_to` and `disable_tqdm` mean what they mean for any trainer. A setting that has no effect on
+    ES, such as learning_rate, is an error.
 
     Raises:
         ValueError: a value out of range, an unknown choice, or a setting without effect; the message says which.
-        TypeError: a setting that there is not, such as one of `GRPOConfig` alone.
+        TypeError: an unknown setting, such as one of `GRPOConfig` alone.
     """
 
-    population_size: int = field(default=30, metadata={"help": "N, members a step; at least 2"})
-    """N, members a step; at least 2 (Qiu et al.: 30)"""
+    population_size: int = field(default=30, metadata={"help": "N, members per step; at least 2"})
+    """N, members per step; at least 2 (Qiu et al.: 30)"""
     sigma: float = field(default=1e-3, metadata={"help": "standard deviation of the perturbation"})
     """standard deviation of the perturbation, in weight units"""
     alpha: float = field(default=5e-4, metadata={"help": "step size, 1/sigma digested"})
     """step size with 1/sigma digested: theta += alpha / N * sum z eps"""
     antithetic: bool = field(default=False, metadata={"help": "members in pairs, with +noise and -noise"})
-    """members in pairs of one noise, added and subtracted (mirrored sampling: Brockhoff et al. 2010; Salimans et al.,
+    """members in pairs that add and subtract the same noise (mirrored sampling: Brockhoff et al. 2010; Salimans et al.,
     arXiv 1703.03864); population_size must be even and counts members, not pairs"""
     fitness_shaping: str = field(default="zscore", metadata={"help": "zscore or centred_ranks"})
     """"zscore" (Qiu et al.); "centred_ranks" (Salimans et al., arXiv 1703.03864, after Wierstra et al. 2014): ranks
-    from -0.5 to 0.5, ties sharing their mean rank, so that no outlier of the reward outweighs the rest. Their root mean
-    square is 0.29 instead of 1: a step of equal length needs an alpha about 3.5 times larger"""
+    from -0.5 to 0.5, ties sharing their mean rank, so that no outlier among the rewards outweighs the rest. Their root
+    mean square is 0.29 instead of 1: a step of equal length needs an alpha about 3.5 times as large"""
     sigma_schedule: str = field(default="constant", metadata={"help": "constant, linear or cosine"})
-    """"constant", or a fall over `max_steps` to sigma_final_fraction of sigma: "linear" or "cosine" (half a period,
-    Loshchilov and Hutter, arXiv 1608.03983). With a schedule max_steps is part of the run: it cannot be prolonged"""
+    """"constant"; or "linear" or "cosine" (half a period, Loshchilov and Hutter, arXiv 1608.03983), which fall to
+    sigma_final_fraction of sigma over `max_steps`. max_steps is then part of the run, which cannot be prolonged"""
     sigma_final_fraction: float = field(default=0.1, metadata={"help": "sigma's last value over its first"})
-    """of sigma, at the last step of a schedule; above 0, at most 1"""
+    """share of sigma that is left at the last step of a schedule; above 0, at most 1"""
     alpha_schedule: str = field(default="constant", metadata={"help": "constant, linear or cosine"})
-    """the same of alpha; there is no warm-up"""
+    """the same for alpha; there is no warm-up"""
     alpha_final_fraction: float = field(default=0.1, metadata={"help": "alpha's last value over its first"})
-    """the same of alpha (Hoffmann et al., arXiv 2203.15556, end cosine schedules at a tenth)"""
-    prompts_per_step: int | None = field(default=None, metadata={"help": "prompts a step; None: all"})
-    """prompts a step, the same for every member; None: the whole training set, as Qiu et al. A member is perturbed once
-    a step and decodes them under that one perturbation, `chunk_rows` at a time, however many there are"""
+    """the same for alpha (Hoffmann et al., arXiv 2203.15556, end cosine schedules at a tenth)"""
+    prompts_per_step: int | None = field(default=None, metadata={"help": "prompts per step; None: all"})
+    """prompts per step, the same for every member; None: the whole training set, as Qiu et al. A member is perturbed
+    once per step and decodes all of them under that one perturbation, `chunk_rows` at a time"""
     sampling: str = field(default="greedy", metadata={"help": "greedy or common"})
-    """how members decode in training: "greedy" (Qiu et al.); "common" samples at temperature 1 with common random
-    numbers: those of a prompt differ from step to step, but are the same for every member, so that members differ by
-    their weights alone (Glasserman and Yao 1992). evaluate() always decodes greedily"""
-    num_generations: int = field(default=1, metadata={"help": "completions a prompt, with sampling"})
-    """completions a prompt and member, of which the reward is the mean; more than 1 only if sampling"""
-    max_completion_length: int = field(default=1024, metadata={"help": "new tokens a completion at most"})
-    """new tokens a completion at most (Qiu et al.: 1024)"""
+    """how members decode in training: "greedy" (Qiu et al.); or "common", which samples at temperature 1 with common
+    random numbers: they differ from prompt to prompt and from step to step, but not from member to member, so that
+    members differ by their weights alone (Glasserman and Yao 1992). evaluate() always decodes greedily"""
+    num_generations: int = field(default=1, metadata={"help": "completions per prompt, with sampling"})
+    """completions per prompt and member, whose mean is the reward; more than 1 with sampling="common" only"""
+    max_completion_length: int = field(default=1024, metadata={"help": "new tokens per completion at most"})
+    """new tokens per completion, at most (Qiu et al.: 1024)"""
     fitness: str = field(default="reward", metadata={"help": "reward, shuffled or random"})
-    """"reward"; or a null arm: "shuffled" permutes the rewards over the members, "random" draws them, no text"""
+    """"reward"; or a null arm: "shuffled" permutes the rewards over the members, "random" draws them and generates no
+    text"""
     arm: str = field(default="es", metadata={"help": "name that enters the run key"})
-    """name of the arm: part of the run key, so that arms never share noise by accident"""
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "a weight a reward function"})
-    """one weight a reward function (default: all 1)"""
+    """name of the arm, part of the run key: arms never share noise by accident"""
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "one weight per reward function"})
+    """one weight per reward function (default: all 1)"""
     reward_floor: float | None = field(default=None, metadata={"help": "score of a failed reward"})
-    """what a NaN, an exception or a time-out of a reward function scores; None: the floor that its module declares"""
-    reward_timeout: float | None = field(default=None, metadata={"help": "seconds a call of a reward function"})
-    """seconds that a call of a reward function may take on the completions of a member; then each of them is scored
-    alone, with this limit each, and those that exceed it again are failures. None: no limit"""
+    """score of a NaN, an exception or a time-out of a reward function; None: the floor that its module declares"""
+    reward_timeout: float | None = field(default=None, metadata={"help": "seconds per call of a reward function"})
+    """seconds that a call of a reward function may take on the completions of a member; after that each is scored
+    alone, with the same limit, and those that exceed it again are failures. None: no limit"""
     engine: str = field(default="local", metadata={"help": "local, vllm or ray"})
     """who generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "vllm", one engine for
     every `tensor_parallel` of the GPUs; "ray", actors on any cluster (RAY_ADDRESS), with vLLM if there are GPUs"""
@@ -162,17 +168,17 @@ class ESConfig(TrainingArguments):
     """GPUs that share a copy of the model; needs vLLM"""
     engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for vllm.LLM"})
     """further arguments of `vllm.LLM`, such as gpu_memory_utilization (on a command line, as JSON)"""
-    workers: int | None = field(default=None, metadata={"help": "worker processes; None: one a core"})
-    """worker processes, or actors without GPUs; None: one for each core (without a master: 1); 1: this process"""
+    workers: int | None = field(default=None, metadata={"help": "worker processes; None: one per core"})
+    """worker processes, or actors without GPUs; None: one per core (without a master: 1); 1: this process"""
     chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
     """rows decoded at once; part of the batch plan, on which floating-point results depend"""
     decoder: str = field(default="auto", metadata={"help": "auto, loop or generate"})
     """"loop" (own decoding loop), "generate" (transformers), "auto": the loop where it covers the model"""
     precision: str = field(default="master", metadata={"help": "master, kahan or inplace"})
-    """how weights are held (`evoalign_lib.precision`). "master": in float32, exact. Two modes that lose bits, evaluate
-    with one worker and log the loss: "kahan", a compensated pair of bfloat16 or float16, 4 bytes a parameter, whose
-    restores are exact to the pair's last bit only; "inplace", as released codes: perturbed, restored by subtraction
-    and updated in the model's dtype, for audits"""
+    """how weights are held (`evoalign_lib.precision`). "master": in float32, exact. Two modes lose bits, evaluate with
+    one worker and log the loss: "kahan", compensated pairs of bfloat16 or float16, 4 bytes per parameter, with restores
+    that are exact to the last bit of the pair only; "inplace", for audits: perturbed, restored by subtraction and
+    updated in the model's dtype, as released codes do"""
     noise: str = field(default="gaussian", metadata={"help": "gaussian, byte_sum, rademacher or tied"})
     """distribution of the noise (`evoalign_lib.noise`); "tied": tensors of equal shape share it, as in released codes,
     for audits"""
@@ -186,7 +192,7 @@ class ESConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "engine_kwargs"]
 
     def __new__(cls, *arguments, **settings):
-        # before the generated __init__, whose error for a setting of GRPOConfig would leave out the remedy
+        # before the generated __init__, whose error would not name a remedy
         known = {f.name for f in dataclasses.fields(cls)}
         for name in [name for name in settings if name not in known]:
             remedy = nearest(name, known, cutoff=0.8) or " If it is a setting of GRPO alone, remove it."
@@ -202,10 +208,10 @@ class ESConfig(TrainingArguments):
                 raise ValueError(f"{name}={value!r} must be a positive number, for example {_DEFAULTS[name]}.")
         if self.prompts_per_step is not None:
             whole_number("prompts_per_step", self.prompts_per_step, 1, why="or None for the whole training set")
-        whole_number("max_completion_length", self.max_completion_length, 1, why="new tokens a completion")
+        whole_number("max_completion_length", self.max_completion_length, 1, why="new tokens per completion")
         whole_number("chunk_rows", self.chunk_rows, 1, why="rows decoded at once")
         if self.workers is not None:
-            whole_number("workers", self.workers, 1, why="or None for one a core")
+            whole_number("workers", self.workers, 1, why="or None for one per core")
         choose("fitness", self.fitness, FITNESS)
         if self.antithetic and self.population_size % 2:
             raise ValueError(f"antithetic pairs need an even population_size, got {self.population_size}.")
@@ -221,10 +227,10 @@ class ESConfig(TrainingArguments):
                     f"{name}_schedule='linear' or 'cosine', or remove it."
                 )
         choose("sampling", self.sampling, SAMPLINGS)
-        whole_number("num_generations", self.num_generations, 1, why="completions a prompt")
+        whole_number("num_generations", self.num_generations, 1, why="completions per prompt")
         if self.num_generations > 1 and self.sampling == "greedy":
             raise ValueError(
-                f"num_generations={self.num_generations} greedy completions of a prompt are all alike: set "
+                f"num_generations={self.num_generations}: greedy completions of a prompt are all alike. Set "
                 "sampling='common', or num_generations=1."
             )
         choose("engine", self.engine, ENGINES)
@@ -241,14 +247,14 @@ class ESConfig(TrainingArguments):
         if self.load_best_model_at_end:
             if self.engine != "local":
                 raise ValueError(
-                    f"load_best_model_at_end needs engine='local': with engine={self.engine!r} weights lie elsewhere, "
-                    "too. Take the best step afterwards: evoalign replay --step, with state.best_global_step."
+                    f"load_best_model_at_end needs engine='local': engine={self.engine!r} has weights elsewhere, too. "
+                    "Write the best step afterwards: evoalign replay --step, with state.best_global_step."
                 )
             if IntervalStrategy(self.eval_strategy) == IntervalStrategy.NO:
                 raise ValueError("load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps.")
             if self.metric_for_best_model is None:
                 self.metric_for_best_model = "reward"
-        # the best weights are kept in memory: no checkpoint has to lie at each evaluation, as the parent would demand
+        # the parent would demand a checkpoint at each evaluation; here the best weights are kept in memory
         load_best, self.load_best_model_at_end = self.load_best_model_at_end, False
         super().__post_init__()
         self.load_best_model_at_end = load_best
@@ -284,25 +290,25 @@ _DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
 
 
 def member_fitness(scored: Scored) -> float:
-    """Mean reward over the prompts to which a reward function applied; NaN if there is none."""
+    """Return the mean reward over the prompts to which a reward function applied; NaN if there is none."""
     applied = scored.rewards[~np.isnan(scored.rewards)]
     return float(applied.mean()) if len(applied) else math.nan
 
 
 def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
-    """Which rows of the training set a step uses: consecutive stretches of a new permutation each epoch.
+    """Return the rows of the training set that a step uses: the next stretch of a permutation that is new each epoch.
 
     Args:
         n: rows of the training set.
-        per_step: prompts a step; n or fewer.
+        per_step: prompts per step; n or fewer.
         seed: of the run.
         step: 0, 1, ...
 
     Returns:
-        (per_step,) int64. When a stretch crosses an epoch's end, it goes on in the next permutation.
+        (per_step,) int64. A stretch that crosses the end of an epoch goes on in the next permutation.
     """
     if per_step == n:
-        return np.arange(n)  # all of them: the order would only change floating-point results
+        return np.arange(n)  # another order would change floating-point results and nothing else
     first, out = step * per_step, []
     while len(out) < per_step:
         epoch, offset = divmod(first + len(out), n)
@@ -315,7 +321,7 @@ _PURPOSES = {"order": 0, "shuffled": 1, "random": 2}
 
 
 def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
-    """A branch of the run's one tree of seeds; member noise has its own law and is not part of it."""
+    """Return a branch of the run's one tree of seeds; member noise has a law of its own and is not part of it."""
     return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))
 
 
@@ -339,11 +345,11 @@ class ESTrainer:
         ValueError: an empty data set, more prompts a step than there are, a model that cannot be found or is not
             supported (with PEFT adapters, frozen or quantised weights), or one of several processes of a launch.
 
-    Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. From
-    the line in the ledger to the counters a step is one act, for which an interrupt waits. What else belonged to the
-    step in which it came (callbacks, a log entry, an evaluation, a checkpoint) may be missing; a new trainer that
-    resumes from the ledger has it. Where evaluating members changes the weights (precision "kahan" and "inplace"), an
-    interrupted evaluation cannot be taken back: train() then refuses to go on, and a new trainer resumes.
+    Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. To
+    record a step, move the weights and count it is one act that an interrupt waits for. Callbacks, the log entry, the
+    evaluation and the checkpoint of the step in which it came may be missing; a new trainer that resumes has them. With
+    precision "kahan" and "inplace" evaluation itself changes the weights, so that an interrupted one cannot be taken
+    back: train() refuses to go on, and a new trainer resumes.
     """
 
     def __init__(
@@ -417,14 +423,14 @@ class ESTrainer:
     # ---- a step
 
     def step(self) -> dict[str, float]:
-        """One ES step (ask, evaluate, tell) that no ledger records. Returns its metrics; see the module's docstring."""
+        """Run one ES step (ask, evaluate, tell) that no ledger records; return its metrics (listed at the top)."""
         return self._step(recording=False)
 
     def _step(self, recording: bool) -> dict[str, float]:
         started, step = time.perf_counter(), self.state.global_step
         members, weights = self.ask(step), self.engine.weights
         known = recording and step < self._replayed
-        # before the members are evaluated, which moves weights without a master
+        # before the members are evaluated: that moves weights without a master
         due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
         if due:
             self.engine.check()
@@ -450,11 +456,11 @@ class ESTrainer:
         return self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
 
     def ask(self, step: int) -> list[Member]:
-        """The members of a step: N keys, each with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
+        """Return the members of a step: N keys with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
         return population(self.run_key, step, self.args.population_size, self.args.antithetic)
 
     def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
-        """Evaluate the population: all that a step adds to the run before the weights move."""
+        """Evaluate the population; return all that the step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
         core, tokens, counts, log = self.budget["core_seconds"], 0, {}, {}
         weights, sigma = self.engine.weights, self._at_step("sigma", step)
@@ -473,22 +479,22 @@ class ESTrainer:
             if len(missing):
                 raise ValueError(
                     f"member {missing[0]} of step {step} has no reward: every reward function returned None on all of "
-                    f"its {len(indices)} prompts. Give at least one function that applies to each step's prompts."
+                    f"its {len(indices)} prompts. Give a function that applies to at least one prompt of each step."
                 )
             if self.args.fitness == "shuffled":
                 fitness = _generator(self.args.seed, step, "shuffled").permutation(fitness)
             tokens = int(sum(e.lengths.sum() for e in evaluations))
             core += sum(e.core_seconds for e in evaluations)
             counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in KINDS}
-            log = self._logged(evaluations) | {name: n for name, n in self.engine.mended.items() if n}
+            log = self._logged(evaluations) | {name: n for name, n in self.engine.repairs.items() if n}
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
-        self._coefficients(fitness)  # what cannot be told is an error before it is recorded
+        self._coefficients(fitness)  # rewards that give no coefficients are an error before they are recorded
         seconds = float(f"{time.perf_counter() - started:.4g}")
         return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log)
 
     def _record(self, record: ledger.Step, digest: str | None) -> None:
-        """Add a step to the ledger, begun with the first; digest: of the weights before the step, where it is due."""
+        """Add a step to the ledger, which the first one begins; digest: of the weights before the step, where due."""
         if self.ledger is None:
             header = ledger.header(self._settings(), self.run_key, self.model, self.engine.layout, digest)
             self.ledger, digest = ledger.Ledger.create(self._ledger_path, header), None
@@ -518,11 +524,11 @@ class ESTrainer:
         return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
 
     def _at_step(self, name: str, step: int) -> float:
-        """sigma or alpha of a step."""
+        """Return sigma or alpha of a step."""
         return at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
 
     def _light_state(self) -> TrainerState:
-        """The state without its log, which would travel to the workers with every member and grow."""
+        """Return the state without its log, which would grow and travel to the workers with every member."""
         light = copy.copy(self.state)
         light.log_history = []
         return light
@@ -534,9 +540,9 @@ class ESTrainer:
 
         Args:
             resume_from_checkpoint: True: go on with the run in output_dir, from its newest checkpoint (from the
-                starting model if there is none); or a checkpoint's folder. The steps after the checkpoint that the
-                ledger has are gone through with its rewards: no member is evaluated again, while evaluate(), logs and
-                callbacks come as in the run itself. It ends with the same bits as an uninterrupted one.
+                starting model if there is none); or a checkpoint's folder. Steps after the checkpoint that the ledger
+                holds are repeated from its rewards: no member is evaluated again, but evaluate(), logs and callbacks
+                come as in the run itself. The run ends with the same bits as an uninterrupted one.
 
         Returns:
             The trainer's state; `state.log_history` holds the metrics. The model holds the final weights; with
@@ -548,7 +554,7 @@ class ESTrainer:
                 resume_from_checkpoint, an output_dir that holds the ledger of another run.
             RuntimeError: weights that are not those of the ledger's last step, or a reward_timeout outside the main
                 thread.
-            OSError: a step that cannot be recorded (a full disk). Nothing recorded is lost.
+            OSError: a step cannot be recorded (a full disk). Nothing recorded is lost.
             KeyboardInterrupt: Ctrl-C; another call goes on.
         """
         if self.engine.workers == 1 or self.eval_prompts is not None:
@@ -592,22 +598,22 @@ class ESTrainer:
 
     @property
     def max_steps(self) -> int:
-        """Steps of the run: those of the configuration, or as many as num_train_epochs passes over the prompts take."""
+        """Steps of the run: max_steps if it is set, else those of num_train_epochs passes over the prompts."""
         if self.args.max_steps > 0:
             return self.args.max_steps
         return math.ceil(self.args.num_train_epochs * len(self.train_prompts) / self.prompts_per_step)
 
     def _epochs(self, steps: int) -> float:
-        """Passes over the training set in so many steps; an epoch's prompts need not fill whole steps."""
+        """Return the passes over the training set in so many steps; an epoch need not be a whole number of steps."""
         return steps * self.prompts_per_step / len(self.train_prompts)
 
     def _epoch_ended(self, steps: int) -> bool:
-        """Whether the last of so many steps used the last prompt of an epoch; true of 0 steps."""
+        """Return whether the last of so many steps used the last prompt of an epoch; true for 0 steps."""
         n, k = len(self.train_prompts), self.prompts_per_step
         return steps * k // n > (steps - 1) * k // n
 
     def _check_continuity(self) -> None:
-        """Raise RuntimeError if weights and ledger have parted: an interrupted update, or a step() in between."""
+        """Raise RuntimeError if weights and ledger may have parted: an interrupted update, or a step() in between."""
         step, parted = self.state.global_step, self._parted
         if self.ledger is not None:
             recorded = len(self.ledger.steps)
@@ -625,7 +631,7 @@ class ESTrainer:
     # ---- evaluation and logs
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward (and logged metrics) of the current weights on the evaluation set, decoding greedily.
+        """Return mean reward and logged metrics of the current weights on the evaluation set, decoding greedily.
 
         Raises:
             ValueError: the trainer has no eval_dataset.
@@ -652,7 +658,7 @@ class ESTrainer:
         value, best = metrics[name], self.state.best_metric
         if best is None:
             best = -math.inf if self.args.greater_is_better else math.inf
-        # the first of equals stays; NaN, where no reward applied, is never best
+        # the first of equals stays; NaN (no reward applied) is never best
         if value > best if self.args.greater_is_better else value < best:
             with interrupts_wait():
                 if self.args.load_best_model_at_end:
@@ -724,14 +730,14 @@ class ESTrainer:
         return [c for c in self.callback_handler.callbacks if isinstance(c, ExportableState)]
 
     def _settings(self) -> dict[str, Any]:
-        """What a resumed run must share with the run it continues."""
+        """Return what a resumed run must share with the run it continues."""
         names = ("population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed")
         names += ("precision", "noise", "antithetic", "fitness_shaping", "sampling", "num_generations")
         falling = self._scheduled
         names += ("sigma_schedule", "alpha_schedule", *(f"{name}_final_fraction" for name in falling))
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
-        settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have had other steps
+        settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have taken other steps
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 
     @property
@@ -757,9 +763,9 @@ class ESTrainer:
             self.counts[name] += count
 
     def _logged(self, evaluations: list[Evaluation]) -> dict[str, float]:
-        """Metrics of a step that do not follow from its rewards."""
+        """Return the metrics of a step that do not follow from its rewards."""
         log = {}
-        # what the reward functions log themselves, over the members that logged it
+        # what reward functions log themselves: the mean over the members that logged it
         for name in sorted({name for e in evaluations for name in e.scored.metrics}):
             log[name] = float(
                 np.mean([np.mean(e.scored.metrics[name]) for e in evaluations if name in e.scored.metrics])
@@ -788,18 +794,18 @@ class ESTrainer:
             metrics["completions/mean_length"] = record.tokens / (n * self.prompts_per_step * self.args.num_generations)
         metrics |= {name: self._at_step(name, record.step) for name in self._scheduled}
         metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
-        return record.log | metrics  # never over a metric of ours
+        return record.log | metrics  # a reward function's metric never replaces one of these
 
 
 class ESProgress(TrainerCallback):
-    """A bar over steps with reward, accuracy (where the reward logs it), members a second and time left."""
+    """A bar over steps with reward, accuracy (where the reward logs it), members per second and time left."""
 
     def __init__(self):
         self._bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        from tqdm import tqdm
-
+        if self._bar is not None:  # of a run that was interrupted
+            self._bar.close()
         self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -1,59 +1,59 @@
 """The gradient arms: GRPO, Dr.GRPO, DAPO and RLOO from TRL 1.16, and fine-tuning on filtered samples, set up for a fair
 comparison with ES.
 
-Nothing here is a training loop of our own: `config` states every setting of TRL that changes the mathematics,
-`trainer` gives TRL's trainer the reward wrapper of ES (`evoalign_lib.rewards`: one treatment of None, NaN and
-exceptions) and a `Budget` that counts what ES counts. TRL's defaults move between versions (ecosystem: loss_type,
-scale_rewards, beta and the bias correction of the KL did), so none is relied upon.
+There is no training loop here: `config` states every setting of TRL that changes the mathematics, and `trainer` gives
+TRL's trainer the reward wrapper of ES (`evoalign_lib.rewards`: one treatment of None, NaN and exceptions) and a
+`Budget` that counts what ES counts. TRL's defaults move between versions (loss_type, scale_rewards, beta and the bias
+correction of the KL did), so none is relied upon.
 
 Common to all arms: float32 weights, gradients, optimiser moments and generation (the master weights of ES are float32,
 too); AdamW without weight decay at a constant learning rate, gradient norm clipped at 1; sampling from the model's own
 distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of prompts_per_step *
-num_generations completions a step and one update from it, so that samples are on-policy, the importance ratio is 1 and
-its clip inactive; prompts in the order of the data set.
+num_generations completions per step and one update from it, so that samples are on-policy, the importance ratio is 1
+and its clip inactive; prompts in the order of the data set.
 
 Where `grpo` departs from DeepSeekMath (Shao et al., arXiv 2402.03300, section 4.1):
 
 1. beta is a setting (the paper: 0.04); at 0 there is no reference model. The reference is the starting model
    throughout; the paper's iterative variant renews it.
-2. One update a batch, as in the paper's own runs; the algorithm box allows several.
+2. One update per batch, as in the paper's own runs; the algorithm box allows several.
 3. Advantages are (r - mean) / (std + 1e-4) with the unbiased standard deviation of the group.
-4. The KL penalty is k3 a token, as in the paper: its value is unbiased, its gradient as a loss is not that of the KL
+4. The KL penalty is k3 per token, as in the paper: its value is unbiased, its gradient as a loss is not that of the KL
    (`evoalign_lib.analysis.kl`). TRL's correction of it (`use_bias_correction_kl`) is off.
 5. Outcome rewards only.
-6. The reference has the very weights that the run starts from. (TRL loads it anew by the model's name, which for a
-   model changed in memory is another one.)
+6. The reference has the weights that the run starts from. (TRL loads it anew by the model's name, which gives another
+   model where that one was changed in memory.)
 
 Where `dr_grpo` departs from Dr.GRPO (Liu et al., arXiv 2503.20783):
 
-7. The loss is the sum over tokens divided by completions * max_completion_length, the constant that paper's code uses.
-8. One update a batch and beta 0 unless set, as 2. `scale_rewards` may be set apart from the loss, for a factorial.
+7. The loss is the sum over tokens / (completions * max_completion_length), the constant of that paper's code.
+8. One update per batch, and beta 0 unless set, as 2. `scale_rewards` may be set apart from the loss, for a factorial.
 
 Where `dapo` departs from DAPO (Yu et al., arXiv 2503.14476):
 
-9. Token-level loss and the raised upper clip (0.28) only, and the clip is inactive (2). No dynamic sampling, which TRL
-   does not have; no overlong filtering (`mask_truncated_completions`) and no penalty of length.
+9. Token-level loss and the raised upper clip (0.28) only, and that clip is inactive (2). No dynamic sampling, which TRL
+   lacks; no overlong filtering (`mask_truncated_completions`) and no length penalty.
 10. The paper leaves the KL penalty out (its section 2.3); here beta is a setting as for the other arms, 0 unless set.
-   It takes several updates a batch, for which its clip is; here there is one, as 2.
+   The paper takes several updates per batch, which its clip is for; here there is one, as 2.
 
 Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
-11. TRL's trainer has PPO's clipped ratio at sequence level, inactive here. The KL penalty is k1 summed over the
+11. TRL's trainer clips PPO's ratio at sequence level, which is inactive here. The KL penalty is k1 summed over the
    sequence, inside the reward, as in the paper.
 
 Fine-tuning on filtered samples (`filtered_sft`):
 
-12. Its learning rate is whatever is given, and nothing here tunes it: the notebooks give it the one that GRPO's sweep
-   chose, which need not be its best.
+12. Nothing here tunes its learning rate: the notebooks give it the one that GRPO's sweep chose, which need not be its
+   best.
 
 On GPUs, where TRL's vLLM engine generates beside the model ("colocate"):
 
 13. Several processes share a step (`accelerate.yaml`, DistributedDataParallel): gradients and budgets are of all.
-14. vLLM decodes with the weights in the checkpoint's dtype, most often bfloat16, while log-probabilities are those of
-   the float32 model: samples are off-policy by that rounding. TRL's correction for it is another loss and stays off.
-15. vLLM's generator is seeded by seed and process together. TRL seeds every run's engine with the number of its
-   process, and all seeds of an experiment would sample with the same random numbers; by the sum of the two, as TRL
-   seeds the rest, process 1 of one seed would with those of process 0 of the next.
+14. vLLM decodes with weights in the checkpoint's dtype, mostly bfloat16, while log-probabilities are those of the
+   float32 model: samples are off-policy by that rounding. TRL's correction for it is another loss and stays off.
+15. vLLM's generator is seeded by a hash of seed and process. TRL seeds it with the number of the process, so all seeds
+   of an experiment would sample with the same random numbers. With the sum of the two, by which TRL seeds the rest,
+   process 1 of one seed would have the numbers of process 0 of the next.
 
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
@@ -91,7 +91,7 @@ _COMMON = {
     "top_k": 0,
     "min_p": None,
     "repetition_penalty": 1.0,
-    "generation_kwargs": {"remove_invalid_values": True},  # finite logits stay; a diverged model draws tokens at random
+    "generation_kwargs": {"remove_invalid_values": True},  # keeps finite logits; a diverged model draws at random
     "chat_template_kwargs": None,
     "cache_implementation": None,
     "use_transformers_continuous_batching": False,
@@ -100,8 +100,8 @@ _COMMON = {
     "mask_truncated_completions": False,
     "sync_ref_model": False,
     "disable_dropout": True,
-    "router_aux_loss_coef": 0.0,  # of mixtures of experts: no loss besides the one of the arm
-    "reward_weights": None,  # TRL gets one function; weights are `trainer`'s
+    "router_aux_loss_coef": 0.0,  # mixtures of experts: no loss besides the arm's own
+    "reward_weights": None,  # TRL gets one function; `trainer` takes the weights
     "remove_unused_columns": False,  # reward functions read them
     "shuffle_dataset": False,
     "use_vllm": False,
@@ -126,7 +126,7 @@ _VLLM = {
     "vllm_enable_sleep_mode": False,
     "vllm_model_impl": "vllm",
     "vllm_structured_outputs_regex": None,
-    "ddp_timeout": 86_400,  # seconds: processes wait for each other while one of them loads or measures
+    "ddp_timeout": 86_400,  # seconds; processes wait while one of them loads or measures
 }
 _SFT = {
     "completion_only_loss": True,
@@ -136,7 +136,7 @@ _SFT = {
     "max_length": None,
     "packing": False,
     "padding_free": False,
-    "shuffle_dataset": False,  # before the epochs, which are shuffled
+    "shuffle_dataset": False,  # epochs are shuffled in any case
 }
 _OPTIMISER = {
     "optim": "adamw_torch",
@@ -150,7 +150,7 @@ _OPTIMISER = {
     "bf16": False,
     "fp16": False,
     "gradient_checkpointing": False,
-    "dataloader_pin_memory": False,  # no mathematics: it warns where there is no GPU
+    "dataloader_pin_memory": False,  # changes no mathematics, and warns where there is no GPU
 }
 
 
@@ -170,26 +170,26 @@ def config(
     vllm: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Any:
-    """Return TRL's configuration of an arm, every setting that changes the mathematics stated.
+    """Return TRL's configuration of an arm, with every setting that changes the mathematics stated.
 
-    In a process that `accelerate launch` or torchrun started with others it is that of the whole run: the completions
-    of a step are shared out among them.
+    In a launch of several processes (`accelerate launch`, torchrun) the settings are those of the whole run, whose
+    processes share the completions of a step.
 
     Args:
         arm: "grpo", "dr_grpo", "dapo" or "rloo"; see the module's text.
         output_dir: where TRL writes.
         seed: of sampling.
         steps: batches of rollouts, with one update each.
-        prompts_per_step, num_generations: prompts a step and completions of each (the group).
-        max_completion_length: new tokens a completion at most.
+        prompts_per_step, num_generations: prompts per step, and completions of each (the group).
+        max_completion_length: new tokens per completion, at most.
         learning_rate: of AdamW, constant.
         beta: weight of the KL penalty; 0: none, and no reference model.
-        scale_rewards: "group", "batch" or "none" in the place of the arm's own; not for "rloo".
-        micro_batch: completions in memory at once, a divisor of a process's share of a step (None, or more: all of
-            it). It changes no gradient but by rounding.
-        vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, and this says
-            eos_ids (token ids that end a completion), max_model_length (tokens of a prompt and its completion at most)
-            and gpu_memory (share of the GPU's memory for it). See the module's 14.
+        scale_rewards: "group", "batch" or "none" instead of the arm's own; not for "rloo".
+        micro_batch: completions in memory at once, a divisor of a process's share of a step; None, or more: all of it.
+            It changes gradients by rounding only.
+        vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, with eos_ids
+            (token ids that end a completion), max_model_length (tokens of a prompt and its completion at most) and
+            gpu_memory (its share of the GPU's memory). See the module's 14.
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
@@ -227,7 +227,7 @@ def config(
         stated |= _VLLM | {
             "vllm_max_model_length": vllm["max_model_length"],
             "vllm_gpu_memory_utilization": vllm["gpu_memory"],
-            # what ends a completion is said here alone, and not by the model's generation_config
+            # only this says what ends a completion, not the model's generation_config
             "generation_kwargs": {"stop_token_ids": list(vllm["eos_ids"]), "ignore_eos": True},
         }
     stated |= {
@@ -250,18 +250,18 @@ def config(
     if args.world_size != world_size():
         raise ValueError(
             f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
-            "its own on a part of every step. On a machine without GPUs set use_cpu=True."
+            "its own on its part of every step. On a machine without GPUs set use_cpu=True."
         )
     return args
 
 
 def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int, int]:
-    """What each process computes of a step.
+    """Return what each process computes of a step.
 
     Args:
         rollouts: completions of a step.
-        micro_batch: completions in a backward pass; None: all of a process's share.
-        processes: that share the step.
+        micro_batch: completions per backward pass; None: all of a process's share.
+        processes: processes that share the step.
 
     Returns:
         Completions of each process, and those of a backward pass.
@@ -275,7 +275,7 @@ def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int,
     if rollouts % processes:
         raise ValueError(
             f"the {rollouts} completions of a step do not fall into {processes} equal parts: change prompts_per_step "
-            "or num_generations, or take another number of GPUs."
+            "or num_generations, or use another number of GPUs."
         )
     share = rollouts // processes
     micro_batch = share if micro_batch is None else min(micro_batch, share)
@@ -312,16 +312,16 @@ def trainer(
     reward_floor: float | None = None,
     reward_timeout: float | None = None,
 ) -> tuple[Any, Budget]:
-    """Return TRL's trainer of an arm, and what it spends.
+    """Return TRL's trainer of an arm, and its budget.
 
     `train(resume_from_checkpoint=...)` of a trainer made from the starting model goes on with the bits and the budget
     of an uninterrupted run.
 
     Args:
-        model: a float32 model, or a folder or name (TRL loads it in float32). Its generation settings become the plain
-            ones: generate() would fill in whatever TRL leaves open, such as a ban of repeated n-grams.
-        reward_funcs: as for `ESTrainer`; they are called through the same wrapper (`rewards.Rewards`), so a failure
-            scores the floor or stops the run, and None is left out, just as there.
+        model: a float32 model, or a folder or name (TRL loads it in float32). Its generation settings become plain
+            ones: generate() would fill in whatever TRL leaves open, such as a ban on repeated n-grams.
+        reward_funcs: as for `ESTrainer`, called through the same wrapper (`rewards.Rewards`): a failure scores the
+            floor or stops the run, and None is left out.
         args: from `config`.
         train_dataset: rows with "prompt" and further columns, at least as many as a step takes; they are taken in order
             and from the start again when they are spent.
@@ -363,7 +363,7 @@ def trainer(
         model=model,
         reward_funcs=budget.reward,
         args=args,
-        # TRL would leave out the rows at the end of the set that do not fill a step
+        # TRL would leave out rows at the end of the set that do not fill a step
         train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
         processing_class=processing_class,
         callbacks=[budget, *callbacks],
@@ -387,15 +387,15 @@ _SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds", "c
 class Budget(TrainerCallback, ExportableState):
     """What a gradient arm spends, on the axes of ES: completions, tokens, FLOPs, core-seconds.
 
-    A forward pass costs 2 floating-point operations a parameter and token (attention products are left out, as for ES),
-    a backward pass twice that; all passes are over the prompts and completions of the step, without padding: one for
-    generation, three for the loss and its gradient, one for the reference model where there is one, one for the
-    log-probabilities before the update where TRL computes them. Checkpoints hold it, and a resumed run goes on with it.
-    After each step it is that of all processes of the launch.
+    A forward pass costs 2 floating-point operations per parameter and token (attention products are left out, as for
+    ES), a backward pass twice that. All passes are over the prompts and completions of the step, without padding: one
+    for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
+    log-probabilities before the update where TRL computes them. Checkpoints hold the budget, and a resumed run goes on
+    with it. After each step it is that of all processes of the launch.
 
     Attributes:
-        completions, generated_tokens, prompt_tokens: so far; a prompt counts once for each of its completions.
-        core_seconds: CPU time in training steps; evaluation in other callbacks is not in it.
+        completions, generated_tokens, prompt_tokens: so far; a prompt counts once per completion of it.
+        core_seconds: CPU time in training steps; evaluation in other callbacks is left out.
         counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
     """
 
@@ -411,7 +411,7 @@ class Budget(TrainerCallback, ExportableState):
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
-        """The reward function that TRL calls: all functions in one, scored and counted."""
+        """Reward function that TRL calls: all functions in one, scored and counted."""
 
         def reward(
             prompts, completions, completion_ids, trainer_state=None, log_metric=None, log_extra=None, **columns
@@ -431,7 +431,7 @@ class Budget(TrainerCallback, ExportableState):
         return reward
 
     def state(self) -> dict[str, Any]:
-        """What transformers writes into a checkpoint."""
+        """Return what transformers writes into a checkpoint."""
         return {"args": {}, "attributes": {name: getattr(self, name) for name in _SPENT}}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -443,7 +443,7 @@ class Budget(TrainerCallback, ExportableState):
             setattr(self, name, saved["attributes"][name])
 
     def _own(self) -> dict[str, int]:
-        """What the reward function counts, in this process."""
+        """Return what the reward function counts, in this process."""
         return self.counts | {"completions": self.completions, "generated_tokens": self.generated_tokens}
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -451,7 +451,7 @@ class Budget(TrainerCallback, ExportableState):
         self._started, self._seen, self._before = time.process_time(), int(state.num_input_tokens_seen), self._own()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Stop the clock, read the tokens that TRL has seen (of all processes), and add what other processes did."""
+        """Stop the clock, read the tokens that TRL has seen (in all processes), and add what other processes did."""
         seconds = time.process_time() - self._started
         step = {name: count - self._before[name] for name, count in self._own().items()}
         if args.world_size > 1:
@@ -467,7 +467,7 @@ class Budget(TrainerCallback, ExportableState):
         self.prompt_tokens += int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
 
     def spent(self, d: int) -> dict[str, Any]:
-        """The budget of a model of d parameters so far, for a record."""
+        """Return the budget of a model of d parameters so far, for a record."""
         return {
             "completions": self.completions,
             "generated_tokens": self.generated_tokens,
@@ -478,14 +478,14 @@ class Budget(TrainerCallback, ExportableState):
 
 
 def random_reward(seed: int) -> RewardFunction:
-    """A null: 0 or 1 with equal chance, whatever the completion says (one of the rewards of arXiv 2506.10947).
+    """Return a null reward: 0 or 1 with equal chance, whatever the completion says (as in arXiv 2506.10947).
 
     It depends on seed, step and position in the batch alone, so that a resumed run draws the same.
     """
 
     def random(prompts, completions, trainer_state=None, **columns):
         step = 0 if trainer_state is None else trainer_state.global_step
-        process = f" {rank()}" if world_size() > 1 else ""  # each has completions of its own
+        process = f" {rank()}" if world_size() > 1 else ""  # each has its own completions
         key = hashlib.blake2b(f"random reward {seed} {step}{process}".encode(), digest_size=8).digest()
         draws = np.random.default_rng(int.from_bytes(key, "little")).integers(0, 2, len(completions))
         return [float(r) for r in draws]
@@ -513,20 +513,20 @@ def filtered_sft(
     Args:
         model: a float32 model; it is trained in place.
         tokenizer: its tokenizer.
-        pairs: (kept) token ids of prompt and completion, the completion with its end token.
+        pairs: token ids of prompt and completion, the latter with its end token, that passed the filter.
         output_dir, seed: as for `config`.
         learning_rate: of AdamW, constant.
-        batch_size: completions an update.
-        epochs: passes over the pairs, in a new random order each.
+        batch_size: completions per update.
+        epochs: passes over the pairs, each in a new random order.
         callbacks: of transformers.
         others: further settings of `transformers.TrainingArguments`.
 
     Raises:
-        ValueError: no pairs, which is what a reward that lets nothing through leaves; a model that is not float32; or a
-            setting that this module fixes.
+        ValueError: no pairs, since the reward let nothing through; a model that is not float32; or a setting that this
+            module fixes.
     """
     if not pairs:
-        raise ValueError("no completion passed the filter: draw more samples a prompt, or lower the threshold.")
+        raise ValueError("no completion passed the filter: draw more samples per prompt, or lower the threshold.")
     _check_model(model)
     stated = _SFT | _OPTIMISER
     stated |= {

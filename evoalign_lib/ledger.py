@@ -1,35 +1,34 @@
 """The ledger of an ES run: every weight of the run in some 200 kB, and the point from which a killed run goes on.
 
-The noise is a function of keys (`evoalign_lib.noise`), so that the rewards of the members are all that a run adds to
-its settings: keys and coefficients are computed again from them. A ledger is a file of JSON lines.
+Noise is a function of keys (`evoalign_lib.noise`), so a run adds only the rewards of its members to its settings; keys
+and coefficients are computed again from these. A ledger is a file of JSON lines.
 
-Line 1, the header: versions of format and noise law, the run key, the settings (the batch plan included), and of the
-model its name, dtype, parameters and digest. A digest is the SHA-256 of the weights with their names, sorted by
-canonical name, in the form that the setting `precision` says: the float32 master; with "inplace" the values in the
-model's dtype; with "kahan" each parameter's values, then its compensations. These two lose bits: a step's members leave
-their mark on the weights, of which `log` has the measure, and a replay passes over them all. `parameters` lists
-[name, shape], or [name with #, shape, n] for the n layers # = 0 .. n - 1. The format is 1, or 2 where a setting that
-the first readers did not know decides how rewards become weights (precision, noise, antithetic pairs, fitness shaping,
-schedules): they refuse such a run instead of replaying another one.
+Line 1, the header, holds the versions of format and noise law, the run key, the settings (the batch plan included), and
+name, dtype, parameters and digest of the model. A digest is `precision.digest` of the weights in the form that the
+setting `precision` names: the float32 master; with "inplace" the values in the model's dtype; with "kahan" the values
+and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
+and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
+# = 0 .. n - 1. The format is 1; or 2 where a setting that the first readers did not know decides how rewards become
+weights (precision, noise, antithetic pairs, fitness shaping, schedules), so that they refuse such a run.
 
-Then a line a step, synced to disk before the weights move:
+Then one line per step, synced to disk before the weights move:
 
 - `step`: 0, 1, ...
-- `rewards`: those that the step was computed with (permuted in the null arm "shuffled"), exactly, member by member.
-  "17 23-1" with `of` D means 17 / D, and the float64 one unit in the last place nearer to 0 than 23 / D: a mean over
+- `rewards`: what the step was computed with (permuted in the null arm "shuffled"), exactly, member by member. "17 23-1"
+  with `of` D means 17 / D, and the float64 that lies one unit in the last place nearer to 0 than 23 / D: a mean over
   prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
 - `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
-- `log`: further metrics of the step; `names` of them, where they differ from those of the line before.
+- `log`: further metrics of the step; `names`: theirs, where they differ from those of the line before.
 - `weights`, every `digest_every` steps: the digest before the step.
 - `prev`: the first 128 bits of the SHA-256 of the previous line (without its newline). The chain finds accidents and
-  careless edits, which 128 bits do as well as 256; it has no secret, so that no length would stop a forger. Over 500
+  careless edits, for which 128 bits do as well as 256; it has no secret, so no length would stop a forger. Over 500
   steps the other half would cost 16 kB.
 
 When `train()` returns, a line with `end` (steps so far) and `weights` (the digest after them) closes the ledger; a run
 that goes on continues below it.
 
-A line counts once its newline is there. The torn last line of a killed run is cut off when the run resumes, and the
-step is computed again, with the same result. Anything else that is wrong is an error that names the line.
+A line counts once its newline is there. When a killed run resumes, its torn last line is cut off and the step is
+computed again, with the same result. Anything else that is wrong is an error that names the line.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
-# Settings that older ledgers do not name, with the values that their runs had: a reader of format 1 may know no others.
+# Settings that older ledgers do not name, and the values that their runs had: readers of format 1 know no others.
 _LATER = {
     "precision": "master",
     "noise": "gaussian",
@@ -71,7 +70,7 @@ _LATER = {
     "sigma_schedule": "constant",
     "alpha_schedule": "constant",
 }
-# The same, of settings that do not enter the weights but by the rewards.
+# The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 
 
@@ -108,16 +107,16 @@ class Report:
     ended: bool
     """whether the last line closes the ledger"""
     torn: int
-    """bytes of a torn last line, which do not count"""
+    """bytes of a torn last line, which does not count"""
     digests: int
-    """digests of weights in the ledger, that of the model included"""
+    """digests of weights in the ledger, the model's included"""
     recomputed: bool
     """whether all of them were computed again"""
     weights: str | None
-    """digest of the last weights, if the ledger or a replay gave it"""
+    """digest of the last weights, if ledger or replay gave it"""
 
     def text(self) -> str:
-        """The report in a few lines."""
+        """Return the report in a few lines."""
         torn = f", and a torn last line of {self.torn} bytes, which does not count" if self.torn else ""
         chain = f"{self.steps} steps, chain intact, {'closed' if self.ended else 'not closed'}{torn}"
         done = "all computed again, equal" if self.recomputed else "not computed again: give the model"
@@ -134,9 +133,9 @@ class Ledger:
         self.steps: list[Step] = []
         """the recorded steps"""
         self.weights: dict[int, str] = {0: header["model"]["digest"]}
-        """digest of the weights after so many steps, where the ledger has it"""
+        """number of steps -> digest of the weights after them, where the ledger has it"""
         self.tips = [_sha(line)]
-        """hash of the line of the last of so many steps"""
+        """by number of steps: hash of the line of the last one"""
         self.ended = False
         """whether the last line closes the ledger"""
         self.torn = b""
@@ -146,12 +145,12 @@ class Ledger:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run, with the only values there were where an older header does not name one."""
+        """Settings of the run; where an older header does not name one, the only value there was."""
         return _LATER | _LATER_EVALUATION | self.header["settings"]
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
-        """Begin a ledger with the line of `header`, synced to disk. A file in which no step is recorded is replaced.
+        """Begin a ledger with the line of `header`, synced to disk; replace a file in which no step is recorded.
 
         Raises:
             LedgerError: the file holds steps of a run.
@@ -173,7 +172,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> Ledger:
-        """Read a ledger to go on with it. A torn last line is cut off the file and kept in `torn`.
+        """Read a ledger to go on with it; cut a torn last line off the file and keep it in `torn`.
 
         Raises:
             LedgerError: as for `read`.
@@ -194,7 +193,7 @@ class Ledger:
 
         Raises:
             LedgerError: a step out of order, a wrong number of rewards or one that is not finite, or a file that
-                something else has written to.
+                another process has written to.
             OSError: the line cannot be written (a full disk); the file is then as it was before.
         """
         self._check(step)
@@ -207,7 +206,7 @@ class Ledger:
         if (names := list(step.log)) != self._names:
             line["names"] = names
         if names:
-            # JSON has no NaN: such values become texts that float() reads
+            # JSON has no NaN: such values become text that float() reads
             line["log"] = [x if math.isfinite(x) else str(float(x)) for x in step.log.values()]
         if weights is not None:
             line["weights"] = weights
@@ -228,7 +227,7 @@ class Ledger:
             self._written(text)
 
     def _write(self, line: dict[str, Any], what: str) -> bytes:
-        """Add a line to the file. Nothing more is added before `_written` knows of it: the file has another size."""
+        """Add a line to the file. Until `_written` knows of it the sizes differ, and nothing more can be added."""
         text = _dump(line | {"prev": self._last})
         _append(self.path, self._size, text + b"\n", what)
         return text
@@ -253,7 +252,7 @@ class Ledger:
 
 
 def recorded(path: str | os.PathLike) -> bool:
-    """Whether a file holds a ledger with at least one step (a killed run may leave less than a header)."""
+    """Return whether a file holds a ledger with at least one step (a killed run may leave less than a header)."""
     path = Path(path)
     return path.is_file() and path.read_bytes().count(b"\n") > 1
 
@@ -268,15 +267,15 @@ def refuse_existing(path: str | os.PathLike) -> None:
 
 
 def read(path: str | os.PathLike) -> Ledger:
-    """Read a ledger (also one compressed with gzip) and check its chain; the file does not change.
+    """Read a ledger, plain or compressed with gzip, and check its chain; the file does not change.
 
     Returns:
         The ledger, with `header`, `steps`, `weights`, and in `torn` the last line of a killed run.
 
     Raises:
-        LedgerError: no such file, no header, another format or noise law, or a line that is damaged, was edited, or
-            does not follow from the one before; the message names the line. Or a compressed file that is damaged or
-            unpacks to more than 64 MB.
+        LedgerError: no such file, no header, another format or noise law; a line that is damaged, was edited, or does
+            not follow from the one before (the message names it); or a compressed file that is damaged or unpacks to
+            more than 64 MB.
     """
     path = Path(path)
     if not path.is_file():
@@ -316,14 +315,14 @@ def _unpacked(path: Path) -> bytes:
         raise LedgerError(f"{path} is damaged ({error}): restore it from a copy.") from error
     if len(data) > _MOST_UNPACKED:
         raise LedgerError(
-            f"{path} unpacks to more than {_MOST_UNPACKED // 10**6} MB, which is no usual ledger (500 steps at N = 30 "
+            f"{path} unpacks to more than {_MOST_UNPACKED // 10**6} MB, unlike any usual ledger (500 steps at N = 30 "
             "are 0.25 MB): if you trust it, unpack it (gunzip) and give the .jsonl."
         )
     return data
 
 
 def pack(path: str | os.PathLike) -> bytes:
-    """A finished ledger compressed with gzip: a function of its lines alone, without name and time of the file.
+    """Return a finished ledger compressed with gzip: a function of its lines alone, without name or time of the file.
 
     Raises:
         LedgerError: an invalid ledger, or one that is not closed.
@@ -413,7 +412,7 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
 
 
 def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> np.ndarray:
-    """The weights of a run after any step, computed again with the same bits.
+    """Compute the weights of a run after any step again, with the same bits.
 
     Args:
         source: a ledger, or its path.
@@ -443,7 +442,7 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
     precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
     if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
         raise LedgerError(
-            f"precision={precision!r} computed in {recorded}, this model is {dtype}: load it in {recorded}."
+            f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
         )
     weights = open_weights(model, precision=precision, distribution=ledger.settings["noise"])
     check_model(ledger, weights)
@@ -455,7 +454,7 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
 
 
 def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
-    """Check the form and the chain of a ledger and, given the model, every digest in it by a replay.
+    """Check form and chain of a ledger and, given the model, every digest in it by a replay.
 
     Args:
         source: a ledger, or its path.
@@ -509,11 +508,11 @@ def write_model(
 
 
 def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.Layout, weights: str) -> dict:
-    """The header of a run that starts now.
+    """Return the header of a run that starts now.
 
     Args:
-        settings: of the run. Read again are population_size, sigma, alpha, prompts_per_step, those of `_LATER` and
-            num_generations, and of schedules max_steps, sigma_final_fraction and alpha_final_fraction.
+        settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
+            `_LATER`, and with schedules max_steps, sigma_final_fraction and alpha_final_fraction.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of its parameters.
@@ -554,7 +553,7 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
-    """Raise LedgerError if the ledger has a digest of the weights after so many steps and these have another one."""
+    """Raise LedgerError if these weights do not have the digest that the ledger notes after so many steps, if any."""
     expected = ledger.weights.get(step)
     if expected is not None and (found := digest(weights.layout, *weights.planes)) != expected:
         raise LedgerError(
@@ -564,7 +563,7 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
 
 
 def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What moved the weights in the first so many steps: (keys, coefficients) of each that was not tied.
+    """Return what moved the weights in the first steps: (keys, coefficients) of each that was not tied.
 
     Args:
         ledger: of a run.
@@ -610,18 +609,18 @@ def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
 def storage(
     population: int, steps: int, stored: Mapping[str, int], models: Mapping[str, int], itemsize: int = 2
 ) -> list[dict[str, Any]]:
-    """What a run costs to keep, beside a checkpoint of the model that it trained.
+    """Return what a run costs to keep, beside a checkpoint of the model that it trained.
 
     Args:
-        population: N, members a step.
+        population: N, members per step.
         steps: T.
         stored: form of the run -> its bytes, such as those of the ledger, plain and compressed.
         models: name -> parameters d.
-        itemsize: bytes a parameter in a checkpoint (2: bfloat16); optimiser states are not counted.
+        itemsize: bytes per parameter in a checkpoint (2: bfloat16); optimiser states are not counted.
 
     Returns:
-        A row a model and form: model, parameters, form, bytes, checkpoint (bytes), ratio (checkpoint over bytes). The
-        first form of each model is "seeds and coefficients": 12 N T bytes, a 64-bit key and a float32 a member.
+        One row per model and form: model, parameters, form, bytes, checkpoint (bytes), ratio (checkpoint / bytes). The
+        first form of each model is "seeds and coefficients": 12 N T bytes, one 64-bit key and one float32 per member.
 
     >>> [row["ratio"] for row in storage(30, 500, {"ledger": 200_000}, {"0.5B": 500_000_000})]
     [5555.555555555556, 5000.0]
@@ -645,11 +644,11 @@ def storage(
 
 
 def encode_rewards(rewards: np.ndarray, prompts: int) -> dict[str, Any]:
-    """Rewards as the shorter of the two exact forms that the module's docstring describes.
+    """Return rewards in the shorter of the two exact forms that the module's docstring describes.
 
     Args:
         rewards: (members,) float64.
-        prompts: over which they are means, which says where to look for fractions.
+        prompts: over which they are means; says which fractions to try.
 
     >>> encode_rewards(np.array([0.5, 0.1 + 0.2, 0.25]), 2)
     {'of': 20, 'rewards': '10 6+1 5'}
@@ -674,7 +673,7 @@ _FRACTION = re.compile(r"(-?[0-9]{1,16})([+-][1-9])?", re.ASCII)
 
 
 def decode_rewards(line: Mapping[str, Any]) -> np.ndarray:
-    """The rewards (members,) float64 of a line, with the bits that `encode_rewards` was given.
+    """Return the rewards of a line, (members,) float64, with the bits that `encode_rewards` was given.
 
     Raises:
         LedgerError: neither of the two forms.
@@ -696,7 +695,7 @@ def decode_rewards(line: Mapping[str, Any]) -> np.ndarray:
 
 
 def pack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[list]:
-    """Names and shapes of parameters, layers of one form written once.
+    """Return names and shapes of parameters, with layers of one form written once.
 
     >>> pack_shapes([("embed", (5, 2)), ("h.0.w", (3,)), ("h.1.w", (3,)), ("h.2.w", (4,))])
     [['embed', [5, 2]], ['h.#.w', [3], 2], ['h.2.w', [4]]]
@@ -716,7 +715,7 @@ def pack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[list]:
 
 
 def unpack_shapes(packed: Iterable[Sequence]) -> list[tuple[str, list[int]]]:
-    """The (name, shape) of each parameter from what `pack_shapes` made, in any order."""
+    """Return the (name, shape) of each parameter from what `pack_shapes` made, in any order."""
     return [
         (name.replace("#", str(i)) if n else name, shape) for name, shape, *n in packed for i in range(n[0] if n else 1)
     ]
@@ -731,7 +730,7 @@ def _sha(line: bytes) -> str:
 
 
 def _append(path: Path, size: int, data: bytes, what: str) -> None:
-    """Add bytes to a file of a known size and sync it; a file that cannot take them all is left as it was."""
+    """Add bytes to a file of a known size and sync it; leave a file that cannot take all of them as it was."""
     try:
         with open(path, "r+b", buffering=0) as file:
             if (found := file.seek(0, os.SEEK_END)) != size:

@@ -1,14 +1,14 @@
 """Noise law, version 1: every perturbation of every weight as one pure function of key, name, row and column.
 
 A CPU, a GPU, an engine with sharded tensors and a replay years later regenerate the same float32 numbers from the same
-64-bit member key, so nothing but keys and coefficients is ever stored or sent. The law is part of the run log's format:
-a change of a single bit makes a version 2.
+64-bit member key, so only keys and coefficients are ever stored or sent. The law is part of the ledger's format: a
+change of a single bit makes a version 2.
 
 1. Keys. ``run_key = BLAKE2b-64(u32 length of arm, arm in UTF-8, u64 seed)`` and ``member_key = BLAKE2b-64("v1", u64 run
    key, u32 step, u32 pair)``; all integers little endian, digests read as little-endian integers.
-2. Words. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); its key is the member key's
-   low and high half, its counter (column >> 2, row, parameter id, stream). A tensor is seen as
-   [shape[0], product of the rest]; a tensor of one dimension is one row, one without dimensions is one element.
+2. Words. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its key is the low and the
+   high half of the member key, its counter (column >> 2, row, parameter id, stream). A tensor is seen as
+   [shape[0], product of the rest]; one with a single dimension is one row, one without dimensions is one element.
 3. Numbers. The four words of a counter give columns 4q, ..., 4q + 3, by one of these distributions, all of zero mean
    and unit variance:
 
@@ -18,16 +18,16 @@ a change of a single bit makes a version 2.
    - ``byte_sum``. A word w_i for column 4q + i, with the bytes b0 to b3: (b0 + b1 + b2 + b3 - 510) / sqrt(21845), the
      integer made a float32 and multiplied by the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
    - ``rademacher``. The highest bit of word w_i is the sign bit of column 4q + i, which is 1 or -1.
-   - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as released
-     codes do by seeding anew for each tensor. It exists to reproduce and measure that.
+   - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as in
+     released codes, which seed anew for each tensor. It exists to reproduce and measure that.
 4. Arithmetic. IEEE 754 float32 with + - * sqrt and bit operations only, in the order written here, never a fused
-   multiply-add, with the polynomials of ``_noise_cpu``. Each operation is then correctly rounded everywhere, which
-   makes the results equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is further
-   than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
+   multiply-add, with the polynomials of ``_noise_cpu``. Each of these operations is correctly rounded on every device,
+   so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
+   further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
 
-The numbers are made three times, with the same bits: by the reference in NumPy, written to be read (``_noise_cpu``), by
-numba on a CPU (same file), and by Triton on a GPU (``_noise_triton``; ``device_weights`` holds a model there). Known
-answers for every backend are in ``noise_vectors.json`` beside this file.
+Three implementations give the same bits: the reference in NumPy, written to be read (``_noise_cpu``), numba on a CPU
+(same file), and Triton on a GPU (``_noise_triton``; ``device_weights`` holds a model there). ``noise_vectors.json``
+beside this file has known answers for all of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ BACKENDS = ("numba", "numpy", "triton")
 
 
 def run_key(arm: str, seed: int) -> int:
-    """Key of one run, the root of all its noise.
+    """Return the key of a run, the root of all its noise.
 
     Args:
         arm: name of the arm, such as ``"es"``; two arms with one seed share no draws.
@@ -90,12 +90,12 @@ def run_key(arm: str, seed: int) -> int:
 
 
 def member_key(run_key: int, step: int, pair: int) -> int:
-    """Key of one population member, or of one antithetic pair, at one step.
+    """Return the key of a population member, or of an antithetic pair, at a step.
 
     Args:
         run_key: the run's 64-bit key.
         step: index of the step, an unsigned 32-bit integer.
-        pair: index of the member (of the pair, if members come as antithetic pairs) in its population, 32 bits.
+        pair: index of the member in its population (of the pair, if members come as antithetic pairs), 32 bits.
 
     Returns:
         BLAKE2b-64 of ("v1", u64 run key, u32 step, u32 pair), little endian. Philox takes the low half as k0.
@@ -111,7 +111,7 @@ def member_key(run_key: int, step: int, pair: int) -> int:
 
 
 def parameter_id(name: str) -> int:
-    """BLAKE2b-32 of a parameter's canonical Hugging Face name (tied weights have one name).
+    """Return the BLAKE2b-32 of a parameter's canonical Hugging Face name (tied weights have one name).
 
     >>> hex(parameter_id("model.embed_tokens.weight"))
     '0x126f5613'
@@ -120,7 +120,7 @@ def parameter_id(name: str) -> int:
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:
-    """Ids of all parameters of a model, checked to be distinct.
+    """Return the ids of all parameters of a model, checked to be distinct.
 
     Args:
         names: canonical Hugging Face names.
@@ -150,14 +150,14 @@ def _digest(message: bytes, size: int) -> int:
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10, the counter-based generator of Salmon et al. (2011).
+    """Return the words of Philox4x32-10, the counter-based generator of Salmon et al. (2011).
 
     Args:
         counter: uint32 (..., 4).
         key: (k0, k1), two unsigned 32-bit integers.
 
     Returns:
-        uint32 (..., 4), four random words a counter.
+        uint32 (..., 4), four random words per counter.
 
     Raises:
         TypeError, ValueError: the counter is not uint32 (..., 4), or a key half is out of range.
@@ -184,7 +184,7 @@ def normals(
     distribution: str = "gaussian",
     backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> np.ndarray:
-    """Noise of one tensor, or of a window of it: standard normals, or an alternative with the same two moments.
+    """Return the noise of a tensor, or of a window of it: normals, or an alternative with the same two moments.
 
     Args:
         key: 64-bit member key.
@@ -230,19 +230,19 @@ def normals(
 
 
 def sampling_key(run_key: int, step: int) -> int:
-    """Key of a step's sampling, which all members share: the member key of the last pair index, which no member has."""
+    """Return the key of a step's sampling, the same for all members: that of the last pair index, which none has."""
     return member_key(run_key, step, (1 << 32) - 1)
 
 
 def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.ndarray:
-    """Numbers for sampling tokens by inversion, uniform over the multiples of 2^-24 in [0, 1): stream 4 of the law.
+    """Return numbers for sampling tokens by inversion, uniform over the multiples of 2^-24 in [0, 1): stream 4.
 
     Word w_i of the counter (q, row, sample, 4) gives position 4q + i: (w >> 8) 2^-24.
 
     Args:
         key: 64-bit key, as of `sampling_key`.
         rows: (rows,) numbers of the prompts, below 2^32; the numbers of one do not depend on the others.
-        length: positions a row.
+        length: positions per row.
         sample: which completion of the prompt, below 2^32.
 
     Returns:
@@ -260,7 +260,7 @@ def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.nda
 
 
 def _law(distribution: str, ids: np.ndarray) -> tuple[int, np.ndarray]:
-    """The number of the distribution in the kernels, and the ids that they shall use."""
+    """Return the number of the distribution in the kernels, and the ids that they must use."""
     choose("distribution", distribution, DISTRIBUTIONS)
     kind, own_ids = _LAWS[distribution]
     return kind, ids if own_ids else np.zeros_like(ids)
@@ -279,7 +279,7 @@ def _add_noise(
     part: tuple[int, int] = (0, 1),
 ) -> None:
     """out = source + (start + sum of c_n eps_n) for each tensor of the table, in numba."""
-    # Always read-only, always an array: numba compiles once more for each kind of argument that it meets.
+    # Always read-only, always an array: numba compiles anew for each kind of argument.
     source = source.view()
     source.flags.writeable = False
     keys = np.array([keys], np.uint64) if isinstance(keys, int) else keys
@@ -287,7 +287,7 @@ def _add_noise(
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as the noise law sees it."""
+    """Return rows and columns of a tensor as the noise law sees it."""
     n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     if not (0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34):
         raise ValueError(
@@ -374,7 +374,7 @@ class Layout:
         )
 
     def views(self, buffer: np.ndarray | torch.Tensor) -> dict[str, np.ndarray | torch.Tensor]:
-        """The parameters in a buffer, without a copy.
+        """Return the parameters in a buffer, without a copy.
 
         Args:
             buffer: (size,), an array or a tensor of any dtype.
@@ -455,7 +455,7 @@ def update(
     index, count = (operator.index(number) for number in part)
     if not 0 <= index < count:
         raise ValueError(f"part must be (i, n) with 0 <= i < n, got {part}")
-    # acc starts at +0 and a sum is -0 only if both terms are, so adding 0 * eps = +-0 never changes acc.
+    # acc starts at +0, and a sum is -0 only if both terms are: adding 0 * eps = +-0 never changes acc.
     used = coefficients != 0
     keys, coefficients = keys[used], coefficients[used]
     kind, ids = _law(distribution, layout.table[-1])
@@ -464,7 +464,7 @@ def update(
 
 
 def noise_vector(layout: Layout, key: int, distribution: str = "gaussian") -> np.ndarray:
-    """One member's noise in a flat buffer.
+    """Return a member's noise in a flat buffer.
 
     Args:
         layout: the parameters.
@@ -491,7 +491,7 @@ def reference_perturb(
     sign: Literal[1, -1] = 1,
     distribution: str = "gaussian",
 ) -> np.ndarray:
-    """What perturb writes to its first argument, in plain NumPy; arguments and errors are perturb's."""
+    """Return what `perturb` writes to its first argument, in plain NumPy; arguments and errors are the same."""
     _check_buffer("master", master, layout)
     out, scale = master.copy(), signed_sigma(sigma, sign)
     for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
@@ -503,7 +503,7 @@ def reference_perturb(
 def reference_update(
     master: np.ndarray, layout: Layout, keys: np.ndarray, coefficients: np.ndarray, distribution: str = "gaussian"
 ) -> np.ndarray:
-    """What update makes of the master, in plain NumPy and in a new buffer; arguments and errors are update's."""
+    """Return what `update` makes of the master, in plain NumPy; arguments and errors are the same."""
     _check_buffer("master", master, layout)
     check_members(keys, coefficients)
     updated = master.copy()
@@ -517,7 +517,7 @@ def reference_update(
 
 
 class Piece(NamedTuple):
-    """A tensor on a device, and the part of a parameter that it holds."""
+    """A tensor on a device and the part of a parameter that it holds."""
 
     tensor: torch.Tensor
     """float32, bfloat16 or float16; a view into a fused tensor is fine if its columns are adjacent"""
@@ -531,10 +531,10 @@ class Piece(NamedTuple):
 def device_weights(
     pieces: Iterable[Piece | tuple[torch.Tensor, str]], distribution: str = "gaussian", most_members: int = 4096
 ) -> DeviceWeights | HostWeights:
-    """Put a model under the noise law where it lies: its tensors become the working copy, a float32 master is made.
+    """Put a model under the noise law where it lies: its tensors become the working copy of a new float32 master.
 
-    The master costs 4 bytes a parameter. On a GPU no address changes afterwards and nothing is allocated: captured
-    graphs of the model stay valid. On a CPU numba makes the noise, a tensor at a time.
+    The master takes 4 bytes per parameter. On a GPU no address changes afterwards and nothing is allocated, so captured
+    graphs of the model stay valid. On a CPU numba makes the noise, one tensor at a time.
 
     Args:
         pieces: all tensors that are to be perturbed, on one device, tied weights once.
@@ -580,10 +580,10 @@ def device_weights(
 
 
 class HostWeights:
-    """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master, and members written from it.
+    """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master and members written from it.
 
-    Made by `device_weights`, which checks the arguments: the working tensors as (rows, cols), the (parameter id, first
-    row, first column) of each in its parameter, and the number of the distribution.
+    Made by `device_weights`, which checks the arguments: working tensors as (rows, cols), (parameter id, first row,
+    first column) of each in its parameter, and the number of the distribution.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], windows: Sequence[tuple[int, int, int]], kind: int):
@@ -600,7 +600,7 @@ class HostWeights:
             view.copy_(matrix)
 
     def views(self) -> list[torch.Tensor]:
-        """The master of each working tensor, float32 (rows, cols), without a copy."""
+        """Return the master of each working tensor, float32 (rows, cols), without a copy."""
         return [
             self.master[offset : offset + matrix.numel()].view(matrix.shape)
             for offset, matrix in zip(self._offsets, self._matrices, strict=True)
@@ -636,7 +636,7 @@ class HostWeights:
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the matrix that the noise law sees, sharing its memory."""
+    """Return a tensor as the matrix that the noise law sees, sharing its memory."""
     matrix = (
         tensor if tensor.ndim == 2 else tensor.view(_matrix_shape(tensor.shape)) if tensor.is_contiguous() else None
     )

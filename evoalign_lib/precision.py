@@ -1,19 +1,19 @@
 """The weights of an ES run in three precision modes: a float32 master, a compensated pair, and what released codes do.
 
 - `master`, the default: float32 weights that never move during evaluation; members are written beside them.
-- `inplace` adds every perturbation to the weights, subtracts it again and adds the members of an update one after the
-  other, each time rounding to the weights' dtype, as released codes do (2 bytes a parameter with bfloat16). Rounding
-  errors of the restores accumulate and small updates are lost; it exists to measure that.
-- `kahan` carries the rounding error of each weight beside it in the same dtype, after Kahan (1965): 4 bytes a parameter
-  against 6 for a float32 master with a bfloat16 working copy. The pair has about 16 significant bits and a restore is
-  exact to the last of them, not to the bit: the weights drift, some hundred times less than `inplace`.
+- `inplace` adds every perturbation to the weights, subtracts it again, and adds the members of an update one after the
+  other, rounding to the weights' dtype each time, as released codes do (2 bytes per parameter with bfloat16). Rounding
+  errors of the restores accumulate and small updates are lost; the mode exists to measure that.
+- `kahan` carries the rounding error of each weight beside it in the same dtype, after Kahan (1965): 4 bytes per
+  parameter, where a float32 master with a bfloat16 working copy takes 6. The pair has about 16 significant bits, and a
+  restore is exact to the last of them, not to the bit: the weights drift, some hundred times less than with `inplace`.
 
-These are the bytes of the weights at rest. The decoding loop joins matrices and, where the CPU cannot multiply in
-bfloat16, works on a float32 copy (`make bench` measures the peak); `decoder="generate"` needs neither.
+These are the bytes of the weights at rest. The decoding loop joins matrices and works on a float32 copy where the CPU
+cannot multiply in bfloat16 (`make bench` measures the peak); `decoder="generate"` needs neither.
 
-The last two keep no master and no second copy: members take their turns in the one replica of the weights, and the
+The last two modes keep no master and no second copy: members take turns in the one replica of the weights, and the
 model's own parameters are views of it. What a step leaves behind depends on its noise alone, never on what was
-generated, so that a replay passes over the same members and ends with the same bits.
+generated, so a replay that goes over the same members ends with the same bits.
 
 `open_weights` gives a mode its state, a `Weights`; below it are the digest of weights, what measures the loss, and the
 arithmetic on tensors that change in place.
@@ -51,7 +51,7 @@ _SAMPLE = 1 << 16  # weights that `Weights.sample` looks at, about
 
 
 class Weights:
-    """The weights of a run in one precision mode, and all that a step does to them; made by `open_weights`."""
+    """The weights of a run in one precision mode, and what a step does to them; made by `open_weights`."""
 
     precision: str
     """the mode: `master`, `kahan` or `inplace`"""
@@ -64,16 +64,16 @@ class Weights:
         self.distribution = distribution
         """of the noise"""
         self.planes = planes
-        """the whole state, buffers of shape (layout.size,): the master; the values; or values and compensations"""
+        """the whole state, buffers of shape (layout.size,): the master; or the values; or values and compensations"""
 
     @property
     def flat(self) -> np.ndarray | Tensor:
-        """(layout.size,): the weights that the model computes with, in float32 (`master`) or in the model's dtype."""
+        """Weights that the model computes with, (layout.size,): float32 (`master`) or the model's dtype."""
         return self.planes[0]
 
     @contextmanager
     def member(self, key: int, sigma: float, sign: int = 1) -> Iterator[np.ndarray | Tensor]:
-        """The flat weights of a member, as `flat`, while the context lasts.
+        """While the context lasts, give the weights of a member, as `flat`.
 
         Args:
             key: of its noise, 64 bits.
@@ -83,7 +83,7 @@ class Weights:
         raise NotImplementedError
 
     def retrace(self, members: Iterable[tuple[int, int]], sigma: float) -> None:
-        """Do to the weights what evaluating these members, (key, sign), in this order does to them."""
+        """Do to the weights what evaluating these members, (key, sign) each, in this order does to them."""
         if self.drifts:
             for key, sign in members:
                 with self.member(key, sigma, sign):
@@ -94,11 +94,11 @@ class Weights:
         raise NotImplementedError
 
     def float32(self) -> np.ndarray:
-        """The weights that the state stands for, float32 (layout.size,): the master itself, of other modes a copy."""
+        """Return the weights that the state stands for, float32 (layout.size,): the master; in other modes a copy."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state by name, sharing its memory; a compensation is named after its value: NAME#compensation."""
+        """Return the whole state by name, sharing its memory; the compensation of NAME is NAME#compensation."""
         suffixes = ("", "#compensation")
         return {
             name + suffix: torch.as_tensor(view)
@@ -120,7 +120,7 @@ class Weights:
         return digest(self.layout, *self.planes)
 
     def sample(self) -> Tensor:
-        """Every k-th weight of each parameter, float32, about 65,000 in all (all of a small model): a copy."""
+        """Return a copy of every k-th weight of each parameter, float32, about 65,000 in all (all of a small model)."""
         k = -(-self.layout.d // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of every row
         parts = [[t.flatten()[::k] for t in map(torch.as_tensor, self.layout.views(p).values())] for p in self.planes]
         value, *compensation = (torch.cat(part) for part in parts)
@@ -128,7 +128,7 @@ class Weights:
 
 
 class MasterWeights(Weights):
-    """Float32, in memory that forked processes share; a member is written beside the master in one pass."""
+    """Float32 weights in memory that forked processes share; members are written beside them in one pass."""
 
     precision, drifts = "master", False
 
@@ -167,7 +167,7 @@ class MasterWeights(Weights):
 
 
 class _OneReplica(Weights):
-    """Weights in the model's dtype that are perturbed and restored where they lie; noise is made a block at a time."""
+    """Weights in the model's dtype, perturbed and restored where they lie; noise is made one block at a time."""
 
     drifts = True
     dtypes: tuple[torch.dtype, ...]
@@ -205,7 +205,7 @@ class _OneReplica(Weights):
         raise NotImplementedError
 
     def _blocks(self) -> Iterator[tuple[list[Tensor], noise.Entry, tuple[int, int]]]:
-        """Whole rows of a tensor: their part of each plane, the tensor, and which rows; noise fits into memory."""
+        """Go over whole rows of tensors, so few that their noise fits into memory: part of each plane, tensor, rows."""
         for entry in self.layout.entries:
             step = max(1, _BLOCK // max(1, entry.cols))
             for first in range(0, entry.rows, step):
@@ -219,7 +219,7 @@ class _OneReplica(Weights):
 
 
 class InplaceWeights(_OneReplica):
-    """The values alone, rounded at every step, as in released codes."""
+    """Values alone, rounded at every step, as in released codes."""
 
     precision, compensated = "inplace", False
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -238,7 +238,7 @@ class InplaceWeights(_OneReplica):
 
 
 class KahanWeights(_OneReplica):
-    """Values and what is missing from them: a restore is exact to the last bit of the pair, which is not every bit."""
+    """Values and what is missing from them: a restore is exact to the last bit of the pair, not to every bit."""
 
     precision, compensated = "kahan", True
     dtypes = (torch.bfloat16, torch.float16)
@@ -272,16 +272,16 @@ def open_weights(
     bind: bool = False,
     threads: int = 1,
 ) -> Weights:
-    """A model's weights in one precision mode.
+    """Return a model's weights in one precision mode.
 
     Args:
         model: a model on the CPU, whose parameters are the start.
-        layout: of its parameters; None: made of them.
+        layout: of its parameters; None: made from them.
         precision: "master", "kahan" or "inplace".
         distribution: of the noise: "gaussian", "byte_sum", "rademacher" or "tied".
         bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
-            model costs no memory of its own; False: the model is left alone.
-        threads: that share an update of the master, whose bits do not depend on their number; the other modes use one.
+            model takes no memory of its own; False: leave the model alone.
+        threads: threads that share an update of the master (its bits do not depend on them); other modes use one.
 
     Raises:
         ValueError: no such mode or distribution, a model with PEFT adapters or quantised weights, or one whose dtype
@@ -295,7 +295,7 @@ def open_weights(
 
 
 def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:
-    """Copy flat weights (layout.size,) into a model's parameters, in their dtype; those that are views of it stay."""
+    """Copy flat weights (layout.size,) into a model's parameters, in their dtype, unless they are views of it."""
     views = layout.views(flat)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -351,11 +351,11 @@ def _bits(values: np.ndarray | Tensor) -> np.ndarray:
     return values.view(f"i{values.itemsize}").astype(f"<i{values.itemsize}", copy=False)
 
 
-# ---- what the loss is
+# ---- what is lost
 
 
 def drift(before: np.ndarray | Tensor, after: np.ndarray | Tensor) -> tuple[float, float]:
-    """How far evaluating a population moved weights that it should have left alone.
+    """Measure how far evaluating a population moved weights that it should have left alone.
 
     Args:
         before, after: the weights before and after, one dtype and shape: float32, bfloat16 or float16.
@@ -379,11 +379,11 @@ def drift(before: np.ndarray | Tensor, after: np.ndarray | Tensor) -> tuple[floa
 
 
 def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tuple[float, float]:
-    """How much of an intended update reached the weights.
+    """Measure how much of an intended update reached the weights.
 
     Args:
         intended: the update sum c_n eps_n, any shape, weight units.
-        applied: the weights after the update less those before it, same shape.
+        applied: weights after the update - weights before it, same shape.
 
     Returns:
         The cosine of the two, and the gain |applied| / |intended|, both in float64; (0, 0) if nothing was applied.
@@ -407,9 +407,9 @@ def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tu
 
 
 def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
-    """weights = fl(weights + fl(fl(eps) * scale)), each rounding to the weights' dtype: a released code's perturbation.
+    """Perturb as released codes do: weights = fl(weights + fl(fl(eps) * scale)), each rounding to the weights' dtype.
 
-    Restoring is the same call with -scale; an update is one call a member.
+    Restoring is the same call with -scale; an update is one call per member.
 
     Args:
         weights: bfloat16, float16 or float32, any shape, changed.
@@ -429,7 +429,7 @@ def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
 
 
 def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """A weight as (value, compensation), both of dtype: the nearest number, and what is missing from it.
+    """Split weights into (value, compensation), both of dtype: the nearest number, and what is missing from it.
 
     Args:
         weights: float32, any shape.
@@ -444,7 +444,7 @@ def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor,
 
 
 def join(value: Tensor, compensation: Tensor) -> Tensor:
-    """The weights that a pair stands for, float32."""
+    """Return the weights that a pair stands for, float32."""
     return value.float() + compensation.float()
 
 

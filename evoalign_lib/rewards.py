@@ -3,8 +3,8 @@
 A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyword with `prompts`, `completions`,
 `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and every other column of the data set, and returns a
 number (or None: not applicable) for each completion. Rewards are maximised. `log_extra`, which fills TRL's table of
-completions, does nothing here: no such table is kept. The `trainer_state` of `ESTrainer` has an empty log_history: the
-state goes to the worker processes with every member, and a log would grow.
+completions, does nothing here: no such table is kept. The `trainer_state` of `ESTrainer` has an empty log_history: it
+goes to the worker processes with every member, and a log would grow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RewardTimeout(RuntimeError):
 
 
 class _TimeIsUp(BaseException):
-    """Raised inside a reward function; no Exception, lest the function take it for a failure of its own."""
+    """Raised inside a reward function; no Exception, so that the function does not take it for a failure of its own."""
 
 
 @dataclass
@@ -67,22 +67,22 @@ class Rewards:
 
     Args:
         functions: a reward function or a list of them.
-        weights: one weight a function (default: all 1); the reward is the weighted sum over the functions that applied.
+        weights: one weight per function (default: all 1); the reward is the weighted sum over functions that applied.
         floor: what a NaN, an infinity, an exception or a time-out scores. None: the function, or its module, declares
             `REWARD_FLOOR`, as every task of this library does; a function without one stops the run at its first
             failure, naming the prompt.
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
             scored once more, one completion at a time with the same limit each, so that only the culprits fail and can
-            be named: (completions + 1) * timeout at the worst. The limit is a signal (SIGALRM), for which reason it
-            works in the main thread of a process, outside Windows, and ends Python code, not a call into a C library
-            that does not return. It reaches the function as an exception that `except Exception` does not catch. A bare
-            `except:` does: such a call counts as a time-out however it ends, and is interrupted again every timeout
-            seconds until then, which takes longer; a loop that catches every interruption cannot be ended.
+            be named: at worst (completions + 1) * timeout. The limit is a signal (SIGALRM), so it works in the main
+            thread of a process, not on Windows, and ends Python code, not a call into a C library that does not return.
+            It reaches the function as an exception that `except Exception` does not catch. A bare `except:` does: such
+            a call counts as a time-out however it ends, and is interrupted again every timeout seconds until then; a
+            loop that catches every interruption cannot be ended.
 
     Raises:
-        TypeError: something that is not callable was given, or an asynchronous function.
-        ValueError: no function, as many weights as functions were not given, a weight or floor is not finite, or a
-            timeout that is no positive number or on a system that has no such signal.
+        TypeError: a function that is not callable, or asynchronous.
+        ValueError: no function, another number of weights than of functions, a weight or floor that is not finite, or
+            a timeout that is no positive number or on a system without such a signal.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Rewards:
         self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
 
     def check_timeout(self) -> None:
-        """Raise RuntimeError where a timeout is set and cannot work: in a thread that is not the main one."""
+        """Raise RuntimeError where a timeout is set and cannot work: in any thread but the main one."""
         if self.timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 f"reward_timeout={self.timeout} works in the main thread of a process only, not in "
@@ -147,8 +147,8 @@ class Rewards:
             trainer_state: passed through.
 
         Raises:
-            ValueError: a function returned another number of rewards than it got completions.
-            TypeError: a function does not take the columns, or returned something that is no list of numbers.
+            ValueError: a function did not return one reward per completion.
+            TypeError: a function does not take the columns, or did not return a list of numbers.
             RewardError: a function failed and no floor is declared.
             RuntimeError: a timeout outside the main thread.
         """
@@ -171,7 +171,7 @@ class Rewards:
                     "log_extra": lambda *arguments, **keywords: None,
                 } | {key: list(values[items]) for key, values in columns.items()}
                 result = _within(self.timeout, lambda: function(**arguments))
-                # only a call that succeeded counts: the completions of one that failed are scored once more, singly
+                # only calls that succeed count: the completions of one that failed are scored once more, singly
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
                 return result
@@ -187,7 +187,7 @@ class Rewards:
 
 
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """The result of a call, or RewardTimeout after so many seconds; a timer and handler of others are put back."""
+    """Return the result of a call, or raise RewardTimeout after so many seconds; put others' timer and handler back."""
     if seconds is None:
         return call()
     running, expired, started = True, False, time.monotonic()
@@ -195,15 +195,15 @@ def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
     def interrupt(number, frame):
         nonlocal expired
         expired = True
-        if running:  # else the call has just ended, too late
+        if running:  # else the call has just ended
             raise _TimeIsUp
 
     delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # somebody else's timer waits
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         try:
-            # again and again: a bare `except:` or a `__del__` swallows the exception and the call would go on;
-            # not at every microsecond, where nothing would run but the handler
+            # again and again: a bare `except:` or a `__del__` may swallow the exception, and the call would go on;
+            # not every microsecond, or nothing but the handler would run
             signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, 0.01))
             result = call()
         finally:
@@ -235,10 +235,10 @@ def _declared_floor(function: RewardFunction) -> float | None:
 
 
 def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
-    """Raise TypeError if the function cannot take the call: that is no failure of a reward, to be scored the floor."""
+    """Raise TypeError if the function cannot take the call: that is no failed reward, which would score the floor."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
@@ -250,7 +250,7 @@ def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, 
 
 
 def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: dict[str, int]) -> np.ndarray:
-    """The rewards of one function: NaN stands for None, failures have become the floor and are counted."""
+    """Return the rewards of one function: None as NaN, failures as the floor, and counted."""
     try:
         raw = call(slice(0, n))
     except Exception as error:
@@ -283,7 +283,7 @@ def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: d
 
 def _checked_length(raw: Any, n: int, name: str) -> list:
     if isinstance(raw, str) or not hasattr(raw, "__iter__"):
-        raise TypeError(f"reward function {name!r} returned {raw!r}: return a list, one number (or None) a completion.")
+        raise TypeError(f"reward function {name!r} returned {raw!r}: return a list, a number (or None) per completion.")
     raw = list(raw)
     if len(raw) != n:
         raise ValueError(
@@ -305,7 +305,7 @@ def _number(value: Any, name: str, prompt: Any) -> float:
 
 def _failure(name: str, where: str, what: str) -> str:
     return (
-        f"reward function {name!r} gave {what} {where}. Mend it, or set reward_floor so that failures "
+        f"reward function {name!r} gave {what} {where}. Correct it, or set reward_floor so that failures "
         "score the floor and are counted."
     )
 

@@ -1,7 +1,7 @@
 """The formulas of an ES step: its members, what a reward counts for, the coefficients of the update, and schedules.
 
-They are functions of a run's settings, the step and its rewards alone: the trainer moves the weights by them, and a
-replay (`evoalign_lib.ledger`) does it again. Every variant is off by default.
+They depend on a run's settings, the step and its rewards alone: the trainer moves the weights by them, and a replay
+(`evoalign_lib.ledger`) does it again. Every variant is off by default.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TIE = 1e-12  # of the largest reward: differences of this size are rounding, wh
 
 
 class Member(NamedTuple):
-    """One member of a population: the key of its noise, the sign of the perturbation."""
+    """One member of a population: the key of its noise and the sign of the perturbation."""
 
     key: int
     sign: int = 1
 
 
 def population(run_key: int, step: int, n: int, antithetic: bool = False) -> list[Member]:
-    """The members of a step; no two share key and sign.
+    """Return the members of a step; no two share key and sign.
 
     Args:
         run_key: of the run's noise.
@@ -45,7 +45,7 @@ def population(run_key: int, step: int, n: int, antithetic: bool = False) -> lis
 def coefficients(
     fitness: np.ndarray, alpha: float, shaping: str = "zscore", antithetic: bool = False
 ) -> np.ndarray | None:
-    """What each noise is multiplied by in the update: fl32(alpha z_n / N), of pairs fl32(alpha (z+ - z-) / N).
+    """Return what multiplies each noise in the update: fl32(alpha z_n / N), for pairs fl32(alpha (z+ - z-) / N).
 
     Args:
         fitness: (members,) reward units.
@@ -54,8 +54,8 @@ def coefficients(
         antithetic: members 2i and 2i + 1 share their noise, with the signs +1 and -1.
 
     Returns:
-        float32, weight units: (members,), with antithetic pairs (members / 2,). None if the step moves nothing: a tied
-        population, or one in which both members of every pair are equal.
+        float32, weight units: (members,), with antithetic pairs (members / 2,). None if the step moves nothing: the
+        population is tied, or the two members of every pair are.
 
     Raises:
         ValueError: a coefficient that is not finite.
@@ -76,7 +76,7 @@ def coefficients(
 
 
 def standardise(fitness: np.ndarray) -> np.ndarray:
-    """z-scores over the population, in float64 with the population standard deviation; all zero if it is tied.
+    """Return z-scores over the population, float64, with the population standard deviation; all zero if it is tied.
 
     Args:
         fitness: (members,) reward units.
@@ -92,12 +92,12 @@ def standardise(fitness: np.ndarray) -> np.ndarray:
 
 
 def centred_ranks(fitness: np.ndarray) -> np.ndarray:
-    """Ranks over the population, from -0.5 for the worst to 0.5 for the best member; all zero if it is tied.
+    """Return ranks over the population, from -0.5 for the worst to 0.5 for the best member; all zero if it is tied.
 
-    The fitness shaping of Salimans et al. (arXiv 1703.03864, after Wierstra et al., "Natural Evolution Strategies",
-    2014), whose code breaks ties by member index; here ties share their mean rank, and rewards that differ by rounding
-    alone are ties. The root mean square is at most about 0.29, where that of z-scores is 1: at equal alpha the steps
-    are so much shorter.
+    This is the fitness shaping of Salimans et al. (arXiv 1703.03864, after Wierstra et al., "Natural Evolution
+    Strategies", 2014), whose code breaks ties by member index. Here ties share their mean rank, and rewards that differ
+    by rounding alone are ties. The root mean square is at most about 0.29, that of z-scores 1: at equal alpha steps are
+    that much shorter.
 
     Args:
         fitness: (members,) reward units; at least 2.
@@ -119,7 +119,7 @@ def centred_ranks(fitness: np.ndarray) -> np.ndarray:
 
 
 def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
-    """sigma or alpha of a step of a run.
+    """Return sigma or alpha of a step of a run.
 
     Args:
         settings: of the run: the value, NAME_schedule, and with a schedule NAME_final_fraction and max_steps.
@@ -131,7 +131,7 @@ def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
 
 
 def scheduled(value: float, schedule: str, final_fraction: float, step: int, max_steps: int | None) -> float:
-    """sigma or alpha at a step of a run: value at the first step, value * final_fraction at the last.
+    """Return sigma or alpha at a step of a run: value at the first step, value * final_fraction at the last.
 
     Args:
         value: at step 0.
@@ -147,5 +147,5 @@ def scheduled(value: float, schedule: str, final_fraction: float, step: int, max
         return value
     done = min(step / max(1, max_steps - 1), 1.0)
     left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    # 12 decimals: cosines of different libraries differ in the last bit, and a replay shall not
+    # 12 decimals: cosines of different libraries differ in the last bit, and replays must not
     return value * round(final_fraction + (1 - final_fraction) * left, 12)

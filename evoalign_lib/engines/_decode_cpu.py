@@ -1,8 +1,8 @@
 """What lies between the matrix products of a decoding step, fused: one kernel where torch takes a dozen operations.
 
 A step of a small model spends more time on starting operations than on computing. `decode` leaves the products to
-torch's BLAS and calls these kernels for the rest. Every row is computed by itself, with the same operations whatever
-other rows there are. All arrays are float32 and change in place where a docstring says so.
+torch's BLAS and calls these kernels for the rest. Every row is computed by itself, with the same operations
+whatever the other rows are. All arrays are float32 and change in place where a docstring says so.
 """
 
 import numpy as np
@@ -56,10 +56,10 @@ def _attend(qkv, length, cos, sin, keys, values, slots, pads, prefix, first, out
 
     Args:
         qkv: (rows * length, (heads + 2 kv_heads) head_dim), changed: queries, keys, values before rotation, row by row.
-        length: new tokens a row.
+        length: new tokens per row.
         cos, sin: (columns, head_dim / 2) of the rotary embedding, by position.
         keys, values: (slots, kv_heads, columns, head_dim), changed at columns first .. first + length.
-        slots: (rows) int64: which entry of the cache is a row's.
+        slots: (rows) int64: each row's entry in the cache.
         pads: (slots) int64: columns of padding between the shared prefix and a row's own prompt.
         prefix: columns of the shared prefix.
         first: column of the first new token.

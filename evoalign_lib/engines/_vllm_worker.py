@@ -4,8 +4,8 @@ vLLM mixes `WorkerExtension` into the class of its workers (see `_vllm_extension
 outside a worker.
 
 vLLM joins tensors (queries, keys and values; gate and up) and cuts them into shards for tensor-parallel ranks. The
-*segment map* says which rows and columns of which Hugging Face parameter lie where. It is made of what the layers say
-of themselves, and proved by `engines.vllm`, which compares the bytes of every segment with those of the model.
+*segment map* says which rows and columns of which Hugging Face parameter lie where. It follows what the layers say of
+themselves, and `engines.vllm` proves it by comparing the bytes of every segment with those of the model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from evoalign_lib import noise, precision
 from evoalign_lib.engines.processes import end_with
 
 DRIVER = "EVOALIGN_VLLM_DRIVER"
-"""environment variable: process id of the driver, while it starts vLLM with processes of its own"""
+"""environment variable: process id of the driver while it starts a vLLM that has processes of its own"""
 
 
 class Segment(NamedTuple):
-    """Some rows and columns of a Hugging Face parameter, seen as a matrix, and where they begin in vLLM's tensor."""
+    """Rows and columns of a Hugging Face parameter, seen as a matrix, and where they begin in vLLM's tensor."""
 
     name: str
     """canonical Hugging Face name"""
@@ -40,14 +40,14 @@ class Segment(NamedTuple):
 
 
 class NotMapped(ValueError):
-    """A tensor of vLLM's that has no place in the segment map; the message names it."""
+    """A tensor in vLLM has no place in the segment map; the message names it."""
 
 
 def keep_weights_plain() -> None:
-    """On a CPU, let vLLM compute with a layer's weight itself instead of a packed copy of it.
+    """On a CPU, let vLLM compute with a layer's weight itself instead of a packed copy.
 
-    Its CPU backend packs the weight of every linear layer for its own kernels when the model is loaded and leaves an
-    empty tensor in its place: perturbing the parameters would then change embeddings and norms alone, without an error.
+    Loading a model, its CPU backend packs the weight of every linear layer for its own kernels and leaves an empty
+    tensor in its place: perturbing the parameters would then change embeddings and norms only, without an error.
     """
     from vllm.model_executor.layers import utils
 
@@ -60,12 +60,12 @@ def keep_weights_plain() -> None:
 def mind_llvmlite() -> None:
     """Let vLLM start where numba is loaded.
 
-    On a CPU it looks through the attributes of all modules for kernels of Triton's and takes `vars(value)` for a
-    dictionary. llvmlite's handle of its library answers to any attribute, `__dict__` too, with a function.
+    On a CPU it looks through the attributes of all modules for Triton kernels and takes `vars(value)` for a dictionary.
+    llvmlite's handle of its library has a function for any attribute, `__dict__` included.
     """
     try:
         from vllm.triton_utils import dispatcher
-    except ImportError:  # a vLLM that does not look
+    except ImportError:  # this vLLM does not look
         return
 
     def attributes(value: object) -> dict:
@@ -76,7 +76,7 @@ def mind_llvmlite() -> None:
 
 
 def shard(total: int, rank: int, size: int) -> tuple[int, int]:
-    """(first, number) of the even share that a tensor-parallel rank has of so many rows or columns.
+    """Return (first, number) of the even share that a tensor-parallel rank has of so many rows or columns.
 
     >>> shard(12, 1, 4)
     (3, 3)
@@ -87,13 +87,13 @@ def shard(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def joined_rows(names: Sequence[str], totals: Sequence[int], ranks: Sequence[tuple[int, int]]) -> list[tuple]:
-    """Rows of parameters that lie one below the other in one tensor: (name, first row, rows, row in the tensor) each.
+    """Return rows of parameters stacked in one tensor: (name, first row, rows, row in the tensor) each.
 
     Args:
-        names: of the parameters, from above.
+        names: of the parameters, from the top.
         totals: rows of each whole parameter.
-        ranks: (rank, size) by which each is cut. Keys and values are cut by fewer ranks than there are where vLLM
-            replicates their heads.
+        ranks: (rank, size) by which each is cut. Where vLLM replicates the heads of keys and values, these are cut by
+            fewer ranks than there are.
 
     >>> joined_rows(["q", "k", "v"], [8, 4, 4], [(1, 4), (0, 2), (0, 2)])  # rank 1 of 4, heads of keys on two ranks
     [('q', 2, 2, 0), ('k', 0, 2, 2), ('v', 0, 2, 4)]
@@ -107,16 +107,16 @@ def joined_rows(names: Sequence[str], totals: Sequence[int], ranks: Sequence[tup
 
 
 def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[str, list[str]]) -> list[Segment]:
-    """Where the rows and columns of one of vLLM's tensors come from.
+    """Return where the rows and columns of a tensor in vLLM come from.
 
     Args:
         layer: the module that holds the tensor.
         name: of the tensor in vLLM's model, such as "model.layers.0.self_attn.qkv_proj.weight".
-        tensor: itself.
+        tensor: the tensor.
         packed: vLLM's `packed_modules_mapping`: {"qkv_proj": ["q_proj", "k_proj", "v_proj"], ...}.
 
     Raises:
-        NotMapped: an empty tensor, one that is no plain number, or a layer that the map does not know.
+        NotMapped: an empty tensor, one of another dtype than plain floats, or a layer that the map does not know.
     """
     if tensor.numel() == 0:
         raise NotMapped(f"{name!r} is empty in vLLM: its backend keeps a packed copy, which noise would not reach.")
@@ -159,7 +159,7 @@ def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[
 
 
 def part_of(tensor: Tensor, segment: Segment) -> Tensor:
-    """The view of vLLM's tensor that holds a segment, as a matrix."""
+    """Return the view of a tensor in vLLM that holds a segment, as a matrix."""
     if tensor.ndim <= 1:
         return tensor.view(1, -1)[:, segment.at : segment.at + segment.cols]
     return tensor.view(len(tensor), -1)[segment.at : segment.at + segment.rows]
@@ -169,9 +169,9 @@ class WorkerExtension:
     """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
 
     def evoalign_open(self, distribution: str, most_members: int) -> list[tuple] | str:
-        """Make the segment map and a float32 master. Returns the segments, or what `NotMapped` says.
+        """Make the segment map and a float32 master; return the segments, or the message of `NotMapped`.
 
-        From another process an exception would arrive without its type.
+        An exception from another process would arrive without its type.
         """
         try:
             return self._evoalign_open(distribution, most_members)
@@ -208,17 +208,17 @@ class WorkerExtension:
 
 
 def end_with_driver() -> None:
-    """In a process of vLLM's own, end it when the process that drives the run is gone.
+    """End this process of vLLM's when the process that drives the run is gone.
 
-    vLLM's workers end with its EngineCore, and that one with its workers, but both outlive a killed driver and would
-    hold the GPUs.
+    vLLM's workers end with its EngineCore, and that with its workers, but both outlive a killed driver and would keep
+    the GPUs.
     """
     if driver := os.environ.get(DRIVER):
         end_with(int(driver))
 
 
 def prepare() -> None:
-    """What vLLM needs before it starts in a process, where `vllm.platforms` is loaded already."""
+    """Do what vLLM needs before it starts in a process in which `vllm.platforms` is loaded already."""
     mind_llvmlite()
     if sys.modules["vllm.platforms"].current_platform.is_cpu():
         keep_weights_plain()

@@ -25,10 +25,10 @@ from evoalign_lib.update_rules import Member
 
 @dataclass
 class Evaluation:
-    """What one member did on the prompts of a step."""
+    """What a member did on the prompts of a step."""
 
     scored: Scored
-    """rewards of its completions, (completions,): one a prompt, or several samples of each in turn"""
+    """rewards of its completions, (completions,): one per prompt, or several samples of each prompt in turn"""
     lengths: np.ndarray
     """(completions,) generated tokens, the end token included"""
     clipped: np.ndarray
@@ -41,12 +41,12 @@ class Prompts:
     """Tokenised prompts, padded on the left to one width.
 
     Args:
-        rows: the data set: mappings with "prompt" (a string, or a list of messages) and further columns.
+        rows: the data set: mappings with "prompt" (a string or a list of messages) and further columns.
         tokenizer: the model's tokenizer.
 
     Raises:
-        ValueError: no rows, rows without "prompt", or rows of different columns.
-        TypeError: something that is not a sequence of rows, or prompts of different types.
+        ValueError: no rows, rows without "prompt", or rows with different columns.
+        TypeError: no sequence of rows, or prompts of different types.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer):
@@ -75,17 +75,17 @@ class Prompts:
         if self.conversational:
             texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in texts]
         self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        # a rendered chat template already holds its special tokens; any other text gets those the tokenizer adds
+        # a rendered chat template has its special tokens already; any other text gets those that the tokenizer adds
         rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         ids = tokenizer(texts, add_special_tokens=not rendered, padding=False)["input_ids"]
         for i, row in enumerate(ids):
             if not row:
                 raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
         self.lengths = np.array([len(row) for row in ids])
-        # what all prompts begin with; the last token of the shortest one is left to it
+        # what all prompts begin with; the shortest keeps its last token for itself
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
         self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
-        """(p) tokens that all prompts begin with"""
+        """(p,) tokens that all prompts begin with"""
         self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         self.width = int(self.lengths.max())
         self.ids = np.full((len(ids), self.width), tokenizer.pad_token_id, dtype=np.int64)
@@ -121,15 +121,15 @@ class Scorer:
         self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
 
     def until_end(self, ids: np.ndarray) -> list[list[int]]:
-        """Decoded ids (rows, width), each row up to and with its end token."""
+        """Return decoded ids, (rows, width), each row up to its end token, which is included."""
         ends = np.isin(ids, self.eos_ids)
         lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
         return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
-        """Completions as texts without special tokens, and their ids."""
+        """Return completions as texts without special tokens, each with its ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
+        if backend is not None:  # one call into the tokenizers library instead of a Python loop over rows
             texts = backend.decode_batch(raw, skip_special_tokens=True)
         else:
             texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
@@ -138,11 +138,11 @@ class Scorer:
     def scored(
         self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
     ) -> Evaluation:
-        """What the member of this index did: its completions of rows of the prompts, scored.
+        """Score a member's completions of rows of the prompts.
 
         Args:
             index: of the member, for errors.
-            name, indices: which prompts, one row a completion.
+            name, indices: which prompts, one row per completion.
             completions: pairs of text and token ids.
             trainer_state: passed to the reward functions.
             started: CPU time of this process when the member began, seconds.
@@ -159,8 +159,9 @@ class Scorer:
 class Engine(Scorer):
     """What every engine has: prompts, a model with its tokenizer, and the weights of the run in this process.
 
-    Whatever generates, the weights of the run are held here, too, and follow every update: their digest goes into the
-    ledger, checkpoints and folders are written from them, and a generator elsewhere is checked against them.
+    Whoever generates, this process holds the weights of the run, too, and moves them with every update: their digest
+    goes into the ledger, checkpoints and folders are written from them, and a generator elsewhere is checked against
+    them.
 
     Args:
         model: a Hugging Face decoder-only model; its parameters are the weights at the start.
@@ -168,21 +169,20 @@ class Engine(Scorer):
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
         max_completion_length: new tokens at most.
-        threads: of this process, that share an update of its weights.
+        threads: of this process, which share an update of its weights.
         precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
             become views of the engine's weights.
         distribution: of the noise (see `evoalign_lib.noise`).
-        weights: those of the run, where they exist already; then threads, precision and distribution are theirs.
+        weights: of the run, if they exist already; then threads, precision and distribution are theirs.
 
     Raises:
-        ValueError: a precision or distribution that does not exist, or a precision that does not take the model's
-            dtype.
+        ValueError: an unknown precision or distribution, or a model that is not supported (see `open_weights`).
     """
 
     workers = 1
-    """processes that evaluate; 1: this one; 0: none of this machine's"""
-    mended: Mapping[str, int] = {}
-    """what broke and was mended so far, by name: the trainer logs what is not zero"""
+    """processes that evaluate; 1: this one; 0: none on this machine"""
+    repairs: Mapping[str, int] = {}
+    """how often something broke and was repaired so far, by name; the trainer logs what is not zero"""
 
     def __init__(
         self,
@@ -205,14 +205,14 @@ class Engine(Scorer):
 
     @property
     def master(self) -> np.ndarray:
-        """The float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
+        """Float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
         if self.weights.precision != "master":
             raise AttributeError(f"precision={self.weights.precision!r} keeps no master: use engine.weights.float32().")
         return self.weights.flat
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The batch plan of training, on which floating-point results depend."""
+        """Batch plan of training, on which floating-point results depend."""
         raise NotImplementedError
 
     def evaluate(
@@ -232,8 +232,8 @@ class Engine(Scorer):
             name: which prompts.
             indices: rows of them.
             trainer_state: passed to the reward functions, pickled with every member where other processes score.
-            sampling: None for greedy decoding; else the key of the random numbers, which are the same for every member
-                (see `noise.uniforms`), and the number of completions a prompt, at temperature 1.
+            sampling: None for greedy decoding; else the key of the random numbers, which all members share (see
+                `noise.uniforms`), and the number of completions per prompt, at temperature 1.
 
         Returns:
             (members,) in the order of `members`.
@@ -243,14 +243,14 @@ class Engine(Scorer):
     def generate(
         self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
     ) -> list[list[tuple[str, list[int]]]]:
-        """Completions of the weights themselves.
+        """Return completions of the weights themselves.
 
         Args:
             name: which prompts.
             indices: rows of them (default: all).
-            samples: 0 for greedy decoding, else the number of samples a prompt at temperature 1 (plain: no top-k,
-                top-p or repetition penalty).
-            seed: of the samples; row i of the prompts gets the same numbers in any chunk.
+            samples: 0 for greedy decoding, else samples per prompt at temperature 1 (plain: no top-k, top-p or
+                repetition penalty).
+            seed: of the samples; a row of the prompts gets the same numbers in any chunk.
 
         Returns:
             (max(1, samples)) lists of (prompts) pairs of text and token ids.
@@ -259,7 +259,7 @@ class Engine(Scorer):
 
     @contextmanager
     def perturbed(self, key: int, sigma: float) -> Iterator[None]:
-        """While the context lasts `generate` decodes with noise on the weights; then they are back, bit for bit.
+        """Let `generate` decode with noise on the weights while the context lasts; then they are back, bit for bit.
 
         Args:
             key: of the noise, 64 bits.
@@ -273,10 +273,10 @@ class Engine(Scorer):
             self.master[:] = centre
 
     def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add a set of prompts for `generate`; before the first call that starts what generates elsewhere.
+        """Add a set of prompts for `generate`, before the first call that starts other processes.
 
         Raises:
-            RuntimeError: that runs already and would not see it.
+            RuntimeError: they run already and would not see it.
         """
         self.prompts[name] = Prompts(rows, self.tokenizer)
 
@@ -285,14 +285,14 @@ class Engine(Scorer):
         self.weights.update(keys, coefficients)
 
     def follow(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Let what generates elsewhere catch up with weights that were loaded here.
+        """Let generators elsewhere catch up with weights that were loaded here.
 
         Args:
             updates: (keys, coefficients) of every update from the starting model to these weights.
         """
 
     def check(self) -> None:
-        """Compare the weights of everything that generates with those of this process, and mend or refuse."""
+        """Compare the weights of all generators with those of this process; repair or refuse."""
 
     def write_model(self) -> None:
         """Copy the weights into the model's parameters, in the model's dtype."""
@@ -303,7 +303,7 @@ class Engine(Scorer):
 
 
 def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:
-    """Score completions of rows of the prompts, in the form (strings or messages) of the prompts themselves."""
+    """Score completions of rows of the prompts, as strings or messages, whichever the prompts are."""
     texts = [text for text, _ in completions]
     if prompts.conversational:
         texts = [[{"role": "assistant", "content": text}] for text in texts]
@@ -313,7 +313,7 @@ def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, 
 
 
 def _eos_ids(model, tokenizer) -> list[int]:
-    """The end tokens of the model's configurations and of its tokenizer."""
+    """Return the end tokens of the model's configurations and of its tokenizer."""
     found: set[int] = set()
     for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         found |= set() if value is None else {value} if isinstance(value, int) else set(value)

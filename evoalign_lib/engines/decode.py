@@ -7,12 +7,12 @@ architectures with default rotary embedding; `supports` says whether a model is 
 
 Three things save work. What all prompts have in common at their start (a system prompt, a template) is computed once.
 Rows that have ended are dropped, in blocks of `BLOCK` rows. A bfloat16 model is multiplied in bfloat16 where the CPU
-has instructions for that, in float32 elsewhere (`product_dtype`). The rest is float32 in any case, so that near-ties
-of a bfloat16 model may go another way than in transformers, which rounds every operation.
+has instructions for that, in float32 elsewhere (`product_dtype`). The rest is float32 in any case, so near-ties of a
+bfloat16 model may go another way than in transformers, which rounds every operation.
 
-A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), and on nothing
-that the other rows hold. A product of few rows may be computed in another order than one of many, so rows are only
-dropped where `rows_are_exact` found no difference.
+A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), and not on the
+other rows. A product of few rows may be computed in another order than one of many, so rows are dropped only where
+`rows_are_exact` found no difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODEL_TYPES = {"qwen2", "llama"}
 
 
 def supports(config) -> str | None:
-    """Return None where the loop can decode a model of this configuration, else the reason why not."""
+    """Return None if the loop can decode a model of this configuration, else why not."""
     if config.model_type not in _MODEL_TYPES:
         return f"model_type {config.model_type!r} is not one of {sorted(_MODEL_TYPES)}"
     if config.hidden_act != "silu":
@@ -48,7 +48,7 @@ def supports(config) -> str | None:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which the loop multiplies for a model of this dtype, on this CPU.
+    """Return the dtype in which the loop multiplies for a model of this dtype, on this CPU.
 
     Raises:
         ValueError: a dtype that the loop does not cover.
@@ -64,10 +64,10 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.inference_mode()
 def rows_are_exact(config, weights: Mapping[str, Tensor], rows: int) -> bool:
-    """Whether this CPU computes a row of each of the model's products alike in batches of `rows` and of fewer rows.
+    """Return whether this CPU computes rows of the model's products alike in batches of `rows` and of fewer rows.
 
-    Tried with random numbers for the shapes of one layer and the head, in batches of all multiples of `BLOCK` up to 64
-    and of some sizes above, also between multiples, as a batch may have at its start.
+    Random numbers decide, for the shapes of one layer and the head, in batches of all multiples of `BLOCK` up to 64 and
+    of some larger sizes, also between multiples, as a batch may have at its start.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {*range(BLOCK, min(rows, 65), BLOCK), *(n + i for i in range(3) for n in (9, 33, 96, 128, 192, 256, 512))}
@@ -83,7 +83,7 @@ def rows_are_exact(config, weights: Mapping[str, Tensor], rows: int) -> bool:
 
 
 def _products(config, weights: Mapping[str, Tensor], layers: int):
-    """(name, matrix) of every product of a decoding step, those with a common input joined, in the first layers."""
+    """Go over (name, matrix) of the products of a decoding step in the first layers, those of one input joined."""
     for i in range(layers):
         p = f"model.layers.{i}."
         yield p + "qkv", torch.cat([weights[p + f"self_attn.{n}_proj.weight"] for n in "qkv"])
@@ -94,7 +94,7 @@ def _products(config, weights: Mapping[str, Tensor], layers: int):
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x matrix^T + bias in float32, multiplied in the matrix' dtype."""
+    """Return x matrix^T + bias in float32, multiplied in the matrix' dtype."""
     return F.linear(x.to(matrix.dtype), matrix, bias).float()
 
 
@@ -103,8 +103,8 @@ class Decoder:
 
     Args:
         config: the model's Hugging Face configuration.
-        weights: canonical Hugging Face name -> tensor, of the dtype to multiply in (see `product_dtype`). Some are
-            copied here: make a new decoder for new weights.
+        weights: canonical Hugging Face name -> tensor, in the dtype to multiply in (see `product_dtype`). Some are
+            copied: make a new decoder for new weights.
         eos_ids: token ids that end a completion.
         pad_id: id that fills a finished row.
         prefix: token ids that all prompts begin with; computed here, once.
@@ -171,7 +171,7 @@ class Decoder:
         Args:
             input_ids: (rows, width) int64, padded on the left; each row begins with the prefix and goes on after it.
             attention_mask: (rows, width), 0 at padding.
-            max_new_tokens: tokens a row at most.
+            max_new_tokens: tokens per row, at most.
             uniforms: (rows, max_new_tokens) numbers in [0, 1); sampling at temperature 1 by inversion of the
                 distribution function. None: greedy.
 
@@ -197,14 +197,14 @@ class Decoder:
             if t + 1 == max_new_tokens or not left:
                 break
             if self.drop_rows and (size := -(-left // BLOCK) * BLOCK) < len(active):
-                # those that go on, and of the others as many as fill the last block, in the order of the batch
+                # rows that go on, and as many others as fill the last block, in the order of the batch
                 keep = torch.argsort(finished, stable=True)[:size].sort().values
                 active, token, finished = active[keep], token[keep], finished[keep]
             hidden = self._compute(token, 1, cache, turns, active.numpy(), pads, width + t)
         return out
 
     def _cache(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (layers, rows, kv_heads, columns, head_dim)."""
+        """Return room for keys and values, each (layers, rows, kv_heads, columns, head_dim)."""
         shape = len(self._layers), rows, self.kv_heads, columns, self.head_dim
         return torch.empty(shape), torch.empty(shape)
 
@@ -222,7 +222,7 @@ class Decoder:
 
         Args:
             ids: (rows * length) tokens, row by row.
-            length: tokens a row.
+            length: tokens per row.
             cache: filled up to column `first`; the new tokens' keys and values are added.
             turns: `_rotation` for as many columns.
             slots: (rows) each row's entry in the cache.
@@ -250,12 +250,12 @@ class Decoder:
         return self._add_norm(x, change, self._final_norm)
 
     def _rotation(self, columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and sines of the rotary embedding, (columns, head_dim / 2)."""
+        """Return cosines and sines of the rotary embedding, (columns, head_dim / 2)."""
         angles = torch.arange(columns, dtype=torch.float32)[:, None] * self._inverse_frequency
         return angles.cos().numpy(), angles.sin().numpy()
 
     def _choose(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
-        """The next token of each row: greedy, or by inversion of the distribution function."""
+        """Return the next token of each row: greedy, or by inversion of the distribution function."""
         if uniforms is None:
             token = torch.empty(len(logits), dtype=torch.int64)
             _decode_cpu.argmax(logits.numpy(), token.numpy())
@@ -266,7 +266,7 @@ class Decoder:
         return token.clamp_(max=logits.shape[-1] - 1)
 
     def _add_norm(self, x: Tensor, change: Tensor, gain: Tensor) -> Tensor:
-        """x += change; returns x / rms(x) * gain."""
+        """Add change to x in place; return x / rms(x) * gain."""
         out = torch.empty_like(x)
         _decode_cpu.add_norm(x.numpy(), change.numpy(), gain.numpy(), np.float32(self.config.rms_norm_eps), out.numpy())
         return out

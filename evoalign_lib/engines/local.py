@@ -2,13 +2,13 @@
 
 The float32 master lies in memory that the workers share. A worker writes a member's weights from the master into its
 own working copy (one pass, the master never moves), decodes the prompts, scores the completions and sends back rewards;
-no weights travel. Workers are forked, so the reward functions need not be picklable, and use one torch thread each: two
+no weights travel. Workers are forked, so reward functions need not be picklable, and use one torch thread each: two
 threads on two shared cores are many times slower than two processes. A reward function that keeps a state keeps one in
 each worker. (The precision modes without a master keep one replica of the weights, which one process perturbs and
 restores.)
 
-Completions of one member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
-Floating-point results depend on that plan and on nothing else, not on the number of workers.
+Completions of a member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
+Floating-point results depend on that plan alone, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class LocalEngine(Engine):
         precision, distribution: of `Engine`.
 
     Raises:
-        ValueError: a decoder that does not exist or does not cover the model, workers or chunk_rows below 1, a
-            precision or distribution that does not exist, a precision that does not take the model's dtype, or several
-            workers without a master.
+        ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
+            workers without a master, or what `Engine` raises.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class LocalEngine(Engine):
         if workers > 1 and precision != "master":
             raise ValueError(
                 f"workers={workers} needs precision='master': precision={precision!r} keeps one replica of the "
-                "weights, in which members take their turns. Set workers=1."
+                "weights, in which members take turns. Set workers=1."
             )
         super().__init__(
             model,
@@ -117,7 +116,7 @@ class LocalEngine(Engine):
                 model.config, self._views(self.weights.flat), chunk_rows
             )
         if self.decoder == "loop" and not self._drop_rows:
-            logger.info(  # no warning: it costs time and changes no result, and which CPU does it is no news to a user
+            logger.info(  # no warning: it takes time and changes no result
                 "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
                 "computed to the end of their batch."
             )
@@ -128,7 +127,7 @@ class LocalEngine(Engine):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The batch plan of training, on which floating-point results depend.
+        """Batch plan of training, on which floating-point results depend.
 
         drop_rows is false where this CPU's products are not exact by row: then full batches are kept.
         """
@@ -182,7 +181,7 @@ class LocalEngine(Engine):
                 for function, arguments in tasks:
                     futures.append(self._pool.submit(function, self._id, *arguments))
             for future in as_completed(futures):
-                future.result()  # the first failure is raised at once, whoever's it is
+                future.result()  # raises the first failure at once, whichever worker's it is
         except BrokenProcessPool as error:
             self._pool = None
             raise RuntimeError(
@@ -218,7 +217,7 @@ class LocalEngine(Engine):
         return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
 
     def generate_rows(self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None) -> list:
-        """Completions of the weights themselves, (text, ids) each, in this process.
+        """Return completions of the weights themselves, (text, ids) each, in this process.
 
         Args:
             name: which prompts.
@@ -233,12 +232,12 @@ class LocalEngine(Engine):
         return self.completions(self.until_end(self._decode(self.weights.flat, name, indices, uniforms)))
 
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
-        """Flat weights as tensors by name: rounded to the model's dtype, in the dtype that the loop multiplies in."""
+        """Return flat weights by name: rounded to the model's dtype, in the dtype in which the loop multiplies."""
         flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
         return self.layout.views(flat)
 
     def _decode(self, weights: np.ndarray | Tensor, name: str, indices: np.ndarray, uniforms: np.ndarray | None):
-        """Decode rows of the prompts with the given flat weights; returns (rows, max_completion_length) ids."""
+        """Decode rows of the prompts with flat weights; return ids, (rows, max_completion_length)."""
         prompts, rows = self.prompts[name], len(indices)
         if self.decoder == "loop":
             decoder = Decoder(
@@ -270,7 +269,7 @@ class LocalEngine(Engine):
         from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
         class _Invert(LogitsProcessor):
-            """Sampling by inversion of the distribution function with given numbers, as the loop does."""
+            """Samples by inversion of the distribution function with given numbers, as the loop does."""
 
             def __call__(self, input_ids, scores):
                 cumulative = scores.float().softmax(-1).cumsum(-1)
@@ -286,7 +285,7 @@ class LocalEngine(Engine):
             pad_token_id=self.tokenizer.pad_token_id,
         )
         processors = LogitsProcessorList([] if uniforms is None else [_Invert()])
-        # generate() fills whatever the settings leave open from the model's own, such as a ban of repeated n-grams
+        # generate() fills what the settings leave open from the model's own, such as a ban on repeated n-grams
         own = self.model.generation_config
         try:
             self.model.generation_config = GenerationConfig()
@@ -301,12 +300,12 @@ class LocalEngine(Engine):
 
 
 _IDS = itertools.count()
-# Forked workers find their engine here; nothing is pickled. An engine that nobody uses any more ends with its workers.
+# Forked workers find their engine here; nothing is pickled. The references are weak: an unused engine ends its workers.
 _ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDictionary()
 
 
 def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: it is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the trainer handles it
     start_worker(parent)
 
 

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 USABLE = 0.9
-"""Share of a GPU's memory that is planned with: vLLM's long-standing default of gpu_memory_utilization."""
+"""Share of a GPU's memory that plans may use: vLLM's long-standing default of gpu_memory_utilization."""
 _BYTES = {"float32": 4, "None": 4, "bfloat16": 2, "float16": 2}  # without a dtype transformers means float32
 
 
@@ -33,7 +33,7 @@ class Shape:
     mlp: int
     """gate, up and down"""
     norms: int
-    """the last one, too, and those of queries and keys where there are any"""
+    """of the layers, the last one, and those of queries and keys if there are any"""
     layers: int
     hidden: int
     intermediate: int
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def d(self) -> int:
-        """Parameters, tied ones once."""
+        """Number of parameters, tied ones once."""
         attention = self.queries + self.keys_values + self.output
         return self.embedding + self.head + attention + self.mlp + self.norms
 
@@ -60,7 +60,7 @@ def shape(config: Any) -> Shape:
     """Count a model's parameters by component.
 
     Args:
-        config: of transformers, or the dictionary in a config.json; types llama, mistral, qwen2 and qwen3.
+        config: of transformers, or the dictionary of a config.json; types llama, mistral, qwen2 and qwen3.
 
     Raises:
         CannotCount: another type, quantised weights, or a dtype other than float32, bfloat16 and float16.
@@ -80,7 +80,7 @@ def shape(config: Any) -> Shape:
 
         config = AutoConfig.for_model(**config)  # with the defaults of its type
     if getattr(config, "quantization_config", None):
-        raise CannotCount("the weights are quantised, and neither arm trains such: take the model as it was published.")
+        raise CannotCount("the weights are quantised, and no arm trains those: take the model as it was published.")
     dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype not in _BYTES:
         raise CannotCount(f"dtype {dtype} is not one of float32, bfloat16 and float16: take other weights.")
@@ -111,20 +111,20 @@ def shape(config: Any) -> Shape:
 
 
 def rank_parameters(model: Shape, tensor_parallel: int) -> int:
-    """Parameters that one GPU of an engine holds; those that fill up the vocabulary are left out."""
+    """Return the parameters that one GPU of an engine holds, without those that pad the vocabulary."""
     shared = model.embedding + model.head + model.queries + model.output + model.mlp
     shards = min(tensor_parallel, model.kv_heads)
     return ceil(shared / tensor_parallel) + ceil(model.keys_values / shards) + model.norms
 
 
 def kv_bytes(model: Shape, tensor_parallel: int = 1, width: int | None = None) -> int:
-    """Bytes of KV cache that a token takes on one GPU of an engine; width: bytes a number (None: the model's dtype)."""
+    """Return the bytes of KV cache per token on one GPU of an engine; width: bytes per number (None: the model's)."""
     heads = max(1, model.kv_heads // tensor_parallel)
     return 2 * model.layers * heads * model.head_dim * (width or model.width)
 
 
 def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
-    """The powers of two up to a number of GPUs over which vLLM can split a model, ascending.
+    """Return the powers of two, up to a number of GPUs, over which vLLM can split a model, ascending.
 
     Each divides the heads and the MLP, and divides the key and value heads or is a multiple of them.
     """
@@ -134,7 +134,7 @@ def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
 
 
 def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float:
-    """Parameters that one tensor-parallel rank holds; an equal share of them where the architecture is not known.
+    """Return the parameters that one tensor-parallel rank holds; an equal share where the architecture is unknown.
 
     Args:
         config: of the model, as transformers has it.
@@ -150,7 +150,7 @@ def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float
 
 
 def room_beside_master(total: float, parameters: float) -> float:
-    """vLLM's share of a GPU's memory that leaves room for the float32 master of its part of the model.
+    """Return the share of a GPU's memory for vLLM that leaves room for the float32 master of its part of the model.
 
     Args:
         total: bytes of the GPU.

@@ -1,17 +1,17 @@
 """Generate for a population on a Ray cluster: members fan out over actors, and no weights travel.
 
 An actor is a process with an engine of its own: our decoding loop or transformers on a CPU core (`engines.local`), or
-vLLM on one or several GPUs (`engines.vllm`). What it needs once (model, tokenizer, prompts, reward functions) is put
-into the cluster's object store when it starts. From then on a task holds a member's key and which rows of the prompts,
-its answer rewards and lengths; an update holds keys and coefficients, from which every actor moves its own weights. An
-actor that is idle takes the next member, so that uneven ones are balanced; results have the order of the members.
+vLLM on one or several GPUs (`engines.vllm`). What it needs once (model, tokenizer, prompts, reward functions) goes into
+the cluster's object store at the start. From then on a task holds a member's key and rows of the prompts, and its
+answer rewards and lengths; an update holds keys and coefficients, by which every actor moves its own weights. An idle
+actor takes the next member, so that uneven ones are balanced; results have the order of the members.
 
-This process holds the weights of the run, too, and every update so far. So an actor that is lost costs nothing but
-time: its place gets a new process, which begins with the starting weights, replays the updates and is compared with the
-run before it works. Each task says how many updates its actor must have applied, and an actor that lacks some is sent
-them. Whenever the ledger notes a digest, all actors are compared with the run; one whose weights differ is replaced.
-All of that is logged as a warning and counted (`RayEngine.mended`). A task that ends its process `MOST_DEATHS` times is
-an error that names it.
+This process holds the weights of the run, too, and every update so far. So a lost actor costs nothing but time: a new
+process takes its place, begins with the starting weights, replays the updates and is compared with the run before it
+works. Each task says how many updates its actor must have applied, and an actor that lacks some is sent them. Whenever
+the ledger notes a digest, all actors are compared with the run, and one whose weights differ is replaced. All of that
+is logged as a warning and counted (`RayEngine.repairs`). A task that ends its process `MOST_DEATHS` times is an error
+that names it.
 
 With actors on CPUs a run has the bits of `engines.local`, under the same batch plan.
 """
@@ -54,9 +54,9 @@ PLACEMENT_SECONDS = 300
 START_SECONDS = 1800
 """how long an actor may take to load its model and to replay the run"""
 MOST_DEATHS = 3
-"""so many processes may end with one task, or one after the other before they can work"""
+"""processes that may end with one task, or in one place before one of them can work"""
 OBJECT_STORE = 100 << 20
-"""bytes of the object store of a cluster that is started here, beside those of a model object"""
+"""bytes of the object store of a cluster that is started here, beside those for a model object"""
 
 _NEW = "a process that has not answered yet"
 
@@ -68,16 +68,16 @@ class RayEngine(Engine):
         model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`. The reward functions run
             in the actors, so they must be picklable (functions of a notebook are).
         workers: actors, without GPUs; None: one for each core of the cluster.
-        gpus: to use, with vLLM; a multiple of tensor_parallel.
+        gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
         chunk_rows, decoder: of `LocalEngine`, without GPUs.
-        folder: where the model was loaded from, a folder that lies on each machine or a name on the Hub; None: the
-            model itself is sent to every actor, and a copy of it stays here.
+        folder: where the model was loaded from, a folder that each machine has or a name on the Hub; None: the model
+            itself is sent to every actor, and a copy of it stays here.
         load: the arguments of from_pretrained it was loaded with.
-        tensor_parallel: GPUs that share a copy of the model, of one machine.
+        tensor_parallel: GPUs of one machine that share a copy of the model.
         settings: further arguments of `vllm.LLM`.
 
     The cluster is that of `ray.init()` if it was called, else the one that RAY_ADDRESS names, else one of this machine
-    alone, which ends with the engine. It is joined, and the actors start, with the first call that generates.
+    alone, which ends with the engine. The first call that generates joins it and starts the actors.
 
     Raises:
         ImportError: Ray is not installed; the message says how.
@@ -106,7 +106,7 @@ class RayEngine(Engine):
     ):
         _ray()
         common = {"max_completion_length": max_completion_length, "distribution": distribution}
-        # an engine of the kind that the actors have: it knows the batch plan, holds the weights and never generates
+        # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
         if gpus:
             common |= {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
             self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **common)
@@ -120,13 +120,13 @@ class RayEngine(Engine):
         self.places: list[Place] = []
         """of the actors; empty before they start"""
         self.most_active: int | None = None
-        """so many of the actors get tasks, to measure what the others are good for; None: all"""
+        """number of actors that get tasks, to measure what the others are good for; None: all"""
         self.sent_bytes, self.received_bytes = 0, 0
         """serialised size of all messages to and from actors after their start"""
-        self.mended = {"actors/restarted": 0, "actors/behind": 0, "actors/rebuilt": 0}
+        self.repairs = {"actors/restarted": 0, "actors/behind": 0, "actors/rebuilt": 0}
         self._wanted_actors = gpus // tensor_parallel if gpus else workers
         self._once = {
-            "model": None if folder else copy.deepcopy(model),  # its parameters follow the run, actors begin anew
+            "model": None if folder else copy.deepcopy(model),  # its parameters move with the run, actors begin anew
             "folder": folder,
             "load": dict(load or {}) | {"dtype": model.dtype},
             "eos_ids": self.eos_ids,
@@ -242,19 +242,19 @@ class RayEngine(Engine):
 
     @property
     def _size(self) -> int:
-        """Bytes of the model object that goes to the actors."""
+        """Bytes of the model object that is sent to the actors."""
         model = self._once["model"]
         return 0 if model is None else sum(p.numel() * p.itemsize for p in model.parameters())
 
     def _launch(self, place: Place) -> None:
-        """Start a process in a place, in which there may be one already, and let it replay the run."""
+        """Start a process in a place, ending the one there, and let it replay the run."""
         self._cluster.end(place.actor)
         place.actor = self._cluster.actor(place.number, self._sent_once)
         place.process, place.proved, place.behind, place.started = _NEW, False, False, time.monotonic()
         self._catch_up(place, 0)
 
     def _catch_up(self, place: Place, applied: int) -> None:
-        """Send the updates after the first so many, and ask for a proof."""
+        """Send the updates after those applied, and ask for a proof."""
         self._send(place, "update", applied, self._updates[applied:])
         self._ask_proof(place)
 
@@ -262,14 +262,14 @@ class RayEngine(Engine):
         place.task, place.awaited = None, self._send(place, "proof")
 
     def _send(self, place: Place, method: str, *arguments: Any) -> Any:
-        """Call a method of an actor; returns the reference to its answer."""
+        """Call a method of an actor; return the reference to its answer."""
         self.sent_bytes += len(_ray().cloudpickle.dumps(arguments))
         return getattr(place.actor, method).remote(*arguments)
 
     # ---- tasks
 
     def _serve(self, tasks: Sequence[_Task]) -> list:
-        """The results of tasks, in their order; each idle actor takes the next one."""
+        """Return the results of tasks, in their order; each idle actor takes the next one."""
         self._start()
         queue, done, deaths = deque(range(len(tasks))), {}, Counter()
         try:
@@ -289,7 +289,7 @@ class RayEngine(Engine):
                             f"{tasks[task].label} ended the process that it was given to {MOST_DEATHS} times, at last "
                             f"{place.end}. Its reward function ends the process, or memory is short "
                             "(lower chunk_rows, workers, or with vLLM gpu_memory_utilization). Every recorded step is "
-                            "in the ledger: mend it and call train(resume_from_checkpoint=True)."
+                            "in the ledger: correct that and call train(resume_from_checkpoint=True)."
                         )
                     queue.appendleft(task)
                 elif answer.applied != len(self._updates):
@@ -300,13 +300,13 @@ class RayEngine(Engine):
                     place.finished += 1
         except BaseException:
             for place in self.places:
-                if place.task is not None:  # its answer is nobody's any more; the next task comes behind it
+                if place.task is not None:  # nobody waits for its answer; the next task queues behind it
                     place.task = place.awaited = None
             raise
         return [done[i] for i in range(len(tasks))]
 
     def _next_answer(self) -> tuple[Place, int | None, _Answer | None]:
-        """Wait for an actor: its place, its task (None: it was starting or compared), its answer (None: it died)."""
+        """Wait for an actor; return its place, its task (None: a proof was due) and its answer (None: it died)."""
         ray = _ray()
         awaited = {place.awaited: place for place in self.places if place.awaited is not None}
         starting = [p.started + START_SECONDS for p in awaited.values() if not p.proved]
@@ -346,7 +346,7 @@ class RayEngine(Engine):
                 "evoalign_lib with what it imports, and a model that is given by a folder in that folder."
             ) from error
         self._fail(place, place.end)
-        self.mended["actors/restarted"] += 1
+        self.repairs["actors/restarted"] += 1
         logger.warning(
             "actor %d died, %s. A new process takes its place and replays %d updates.",
             place.number,
@@ -357,13 +357,13 @@ class RayEngine(Engine):
 
     def _behind(self, place: Place, applied: int) -> None:
         self._fail(place, f"it has {applied} updates instead of {len(self._updates)}")
-        self.mended["actors/behind"] += 1
+        self.repairs["actors/behind"] += 1
         place.behind = True
         logger.warning("%s has applied %d of %d updates: the rest is sent.", place, applied, len(self._updates))
         self._catch_up(place, applied)
 
     def _fail(self, place: Place, why: str) -> None:
-        """Count a failure of an actor, and raise RuntimeError if it is one of several without a proof between them."""
+        """Count a failure of an actor; raise RuntimeError after several without a proof between them."""
         place.failures += 1
         if place.failures > MOST_DEATHS:
             raise RuntimeError(
@@ -372,11 +372,11 @@ class RayEngine(Engine):
             )
 
     def _judge(self, place: Place, answer: _Answer) -> None:
-        """Compare an actor with the run: it may work, or a new process takes its place."""
+        """Compare an actor with the run; let it work, or start a new process in its place."""
         if answer.applied < len(self._updates):
             if place.proved and not place.behind:
                 self._behind(place, answer.applied)
-            else:  # the run moved on while it started, or got what it lacked
+            else:  # the run moved on while the actor started or caught up
                 self._catch_up(place, answer.applied)
             return
         place.process, proof = answer.result
@@ -395,33 +395,33 @@ class RayEngine(Engine):
         what = f"{place}: after {answer.applied} updates its weights are not those of the run: {wrong}"
         if not place.proved:
             raise WrongWeights(
-                f"{what} A new process that has replayed the run differs, so nothing can be mended here. Either the "
+                f"{what} A new process that has replayed the run differs, so nothing can be repaired. Either the "
                 "model that it loaded is not the one that was given, or its machine computes the noise differently: "
                 "the tests of evoalign_lib.noise tell, run them there."
             )
-        self.mended["actors/rebuilt"] += 1
+        self.repairs["actors/rebuilt"] += 1
         logger.warning("%s A new process takes its place and replays all updates.", what)
         self._launch(place)
 
 
 @dataclass
 class Place:
-    """One place among the actors, whichever process fills it."""
+    """A place among the actors, whichever process fills it."""
 
     number: int
     finished: int = 0
-    """tasks that were done here"""
+    """tasks done here"""
     busy_seconds: float = 0.0
-    """that its processes spent on tasks and updates, of which this process has heard"""
+    """seconds that its processes reported for tasks and updates"""
     process: str = _NEW
     """number and machine of the process"""
     end: str = ""
     """why the last process ended"""
     actor: Any = None
     awaited: Any = None
-    """reference to the answer that it owes; None: it is idle"""
+    """reference to the answer that is due; None: it is idle"""
     task: int | None = None
-    """the task that it has; None: it owes a proof or is idle"""
+    """the task that it works on; None: a proof is due, or it is idle"""
     proved: bool = False
     """whether its weights were compared with the run's since its process started"""
     behind: bool = False
@@ -445,7 +445,7 @@ class _Answer(NamedTuple):
     applied: int
     """updates that the actor has applied"""
     seconds: float
-    """that it worked since its last answer"""
+    """that the actor worked since its last answer"""
     result: Any
     """None if it lacks updates"""
 
@@ -461,7 +461,7 @@ class _Actor:
         self.applied, self.seconds = 0, 0.0
 
     def update(self, first: int, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Apply updates, the first of which is number `first` of the run; what was applied before is passed over."""
+        """Apply updates, beginning with number `first` of the run; skip those that were applied before."""
         started = time.perf_counter()
         if first <= self.applied:
             for update in updates[self.applied - first :]:
@@ -470,7 +470,7 @@ class _Actor:
         self.seconds += time.perf_counter() - started
 
     def proof(self) -> _Answer:
-        """Where this is, and what proves the weights."""
+        """Return where this process is, and what proves its weights."""
         if isinstance(self.engine, LocalEngine):
             found = precision.digest(self.engine.layout, self.engine.master)
         else:
@@ -482,7 +482,7 @@ class _Actor:
         return self._answer(lambda: self.engine.evaluate_member(index, Member(key, sign), *rest), applied)
 
     def generate(self, applied: int, noise: tuple[int, float] | None, *arguments: Any) -> _Answer:
-        """Completions of the weights after so many updates, with noise (key and sigma) on them if there is any."""
+        """Return completions of the weights after so many updates, with noise, (key, sigma), on them or none."""
         with self.engine.perturbed(*noise) if noise else nullcontext():
             return self._answer(lambda: self.engine.generate_rows(*arguments), applied)
 
@@ -503,7 +503,7 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
 
 
 class _Replica(Decoding):
-    """vLLM with the prompts and rewards of the run; its workers hold all the weights that there are."""
+    """vLLM with the prompts and rewards of the run; only its workers hold weights."""
 
     def __init__(self, once: Mapping[str, Any]):
         scoring = ("tokenizer", "rewards", "prompts", "eos_ids", "max_completion_length")
@@ -533,7 +533,7 @@ class _Cluster:
     Args:
         size: actors; None: one for each core.
         gpus: of each actor.
-        model_bytes: that the object store must hold beside what is small.
+        model_bytes: bytes that the object store must hold beside what is small.
 
     Raises:
         RuntimeError: the cluster does not find room in time.
@@ -554,7 +554,7 @@ class _Cluster:
         self._bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
         self._group = placement_group([self._bundle] * self.size, strategy="PACK")
         lacks = any(ray.cluster_resources().get(k, 0) < self.size * n for k, n in self._bundle.items())
-        # a cluster of this machine alone does not grow: no need to wait
+        # a cluster of this machine alone does not grow: there is nothing to wait for
         if (lacks and _Cluster._started_here) or not self._group.wait(PLACEMENT_SECONDS):
             found = self.resources()
             self.leave()
@@ -569,7 +569,7 @@ class _Cluster:
         ray = _ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # whoever dies stays dead: Ray would begin anew with the starting weights, behind the driver's back
+        # a dead actor stays dead: Ray would restart it with the starting weights, unknown to the driver
         handle = (
             ray.remote(_Actor)
             .options(
@@ -591,14 +591,14 @@ class _Cluster:
             _ray().kill(actor)
 
     def resources(self) -> str:
-        """What the cluster has, in words."""
+        """Return what the cluster has, in words."""
         ray = _ray()
         found, free = ray.cluster_resources(), ray.available_resources()
         kinds = ", ".join(f"{found.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in ("CPU", "GPU"))
         return f"It has {kinds}."
 
     def leave(self) -> None:
-        """End the actors, give their room back, and end Ray if it was started here and nobody else uses it."""
+        """End the actors, free their room, and end Ray if it was started here and no other engine uses it."""
         ray = _ray()
         if self not in _Cluster._open:
             return
@@ -635,7 +635,7 @@ def _join(workers: int | None, model_bytes: int) -> None:
         ray.init(address, **quiet)
         return
     if not any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
-        # Ray listens on the network, and whoever talks to it runs code here. It wants a token by default, and would
+        # Ray listens on the network, and whoever talks to it runs code here. It wants a token by default and would
         # leave one in the home folder: this one is for this process and its children.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(
@@ -649,7 +649,7 @@ def _join(workers: int | None, model_bytes: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Why an actor died, in one line of Ray's message."""
+    """Return why an actor died, from Ray's message, in one line."""
     text = " ".join(str(error).split())
     if "creation task" in text:  # the exception stands at the end
         return text[-500:]

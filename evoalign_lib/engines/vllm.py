@@ -1,23 +1,24 @@
 """Generate for a population with vLLM: members are written where vLLM holds its weights, and no weights travel.
 
-Each worker of vLLM's holds a float32 master of its share of the model beside the working copy that it decodes with. It
-gets a member's key and sigma and writes the member in place, gets keys and coefficients and moves the master, both by
-the noise law (`evoalign_lib.noise`). The process that trains moves its own copy of the weights alike (`Engine`), by
-other code, and compares digests of every tensor: when vLLM starts, and whenever the ledger notes one.
+Each vLLM worker holds a float32 master of its share of the model beside the working copy that it decodes with. From a
+member's key and sigma it writes the member in place, and from keys and coefficients it moves the master, both by the
+noise law (`evoalign_lib.noise`). The process that trains moves its own copy of the weights in the same way (`Engine`),
+by other code, and compares digests of every tensor: when vLLM starts, and whenever the ledger notes one.
 
-Where this differs from generating with vLLM as it comes:
+Differences from generating with plain vLLM:
 
 1. Every setting of the decoding is stated; the model's own generation_config is not read. End tokens are those of
    `engines.local`, prompts are token ids, and vLLM has no tokenizer.
-2. The prefix cache is emptied after every change of the weights. vLLM would go on with keys and values that the old
-   weights made, without a word.
+2. The prefix cache is emptied after every change of the weights. vLLM would silently go on with keys and values that
+   the old weights made.
 3. On a CPU vLLM's packed copies of the weights are turned off (`_vllm_worker.keep_weights_plain`).
-4. vLLM runs in this process unless there are tensor-parallel ranks, since greedy decoding was seen to give other
-   log-probabilities from call to call across processes. The random state of the caller is put back.
+4. vLLM runs in this process unless there are tensor-parallel ranks, because across processes greedy decoding was seen
+   to give other log-probabilities from call to call. The random state of the caller is put back.
+5. Ctrl-C ends vLLM; the next call starts it again with the weights of the run.
 
-Greedy tokens in float32 on a CPU are those of transformers (tested). In bfloat16, on a GPU, near-ties may go another
-way, from one batch shape to another: the plan, which is part of the record, has `exact` false then. The ledger's replay
-is exact in any case, because it needs the rewards alone.
+Greedy tokens in float32 on a CPU are those of transformers (tested). In bfloat16 on a GPU near-ties may go another way
+in another batch shape: the plan, which is part of the record, then has `exact` false. The ledger's replay is exact in
+any case, because it needs only the rewards.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ from evoalign_lib.update_rules import Member
 
 EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
 MOST_MEMBERS = 1 << 20
-"""members of a population at most; a buffer in each worker has 12 bytes for each"""
+"""members of a population, at most; each takes 12 bytes in a buffer of every worker"""
 
-# Before vLLM is imported, which reads them once. What the user has set stays.
+# Set before vLLM is imported, which reads them once. What the user has set stays.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 _ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 class WrongWeights(RuntimeError):
-    """What generates does not hold the weights of the run; the message names what differs."""
+    """A generator does not hold the weights of the run; the message names what differs."""
 
 
 def import_vllm(in_process: bool = True) -> Any:
-    """The library, imported with the settings that it reads from the environment once.
+    """Import vLLM with the settings that it reads from the environment once.
 
     Args:
-        in_process: let engines of this process work in it, without one of their own.
+        in_process: let engines work in this process instead of one of their own.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -88,7 +89,7 @@ def import_vllm(in_process: bool = True) -> Any:
 
 
 def prepare_process() -> None:
-    """Get ready for an engine of vLLM in this process that something else makes, as TRL's trainers do.
+    """Prepare this process for a vLLM engine that other code makes, such as TRL's trainers.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -100,7 +101,7 @@ def prepare_process() -> None:
 
 
 class Generator:
-    """One vLLM engine with the workers' masters: perturb, generate, update.
+    """A vLLM engine with a master in each worker: perturb, generate, update.
 
     Args:
         folder: the model's folder or its name on the Hub; no code from there is run.
@@ -112,12 +113,12 @@ class Generator:
         distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
-        master: whether workers hold one; else there is only `generate`.
+        master: whether workers hold a master; without one there is only `generate`.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
-        NotMapped: a tensor that the noise would not reach; the message names it.
-        RuntimeError: this process has an engine of vLLM already.
+        NotMapped: noise would not reach a tensor; the message names it.
+        RuntimeError: this process has a vLLM engine already.
     """
 
     _alive: weakref.ref[Generator] | None = None
@@ -154,25 +155,25 @@ class Generator:
             "worker_extension_cls": EXTENSION,
             "seed": 0,
         }
-        if self.device == "cpu":  # a prompt that is computed in parts would need a random generator that can go back
+        if self.device == "cpu":  # a prompt computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
             gc.collect()
             if Generator._alive is not None and (other := Generator._alive()) is not None and other.llm is not None:
                 raise RuntimeError(
-                    "an engine of vLLM works in this process already, and whatever ends one ends both: call close() of "
-                    "the first engine (trainer.engine.close()), or use another process."
+                    "a vLLM engine works in this process already, and what ends one ends both: call close() of the "
+                    "first engine (trainer.engine.close()), or use another process."
                 )
             Generator._alive = weakref.ref(self)
         given = dict(settings or {})
         if taken := sorted(stated.keys() & given.keys()):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
         if self.device != "cpu":
-            given.setdefault("max_num_seqs", 256)  # as a plan has it; vLLM's own number depends on the device
+            given.setdefault("max_num_seqs", 256)  # as plans have it; vLLM's own number depends on the device
         if self.device != "cpu" and "gpu_memory_utilization" not in given:
             total = current_platform.get_device_total_memory()
             given["gpu_memory_utilization"] = room_beside_master(total, parameters)
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, what vLLM seeds anew
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM seeds them anew
         try:
             if tensor_parallel > 1:
                 os.environ[DRIVER] = str(os.getpid())
@@ -193,7 +194,7 @@ class Generator:
             self.close()
             raise
         self.segments = [[Segment(*segment) for segment in rank] for rank in opened]
-        """of each rank: where its tensors come from"""
+        """by rank: where its tensors come from"""
 
     def perturb(self, member: Member, sigma: float) -> None:
         """Write a member's weights."""
@@ -210,7 +211,7 @@ class Generator:
         self.llm.collective_rpc("evoalign_update", args=([int(k) for k in keys], [float(c) for c in coefficients]))
 
     def digests(self) -> list[list[str]]:
-        """Of each rank, of each of its segments: SHA-256 of the float32 master."""
+        """Return by rank the SHA-256 of the float32 master of each of its segments."""
         return self.llm.collective_rpc("evoalign_digests")
 
     def generate(self, ids: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int] | None = None) -> list:
@@ -218,8 +219,8 @@ class Generator:
 
         Args:
             ids: token ids of each prompt, without padding.
-            max_new_tokens: at most.
-            seeds: None for greedy decoding; else a seed for each row, sampled at temperature 1.
+            max_new_tokens: new tokens per completion, at most.
+            seeds: None for greedy decoding; else one seed per row, for samples at temperature 1.
 
         Returns:
             Token ids of each completion, with the end token where there is one.
@@ -245,13 +246,13 @@ def decode(
     max_new_tokens: int,
     seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Decode prompts with an engine of vLLM, every setting stated; arguments and result as of `Generator.generate`."""
+    """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`."""
     from vllm import SamplingParams
 
     common = {
         "max_tokens": max_new_tokens,
         "stop_token_ids": list(eos_ids),
-        "ignore_eos": True,  # what ends a completion is said by stop_token_ids alone
+        "ignore_eos": True,  # stop_token_ids alone say what ends a completion
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
@@ -270,17 +271,17 @@ def decode(
 
 
 def _end(holder: Any) -> None:
-    """End the engine of vLLM's that is an object's `llm`, and free what its worker held."""
+    """End the vLLM engine in an object's `llm`, and free what its worker held."""
     llm, holder.llm = holder.llm, None
     llm.llm_engine.engine_core.shutdown()
     del llm
-    gc.collect()  # vLLM's own collection ran while its worker was held
+    gc.collect()  # vLLM's own collection ran while its worker was still referenced
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 class Decoding(Scorer):
-    """Evaluates members and generates with a `generator`, whichever process that is in."""
+    """Evaluates members and generates with a `generator`, in whichever process."""
 
     generator: Generator
     _noise: tuple[Member, float] | None = None
@@ -295,7 +296,7 @@ class Decoding(Scorer):
         trainer_state: Any = None,
         sampling: tuple[int, int] | None = None,
     ) -> Evaluation:
-        """Evaluate one member; index: its own, for errors, and the rest as for `Engine.evaluate`."""
+        """Evaluate one member; index: its own, for errors; the rest as for `Engine.evaluate`."""
         started, rows, seeds = time.process_time(), np.asarray(indices), None
         if sampling is not None:
             key, samples = sampling
@@ -306,7 +307,7 @@ class Decoding(Scorer):
         return self.scored(index, name, rows, completions, trainer_state, started)
 
     def generate_rows(self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None) -> list:
-        """Completions of the weights themselves, (text, ids) each.
+        """Return completions of the weights themselves, (text, ids) each.
 
         Args:
             name: which prompts.
@@ -320,7 +321,7 @@ class Decoding(Scorer):
 
     @contextmanager
     def perturbed(self, key: int, sigma: float) -> Iterator[None]:
-        """As `Engine.perturbed`, where the generator is."""
+        """Do what `Engine.perturbed` does, where the generator is."""
         self._noise = Member(key), sigma
         try:
             yield
@@ -343,16 +344,16 @@ class Decoding(Scorer):
 
 
 class VLLMEngine(Decoding, Engine):
-    """A population on one vLLM engine of this process.
+    """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`; the model's dtype is that
-            of vLLM's working copy.
+        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`; the model has the dtype of
+            vLLM's working copy.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
 
-    vLLM starts with the first call that generates.
+    The first call that generates starts vLLM.
     """
 
     def __init__(
@@ -400,7 +401,7 @@ class VLLMEngine(Decoding, Engine):
 
     @property
     def generator(self) -> Generator:
-        """vLLM, started when it is first needed, and proved to hold the weights of the run.
+        """vLLM, started when it is first needed and proved to hold the weights of the run.
 
         Raises:
             WrongWeights: it does not; the message names the parameter.
@@ -438,9 +439,9 @@ class VLLMEngine(Decoding, Engine):
 
     @contextmanager
     def _ended_by_interrupts(self) -> Iterator[None]:
-        """End vLLM where Ctrl-C comes, so that the next call starts it anew with the weights of the run.
+        """End vLLM where Ctrl-C comes; the next call starts it again with the weights of the run.
 
-        It would go on with the requests that were cut off, and its own processes get the interrupt, too.
+        Otherwise it would go on with the requests that were cut off. Processes of its own get the interrupt, too.
         """
         try:
             yield
@@ -477,28 +478,26 @@ class VLLMEngine(Decoding, Engine):
 
 
 class PushedEngine(Decoding, Engine):
-    """Decodes with weights that somebody else trains, and that are pushed into an engine of vLLM's before each call.
+    """Decodes with weights that other code trains and that are pushed into a vLLM engine before each call.
 
-    In a launch of several processes every one of them makes every call, decodes its part of the rows, and has all
-    completions.
+    In a launch of several processes each makes every call, decodes its part of the rows, and gets all completions.
 
     Args:
         model, tokenizer, prompts, max_completion_length: of `Engine`; the model has the dtype in which its weights are
-            measured, `master` the weights themselves, which whoever trains keeps up to date.
+            measured, and `master` holds the weights, which the code that trains keeps up to date.
         folder: where the model was loaded from, a folder or a name on the Hub.
 
     Attributes:
-        llm: vLLM's engine, such as the one that TRL's trainer has beside its model; None: one is started when it is
-            needed.
+        llm: the vLLM engine, such as the one beside the model of TRL's trainer; None: one is started when it is needed.
     """
 
     llm: Any = None
-    perturbed = Engine.perturbed  # of the weights here, which vLLM gets
+    perturbed = Engine.perturbed  # the weights here, which vLLM gets
 
     def __init__(self, model, tokenizer, prompts, *, max_completion_length: int, folder: str):
         super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
-        self._own: Generator | None = None  # where `llm` is not somebody else's
+        self._own: Generator | None = None  # where `llm` is not that of other code
 
     @property
     def plan(self):
@@ -566,12 +565,12 @@ def prove(
 
     Args:
         layout, master: of the run.
-        segments: of each rank, where its tensors come from.
-        digests: of each rank, of each of them: SHA-256 of the float32 master, row by row.
+        segments: by rank, where its tensors come from.
+        digests: by rank, for each of them: SHA-256 of the float32 master, row by row.
 
     Raises:
-        WrongWeights: a segment that is no part of a parameter, or holds other numbers; or rows and columns of a
-            parameter that no rank holds.
+        WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
+            of a parameter.
     """
     shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
     views = {name: view.reshape(shapes[name]) for name, view in layout.views(master).items()}
@@ -596,7 +595,7 @@ def prove(
 
 
 def sample_seed(key: int, row: int, sample: int) -> int:
-    """Seed of one sampled completion, the same for every member of a population: common random numbers.
+    """Return the seed of a sampled completion, the same for every member of a population: common random numbers.
 
     >>> sample_seed(7, 0, 0) == sample_seed(7, 0, 0) != sample_seed(7, 0, 1)
     True

@@ -145,7 +145,7 @@ class TestARun:
         all_ready(engine)
         assert same_run(here, there) and here._settings() == there._settings()
         assert sum(place.finished for place in engine.places) == 6 * 6
-        assert not any(engine.mended.values())
+        assert not any(engine.repairs.values())
         assert engine.generate("eval") == here.engine.generate("eval")
         drawn = [tested.engine.generate("train", np.array([5, 1]), samples=2, seed=3) for tested in runs]
         assert drawn[0] == drawn[1]
@@ -166,7 +166,7 @@ class TestARun:
         # as if its process had begun anew: the starting weights
         ray.get(place.actor.__ray_call__.remote(lambda actor, once: actor.__init__(once), engine._sent_once))
         self.go_on(runs, 1)
-        assert engine.mended == {"actors/restarted": 0, "actors/behind": 1, "actors/rebuilt": 0}
+        assert engine.repairs == {"actors/restarted": 0, "actors/behind": 1, "actors/rebuilt": 0}
         assert same_run(here, there)
         assert f"{place} has applied 0 of 7 updates: the rest is sent." in caplog.text
 
@@ -187,7 +187,7 @@ class TestARun:
 
         there.callback_handler.add_callback(Change)
         self.go_on(runs, 24 - there.state.global_step)
-        assert engine.mended["actors/rebuilt"] == 1
+        assert engine.repairs["actors/rebuilt"] == 1
         message = next(r.getMessage() for r in caplog.records if "are not those of the run" in r.getMessage())
         noted = there.ledger.weights[20]
         assert f"actor 0 ({process}): after 20 updates" in message and f"that of the run is {noted:.16}..." in message
@@ -200,7 +200,9 @@ class TestARun:
         engine = runs[1].engine
         engine.master[7] += 1  # as if this machine computed the noise differently
         try:
-            with pytest.raises(engines_ray.WrongWeights, match="has replayed the run differs, so nothing"):
+            with pytest.raises(
+                engines_ray.WrongWeights, match="has replayed the run differs, so nothing can be repaired"
+            ):
                 engine.check()
                 engine.generate("train")
         finally:
@@ -262,7 +264,7 @@ class TestTasks:
                 engine.evaluate(self.MEMBERS, 0.05, "train", self.ALL, order)
             messages.append(str(found.value))
         assert messages[0] == messages[1] and messages[0].startswith(f"member {sums.index(sums[3])}: ")
-        assert not any(there.mended.values())
+        assert not any(there.repairs.values())
         assert same(*(e.evaluate(self.MEMBERS, 0.05, "train", self.ALL) for e in engines))
 
     def test_the_limit_of_time_holds_in_an_actor(self, engines):
@@ -281,7 +283,7 @@ class TestTasks:
             engine.update(*update)
         with pytest.raises(RuntimeError, match=r"^member 0 of step 8 ended the process that it was given to 3 times"):
             there.evaluate(self.MEMBERS[:1], 0.05, "train", self.ALL, Ending(("end",)))
-        assert there.mended == {"actors/restarted": 3, "actors/behind": 0, "actors/rebuilt": 0}
+        assert there.repairs == {"actors/restarted": 3, "actors/behind": 0, "actors/rebuilt": 0}
         assert "A new process takes its place and replays 1 updates." in caplog.text
         there.follow([update])  # as from a checkpoint: the actors begin anew
         assert same(*(e.evaluate(self.MEMBERS, 0.05, "train", self.ALL) for e in engines))
@@ -349,10 +351,10 @@ def test_chaos(tmp_path, capsys):
         tested.engine.close()
     with capsys.disabled():
         kinds = {kind: killed.count(kind) for kind in ("working", "starting")}
-        print(f"\nkilled {kinds} in {time.monotonic() - started:.0f} s, mended {tested.engine.mended}")
+        print(f"\nkilled {kinds} in {time.monotonic() - started:.0f} s, mended {tested.engine.repairs}")
     assert len(killed) == KILLS and killed.count("working") >= 3
-    assert tested.engine.mended["actors/rebuilt"] == 0
-    assert tested.engine.mended["actors/restarted"] >= KILLS - 1  # the last one may not be missed any more
+    assert tested.engine.repairs["actors/rebuilt"] == 0
+    assert tested.engine.repairs["actors/restarted"] >= KILLS - 1  # the last one may not be missed any more
     assert same_run(whole, tested)
     assert ledger.verify(tmp_path / "run" / ledger.NAME, random_model()).weights == digest(whole)
     assert room() == 2
@@ -472,6 +474,6 @@ def test_vllm_in_an_actor():
                 engine.update(np.array([5, 6], np.uint64), np.array(coefficients, np.float32))
             there.check()
         assert here.generate("train") == there.generate("train")
-        assert not any(there.mended.values())
+        assert not any(there.repairs.values())
     finally:
         there.close()

@@ -94,7 +94,7 @@ BAD_VALUES = [
     ("prompts_per_step", 0, "prompts_per_step=0 .* or None for the whole training set"),
     ("max_completion_length", 0, "max_completion_length=0"),
     ("chunk_rows", 0, "chunk_rows=0"),
-    ("workers", 0, "workers=0 .* or None for one a core"),
+    ("workers", 0, "workers=0 .* or None for one per core"),
     ("fitness", "rewards", r"fitness='rewards' is not one of .*Did you mean 'reward'\?"),
     ("fitness", "shuffle", r"Did you mean 'shuffled'\?"),
     ("fitness", "xyz", "fitness='xyz' is not one of"),
@@ -117,7 +117,7 @@ BAD_VALUES = [
     ("sigma_final_fraction", 0.0, "sigma_final_fraction=0.0 must be above 0 and at most 1"),
     ("sampling", "random", r"sampling='random' is not one of \['greedy', 'common'\]"),
     ("num_generations", 0, "num_generations=0 must be a whole number of at least 1"),
-    ("num_generations", 2, "num_generations=2 greedy completions of a prompt are all alike: set sampling='common'"),
+    ("num_generations", 2, "num_generations=2: greedy completions of a prompt are all alike. Set sampling='common'"),
     ("load_best_model_at_end", True, "needs evaluations: set eval_strategy='steps' and eval_steps"),
     ("save_strategy", "best", "save_strategy='best' needs metric_for_best_model, such as 'reward'"),
     ("push_to_hub", True, "has no effect on ES"),
@@ -415,7 +415,7 @@ def test_rewards_are_maximised(tmp_path):
 
     tested = trainer(
         tmp_path, bowl, ROWS[:1], model=model,
-        population_size=30, sigma=0.02, alpha=0.05, max_steps=60, max_completion_length=1,
+        population_size=30, sigma=0.02, alpha=0.1, max_steps=30, max_completion_length=1,
     )  # fmt: skip
     gain = tested.engine.layout.views(tested.engine.master)["model.norm.weight"]
     before = np.square(gain - goal).sum()

@@ -502,7 +502,7 @@ def test_fine_tuning_learns_completions_with_their_end_and_no_prompt(tmp_path):
 
 
 def test_fine_tuning_on_nothing_and_settings_it_fixes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no completion passed the filter: draw more samples a prompt"):
+    with pytest.raises(ValueError, match="no completion passed the filter: draw more samples per prompt"):
         sft(tmp_path, [])
     with pytest.raises(ValueError, match="weight_decay=0.1: here it is 0.0 for every run of this arm; remove it"):
         sft(tmp_path, pairs(), weight_decay=0.1)
