@@ -1,0 +1,198 @@
+"""Runs of the arms that TRL trains, measured by an engine of ours along the way.
+
+With another engine than the local one they run in processes of their own, one for each GPU;
+`python -m evoalign_lib.study.gradients` is the program of each (see `grpo` for what they share).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import arms, files
+from evoalign_lib.records import Record, Spec
+from evoalign_lib.study import measures, training, worlds
+
+
+def run(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
+    """Return the record of a training run by a gradient arm; its errors and arguments are those of `launched`.
+
+    keep: gradient arms have no ledger.
+    """
+    return launched(spec, place, lasting, "evoalign_lib.study.gradients", trained)
+
+
+def launched(
+    spec: Spec, place: Path, lasting: bool, program: str, train: Callable[[Spec, Path, bool], Record]
+) -> Record:
+    """Train in this process with the local engine; with another one in processes of their own, one a GPU.
+
+    Args:
+        spec: of kind "train".
+        place: folder to work in.
+        lasting: whether checkpoints and logs stay there, and the run goes on from what is there.
+        program: the module whose `main` the processes run.
+        train: what they run, of spec, place and lasting.
+
+    Raises:
+        RuntimeError: the processes failed; the message has the end of what they wrote, and says where all of it is.
+    """
+    if worlds.is_local(spec):
+        return train(spec, place, lasting)
+    asked, result = place / "spec.json", place / "result.json"
+    asked.write_text(json.dumps({"spec": spec, "files": worlds.known_files()}))
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m"]
+    if (gpus := spec["gpus"]) > 1:
+        config = Path(__file__).parents[1] / "accelerate.yaml"
+        command += ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(gpus), "-m"]
+    command += [program, str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
+    if seen and len(devices) < gpus:
+        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
+    log = place / "log.txt"
+    with open(log, "ab") as file:
+        begun = file.tell()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code or not result.is_file():
+        lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
+        # of several processes what one that failed said, and not what their launcher says of it
+        failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
+        end = [line for line in lines if failed is None or line.startswith(failed)][-30:]
+        where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
+        raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
+    return json.loads(result.read_text())
+
+
+def main(train: Callable[[Spec, Path, bool], Record], place: str, driver: str, *lasting: str) -> None:
+    """Run one process of a launched run: read the spec, train, and write the result if it is the first process."""
+    from evoalign_lib.engines.local import end_with
+
+    end_with(int(driver))
+    folder = Path(place)
+    asked = json.loads((folder / "spec.json").read_text())
+    worlds.know_files(asked["files"])
+    result = train(asked["spec"], folder, bool(lasting))
+    if os.environ.get("RANK", "0") == "0":
+        files.replace_text(folder / "result.json", json.dumps(result))
+
+
+def trained(spec: Spec, place: Path, lasting: bool) -> Record:
+    """Run one of TRL's trainers in this process; see `grpo`."""
+    import trl
+
+    model, tokenizer, sets = training.world(spec)
+    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        training.take_weights(engine, model)  # the engine's own model may have another dtype
+        start = engine.master.copy()
+        result, diverged = _train(spec, place, lasting, model, tokenizer, sets, engine)
+        training.take_weights(engine, model)
+        del model  # and with it the trainer's optimiser, which may have filled a GPU
+        gc.collect()
+        return result | {"trl": trl.__version__} | training.outcome(spec, engine, start, sets, diverged)
+
+
+def _train(
+    spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any
+) -> tuple[Record, list[int]]:
+    """Train a model by one of TRL's trainers, and measure it by an engine along the way.
+
+    Returns:
+        Budget, counts, curve and, of another engine than the local one, its plan; and the steps after which the model
+        had weights that were not finite.
+    """
+    from transformers import PrinterCallback
+
+    from evoalign_lib import grpo
+
+    def look() -> tuple[Any, Mapping[str, Any]]:
+        training.take_weights(engine, model)
+        return engine, budget.spent(engine.layout.d)
+
+    progress = training.Progress(place if lasting else None)
+    curve = training.curve_callback(spec, sets, progress, look)
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    settings = {name: spec[name] for name in names}
+    settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
+    rows = training.rows(spec, tokenizer, sets["train"])
+    if colocated := not worlds.is_local(spec):
+        settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
+    general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
+    args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
+    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve])
+    if colocated:
+        engine.llm = trainer.vllm_generation.llm
+    trainer.remove_callback(PrinterCallback)
+    training.watch_divergence(trainer, progress)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(place, grpo.processes()))
+    counts = dict(budget.counts)
+    if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
+        zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
+        counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
+    if lasting:
+        trainer.save_model(str(place / "model"))
+    result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
+    return result | worlds.plan(spec, engine), progress.diverged
+
+
+def _reward(spec: Spec) -> Callable[..., list[float | None]]:
+    """What an arm is trained on: the task's reward, or coins."""
+    from evoalign_lib import grpo
+
+    if arms.get(spec["arm"]).reward == "random":
+        return grpo.random_reward(spec["seed"])
+    return measures.get(spec["task"]).reward(spec)
+
+
+def _last_checkpoint(place: Path, n: int) -> str | None:
+    """The newest checkpoint of a gradient arm on n processes that no kill left incomplete."""
+    complete = []
+    for folder in place.glob("checkpoint-*"):
+        try:
+            json.loads((folder / "trainer_state.json").read_text())  # what the first process writes last
+        except (OSError, ValueError):
+            continue
+        if n == 1 or all((folder / f"rng_state_{rank}.pth").is_file() for rank in range(n)):
+            complete.append(str(folder))
+    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
+
+
+def _vllm_settings(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
+    """What `grpo.config` is told of vLLM beside the model: the memory is that of the run's plan."""
+    from evoalign_lib.engines.local import Prompts
+    from evoalign_lib.study import preflight
+
+    width = max(p.width for p in (Prompts(rows, tokenizer), *engine.prompts.values()))
+    return {
+        "eos_ids": engine.eos_ids,
+        "max_model_length": width + spec["max_completion_length"],
+        "gpu_memory": preflight.colocated_share(spec),
+    }
+
+
+def device_settings(spec: Spec) -> dict[str, bool]:
+    """Return where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
+    import torch
+
+    from evoalign_lib import grpo
+
+    gpus = torch.cuda.is_available()
+    elsewhere = not worlds.is_local(spec) and gpus
+    # said only where TRL would find out something else by itself
+    return {"use_cpu": True} if not elsewhere and (gpus or grpo.processes() > 1) else {}
+
+
+if __name__ == "__main__":
+    main(trained, *sys.argv[1:])
