@@ -36,7 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import ledger
+from evoalign_lib import arms, ledger
+from evoalign_lib.arms import ARMS, SWEEP, SWEEP_SEED, ranked  # noqa: F401 (notebooks use runs.ranked)
 from evoalign_lib.records import ENGINE_VERSION, MAX_CURVE, Record, Spec
 from evoalign_lib.study.measures import conciseness as conciseness_runs
 
@@ -91,27 +92,7 @@ def origin_digest(name: str) -> str:
 
 
 _EVALUATION = ("max_completion_length", "validation_problems", "test_problems")
-_ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
-_GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
-_SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
-_OPTIONAL = ("curve_spacing", "unique_prompts", "scale_rewards")
 _ENGINE = ("engine", "gpus", "tensor_parallel")
-
-ARMS = {
-    "es": _ES,
-    "es_shuffled": _ES,
-    "es_random": _ES,
-    "es_sampled": _ES,
-    "grpo": _GRADIENT,
-    "dr_grpo": _GRADIENT,
-    "dapo": _GRADIENT,
-    "rloo": _GRADIENT,
-    "grpo_random": _GRADIENT,
-    "sft": _SFT,
-}
-"""The arms that train, and the settings that each needs. Nulls: "es_shuffled" and "es_random" (fitness permuted, or
-drawn), "grpo_random" (random reward). "es_sampled" samples its rollouts at temperature 1 with common random numbers.
-"sft" fine-tunes on right answers among samples of the base."""
 
 
 def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
@@ -153,7 +134,7 @@ def _elsewhere(bases: Sequence[str], settings: Mapping[str, Any], arm: str = "ba
                 "world's, for which engine='local' is there."
             )
     given = {name: settings[name] for name in _ENGINE if settings.get(name) is not None}
-    if ARMS.get(arm, _ES) is _ES:
+    if arm == "base" or arms.get(arm).family == "es":
         return given
     if given["engine"] == "ray" and not given.get("gpus"):
         return {}  # a cluster without GPUs: vLLM would be alone on one of its machines
@@ -191,20 +172,18 @@ def train_specs(
     from evoalign_lib import grpo, tiny
     from evoalign_lib.tasks import countdown
 
-    if arm not in ARMS:
-        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
+    kind = arms.get(arm)
     of_questions = settings.get("task") == "conciseness"
     for base in bases if of_questions else ():
         conciseness_runs.check(arm, base, settings)
     wanted = {}
-    for name in _evaluation(settings) + ARMS[arm]:
+    for name in _evaluation(settings) + kind.settings:
         if name not in settings:
             raise ValueError(f"arm {arm!r} needs the setting {name!r}.")
         wanted[name] = settings[name]
-    optional = (*_OPTIONAL, "micro_batch") if ARMS[arm] is _GRADIENT else _OPTIONAL
-    wanted |= {name: settings[name] for name in optional if settings.get(name) is not None}
+    wanted |= {name: settings[name] for name in kind.optional if settings.get(name) is not None}
     wanted |= _elsewhere(bases, settings, arm)
-    if ARMS[arm] is _GRADIENT:
+    if kind.family == "gradient":
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
     if wanted.get("curve_spacing", "log") != "log":
@@ -227,15 +206,6 @@ def train_specs(
     ]
 
 
-SWEEP: dict[str, list[dict[str, float]]] = {
-    "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
-    "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
-}
-"""Twelve settings an arm, from which one is chosen: for ES as published, sigma and alpha; for GRPO, learning rate and
-beta."""
-SWEEP_SEED = 100
-
-
 def sweep_specs(
     arm: str, base: str, settings: Mapping[str, Any], scale: str, choices: Sequence[Mapping[str, float]] | None = None
 ) -> list[Spec]:
@@ -254,20 +224,6 @@ def sweep_specs(
     half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
     choices = SWEEP[arm] if choices is None else choices
     return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
-
-
-def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
-    """Score and setting of the runs of a sweep, best first.
-
-    The score is greedy validation accuracy, the mean of the last three points of the curve: those of one point differ
-    by more than most settings do. Of equal scores the earlier in the sweep comes first.
-    """
-    scored = []
-    for r in sweep:
-        names = SWEEP["es" if r["spec"]["arm"].startswith("es") else "grpo"][0]
-        score = float(np.mean(r["curve"]["validation_greedy"][-3:]))
-        scored.append((score, {name: r["spec"][name] for name in names}))
-    return sorted(scored, key=lambda pair: -pair[0])
 
 
 def best_of_n_specs(
@@ -303,7 +259,7 @@ def audit_specs(
         fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
         settings: as for `train_specs`.
     """
-    wanted = {k: settings[k] for k in _EVALUATION + _ES}
+    wanted = {k: settings[k] for k in _EVALUATION + ARMS["es"].settings}
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
     return [_spec("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]
 
@@ -416,7 +372,7 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
     trained = spec["kind"] == "train"
-    if spec.get("engine", "local") == "local" or (trained and ARMS[spec["arm"]] is not _ES):
+    if spec.get("engine", "local") == "local" or (trained and arms.get(spec["arm"]).family != "es"):
         return load_model(spec["base"])
     if trained:
         return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
@@ -475,7 +431,7 @@ def _reward(spec: Spec) -> Callable[..., Any]:
     from evoalign_lib import grpo
     from evoalign_lib.tasks import conciseness, countdown
 
-    if spec["arm"] == "grpo_random":
+    if arms.get(spec["arm"]).reward == "random":
         return grpo.random_reward(spec["seed"])
     return partial(conciseness.reward, measure=spec["measure"]) if spec["task"] == "conciseness" else countdown.reward
 
@@ -535,7 +491,7 @@ def run_train(spec: Spec, keep: Path | None = None, folder: Path | None = None) 
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
     with _workplace(folder) as place:
-        if spec["arm"].startswith("es"):
+        if arms.get(spec["arm"]).family == "es":
             return _run_es(spec, place, folder is not None, keep)
         if spec.get("engine", "local") == "local":
             return _trained_by_gradients(spec, place, folder is not None)
@@ -543,7 +499,7 @@ def run_train(spec: Spec, keep: Path | None = None, folder: Path | None = None) 
 
 
 def _trained_by_gradients(spec: Spec, place: Path, lasting: bool) -> Record:
-    return (_run_sft if spec["arm"] == "sft" else _run_gradient)(spec, place, lasting)
+    return (_run_sft if arms.get(spec["arm"]).family == "sft" else _run_gradient)(spec, place, lasting)
 
 
 _SETTLED = "settled"
@@ -624,7 +580,6 @@ def _main(place: str, driver: str, *lasting: str) -> None:
         partial.replace(folder / "result.json")
 
 
-_FITNESS = {"es": "reward", "es_shuffled": "shuffled", "es_random": "random", "es_sampled": "reward"}
 _CHECKPOINTS = 10
 """checkpoints of a run that keeps them, over its steps, of which the last one stays"""
 
@@ -641,9 +596,7 @@ def _run_es(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) ->
     from evoalign_lib.es import ESTrainer
 
     model, tokenizer, sets = _world(spec)
-    changed = {"fitness": _FITNESS[spec["arm"]]} | _kept(spec, lasting)
-    if spec["arm"] == "es_sampled":
-        changed |= {"sampling": "common", "arm": "es_sampled"}
+    changed = arms.get(spec["arm"]).options | _kept(spec, lasting)
     trainer, progress = _trainer(ESTrainer, spec, model, tokenizer, sets, place, **changed)
     with closing(trainer.engine) as engine:
         start = engine.master.copy()
@@ -707,7 +660,6 @@ def _train_by_gradients(
 
     progress = _Progress(place if lasting else None)
     points, record = _curve(spec, sets, progress)
-    arm = "grpo" if spec["arm"] == "grpo_random" else spec["arm"]
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
     settings = {name: spec[name] for name in names}
     settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
@@ -715,7 +667,7 @@ def _train_by_gradients(
     if colocated := spec.get("engine", "local") != "local":
         settings["vllm"] = _beside(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
     general = _kept(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
-    args = grpo.config(arm, output_dir=str(place), **settings, **general)
+    args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
     trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [Watch()])
     if colocated:
         engine.llm = trainer.vllm_generation.llm
