@@ -71,14 +71,10 @@ import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from evoalign_lib import arms
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 
-ARMS: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None},
-    "dapo": {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28},
-    "rloo": {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None},
-}
+ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "gradient"}
 """What the arms differ in."""
 
 _SCALES = ("group", "batch", "none")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from evoalign_lib.arms import ARMS as _TRAINED
+from evoalign_lib.arms import UNTRAINED, Arm
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -18,35 +21,8 @@ COLUMN = 3.25
 PAGE = 6.75
 """Width of a figure that spans both columns of the paper, inches."""
 
-
-@dataclass(frozen=True)
-class Arm:
-    """How one arm looks in every figure and what it is called in every table."""
-
-    color: str
-    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
-    marker: str
-    """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
-    label: str
-    """Name in legends and tables."""
-
-
-ARMS: dict[str, Arm] = {
-    "es": Arm("#0072B2", "o", "ES"),
-    "es_shuffled": Arm("#E69F00", "s", "ES, shuffled fitness"),
-    "es_sampled": Arm("#56B4E9", "h", "ES, sampled fitness"),
-    "es_random": Arm("#999999", "<", "ES, random fitness"),
-    "grpo": Arm("#D55E00", "^", "GRPO"),
-    "dr_grpo": Arm("#CC79A7", "v", "Dr.GRPO"),
-    "dapo": Arm("#009E73", "D", "DAPO"),
-    "rloo": Arm("#009E73", "P", "RLOO"),
-    "sft": Arm("#009E73", "X", "filtered SFT"),
-    "grpo_random": Arm("#999999", ">", "GRPO, random reward"),
-    "best_of_n": Arm("#000000", "*", "best of n"),
-    "base": Arm("#4D4D4D", "", "base"),
-}
-"""One entry an arm; a notebook that brings a new arm adds it here, with a marker not yet used. Eight colours do not go
-round: arms that only describe share one, and so do nulls."""
+ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
+"""Everything that has a look: color, marker and label. The entries are in `evoalign_lib.arms`."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +75,9 @@ def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
     """
-    for name, known in ((arm, ARMS), (decoding, DECODINGS)):
+    for name, known, room in ((arm, ARMS, "arms"), (decoding, DECODINGS, "style")):
         if name not in known:
-            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/style.py")
+            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/{room}.py")
     look, stroke = ARMS[arm], DECODINGS[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
