@@ -97,9 +97,14 @@ def tiny(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
 ) -> None:
     """Train a base of the tiny world and print what it can do."""
-    from evoalign_lib.tiny import recipe
+    import json
+
+    from evoalign_lib import models
+    from evoalign_lib.study import measures
+    from evoalign_lib.tiny import recipe, task_of
 
     recipe(family, seed, out, steps=steps)
+    typer.echo(json.dumps(measures.get(task_of(f"{family}0")).describe(*models.load(out), family)))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evoalign_lib.study.runs import ARMS
+from evoalign_lib.arms import ARMS
 
 GIB = 2**30
 GPU_GIB = 80.0
@@ -306,7 +306,7 @@ class Work:
 
 
 def work(spec: Mapping[str, Any]) -> Work:
-    """What a training run of a spec of `runs.train_specs` generates at most.
+    """What a training run of a spec of `train_specs` generates at most.
 
     Raises:
         ValueError: an arm that does not exist.
@@ -508,7 +508,7 @@ def plan(
 
     Args:
         config: the model's, as for `shape`.
-        spec: of `runs.train_specs`, or a dictionary with the same settings: base, arm, task and the arm's own.
+        spec: of `train_specs`, or a dictionary with the same settings: base, arm, task and the arm's own.
         engine: "vllm" on GPUs, or "local" on CPU cores.
         gpus: GPUs for the run; 0 with engine "local".
         gpu_gib: memory of each GPU, GiB.
@@ -647,7 +647,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     """Print the plans of the training runs among specs, equal ones once, and refuse what cannot fit.
 
     Args:
-        specs: of runs that are about to be made, with their engine and gpus (see `runs.train_specs`); those that train
+        specs: of runs that are about to be made, with their engine and gpus (see `train_specs`); those that train
             nothing are left out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
         workers: processes of engine "local"; None: one a core.
 

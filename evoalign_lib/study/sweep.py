@@ -1,12 +1,7 @@
-"""Records of runs: specs, load-or-run, parameters of a notebook. What the runs themselves are is in `runs`.
+"""Load or run: records of specs that exist are loaded, the others are run now, in parallel processes.
 
-A run is a spec, a flat dictionary of everything that decides its result; its hash is its name. A finished run is one
-JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. Notebooks declare specs and get records back,
-loaded or run now; the cache is explicit and knows nothing of code: `ENGINE_VERSION`, which is part of every spec, is
-raised when a change of the library changes results.
-
-The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
-record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
+Notebooks declare specs and get records back. The cache is explicit and knows nothing of code: `ENGINE_VERSION`, which
+is part of every spec, is raised when a change of the library changes results.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import ledger, paths
+from evoalign_lib import arms, ledger, paths
 from evoalign_lib.records import (
     Record,
     Spec,
@@ -37,12 +32,7 @@ from evoalign_lib.records import (
     spec_hash,
     without_nonfinite,
 )
-from evoalign_lib.study import provenance
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from evoalign_lib.study import kinds, provenance, training, worlds
 
 
 class DryRun(Exception):
@@ -70,7 +60,7 @@ def load_or_run(
     At scale full the plans of the training runs that are missing are printed first (`preflight`), dry run
     or not: their memory, their work and an estimate of their time. A training run then has a folder of its own, named
     training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill
-    (see `runs.run_train`); its record then says how often it was started, `starts`.
+    (see `train.run`); its record then says how often it was started, `starts`.
 
     Args:
         specs: the runs.
@@ -104,7 +94,7 @@ def load_or_run(
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train" or not spec.get("arm", "es").startswith("es"):
+        if h not in hashes or spec["kind"] != "train" or arms.get(spec["arm"]).family != "es":
             raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
@@ -116,7 +106,7 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if missing and scale == "full":
-        from evoalign_lib.study import preflight, runs
+        from evoalign_lib.study import preflight
 
         preflight.check(missing, workers=workers)
     if dry_run and missing:
@@ -132,7 +122,7 @@ def load_or_run(
                     h = record["spec_hash"]
                     found[h] = append_record(target, record, keep.get(h))
                     if (folder := _training_folder(record["spec"], notebook)) is not None:
-                        runs.settle(folder)
+                        training.settle(folder)
     except KeyboardInterrupt as error:
         error.add_note(_STORED)
         raise
@@ -229,18 +219,18 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         return
     # one thread a process; set before the children import torch
     os.environ["OMP_NUM_THREADS"] = "1"
-    if any(spec.get("engine", "local") != "local" for spec in specs):
+    if not all(map(worlds.is_local, specs)):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
     commit, failure = provenance.commit(), None
     others = set(multiprocessing.active_children())
     # with another engine every run has a process of its own, which leaves nothing on a GPU
-    local = all(spec.get("engine", "local") == "local" for spec in specs)
+    local = all(map(worlds.is_local, specs))
     settings = {
         "mp_context": _server() if local else multiprocessing.get_context("spawn"),
         "max_tasks_per_child": None if local else 1,
         "initializer": _start_worker,
-        "initargs": (os.getpid(), dict(os.environ)),
+        "initargs": (os.getpid(), dict(os.environ), worlds.known_files()),
     }
     with ProcessPoolExecutor(workers, **settings) as pool:
         try:
@@ -305,9 +295,10 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _start_worker(parent: int, environment: Mapping[str, str]) -> None:
+def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str]) -> None:
     os.environ.clear()  # a server has that of the first sweep
     os.environ.update(environment)
+    worlds.know_files(known_files)
 
     import datasets
     from transformers.utils import logging
@@ -329,17 +320,16 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     """
     import torch
 
-    from evoalign_lib.study import runs
-
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), _core_seconds()
+    run_kind = kinds.get(spec["kind"]).run
     if spec["kind"] == "train":
         folder = _training_folder(spec, notebook)
-        result = runs.run_train(spec, keep, folder)
-        if folder is not None and (started := len(folder.joinpath("starts.txt").read_text().splitlines())) > 1:
+        result = run_kind(spec, keep, folder)
+        if folder is not None and (started := training.starts(folder)) > 1:
             result["starts"] = started  # the times below are those of the last one
     else:
-        result = runs.RUNNERS[spec["kind"]](spec)
+        result = run_kind(spec)
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(_core_seconds() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)

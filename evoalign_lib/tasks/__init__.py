@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-
 class Task(NamedTuple):
     """Where the parts of a task are: modules by name, imported when they are asked for."""
 

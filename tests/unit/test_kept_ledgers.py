@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from evoalign_lib import ledger, paths
 from evoalign_lib.cli import app
 from evoalign_lib.records import read_records, spec_hash
-from evoalign_lib.study import runs, sweep
+from evoalign_lib.study import sweep
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.sweep import load_or_run
 
 SETTINGS = {
@@ -27,7 +29,7 @@ SETTINGS = {
 
 
 def specs(scale: str = "tiny") -> list[dict]:
-    return runs.train_specs("es", ["A0"], range(2), SETTINGS, scale)
+    return train_specs("es", ["A0"], range(2), SETTINGS, scale)
 
 
 def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
@@ -109,7 +111,7 @@ def test_a_forced_run_keeps_its_own_beside(folder):
 
 def test_what_cannot_be_kept_is_refused_before_any_run(folder):
     one, other = specs()
-    base = runs.base_specs(["A0"], SETTINGS, "tiny")[0]
+    base = base_specs(["A0"], SETTINGS, "tiny")[0]
     for all_of_them, wrong in (([one], other), ([one, base], base)):
         with pytest.raises(ValueError, match="keep_ledgers holds a spec that is no run of ES among the specs: {"):
             load_or_run(all_of_them, "nb", "tiny", keep_ledgers=[wrong])

@@ -17,7 +17,8 @@ from evoalign_lib import tiny
 from evoalign_lib.analysis import gradient as enumerated
 from evoalign_lib.analysis import kl
 from evoalign_lib.engines.decode import Decoder
-from evoalign_lib.study import runs, sweep
+from evoalign_lib.study import sweep
+from evoalign_lib.study.kinds.kl import kl_specs
 
 END, LENGTH, VOCABULARY = 0, 3, 8
 PROMPTS = [[2, 3, 4], [5, 2], [3, 3, 6, 7]]
@@ -660,8 +661,8 @@ SETTINGS = {"max_completion_length": 16, "kl_problems": 8, "kl_samples": 4}
 
 @pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
 def test_the_record_of_the_estimators():
-    spec, other = runs.kl_specs("A0", 0.01, 2, SETTINGS, "smoke")
-    [far] = runs.kl_specs("A0", 0.03, 1, SETTINGS, "smoke")
+    spec, other = kl_specs("A0", 0.01, 2, SETTINGS, "smoke")
+    [far] = kl_specs("A0", 0.03, 1, SETTINGS, "smoke")
     one, again, second, moved = (sweep.run(s, "nb", "commit")["kl"] for s in (spec, spec, other, far))
     json.dumps(one, allow_nan=False)
     assert one == again and one != second
@@ -671,4 +672,4 @@ def test_the_record_of_the_estimators():
     assert one["k2_gradient_token_cosine"] == pytest.approx(1, abs=1e-4) and one["k1_gradient_token_cosine"] is None
     assert -1 <= one["k3_gradient_sequence_cosine"] <= 1
     with pytest.raises(ValueError, match="kl_samples=3 must be even"):
-        runs.kl_specs("A0", 0.01, 1, SETTINGS | {"kl_samples": 3}, "smoke")
+        kl_specs("A0", 0.01, 1, SETTINGS | {"kl_samples": 3}, "smoke")

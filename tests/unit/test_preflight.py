@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from evoalign_lib import paths, tiny
+from evoalign_lib import arms, paths, tiny
 from evoalign_lib.records import append_record, spec_hash
-from evoalign_lib.study import parameters, preflight, runs, sweep
+from evoalign_lib.study import parameters, preflight, sweep
+from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.preflight import GIB, CannotCount, DoesNotFit, plan, shape
 
 # the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
@@ -464,7 +465,7 @@ def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     wanted |= {"sigma": 0.01, "alpha": 0.01, "learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
     wanted |= {"prompts": 16, "batch_size": 8, "epochs": 2}
     config = AutoConfig.from_pretrained(tmp_path / "A0")
-    for arm in runs.ARMS:
-        (spec,) = runs.train_specs(arm, [str(tmp_path / "A0")], [0], wanted, "full")
+    for arm in arms.ARMS:
+        (spec,) = train_specs(arm, [str(tmp_path / "A0")], [0], wanted, "full")
         assert plan(config, spec, engine="local", gpus=0, host_gib=8).fits
         assert plan(config, spec, gpus=2).fits

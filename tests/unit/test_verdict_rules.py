@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, tiny
+from evoalign_lib import arms, claims, tiny
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims import evaluate, evaluate_together
 from evoalign_lib.claims.rules import Finding, check_rule
 from evoalign_lib.records import pack_bits, pack_counts
-from evoalign_lib.study import runs
+from evoalign_lib.study.kinds.train import sweep_specs, train_specs
 from evoalign_lib.study.measures import conciseness as conciseness_runs
 
 PROBLEMS = 200
@@ -40,8 +40,8 @@ def _spec(arm: str, base: str, seed: int, **more: object) -> dict:
     """The spec of a run, as the notebooks make it; `more` holds fields that it sets or has besides."""
     wanted = FIXED[_family(arm)] | TUNED[_family(arm)] | more
     # other arms, and other bases, have the same fields
-    known, shipped = (arm if arm in runs.ARMS else _family(arm)), (base if base in tiny.SHIPPED else "A0")
-    (spec,) = runs.train_specs(known, [shipped], [seed], wanted, "tiny")
+    known, shipped = (arm if arm in arms.ARMS else _family(arm)), (base if base in tiny.SHIPPED else "A0")
+    (spec,) = train_specs(known, [shipped], [seed], wanted, "tiny")
     return spec | more | {"arm": arm, "base": base, "base_digest": f"digest of {base}"}
 
 
@@ -73,7 +73,7 @@ def _runs(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int =
 def _sweep(arm: str, base: str = "A0", best: dict | None = None, choices: list[dict] | None = None) -> list[dict]:
     """A sweep that `best` wins; by default the whole one, won by the tuned setting."""
     records = []
-    for spec in runs.sweep_specs(arm, base, FIXED[arm], "tiny", choices):
+    for spec in sweep_specs(arm, base, FIXED[arm], "tiny", choices):
         won = all(spec[name] == value for name, value in (best or TUNED[arm]).items())
         curve = {"validation_greedy": [0.1, 0.2, 0.3 if won else 0.2]}
         spec |= {"base_digest": f"digest of {base}"}
@@ -125,7 +125,7 @@ def test_a_sweep_that_is_not_finished_names_no_winner() -> None:
 
 def test_of_equal_scores_the_first_setting_of_the_sweep_wins_in_any_order() -> None:
     level = [r | {"curve": {"validation_greedy": [0.2] * 3}} for r in _sweep("es")]
-    first = runs.SWEEP["es"][0]
+    first = arms.SWEEP["es"][0]
     records = [*_runs("es", 60, **first), *_runs("es_sampled", 50, **first)]
     for sweep in (level, level[::-1]):
         assert _evaluate("C31", [*sweep, *records]).n == 16
@@ -551,7 +551,7 @@ def test_regret(es: int, grpo: int, expected: str) -> None:
 
 def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all_have() -> None:
     records = _transfer({"es": 50, "grpo": 40}, {"es": 50, "grpo": 70})
-    of_sweep = [r for r in records if r["spec"]["base"] == "A2" and r["spec"]["seed"] == runs.SWEEP_SEED]
+    of_sweep = [r for r in records if r["spec"]["base"] == "A2" and r["spec"]["seed"] == arms.SWEEP_SEED]
     verdict = _evaluate("C9", [r for r in records if r is not of_sweep[0]])
     assert (verdict.verdict, verdict.text) == (
         "open",
@@ -566,7 +566,7 @@ def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all
 def test_regret_over_other_settings_than_the_declared_ones_is_refused() -> None:
     records = _transfer({"es": 50, "grpo": 40}, {"es": 50, "grpo": 70})
     choices = [*DECLARED["C9"]["rule"]["best"]["among"]["es"][:3], {"sigma": 0.03, "alpha": 0.02}]
-    of_sweep = {"base": "A1", "arm": "es", "seed": runs.SWEEP_SEED}.items()
+    of_sweep = {"base": "A1", "arm": "es", "seed": arms.SWEEP_SEED}.items()
     records = [r for r in records if not of_sweep <= r["spec"].items()] + _sweep("es", "A1", TUNED["es"], choices)
     with pytest.raises(
         ValueError, match=r"sweep of es on A1 has sigma and alpha \(0.03, 0.02\), which the claim does not"

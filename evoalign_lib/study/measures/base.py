@@ -105,3 +105,9 @@ class Measures:
             "t1": round(float(counts.mean()) / samples, 6),
             "t1_counts": pack_counts(counts),
         }
+
+    # ---- the tiny world
+
+    def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
+        """Return what a base that was just trained can do, for the reader of its recipe."""
+        raise NotImplementedError

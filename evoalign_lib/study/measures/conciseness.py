@@ -334,6 +334,39 @@ def _perturbed(engine: Any, what: str, sigma: float, draws: int):
             yield draw
 
 
+def _described(model: Any, tok: Any) -> dict[str, float]:
+    """Measure, and print examples of, what a base does with the questions of the test split.
+
+    Returns:
+        Shares of right answers and mean rewards: "greedy", "t1", "reward_greedy", "reward_t1", and of right answers of
+        each kind, greedily.
+    """
+    from evoalign_lib.engines.local import LocalEngine, Prompts
+
+    asked = questions.problems("test")
+    prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=questions.MAX_COMPLETION_LENGTH)
+    measured = {}
+    for name, samples in (("greedy", 0), ("t1", 8)):
+        rows = engine.generate("test", samples=samples, seed=0)
+        texts = [text for row in rows for text, _ in row]
+        tokens = [len(ids) - (ids[-1] in engine.eos_ids) for row in rows for _, ids in row]
+        again = asked * len(rows)
+        right = [conciseness.is_correct(text, p) for text, p in zip(texts, again, strict=True)]
+        questions = [p.question for p in again]
+        rewards = conciseness.reward(questions, texts, [p.answer for p in again])
+        measured[name], measured[f"reward_{name}"] = sum(right) / len(right), sum(rewards) / len(rewards)
+        limits = {"tokens": tokens, "max_tokens": questions.MAX_COMPLETION_LENGTH, "best_reward": 0.0}
+        print(hacking.hack_report(texts, prompts=questions, rewards=rewards, right=right, **limits))
+        print("  " + " | ".join(texts[:16]))
+        if name == "greedy":
+            measured |= {
+                kind: sum(right[i :: len(questions.KINDS)]) / len(asked) * len(questions.KINDS)
+                for i, kind in enumerate(questions.KINDS)
+            }
+    return {key: round(value, 4) for key, value in measured.items()}
+
+
 class _Conciseness(Measures):
     task = "conciseness"
     settings = ("measure", "questions", "noise_draws")
@@ -454,6 +487,10 @@ class _Conciseness(Measures):
             for sigma in noise_sigmas(spec["base"])[1]
         }
         return result | {"breaking": {sigma: round(float(np.mean(shares)), 5) for sigma, shares in broken.items()}}
+
+    def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
+        """Return what a base does with the questions of the test split."""
+        return _described(model, tokenizer)
 
 
 MEASURES = _Conciseness()

@@ -82,6 +82,19 @@ class _Countdown(Measures):
         validation = tiny.measure(engine, sets["validation"], "validation")
         return {"validation": validation} | super().base_outcome(spec, engine, sets)
 
+    def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
+        """Return `tiny.measure` on the validation set, for family H by the number of filler steps."""
+        from evoalign_lib.engines.local import LocalEngine, Prompts
+
+        chosen = tiny.problems("validation", 512)
+        measured = {}
+        for steps in tiny.FILLER_STEPS if family == "H" else (None,):
+            prompts = {"validation": Prompts(tiny.dataset(chosen, tokenizer, steps), tokenizer)}
+            longest = tiny.MAX_COMPLETION_LENGTH + (steps or 0)
+            engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
+            measured[steps] = tiny.measure(engine, chosen, "validation")
+        return measured if family == "H" else measured[None]
+
 
 def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:
     """The setting filler_steps where there is one: on the base that needs it, and on no other."""
