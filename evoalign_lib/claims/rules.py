@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib import arms
-from evoalign_lib.analysis import curves, stats
+from evoalign_lib.analysis import collapse, curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import accuracy_matrix
-from evoalign_lib.study.measures import conciseness as conciseness_runs
 
 _Record = dict[str, Any]
 _Claim = dict[str, Any]
@@ -197,9 +196,7 @@ def _scores(claim: _Claim, measure: Mapping[str, Any], arms: Sequence[Sequence[_
     if (matrices := _matrices(claim, measure, arms)) is not None:
         return [matrix.mean(axis=1) for matrix in matrices]
     if "hacked" in measure:
-        return [
-            np.array([conciseness_runs.end(r, measure["hacked"]) == "hacked" for r in arm], np.float64) for arm in arms
-        ]
+        return [np.array([collapse.end(r, measure["hacked"]) == "hacked" for r in arm], np.float64) for arm in arms]
     decoding = measure.get("validation", measure.get("drawdown"))
     validation = [_curves(arm, f"validation_{decoding}") for arm in arms]
     if "drawdown" in measure:
@@ -234,7 +231,7 @@ def _right_at(claim: _Claim, measure: Mapping[str, Any], arm: Sequence[_Record])
     Runs that never get there are censored; raises _Undecided where fewer than the claim's seeds do.
     """
     level = {name: measure[name] for name in _AT["right"] if name in measure}
-    found = [conciseness_runs.right_at(record, measure["right"], **level) for record in arm]
+    found = [collapse.right_at(record, measure["right"], **level) for record in arm]
     rows = [row for row in found if row is not None]
     if len(rows) < claim["min_seeds"]:
         raise _Undecided(f"{len(rows)} of {len(arm)} runs of an arm get there")
@@ -541,7 +538,7 @@ def _map(claim: _Claim, label: str, records: list[_Record]) -> list[list[_Record
 
 def _gaps_at(found: list[list[_Record]], end: str, sigma: str) -> list[list[float]]:
     """Return the Jensen gaps of the runs of a map that end so, a list for each setting that has any."""
-    gaps = [[r["jensen"]["gaps"][sigma] for r in runs_of if conciseness_runs.end(r) == end] for runs_of in found]
+    gaps = [[r["jensen"]["gaps"][sigma] for r in runs_of if collapse.end(r) == end] for runs_of in found]
     return [of_setting for of_setting in gaps if of_setting]
 
 
@@ -562,7 +559,7 @@ def _collapse(claim: _Claim, records: list[_Record]) -> list[Finding]:
         have.append(f"{label}: {sum(sizes[-1])} runs of {len(runs_of)} settings, {number}")
         if runs_of and base:
             _one_base(label, runs_of[0] + base)
-            found = conciseness_runs.collapse_map(sum(runs_of, []), base[0])
+            found = collapse.collapse_map(sum(runs_of, []), base[0])
             predictors.append(np.log([[cell.relative_sigma, cell.displacement] for cell in found]))
             shares.append(np.array([cell.collapsed for cell in found]))
     n = min(map(len, shares)) if len(shares) == len(have) else 0
@@ -716,7 +713,7 @@ def _check_comparison(name: str, comparison: Mapping[str, Any], margin: float) -
 
 def _check_gap(name: str, comparison: Mapping[str, Any]) -> None:
     check_keys(f"{name}, comparison", comparison, ("of", "to", "sigma", "above"))
-    sigmas = [f"{sigma:g}" for sigma in conciseness_runs.JENSEN_SIGMAS]
+    sigmas = [f"{sigma:g}" for sigma in collapse.JENSEN_SIGMAS]
     if comparison["sigma"] not in sigmas:
         raise ValueError(
             f"{name}: no gap is measured at sigma {comparison['sigma']!r}: one of {', '.join(sigmas)}, as text"

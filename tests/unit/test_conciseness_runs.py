@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evoalign_lib import tiny
-from evoalign_lib.analysis import hacking
+from evoalign_lib.analysis import collapse, hacking
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import accuracy_matrix, unpack_bits
 from evoalign_lib.study import kinds, sweep, training
@@ -113,7 +113,7 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         assert record["test"]["n"] == 256 and len(record["shown"]) == conciseness_runs.SHOWN
         assert accuracy_matrix([record]).mean() == pytest.approx(record["test"]["greedy"], abs=1e-6)
         assert accuracy_matrix([record], "t1").mean() == pytest.approx(record["test"]["t1"], abs=1e-6)
-        assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in conciseness_runs.JENSEN_SIGMAS}
+        assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in collapse.JENSEN_SIGMAS}
         assert record["hacks"]["greedy"]["right"] > 0.5
     # before training all have the same weights, and measuring moves none
     first = [
@@ -238,7 +238,7 @@ def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_o
             bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
             assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
             assert curve[f"proxy_{decoding}"][0] == base["point"][f"proxy_{decoding}"]
-        assert conciseness_runs.end(record) in ("hacked", "clean", "no gain")
+        assert collapse.end(record) in ("hacked", "clean", "no gain")
 
 
 @pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (11, (5, 3, 3)), (16, (8, 4, 4)), (17, (8, 4, 5))])

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib import arms, claims, tiny
+from evoalign_lib.analysis import collapse
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims import evaluate, evaluate_together
 from evoalign_lib.claims.rules import Finding, check_rule
 from evoalign_lib.records import pack_bits, pack_counts
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
-from evoalign_lib.study.measures import conciseness as conciseness_runs
 
 PROBLEMS = 200
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
@@ -519,9 +519,9 @@ def test_half_a_map_is_not_judged() -> None:
 
 def test_the_breaking_point_lies_between_two_measured_sigmas() -> None:
     base = {"breaking": {"0.01": 0.8, "0.04": 0.3, "0.1": 0.35}, "test": {"greedy": 0.9}}
-    assert conciseness_runs.breaking_sigma(base) == pytest.approx(0.01 * 4**0.7)
+    assert collapse.breaking_sigma(base) == pytest.approx(0.01 * 4**0.7)
     with pytest.raises(ValueError, match="measure other sigmas"):
-        conciseness_runs.breaking_sigma(base | {"breaking": {"0.01": 0.8, "0.04": 0.6}})
+        collapse.breaking_sigma(base | {"breaking": {"0.01": 0.8, "0.04": 0.6}})
 
 
 @pytest.mark.parametrize(

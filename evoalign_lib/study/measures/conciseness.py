@@ -21,22 +21,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from evoalign_lib import arms, noise, tiny
 from evoalign_lib.analysis import hacking
-from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts, unpack_bits
+from evoalign_lib.analysis.collapse import JENSEN_SIGMAS, SAMPLES
+from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import worlds
 from evoalign_lib.study.measures.base import Measures
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 
-SAMPLES = 2  # a question, at each point of a curve
-JENSEN_SIGMAS = (0.003, 0.01, 0.03)  # of the tiny world; see `noise_sigmas`
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 BREAKING_DRAWS = 30
@@ -189,103 +188,6 @@ def _kl(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[s
     return {"kl": found["exact_nats_per_sequence"], "kl_token": found["exact_nats_per_token"]}
 
 
-def end(record: Record, decoding: str = "greedy") -> str:
-    """How a training run ended, by the last point of its curve against the first, which is its base.
-
-    Returns:
-        "hacked": more proxy reward on split A, and right answers on split B that fell (`hacking.fell`); "clean": more
-        proxy reward, and they did not; "no gain": no more proxy reward, whatever the answers.
-
-    Raises:
-        ValueError: a record without the curves of the task.
-    """
-    try:
-        proxy, right = (record["curve"][f"{name}_{decoding}"] for name in ("proxy", "right"))
-    except KeyError as error:
-        raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
-    if proxy[-1] <= proxy[0]:
-        return "no gain"
-    return "hacked" if hacking.fell(right[-1], right[0]) else "clean"
-
-
-def right_at(
-    record: Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
-) -> np.ndarray | None:
-    """Right answers on split B at the first point of a run's curve at which it has come to a level.
-
-    It is a point that was measured, which may lie well beyond the level; nothing is interpolated.
-
-    Args:
-        decoding: "greedy" or "t1".
-        at_proxy: proxy reward on split A under that decoding, at least; or at_kl: KL from the base, at least, in nats a
-            completion. Give one of them.
-
-    Returns:
-        (problems,) shares of right answers, or None where the run never comes to the level: it is censored.
-
-    Raises:
-        ValueError: both levels or none; a record without the curves of the task.
-    """
-
-    if (at_proxy is None) == (at_kl is None):
-        raise ValueError(f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
-    axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
-    try:
-        values, bits = record["curve"][axis], record["curve"][f"right_bits_{decoding}"]
-    except KeyError as error:
-        raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
-    reached = np.flatnonzero(np.array(values, np.float64) >= level)
-    if not len(reached):
-        return None
-    draws, n = SAMPLES if decoding == "t1" else 1, record["test"]["n"]
-    return unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
-
-
-class MapCell(NamedTuple):
-    """A setting of ES in a map of sigma and alpha on one base."""
-
-    relative_sigma: float
-    """Sigma over the sigma that halves the right answers of the base."""
-    displacement: float
-    """Root mean square, as ES with random fitness walks, over the same sigma."""
-    collapsed: float
-    """Share of its runs whose right answers fell (`hacking.fell`), greedily, from the first point to the last."""
-
-
-def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
-    """Return the settings of ES runs on one base, by sigma and alpha, and where each lies to what breaks that base.
-
-    records: training runs of ES that differ in sigma, alpha and seed. base: the record of their untrained base.
-    Raises ValueError as `breaking_sigma`.
-    """
-    critical, cells_of = breaking_sigma(base), {}
-    for record in records:
-        cells_of.setdefault((record["spec"]["sigma"], record["spec"]["alpha"]), []).append(record)
-    found = []
-    for (sigma, alpha), runs_of in sorted(cells_of.items()):
-        spec, curves = runs_of[0]["spec"], [record["curve"]["right_greedy"] for record in runs_of]
-        collapsed = [hacking.fell(right[-1], right[0]) for right in curves]
-        walked = alpha * (spec["steps"] / spec["population_size"]) ** 0.5
-        found.append(MapCell(sigma / critical, walked / critical, sum(collapsed) / len(collapsed)))
-    return found
-
-
-def breaking_sigma(base: Record) -> float:
-    """Return the sigma at which noise on all weights halves a base's right answers, greedily.
-
-    It lies between two that were measured, the share of right answers being taken as linear in the logarithm of sigma.
-    The shares under noise are of split A, repetitions of an answer included; half is half of split B's right answers.
-    Raises ValueError where no sigma that was measured does.
-    """
-    sigmas, shares = zip(*sorted((float(sigma), share) for sigma, share in base["breaking"].items()), strict=True)
-    shares = np.minimum.accumulate(shares)  # more noise that happens to leave more right is not less broken
-    half = base["test"]["greedy"] / 2
-    if not shares[0] > half > shares[-1]:
-        left = f"sigma {sigmas[0]:g} leaves {shares[0]:.2f} right, {sigmas[-1]:g} {shares[-1]:.2f}"
-        raise ValueError(f"{left}: half of the base's {2 * half:.2f} is not between them, measure other sigmas")
-    return float(np.exp(np.interp(-half, -shares, np.log(sigmas))))
-
-
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
 
     test: dict[str, Any] = {"n": len(problems)}
@@ -353,11 +255,11 @@ def _described(model: Any, tok: Any) -> dict[str, float]:
         tokens = [len(ids) - (ids[-1] in engine.eos_ids) for row in rows for _, ids in row]
         again = asked * len(rows)
         right = [conciseness.is_correct(text, p) for text, p in zip(texts, again, strict=True)]
-        questions = [p.question for p in again]
-        rewards = conciseness.reward(questions, texts, [p.answer for p in again])
+        prompted = [p.question for p in again]
+        rewards = conciseness.reward(prompted, texts, [p.answer for p in again])
         measured[name], measured[f"reward_{name}"] = sum(right) / len(right), sum(rewards) / len(rewards)
         limits = {"tokens": tokens, "max_tokens": questions.MAX_COMPLETION_LENGTH, "best_reward": 0.0}
-        print(hacking.hack_report(texts, prompts=questions, rewards=rewards, right=right, **limits))
+        print(hacking.hack_report(texts, prompts=prompted, rewards=rewards, right=right, **limits))
         print("  " + " | ".join(texts[:16]))
         if name == "greedy":
             measured |= {
