@@ -31,13 +31,13 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
     if base in tiny.SHIPPED and tiny.task_of(base) != task:
         known = [name for name in tiny.SHIPPED if tiny.task_of(name) == task]
         raise ValueError(
-            f"base {base!r} has read no {task}, only {tiny.task_of(base)}: set task={tiny.task_of(base)!r}, or take "
-            f"one of {', '.join(known) or 'your own models'}."
+            f"base {base!r} was trained for the task {tiny.task_of(base)!r}, not {task!r}: set "
+            f"task={tiny.task_of(base)!r}, or take one of {', '.join(known) or 'your own models'}."
         )
     for other in tasks.TASKS.keys() - {task}:
         for name in measures.get(other).settings:
             if settings.get(name):
-                raise ValueError(f"{name}={settings[name]!r}: {task} has no such thing, set task={other!r}.")
+                raise ValueError(f"{name}={settings[name]!r}: task {task!r} has no such setting, set task={other!r}.")
     return _common(kind, task, base, scale) | measure.spec_fields(base, settings)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
@@ -11,7 +12,7 @@ from evoalign_lib import tiny
 from evoalign_lib.analysis import collapse, hacking
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import accuracy_matrix, unpack_bits
-from evoalign_lib.study import kinds, sweep, training
+from evoalign_lib.study import kinds, sweep, training, worlds
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.published import published_specs
@@ -74,7 +75,9 @@ def test_specs_say_task_and_measure_and_refuse_what_cannot_be():
     ]:
         with pytest.raises(ValueError, match=message):
             train_specs("es", ["B0"], [0], ES | changed, "tiny")
-    with pytest.raises(ValueError, match="base 'A0' has read no questions: take one of B0, B1, B2"):
+    with pytest.raises(
+        ValueError, match="base 'A0' was trained for the task 'countdown', not 'conciseness': .* take one of B0, B1, B2"
+    ):
         train_specs("es", ["A0"], [0], ES, "tiny")
     with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
         train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
@@ -152,7 +155,7 @@ def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for()
 
 
 def test_a_sweep_would_choose_by_the_proxy_and_is_refused():
-    with pytest.raises(ValueError, match="validates by a reward of length"):
+    with pytest.raises(ValueError, match="conciseness validates by a proxy"):
         sweep_specs("es", "B0", ES, "tiny")
 
 
@@ -281,12 +284,17 @@ def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
     own.write_bytes(before)
     assert training.world(spec)
     own.unlink()
-    remedy = f"set the environment variable EVOALIGN_QUESTIONS_{digest} to that path"
-    with pytest.raises(FileNotFoundError, match=remedy):
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}...: {own} is gone. Make the specs again"):
         training.world(spec)
-    monkeypatch.delenv(f"EVOALIGN_QUESTIONS_{digest}")
-    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}... is not known here.*{remedy}"):
+    monkeypatch.setattr(worlds, "_FILES", {})
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}...: this process was not told where it is"):
         training.world(spec)
+
+
+def test_making_a_spec_changes_no_environment(model, own):
+    before = dict(os.environ)
+    assert train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(
@@ -298,8 +306,8 @@ def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
         ({"test_problems": 5}, "test_problems=5: there are 4 test questions"),
         ({"curve_points": 40}, "curve_points=40 with 4 test questions .* set curve_points or test_problems lower"),
         ({"measure": "words"}, "measure='words': use one of strict, released"),
-        ({"task": "countdown"}, "questions=.*: Countdown has no such thing, set task='conciseness'"),
-        ({"task": "countdown", "questions": None}, "noise_draws=1: Countdown has no such thing"),
+        ({"task": "countdown"}, "questions=.*: task 'countdown' has no such setting, set task='conciseness'"),
+        ({"task": "countdown", "questions": None}, "noise_draws=1: task 'countdown' has no such setting"),
     ],
 )
 def test_what_a_run_on_own_questions_cannot_have_is_refused_before_it(model, own, changed, message):
