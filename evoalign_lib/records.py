@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib import paths
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -180,6 +182,34 @@ def _is_json(text: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+def run_folder(notebook: str, scale: str) -> Path:
+    """Where a fresh run writes: the folder EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
+    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
+
+
+def ledger_file(record: Record) -> Path:
+    """Where the ledger lies that was kept with a record: among the committed ones, or below the run folder.
+
+    Raises:
+        ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
+    """
+    spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
+    if "ledger" not in record:
+        raise ValueError(
+            f"the record {record['spec_hash']} of {record['notebook']} ({run_name(spec)}) was made without keeping "
+            "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
+        )
+    beside = run_folder(record["notebook"], spec["scale"]) / "results"
+    found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
+    for path in found:
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["ledger"]["sha256"]:
+            return path
+    raise ValueError(
+        f"the ledger of the record {record['spec_hash']} (SHA-256 {record['ledger']['sha256']:.16}...) is neither "
+        f"{found[0]} nor {found[1]}: restore it from git, or delete the record's line to run its spec again."
+    )
 
 
 # ---- results, packed problem by problem

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib.records import Record, Spec
+from evoalign_lib.records import Spec
 from evoalign_lib.study import gradients, measures, training, worlds
 
 
-def run(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
-    """Return the record of filtered fine-tuning; it starts anew after a kill.
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Fine-tune on the right answers among the base's samples (see `grpo.filtered_sft`), and yield the model.
 
-    place, lasting, errors: as `gradients.launched`. keep: it has no ledger.
+    Arguments as `evolution.train`. It has no ledger, and starts anew after a kill.
     """
-    return gradients.launched(spec, place, lasting, "evoalign_lib.study.baselines", fine_tuned)
-
-
-def fine_tuned(spec: Spec, place: Path, lasting: bool) -> Record:
-    """Fine-tune on the right answers among the base's samples (rejection sampling); see `grpo.filtered_sft`."""
     import trl
     from transformers import PrinterCallback
 
@@ -72,8 +68,4 @@ def fine_tuned(spec: Spec, place: Path, lasting: bool) -> Record:
     budget |= {"core_seconds": round(core_seconds, 2)}
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
-        return result | worlds.plan(spec, engine) | training.outcome(spec, engine, start, sets, progress.diverged)
-
-
-if __name__ == "__main__":
-    gradients.main(fine_tuned, *sys.argv[1:])
+        yield training.Trained(engine, start, sets, result | worlds.plan(spec, engine), progress.diverged)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evoalign_lib import arms, ledger
-from evoalign_lib.records import Record, Spec
+from evoalign_lib.records import Spec
 from evoalign_lib.study import measures, training, worlds
 
 
-def run(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
-    """Return the record of a training run by an ES arm.
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Train by an ES arm, and yield the model.
 
     Args:
         spec: of kind "train".
@@ -35,7 +36,7 @@ def run(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Rec
         budget = spent(es)
         budget["core_seconds"] = round(budget["core_seconds"], 2)
         result = {"budget": budget, "counts": dict(es.counts), "plan": engine.plan, "curve": progress.curve}
-        return result | kept | training.outcome(spec, engine, start, sets, progress.diverged)
+        yield training.Trained(engine, start, sets, result | kept, progress.diverged)
 
 
 def spent(es: Any) -> dict[str, Any]:

@@ -1,96 +1,27 @@
-"""Runs of the arms that TRL trains, measured by an engine of ours along the way.
-
-With another engine than the local one they run in processes of their own, one for each GPU;
-`python -m evoalign_lib.study.gradients` is the program of each (see `grpo` for what they share).
-"""
+"""Runs of the arms that TRL trains, measured by an engine of ours along the way."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evoalign_lib import arms, files
+from evoalign_lib import arms
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import measures, training, worlds
 
 
-def run(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
-    """Return the record of a training run by a gradient arm; its errors and arguments are those of `launched`.
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Train by one of TRL's trainers in this process (see `grpo`), and yield the model.
 
-    keep: gradient arms have no ledger.
+    Arguments as `evolution.train`; keep: gradient arms have no ledger. With `lasting` the model stays in the folder.
     """
-    return launched(spec, place, lasting, "evoalign_lib.study.gradients", trained)
-
-
-def launched(
-    spec: Spec, place: Path, lasting: bool, program: str, train: Callable[[Spec, Path, bool], Record]
-) -> Record:
-    """Train in this process with the local engine; with another one in processes of their own, one a GPU.
-
-    Args:
-        spec: of kind "train".
-        place: folder to work in.
-        lasting: whether checkpoints and logs stay there, and the run goes on from what is there.
-        program: the module whose `main` the processes run.
-        train: what they run, of spec, place and lasting.
-
-    Raises:
-        RuntimeError: the processes failed; the message has the end of what they wrote, and says where all of it is.
-    """
-    if worlds.is_local(spec):
-        return train(spec, place, lasting)
-    asked, result = place / "spec.json", place / "result.json"
-    asked.write_text(json.dumps({"spec": spec, "files": worlds.known_files()}))
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m"]
-    if (gpus := spec["gpus"]) > 1:
-        config = Path(__file__).parents[1] / "accelerate.yaml"
-        command += ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(gpus), "-m"]
-    command += [program, str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
-    if seen and len(devices) < gpus:
-        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
-    log = place / "log.txt"
-    with open(log, "ab") as file:
-        begun = file.tell()
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code or not result.is_file():
-        lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
-        # of several processes what one that failed said, and not what their launcher says of it
-        failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
-        end = [line for line in lines if failed is None or line.startswith(failed)][-30:]
-        where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
-        raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
-    return json.loads(result.read_text())
-
-
-def main(train: Callable[[Spec, Path, bool], Record], place: str, driver: str, *lasting: str) -> None:
-    """Run one process of a launched run: read the spec, train, and write the result if it is the first process."""
-    from evoalign_lib.engines.local import end_with
-
-    end_with(int(driver))
-    folder = Path(place)
-    asked = json.loads((folder / "spec.json").read_text())
-    worlds.know_files(asked["files"])
-    result = train(asked["spec"], folder, bool(lasting))
-    if os.environ.get("RANK", "0") == "0":
-        files.replace_text(folder / "result.json", json.dumps(result))
-
-
-def trained(spec: Spec, place: Path, lasting: bool) -> Record:
-    """Run one of TRL's trainers in this process; see `grpo`."""
     import trl
 
     model, tokenizer, sets = training.world(spec)
@@ -101,7 +32,7 @@ def trained(spec: Spec, place: Path, lasting: bool) -> Record:
         training.take_weights(engine, model)
         del model  # and with it the trainer's optimiser, which may have filled a GPU
         gc.collect()
-        return result | {"trl": trl.__version__} | training.outcome(spec, engine, start, sets, diverged)
+        yield training.Trained(engine, start, sets, result | {"trl": trl.__version__}, diverged)
 
 
 def _train(
@@ -192,7 +123,3 @@ def device_settings(spec: Spec) -> dict[str, bool]:
     elsewhere = not worlds.is_local(spec) and gpus
     # said only where TRL would find out something else by itself
     return {"use_cpu": True} if not elsewhere and (gpus or grpo.processes() > 1) else {}
-
-
-if __name__ == "__main__":
-    main(trained, *sys.argv[1:])

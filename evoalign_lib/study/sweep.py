@@ -6,7 +6,6 @@ is part of every spec, is raised when a change of the library changes results.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import multiprocessing
 import os
@@ -26,8 +25,10 @@ from evoalign_lib.records import (
     Record,
     Spec,
     append_record,
+    ledger_file,
     read_records,
     record_line,
+    run_folder,
     run_name,
     spec_hash,
     without_nonfinite,
@@ -152,29 +153,6 @@ def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
     return text
 
 
-def ledger_file(record: Record) -> Path:
-    """Where the ledger lies that was kept with a record: among the committed ones, or below the run folder.
-
-    Raises:
-        ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
-    """
-    spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
-    if "ledger" not in record:
-        raise ValueError(
-            f"the record {record['spec_hash']} of {record['notebook']} ({run_name(spec)}) was made without keeping "
-            "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
-        )
-    beside = run_folder(record["notebook"], spec["scale"]) / "results"
-    found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
-    for path in found:
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["ledger"]["sha256"]:
-            return path
-    raise ValueError(
-        f"the ledger of the record {record['spec_hash']} (SHA-256 {record['ledger']['sha256']:.16}...) is neither "
-        f"{found[0]} nor {found[1]}: restore it from git, or delete the record's line to run its spec again."
-    )
-
-
 def check_ledger(record: Record) -> ledger.Report:
     """Replay the ledger kept with a record: chain, every digest, and the record's own digest of the last weights.
 
@@ -189,11 +167,6 @@ def check_ledger(record: Record) -> ledger.Report:
             f"{record['ledger']['weights']:.16}...: restore both from git."
         )
     return report
-
-
-def run_folder(notebook: str, scale: str) -> Path:
-    """Where a fresh run writes: the folder EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
-    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
 
 
 _STORED = "finished runs are stored: call again for the rest"

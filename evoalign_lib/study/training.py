@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,13 +53,24 @@ def take_weights(engine: Any, model: Any) -> None:
         tensor.copy_(parameters[name].detach())
 
 
-def outcome(
-    spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list], diverged: Sequence[int] = ()
-) -> Record:
-    """Return what is measured of every trained model, and the first step after which a weight was not finite.
+class Trained(NamedTuple):
+    """A model that was trained just now; whoever asked for it closes its engine."""
 
-    start: flat float32 weights of the base, as the engine has them.
-    """
+    engine: Any
+    """has its weights, and decodes the problems of the sets"""
+    start: np.ndarray
+    """flat float32 weights that it was trained from, as the engine has them"""
+    sets: Mapping[str, list]
+    """problems of each split"""
+    result: Record
+    """what its record has so far"""
+    diverged: Sequence[int]
+    """steps after which a weight was not finite"""
+
+
+def outcome(spec: Spec, trained: Trained) -> Record:
+    """Return what is measured of every trained model, and the first step after which a weight was not finite."""
+    engine, start, sets, _, diverged = trained
     # in blocks: all at once it would take 12 bytes a weight
     blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])

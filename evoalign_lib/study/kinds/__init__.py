@@ -15,6 +15,7 @@ KINDS: dict[str, str] = {
     "audit": "evoalign_lib.study.kinds.audit",
     "estimator": "evoalign_lib.study.kinds.estimator",
     "kl": "evoalign_lib.study.kinds.kl",
+    "decoding": "evoalign_lib.study.kinds.decoding",
     "published": "evoalign_lib.study.kinds.published",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""

@@ -1,23 +1,33 @@
-"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and who trains each family."""
+"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and who trains each family.
+
+With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU. This
+module is the program of each of them (see `grpo` for what they share).
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, grpo
+from evoalign_lib import arms, files, grpo
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.records import MAX_CURVE, Record, Spec
-from evoalign_lib.study import measures, specs, training
+from evoalign_lib.study import measures, specs, training, worlds
 
 FAMILIES: dict[str, str] = {
     "es": "evoalign_lib.study.evolution",
     "gradient": "evoalign_lib.study.gradients",
     "sft": "evoalign_lib.study.baselines",
 }
-"""Who trains the arms of a family (`arms.Arm.family`): modules with `run(spec, place, lasting, keep)`."""
+"""Who trains the arms of a family (`arms.Arm.family`): modules with a context `train(spec, place, lasting, keep)`."""
 
 
 def train_specs(
@@ -107,6 +117,69 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
     Raises:
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
-    train = import_module(FAMILIES[arms.get(spec["arm"]).family]).run
     with training.workplace(folder) as place:
-        return train(spec, place, folder is not None, keep)
+        if worlds.is_local(spec) or arms.get(spec["arm"]).family == "es":  # an ES run drives its engine from here
+            return _measured(spec, place, folder is not None, keep)
+        return _launched(spec, place, folder is not None)
+
+
+def trained(
+    spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None
+) -> AbstractContextManager[training.Trained]:
+    """Train as a spec says; the model is there as long as the context lasts. Arguments as `evolution.train`."""
+    return import_module(FAMILIES[arms.get(spec["arm"]).family]).train(spec, place, lasting, keep)
+
+
+def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
+    with trained(spec, place, lasting, keep) as found:
+        return found.result | training.outcome(spec, found)
+
+
+def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
+    """Train in processes of their own, one for each GPU, which see no other GPUs.
+
+    Raises:
+        RuntimeError: they failed; the message has the end of what they wrote, and says where all of it is.
+    """
+    asked, result = place / "spec.json", place / "result.json"
+    asked.write_text(json.dumps({"spec": spec, "files": worlds.known_files()}))
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m"]
+    if (gpus := spec["gpus"]) > 1:
+        config = Path(__file__).parents[2] / "accelerate.yaml"
+        command += ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(gpus), "-m"]
+    command += ["evoalign_lib.study.kinds.train", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
+    if seen and len(devices) < gpus:
+        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
+    log = place / "log.txt"
+    with open(log, "ab") as file:
+        begun = file.tell()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code or not result.is_file():
+        lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
+        # of several processes what one that failed said, and not what their launcher says of it
+        failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
+        end = [line for line in lines if failed is None or line.startswith(failed)][-30:]
+        where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
+        raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
+    return json.loads(result.read_text())
+
+
+def _main(place: str, driver: str, *lasting: str) -> None:
+    """One process of a launched run: read the spec, train, and write the result if it is the first process."""
+    from evoalign_lib.engines.local import end_with
+
+    end_with(int(driver))
+    folder = Path(place)
+    asked = json.loads((folder / "spec.json").read_text())
+    worlds.know_files(asked["files"])
+    result = _measured(asked["spec"], folder, bool(lasting))
+    if os.environ.get("RANK", "0") == "0":
+        files.replace_text(folder / "result.json", json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
