@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import _noise_cpu
+from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
 
 try:
     import triton
@@ -299,9 +300,7 @@ class DeviceWeights:
 
     def set_member(self, key: int, sigma: float, sign: int = 1) -> None:
         """Choose the member that `write_member` writes; arguments and errors are those of `perturb`."""
-        from evoalign_lib.noise import _signed_sigma, _unsigned
-
-        key, scale = _unsigned("key", key, 64), _signed_sigma(sigma, sign)
+        key, scale = unsigned("key", key, 64), signed_sigma(sigma, sign)
         self._key.copy_(torch.from_numpy(np.array([key], np.uint64).view(np.int64)))
         self._scale.copy_(torch.from_numpy(np.array([scale])))
 
@@ -341,9 +340,7 @@ class DeviceWeights:
 
     def set_population(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Choose what `apply_population` adds; arguments and errors are those of `update`."""
-        from evoalign_lib.noise import _check_members
-
-        _check_members(keys, coefficients)
+        check_members(keys, coefficients)
         n = len(keys)
         if n > self.most_members:
             raise ValueError(f"{n} members, but these weights were made for most_members={self.most_members}")

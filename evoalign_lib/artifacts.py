@@ -283,7 +283,7 @@ def undrawn() -> list[str]:
 
 def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
     """Execute notebooks side by side, each with its folder for artefacts; yield `_execute`'s results in their order."""
-    from evoalign_lib.engines.local import default_workers
+    from evoalign_lib.engines.processes import default_workers
 
     started: list[NotebookClient] = []
     with ThreadPoolExecutor(default_workers()) as pool:

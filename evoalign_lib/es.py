@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 import logging
 import math
@@ -60,10 +59,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, get_last_checkpoint
 
-from evoalign_lib import ledger, noise, precision
-from evoalign_lib.engines import ENGINES, local, open_engine
+from evoalign_lib import ledger, models, noise, precision
+from evoalign_lib.checks import choose, nearest, whole_number
+from evoalign_lib.engines import ENGINES, base, open_engine
+from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
-from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, coefficients, population, scheduled
+from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population
 
 logger = logging.getLogger(__name__)
 
@@ -185,24 +186,23 @@ class ESConfig(TrainingArguments):
         # before the generated __init__, whose error for a setting of GRPOConfig would leave out the remedy
         known = {f.name for f in dataclasses.fields(cls)}
         for name in [name for name in settings if name not in known]:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            remedy = f"did you mean {near[0]!r}?" if near else "if it is a setting of GRPO alone, remove it."
-            raise TypeError(f"{cls.__name__} has no setting {name!r}: {remedy}")
+            remedy = nearest(name, known, cutoff=0.8) or " If it is a setting of GRPO alone, remove it."
+            raise TypeError(f"{cls.__name__} has no setting {name!r}.{remedy}")
         return super().__new__(cls)
 
     def __post_init__(self):
-        _at_least("population_size", self.population_size, 2, "z-scores need two members")
+        whole_number("population_size", self.population_size, 2, why="z-scores need two members")
         for name in ("sigma", "alpha"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be a positive number, for example {_DEFAULTS[name]}.")
         if self.prompts_per_step is not None:
-            _at_least("prompts_per_step", self.prompts_per_step, 1, "or None for the whole training set")
-        _at_least("max_completion_length", self.max_completion_length, 1, "new tokens a completion")
-        _at_least("chunk_rows", self.chunk_rows, 1, "rows decoded at once")
+            whole_number("prompts_per_step", self.prompts_per_step, 1, why="or None for the whole training set")
+        whole_number("max_completion_length", self.max_completion_length, 1, why="new tokens a completion")
+        whole_number("chunk_rows", self.chunk_rows, 1, why="rows decoded at once")
         if self.workers is not None:
-            _at_least("workers", self.workers, 1, "or None for one a core")
+            whole_number("workers", self.workers, 1, why="or None for one a core")
         choose("fitness", self.fitness, FITNESS)
         if self.antithetic and self.population_size % 2:
             raise ValueError(f"antithetic pairs need an even population_size, got {self.population_size}.")
@@ -218,7 +218,7 @@ class ESConfig(TrainingArguments):
                     f"{name}_schedule='linear' or 'cosine', or remove it."
                 )
         choose("sampling", self.sampling, SAMPLINGS)
-        _at_least("num_generations", self.num_generations, 1, "completions a prompt")
+        whole_number("num_generations", self.num_generations, 1, why="completions a prompt")
         if self.num_generations > 1 and self.sampling == "greedy":
             raise ValueError(
                 f"num_generations={self.num_generations} greedy completions of a prompt are all alike: set "
@@ -226,7 +226,7 @@ class ESConfig(TrainingArguments):
             )
         choose("engine", self.engine, ENGINES)
         self._check_engine()
-        choose("decoder", self.decoder, local.DECODERS)
+        choose("decoder", self.decoder, DECODERS)
         choose("precision", self.precision, precision.PRECISIONS)
         choose("noise", self.noise, noise.DISTRIBUTIONS)
         if self.fitness != "reward" and self.arm == "es":
@@ -269,8 +269,8 @@ class ESConfig(TrainingArguments):
                     f"{name}={getattr(self, name)!r} has no effect with engine={self.engine!r} and gpus={self.gpus}: "
                     f"it is for {where}. Remove it."
                 )
-        _at_least("gpus", self.gpus, 0, "0 takes what the engine needs at least")
-        _at_least("tensor_parallel", self.tensor_parallel, 1, "GPUs that share a copy of the model")
+        whole_number("gpus", self.gpus, 0, why="0 takes what the engine needs at least")
+        whole_number("tensor_parallel", self.tensor_parallel, 1, why="GPUs that share a copy of the model")
         if self.gpus % self.tensor_parallel:
             raise ValueError(
                 f"gpus={self.gpus} is no multiple of tensor_parallel={self.tensor_parallel}: each engine takes so many."
@@ -311,10 +311,10 @@ class ESTrainer:
         self.rewards = Rewards(reward_funcs, self.args.reward_weights, self.args.reward_floor, self.args.reward_timeout)
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
-        self.model, self.processing_class = load_model(model, processing_class, self.args.model_init_kwargs)
-        prompts = {"train": local.Prompts(train_dataset, self.processing_class)}
+        self.model, self.processing_class = models.load(model, processing_class, self.args.model_init_kwargs)
+        prompts = {"train": base.Prompts(train_dataset, self.processing_class)}
         if eval_dataset is not None:
-            prompts["eval"] = local.Prompts(eval_dataset, self.processing_class)
+            prompts["eval"] = base.Prompts(eval_dataset, self.processing_class)
         elif self.args.eval_strategy != "no":
             raise ValueError(f"eval_strategy={self.args.eval_strategy.value!r} needs an eval_dataset: give one.")
         self.train_prompts, self.eval_prompts = prompts["train"], prompts.get("eval")
@@ -324,9 +324,7 @@ class ESTrainer:
                 f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
                 "lower it, or set None for all."
             )
-        folder = None
-        if isinstance(model, (str, os.PathLike)):  # a folder as every process finds it, or a name on the Hub
-            folder = os.path.abspath(model) if os.path.isdir(model) else str(model)
+        folder = models.place(model) if isinstance(model, (str, os.PathLike)) else None
         self.engine = open_engine(self.model, self.processing_class, self.rewards, prompts, self.args, folder)
         self.run_key = noise.run_key(self.args.arm, self.args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
@@ -438,8 +436,7 @@ class ESTrainer:
 
     def _at_step(self, name: str, step: int) -> float:
         """sigma or alpha of a step."""
-        schedule, final_fraction = (getattr(self.args, f"{name}_{part}") for part in ("schedule", "final_fraction"))
-        return scheduled(getattr(self.args, name), schedule, final_fraction, step, self.max_steps)
+        return at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
 
     def step(self) -> dict[str, float]:
         """One ES step (ask, evaluate, tell) that no ledger records. Returns its metrics; see the module's docstring."""
@@ -475,7 +472,7 @@ class ESTrainer:
             self._moving |= self.ledger is not None
         return self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
 
-    def _evaluate_members(self, step: int, members: Sequence[local.Member]) -> ledger.Step:
+    def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
         """Evaluate the population: all that a step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
         core, tokens, counts, log = self.budget["core_seconds"], 0, {}, {}
@@ -520,7 +517,7 @@ class ESTrainer:
         return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
 
     def _digest(self) -> str:
-        return ledger.digest(self.engine.layout, *self.engine.weights.planes)
+        return precision.digest(self.engine.layout, *self.engine.weights.planes)
 
     def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
         alpha = self._at_step("alpha", self.state.global_step)
@@ -532,11 +529,11 @@ class ESTrainer:
         light.log_history = []
         return light
 
-    def ask(self, step: int) -> list[local.Member]:
+    def ask(self, step: int) -> list[Member]:
         """The members of a step: N keys, each with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
         return population(self.run_key, step, self.args.population_size, self.args.antithetic)
 
-    def tell(self, members: Sequence[local.Member], fitness: np.ndarray) -> bool:
+    def tell(self, members: Sequence[Member], fitness: np.ndarray) -> bool:
         """Move the weights by (alpha / N) sum_n z_n eps_n, with alpha of the current step.
 
         Args:
@@ -561,7 +558,7 @@ class ESTrainer:
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer.")
         (completions,) = self.engine.generate("eval")
-        scored = local.score(
+        scored = base.score(
             self.rewards, self.eval_prompts, np.arange(len(self.eval_prompts)), completions, self._light_state()
         )
         metrics = {"eval_reward": member_fitness(scored)}
@@ -772,7 +769,7 @@ class ESTrainer:
         for name, count in record.counts.items():
             self.counts[name] += count
 
-    def _logged(self, evaluations: list[local.Evaluation]) -> dict[str, float]:
+    def _logged(self, evaluations: list[base.Evaluation]) -> dict[str, float]:
         """Metrics of a step that do not follow from its rewards."""
         log = {}
         # what the reward functions log themselves, over the members that logged it
@@ -873,69 +870,7 @@ def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))
 
 
-def choose(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise ValueError unless value is one of the choices, suggesting the nearest."""
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}={value!r} is not one of {list(choices)}.{hint}")
-
-
-def _at_least(name: str, value: Any, least: int, why: str) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}: {why}.")
-
-
 def _reporters(args: ESConfig) -> list[Callable]:
     from transformers.integrations import get_reporting_integration_callbacks
 
     return get_reporting_integration_callbacks(args.report_to)
-
-
-# arguments of from_pretrained that say where the files are
-_HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
-
-
-def load_model(model: Any, tokenizer: Any = None, keywords: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """A model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
-
-    Args:
-        model: a model object, a folder, or a name on the Hub (float32 unless keywords say otherwise; weights from
-            safetensors, no code from the Hub).
-        tokenizer: its tokenizer; None: the one saved with the model.
-        keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
-            ...) hold for the tokenizer, too.
-
-    Raises:
-        ValueError: the model cannot be found, or keywords are given for an object.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    origin = {}
-    if isinstance(model, (str, os.PathLike)):
-        name, origin = str(model), {k: v for k, v in (keywords or {}).items() if k in _HUB}
-        looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if looks_like_path and not Path(name).is_dir():
-            raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
-        settings = {"dtype": torch.float32, "use_safetensors": True} | (keywords or {})
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, **settings)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
-                f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
-                f"fetched once, with a network, into a cache in the folder that HF_HOME names."
-            ) from error
-    elif keywords:
-        raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
-    if tokenizer is None:
-        place = model.config._name_or_path
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(place, **origin)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer lies beside the model {place!r}: give it as processing_class.") from error
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
-        tokenizer.pad_token = tokenizer.eos_token
-    return model.to("cpu").eval(), tokenizer

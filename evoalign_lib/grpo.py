@@ -62,7 +62,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -72,6 +71,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import arms
+from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 
 ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "gradient"}
@@ -216,7 +216,7 @@ def config(
                 "for 'rloo', which does not scale."
             )
         maths["scale_rewards"] = scale_rewards
-    share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, processes())
+    share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
     stated = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
     if vllm is not None:
         stated |= _VLLM | {
@@ -242,17 +242,12 @@ def config(
     from trl import GRPOConfig, RLOOConfig
 
     args = (RLOOConfig if arm == "rloo" else GRPOConfig)(**stated, **others)
-    if args.world_size != processes():
+    if args.world_size != world_size():
         raise ValueError(
-            f"{processes()} processes were launched and TRL has found {args.world_size}: each would train a model of "
+            f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
             "its own on a part of every step. On a machine without GPUs set use_cpu=True."
         )
     return args
-
-
-def processes() -> int:
-    """Processes of this launch, which torchrun and `accelerate launch` write into the environment."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int, int]:
@@ -375,7 +370,7 @@ def trainer(
     if args.beta > 0:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
-        mixed = hashlib.blake2b(f"{args.seed} {os.environ.get('RANK', '0')}".encode(), digest_size=4).digest()
+        mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
     return built, budget
 
@@ -484,7 +479,7 @@ def random_reward(seed: int) -> RewardFunction:
 
     def random(prompts, completions, trainer_state=None, **columns):
         step = 0 if trainer_state is None else trainer_state.global_step
-        process = f" {os.environ['RANK']}" if processes() > 1 else ""  # each has completions of its own
+        process = f" {rank()}" if world_size() > 1 else ""  # each has completions of its own
         key = hashlib.blake2b(f"random reward {seed} {step}{process}".encode(), digest_size=8).digest()
         draws = np.random.default_rng(int.from_bytes(key, "little")).integers(0, 2, len(completions))
         return [float(r) for r in draws]

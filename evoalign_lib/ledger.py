@@ -51,8 +51,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import noise, update_rules
-from evoalign_lib.precision import PRECISIONS, Weights, copy_to, open_weights
+from evoalign_lib import models, noise, update_rules
+from evoalign_lib.files import sync_folder
+from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
 FORMATS = (1, 2)
 NAME = "ledger.jsonl"
@@ -166,12 +167,7 @@ class Ledger:
         except OSError:
             path.unlink()
             raise
-        if os.name == "posix":
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # the new name
-            finally:
-                os.close(folder)
+        sync_folder(path.parent)  # the new name
         return cls(path, header, line)
 
     @classmethod
@@ -521,34 +517,12 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
         "settings": dict(settings),
         "digest_every": DIGEST_EVERY,
         "model": {
-            "name": _origin(model),
+            "name": models.name_of(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "digest": weights,
             "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
         },
     }
-
-
-def digest(layout: noise.Layout, *planes: np.ndarray | torch.Tensor) -> str:
-    """SHA-256 of weights: of (name, zero byte, little-endian bytes of each plane) of each parameter, sorted by name.
-
-    Args:
-        layout: of the parameters.
-        planes: (layout.size,) float32, bfloat16 or float16 each: `Weights.planes`, such as the master alone.
-    """
-    found, views = hashlib.sha256(), [layout.views(_bits(plane)) for plane in planes]
-    for name in sorted(entry.name for entry in layout.entries):
-        found.update(name.encode() + b"\0")
-        for view in views:
-            found.update(view[name].data)
-    return found.hexdigest()
-
-
-def _bits(plane: np.ndarray | torch.Tensor) -> np.ndarray:
-    """The bits of floats as little-endian integers, without a copy on little-endian machines."""
-    if not isinstance(plane, np.ndarray):
-        plane = plane.view({2: torch.int16, 4: torch.int32}[plane.itemsize]).numpy()
-    return plane.view(f"i{plane.itemsize}").astype(f"<i{plane.itemsize}", copy=False)
 
 
 def check_model(ledger: Ledger, weights: Weights) -> None:
@@ -597,29 +571,20 @@ def _members(ledger: Ledger, record: Step) -> list:
 
 
 def _update(ledger: Ledger, record: Step, members: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
-    settings, alpha = ledger.settings, _at_step(ledger.settings, "alpha", record.step)
+    settings, alpha = ledger.settings, update_rules.at_step(ledger.settings, "alpha", record.step)
     c = update_rules.coefficients(record.rewards, alpha, settings["fitness_shaping"], settings["antithetic"])
     return None if c is None else (np.array([m.key for m in members if m.sign == 1], np.uint64), c)
 
 
 def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
     members = _members(ledger, record)
-    weights.retrace(members, _at_step(ledger.settings, "sigma", record.step))
+    weights.retrace(members, update_rules.at_step(ledger.settings, "sigma", record.step))
     update = _update(ledger, record, members)
     if update is not None:
         weights.update(*update)
 
 
-def _at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
-    """sigma or alpha of a step."""
-    final_fraction, max_steps = settings.get(f"{name}_final_fraction"), settings.get("max_steps")
-    return update_rules.scheduled(settings[name], settings[f"{name}_schedule"], final_fraction, step, max_steps)
-
-
 def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
-    from evoalign_lib import tiny
-    from evoalign_lib.es import load_model
-
     if name is None:
         raise LedgerError(
             f"{ledger.path} has no name of the model that the run started from: give its folder or name (--model)."
@@ -627,18 +592,7 @@ def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
     dtype = getattr(torch, ledger.header["model"]["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise LedgerError(f"{ledger.path} has the dtype {ledger.header['model']['dtype']!r}: the header was edited.")
-    if str(name) in tiny.SHIPPED:
-        model, tokenizer = tiny.load(str(name))
-        return model.to(dtype), tokenizer
-    return load_model(name, None, {"dtype": dtype})
-
-
-def _origin(model: Any) -> str | None:
-    """The name or folder that a model was loaded from; of a shipped base the name, its folder being this machine's."""
-    from evoalign_lib import tiny
-
-    origin = getattr(model.config, "_name_or_path", "")
-    return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
+    return models.load(name, None, {"dtype": dtype})
 
 
 # ---- size

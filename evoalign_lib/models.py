@@ -1,35 +1,127 @@
-"""Models: where they are loaded from and what identifies them."""
+"""Models: load one, given by a name, a folder, a shipped base or an object, and say which one it is."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from evoalign_lib.es import load_model as load  # noqa: F401
+from evoalign_lib import precision, tiny
+
+# arguments of from_pretrained that say where the files are
+_HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
 
 
-def flat_digest(master: np.ndarray) -> str:
-    """Return what a record calls the digest of trained weights: SHA-256 of the flat float32 master, 16 digits."""
-    return hashlib.sha256(master.tobytes()).hexdigest()[:16]
+def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    """Return a model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
+
+    Args:
+        model: a model object, a folder, the name of a shipped base ("A0", see `evoalign_lib.tiny`), or a name on the
+            Hub. What is loaded is float32 unless keywords say otherwise; weights come from safetensors, and no code
+            from the Hub is run.
+        tokenizer: its tokenizer; None: the one saved with the model.
+        keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
+            ...) hold for the tokenizer, too.
+
+    Raises:
+        ValueError: the model cannot be found, or keywords are given for an object.
+    """
+    from transformers import AutoTokenizer
+
+    origin = {}
+    if isinstance(model, (str, os.PathLike)):
+        origin = {k: v for k, v in (keywords or {}).items() if k in _HUB}
+        model = _from_pretrained(str(model), keywords or {})
+    elif keywords:
+        raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
+    if tokenizer is None:
+        folder = model.config._name_or_path
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **origin)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no tokenizer lies beside the model {folder!r}: give it as processing_class.") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to("cpu").eval(), tokenizer
+
+
+def _from_pretrained(name: str, keywords: Mapping[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path and not Path(name).is_dir():
+        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
+    settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords)
+    shipped = name in tiny.SHIPPED
+    try:
+        with _no_progress_bar() if shipped else nullcontext():
+            return AutoModelForCausalLM.from_pretrained(place(name) if shipped else name, **settings)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
+            f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
+            f"fetched once, with a network, into a cache in the folder that HF_HOME names."
+        ) from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the bar that transformers shows while it loads: for half a megabyte it would only clutter notebooks."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def place(model: str | os.PathLike) -> str:
+    """Return where a model given by name lies: a folder as every process finds it, or its name on the Hub."""
+    if str(model) in tiny.SHIPPED:
+        return str(tiny.bases_folder() / str(model))
+    return os.path.abspath(model) if os.path.isdir(model) else str(model)
+
+
+def name_of(model: Any) -> str | None:
+    """Return the name or folder that a model was loaded from; None if it has none.
+
+    Of a shipped base it is the name alone, since its folder is another one on every machine.
+    """
+    origin = getattr(model.config, "_name_or_path", "")
+    return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
+
+
+# ---- identity: what a spec says of its base (`precision` says which digest is which)
 
 
 def base_digest(model: Any) -> str:
-    """SHA-256 of a model's parameters in float32, by name, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode() + b"\0" + parameter.detach().float().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    """Return the first 16 hexadecimal digits of `precision.digest` of a model's parameters in float32."""
+    parameters = sorted(model.named_parameters())
+    return precision.digest_by_name((name, (p.detach().float(),)) for name, p in parameters)[:16]
+
+
+def flat_digest(master: np.ndarray) -> str:
+    """Return what a record calls the `digest` of trained weights: SHA-256 of the flat float32 master, 16 digits."""
+    return hashlib.sha256(master.tobytes()).hexdigest()[:16]
 
 
 def origin_digest(name: str) -> str:
-    """What a model of the user's is, without loading it, 16 hexadecimal digits.
+    """Return what identifies a user's model without loading it, 16 hexadecimal digits.
 
     Args:
-        name: a folder, of whose weights and configuration it is the SHA-256; or a name on the Hub, of which it is the
-            revision's commit, so that no weights are fetched for it.
+        name: a folder: the SHA-256 of its configuration and weights (names and bytes of the files). Or a name on the
+            Hub: the commit of the revision, so that no weights are fetched for it.
 
     Raises:
         ValueError: no such model, or a folder without weights in safetensors files.
@@ -49,10 +141,10 @@ def origin_digest(name: str) -> str:
             f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
             "Save it anew with save_pretrained()."
         )
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for path in (folder / "config.json", *files):
-        digest.update(path.name.encode() + b"\0")
+        found.update(path.name.encode() + b"\0")
         with open(path, "rb") as file:
             for block in iter(lambda: file.read(1 << 24), b""):
-                digest.update(block)
-    return digest.hexdigest()[:16]
+                found.update(block)
+    return found.hexdigest()[:16]

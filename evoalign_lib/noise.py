@@ -32,7 +32,6 @@ answers for every backend are in ``noise_vectors.json`` beside this file.
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import os
@@ -45,6 +44,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from evoalign_lib import _noise_cpu
+from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
+from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ def run_key(arm: str, seed: int) -> int:
     if not arm:
         raise ValueError(f"arm must be a non-empty name, got {arm!r}")
     name = arm.encode()
-    return _digest(struct.pack("<I", len(name)) + name + struct.pack("<Q", _unsigned("seed", seed, 64)), 8)
+    return _digest(struct.pack("<I", len(name)) + name + struct.pack("<Q", unsigned("seed", seed, 64)), 8)
 
 
 def member_key(run_key: int, step: int, pair: int) -> int:
@@ -105,7 +106,7 @@ def member_key(run_key: int, step: int, pair: int) -> int:
     >>> hex(member_key(run_key("es", 0), step=0, pair=0))
     '0x55360781ffe7ef06'
     """
-    numbers = (_unsigned("run_key", run_key, 64), _unsigned("step", step, 32), _unsigned("pair", pair, 32))
+    numbers = (unsigned("run_key", run_key, 64), unsigned("step", step, 32), unsigned("pair", pair, 32))
     return _digest(struct.pack("<2sQII", b"v1", *numbers), 8)
 
 
@@ -145,16 +146,6 @@ def _digest(message: bytes, size: int) -> int:
     return int.from_bytes(blake2b(message, digest_size=size).digest(), "little")
 
 
-def _unsigned(name: str, value: int, bits: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if not 0 <= number < 1 << bits:
-        raise ValueError(f"{name} must be from 0 to 2**{bits} - 1, got {number}")
-    return number
-
-
 # Numbers.
 
 
@@ -178,7 +169,7 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
         raise TypeError(f"counter must be uint32, got {counter.dtype}")
     if counter.shape[-1:] != (4,):
         raise ValueError(f"counter must have the shape (..., 4), got {counter.shape}")
-    k0, k1 = (_unsigned("key half", half, 32) for half in key)
+    k0, k1 = (unsigned("key half", half, 32) for half in key)
     return _noise_cpu.philox(counter, (k0, k1))
 
 
@@ -216,11 +207,11 @@ def normals(
     >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
     True
     """
-    key, param_id = _unsigned("key", key, 64), _unsigned("param_id", param_id, 32)
-    stream = _unsigned("stream", stream, 32)
+    key, param_id = unsigned("key", key, 64), unsigned("param_id", param_id, 32)
+    stream = unsigned("stream", stream, 32)
     n_rows, n_cols = _matrix_shape(shape)
     (r0, r1), (c0, c1) = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
-    _choose("backend", backend, BACKENDS)
+    choose("backend", backend, BACKENDS)
     kind, ids = _law(distribution, np.array([param_id], np.uint32))
     if backend == "numpy":
         window = _noise_cpu.reference(kind, key, int(ids[0]), (r0, r1), (c0, c1), stream)
@@ -260,7 +251,7 @@ def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.nda
     Raises:
         ValueError: key or sample out of range.
     """
-    key, sample = _unsigned("key", key, 64), _unsigned("sample", sample, 32)
+    key, sample = unsigned("key", key, 64), unsigned("sample", sample, 32)
     counter = np.empty((len(rows), -(-length // 4), 4), np.uint32)
     counter[..., 0], counter[..., 1] = np.arange(counter.shape[1]), np.asarray(rows)[:, None]
     counter[..., 2], counter[..., 3] = sample, 4
@@ -270,16 +261,9 @@ def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.nda
 
 def _law(distribution: str, ids: np.ndarray) -> tuple[int, np.ndarray]:
     """The number of the distribution in the kernels, and the ids that they shall use."""
-    _choose("distribution", distribution, DISTRIBUTIONS)
+    choose("distribution", distribution, DISTRIBUTIONS)
     kind, own_ids = _LAWS[distribution]
     return kind, ids if own_ids else np.zeros_like(ids)
-
-
-def _choose(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
 
 def _add_noise(
@@ -434,7 +418,7 @@ def perturb(
     _check_buffer("master", master, layout)
     if np.may_share_memory(out, master):
         raise ValueError("out and master overlap; perturb into a buffer of its own, since the master must not move")
-    key, scale = _unsigned("key", key, 64), np.array([_signed_sigma(sigma, sign)])
+    key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
     kind, ids = _law(distribution, layout.table[-1])
     _add_noise(kind, out, master, _noise_cpu.NOTHING, key, scale, (*layout.table[:-1], ids))
     out[layout.padding] = master[layout.padding]
@@ -467,7 +451,7 @@ def update(
             distribution.
     """
     _check_buffer("master", master, layout, written=True)
-    _check_members(keys, coefficients)
+    check_members(keys, coefficients)
     index, count = (operator.index(number) for number in part)
     if not 0 <= index < count:
         raise ValueError(f"part must be (i, n) with 0 <= i < n, got {part}")
@@ -509,7 +493,7 @@ def reference_perturb(
 ) -> np.ndarray:
     """What perturb writes to its first argument, in plain NumPy; arguments and errors are perturb's."""
     _check_buffer("master", master, layout)
-    out, scale = master.copy(), _signed_sigma(sigma, sign)
+    out, scale = master.copy(), signed_sigma(sigma, sign)
     for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
         eps = normals(key, entry.id, entry.shape, distribution=distribution, backend="numpy")
         weights[...] = weights + scale * eps
@@ -521,7 +505,7 @@ def reference_update(
 ) -> np.ndarray:
     """What update makes of the master, in plain NumPy and in a new buffer; arguments and errors are update's."""
     _check_buffer("master", master, layout)
-    _check_members(keys, coefficients)
+    check_members(keys, coefficients)
     updated = master.copy()
     for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
         total = np.zeros(entry.shape, np.float32)
@@ -626,7 +610,7 @@ class HostWeights:
         """Write one member's weights; arguments, bits and errors are those of `DeviceWeights.perturb`."""
         import torch
 
-        key, scale = _unsigned("key", key, 64), np.array([_signed_sigma(sigma, sign)])
+        key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
         for view, matrix, window in zip(self.views(), self._matrices, self._windows, strict=True):
             member = np.empty(view.numel(), np.float32)
             self._add(member, view, _noise_cpu.NOTHING, key, scale, window)
@@ -639,7 +623,7 @@ class HostWeights:
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Add the members' noise to the master; arguments, bits and errors are those of `DeviceWeights.update`."""
-        _check_members(keys, coefficients)
+        check_members(keys, coefficients)
         used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
         for view, window in zip(self.views(), self._windows, strict=True):
             self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], window)
@@ -670,25 +654,3 @@ def _check_buffer(name: str, buffer: np.ndarray, layout: Layout, written: bool =
         raise ValueError(f"{name} must be contiguous, got strides {buffer.strides}; copy it first")
     if written and not buffer.flags.writeable:
         raise ValueError(f"{name} is read-only; pass a copy of it")
-
-
-def _check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
-    if keys.dtype != np.uint64:
-        raise TypeError(f"keys must be uint64, got {keys.dtype}")
-    if coefficients.dtype != np.float32:
-        raise TypeError(f"coefficients must be float32, got {coefficients.dtype}")
-    if keys.ndim != 1 or keys.shape != coefficients.shape:
-        raise ValueError(
-            f"keys and coefficients must be one list of members, got {keys.shape} and {coefficients.shape}"
-        )
-    if not np.isfinite(coefficients).all():
-        member = int(np.flatnonzero(~np.isfinite(coefficients))[0])
-        raise ValueError(f"coefficients must be finite, got {coefficients[member]} for member {member}")
-
-
-def _signed_sigma(sigma: float, sign: int) -> np.float32:
-    if sign not in (1, -1):
-        raise ValueError(f"sign must be 1 or -1, got {sign!r}")
-    if not (0 < sigma <= float(np.finfo(np.float32).max) and np.float32(sigma) > 0):
-        raise ValueError(f"sigma must be positive and finite in float32, got {sigma!r}")
-    return np.float32(sign * sigma)

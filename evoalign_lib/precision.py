@@ -15,14 +15,25 @@ The last two keep no master and no second copy: members take their turns in the 
 model's own parameters are views of it. What a step leaves behind depends on its noise alone, never on what was
 generated, so that a replay passes over the same members and ends with the same bits.
 
-`open_weights` gives a mode its state, a `Weights`; below it is the arithmetic on tensors that change in place, and what
-measures the loss.
+`open_weights` gives a mode its state, a `Weights`; below it are the digest of weights, what measures the loss, and the
+arithmetic on tensors that change in place.
+
+Weights are told apart by these digests, all SHA-256, most of them shortened to 16 hexadecimal digits:
+
+| digest | of what | where it stands |
+|---|---|---|
+| `digest` | names and the whole state, sorted by name | ledgers, checkpoints; actors of a cluster |
+| `models.base_digest` | the same of a model's parameters in float32; 16 digits | `base_digest` of specs |
+| `models.origin_digest` | files of a user's folder, or the Hub's commit; 16 digits | `base_digest` of specs |
+| of the bare buffer | the float32 master as it lies, padding included, without names; 16 digits | `digest` of records |
+| `matrix_digest` | one matrix, without a name | vLLM's workers, tensor by tensor |
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +43,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
 _SAMPLE = 1 << 16  # weights that `Weights.sample` looks at, about
@@ -257,12 +269,8 @@ def open_weights(
     Raises:
         ValueError: no such mode or distribution, or a model whose dtype the mode does not take.
     """
-    for name, value, known in (
-        ("precision", precision, PRECISIONS),
-        ("distribution", distribution, noise.DISTRIBUTIONS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} {value!r} is not one of {known}.")
+    choose("precision", precision, PRECISIONS)
+    choose("distribution", distribution, noise.DISTRIBUTIONS)
     layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
     return _MODES[precision](model, layout, distribution, bind, threads)
 
@@ -275,6 +283,53 @@ def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None
             view = torch.as_tensor(views[name])
             if parameter.data_ptr() != view.data_ptr():
                 parameter.copy_(view)
+
+
+# ---- digests
+
+
+def digest(layout: noise.Layout, *planes: np.ndarray | Tensor) -> str:
+    """Return the SHA-256 of weights, 64 hexadecimal digits; see `digest_by_name`.
+
+    Args:
+        layout: of the parameters.
+        planes: (layout.size,) float32, bfloat16 or float16 each: `Weights.planes`, such as the master alone.
+    """
+    views = [layout.views(plane) for plane in planes]
+    return digest_by_name((name, [view[name] for view in views]) for name in sorted(e.name for e in layout.entries))
+
+
+def digest_by_name(parameters: Iterable[tuple[str, Sequence[np.ndarray | Tensor]]]) -> str:
+    """Return the SHA-256 of (name, zero byte, little-endian bytes of each plane) of each parameter.
+
+    Args:
+        parameters: (name, planes), sorted by name.
+
+    >>> digest_by_name([("bias", [np.float32([1, 2])]), ("weight", [np.float32([[3]])])])[:16]
+    '26951eb600e12e4f'
+    """
+    found = hashlib.sha256()
+    for name, planes in parameters:
+        found.update(name.encode() + b"\0")
+        for plane in planes:
+            found.update(np.ascontiguousarray(_bits(plane)).data)
+    return found.hexdigest()
+
+
+def matrix_digest(matrix: Tensor) -> str:
+    """Return the SHA-256 of a matrix, row by row, as little-endian bytes."""
+    return hashlib.sha256(_bits(matrix.detach().contiguous().cpu()).data).hexdigest()
+
+
+def _bits(values: np.ndarray | Tensor) -> np.ndarray:
+    """Return the bits of floats as little-endian integers, without a copy on little-endian machines.
+
+    Args:
+        values: float32, bfloat16 or float16, any shape.
+    """
+    if not isinstance(values, np.ndarray):
+        values = values.view({2: torch.int16, 4: torch.int32}[values.itemsize]).numpy()
+    return values.view(f"i{values.itemsize}").astype(f"<i{values.itemsize}", copy=False)
 
 
 # ---- what the loss is

@@ -7,15 +7,23 @@ replay (`evoalign_lib.ledger`) does it again. Every variant is off by default.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from evoalign_lib import noise
-from evoalign_lib.engines.local import Member
 
 SHAPINGS = ("zscore", "centred_ranks")
 SCHEDULES = ("constant", "linear", "cosine")
 _TIE = 1e-12  # of the largest reward: differences of this size are rounding, whatever the reward's unit
+
+
+class Member(NamedTuple):
+    """One member of a population: the key of its noise, the sign of the perturbation."""
+
+    key: int
+    sign: int = 1
 
 
 def population(run_key: int, step: int, n: int, antithetic: bool = False) -> list[Member]:
@@ -108,6 +116,18 @@ def centred_ranks(fitness: np.ndarray) -> np.ndarray:
     ranks = np.empty_like(fitness)
     ranks[order] = mean_rank[group] / (len(fitness) - 1) - 0.5
     return ranks
+
+
+def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
+    """sigma or alpha of a step of a run.
+
+    Args:
+        settings: of the run: the value, NAME_schedule, and with a schedule NAME_final_fraction and max_steps.
+        name: "sigma" or "alpha".
+        step: 0, 1, ...
+    """
+    final_fraction, max_steps = settings.get(f"{name}_final_fraction"), settings.get("max_steps")
+    return scheduled(settings[name], settings[f"{name}_schedule"], final_fraction, step, max_steps)
 
 
 def scheduled(value: float, schedule: str, final_fraction: float, step: int, max_steps: int | None) -> float:

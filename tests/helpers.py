@@ -11,6 +11,20 @@ from evoalign_lib import tiny
 PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]
 
 
+# the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True, 494_032_768),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True, 1_543_714_304),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True, 3_085_938_688),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False, 7_615_616_512),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False, 14_770_033_664),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False, 32_763_876_352),
+    "72B": (8192, 29568, 80, 64, 8, 152064, False, 72_706_203_648),
+}
+CONFIG_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+CONFIG_NAMES = (*CONFIG_NAMES, "vocab_size", "tie_word_embeddings")
+
+
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
     """Family A's tokenizer: about 280 tokens."""
@@ -49,3 +63,9 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * spread)
     return model
+
+
+def qwen(size: str, **changed) -> dict:
+    """The configuration of a published Qwen2.5."""
+    config = dict(zip(CONFIG_NAMES, QWEN[size][:-1], strict=True))
+    return config | {"model_type": "qwen2", "dtype": "bfloat16"} | changed

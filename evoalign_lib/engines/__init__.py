@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evoalign_lib.engines.local import Engine
+    from evoalign_lib.engines.base import Engine
 
 ENGINES = ("local", "vllm", "ray")
 # arguments of from_pretrained that say which files, and what vLLM calls them
@@ -19,7 +19,7 @@ def open_engine(
     """The engine of a configuration; what it needs is imported here alone.
 
     Args:
-        model, tokenizer, rewards, prompts: of `engines.local.Engine`.
+        model, tokenizer, rewards, prompts: of `engines.base.Engine`.
         args: an `ESConfig`.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
 

@@ -10,7 +10,6 @@ of themselves, and proved by `engines.vllm`, which compares the bytes of every s
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evoalign_lib import noise
+from evoalign_lib import noise, precision
+from evoalign_lib.engines.processes import end_with
 
 DRIVER = "EVOALIGN_VLLM_DRIVER"
 """environment variable: process id of the driver, while it starts vLLM with processes of its own"""
@@ -165,13 +165,6 @@ def part_of(tensor: Tensor, segment: Segment) -> Tensor:
     return tensor.view(len(tensor), -1)[segment.at : segment.at + segment.rows]
 
 
-def sha256(matrix: Tensor) -> str:
-    """Of a matrix' bytes, row by row, little-endian."""
-    bits = {2: torch.int16, 4: torch.int32}[matrix.element_size()]
-    values = matrix.detach().contiguous().cpu().view(bits).numpy()
-    return hashlib.sha256(values.astype(f"<i{values.itemsize}", copy=False).data).hexdigest()
-
-
 class WorkerExtension:
     """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
 
@@ -211,7 +204,7 @@ class WorkerExtension:
 
     def evoalign_digests(self) -> list[str]:
         """SHA-256 of the master of each segment, in the order of `evoalign_open`."""
-        return [sha256(view) for view in self.evoalign_weights.views()]
+        return [precision.matrix_digest(view) for view in self.evoalign_weights.views()]
 
 
 def end_with_driver() -> None:
@@ -221,8 +214,6 @@ def end_with_driver() -> None:
     hold the GPUs.
     """
     if driver := os.environ.get(DRIVER):
-        from evoalign_lib.engines.local import end_with
-
         end_with(int(driver))
 
 

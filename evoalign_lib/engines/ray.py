@@ -38,11 +38,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evoalign_lib import ledger
-from evoalign_lib.engines import local
-from evoalign_lib.engines.local import Engine, LocalEngine, Member, Prompts
-from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove, rank_parameters
+from evoalign_lib import models, precision
+from evoalign_lib.engines.base import Engine, Prompts
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.engines.memory import held_parameters
+from evoalign_lib.engines.processes import default_workers
+from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove
 from evoalign_lib.rewards import Rewards
+from evoalign_lib.update_rules import Member
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ class RayEngine(Engine):
             common |= {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
             self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **common)
         else:
-            common |= {"chunk_rows": chunk_rows, "decoder": decoder, "workers": local.default_workers()}
+            common |= {"chunk_rows": chunk_rows, "decoder": decoder, "workers": default_workers()}
             self._alike = LocalEngine(model, tokenizer, rewards, prompts, **common)
         super().__init__(
             model, tokenizer, rewards, prompts, max_completion_length=max_completion_length, weights=self._alike.weights
@@ -127,7 +130,7 @@ class RayEngine(Engine):
             "folder": folder,
             "load": dict(load or {}) | {"dtype": model.dtype},
             "eos_ids": self.eos_ids,
-            "parameters": rank_parameters(model.config, self.layout.d, tensor_parallel),
+            "parameters": held_parameters(model.config, self.layout.d, tensor_parallel),
             "distribution": distribution,
             "chunk_rows": chunk_rows,
             "decoder": None if gpus else self._alike.decoder,
@@ -384,7 +387,7 @@ class RayEngine(Engine):
             except WrongWeights as error:
                 wrong = str(error)
         else:
-            own = ledger.digest(self.layout, self.master)
+            own = precision.digest(self.layout, self.master)
             wrong = None if proof == own else f"their digest is {proof:.16}..., that of the run is {own:.16}..."
         if wrong is None:
             place.proved, place.behind, place.failures = True, False, 0
@@ -469,7 +472,7 @@ class _Actor:
     def proof(self) -> _Answer:
         """Where this is, and what proves the weights."""
         if isinstance(self.engine, LocalEngine):
-            found = ledger.digest(self.engine.layout, self.engine.master)
+            found = precision.digest(self.engine.layout, self.engine.master)
         else:
             found = self.engine.generator.segments, self.engine.generator.digests()
         return self._answer(lambda: (f"process {os.getpid()} on {socket.gethostname()}", found))
@@ -491,12 +494,10 @@ class _Actor:
 
 
 def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
-    from evoalign_lib.es import load_model
-
     torch.set_num_threads(1)
     model, tokenizer = once["model"], once["tokenizer"]
     if model is None:
-        model, _ = load_model(once["folder"], tokenizer, once["load"])
+        model, _ = models.load(once["folder"], tokenizer, once["load"])
     common = {name: once[name] for name in ("max_completion_length", "chunk_rows", "decoder", "distribution")}
     return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **common)
 
@@ -639,7 +640,7 @@ def _join(workers: int | None, model_bytes: int) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(
         "local",
-        num_cpus=max(workers or 1, local.default_workers()),
+        num_cpus=max(workers or 1, default_workers()),
         object_store_memory=OBJECT_STORE + 2 * model_bytes,
         include_dashboard=False,
         **quiet,

@@ -38,9 +38,13 @@ import numpy as np
 import torch
 
 from evoalign_lib import noise
-from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare, sha256
-from evoalign_lib.engines.local import Engine, Evaluation, Member, Prompts, Scorer
+from evoalign_lib.engines import processes
+from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
+from evoalign_lib.engines.base import Engine, Evaluation, Prompts, Scorer
+from evoalign_lib.engines.memory import held_parameters, room_beside_master
+from evoalign_lib.precision import matrix_digest
 from evoalign_lib.rewards import Rewards
+from evoalign_lib.update_rules import Member
 
 EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
 MOST_MEMBERS = 1 << 20
@@ -95,48 +99,6 @@ def prepare_process() -> None:
     prepare()
 
 
-def room_beside_master(total: float, parameters: float) -> float:
-    """vLLM's share of a GPU's memory that leaves room for the float32 master of its part of the model.
-
-    Args:
-        total: bytes of the GPU.
-        parameters: held by one rank.
-
-    Raises:
-        ValueError: the master alone takes what may be used.
-
-    >>> room_beside_master(80 * 2**30, 7.6e9)
-    0.546
-    """
-    from evoalign_lib.study.preflight import USABLE
-
-    share = USABLE - 4 * parameters / total
-    if share <= 0:
-        raise ValueError(
-            f"the float32 master of {parameters:,.0f} parameters takes {4 * parameters / 2**30:.0f} GiB of a GPU that "
-            f"has {total / 2**30:.0f}: share the model among more GPUs (tensor_parallel), or take a smaller one."
-        )
-    return round(share, 3)
-
-
-def rank_parameters(config: Any, parameters: int, tensor_parallel: int) -> float:
-    """Parameters that one tensor-parallel rank holds, or about so many where `preflight` cannot count them.
-
-    Args:
-        config: of the model, as transformers has it.
-        parameters: of the model.
-        tensor_parallel: ranks that share it.
-    """
-    if tensor_parallel == 1:
-        return parameters
-    from evoalign_lib.study import preflight
-
-    try:
-        return preflight.rank_parameters(preflight.shape(config), tensor_parallel)
-    except preflight.CannotCount:
-        return parameters / tensor_parallel
-
-
 class Generator:
     """One vLLM engine with the workers' masters: perturb, generate, update.
 
@@ -145,8 +107,8 @@ class Generator:
         dtype: of the working copy.
         eos_ids: token ids that end a completion.
         max_model_len: tokens of a prompt and its completion at most.
-        parameters: held by one rank (`rank_parameters`): on a GPU room is left for the master, 4 bytes each, which vLLM
-            knows nothing of.
+        parameters: held by one rank (`memory.held_parameters`): on a GPU room is left for their master, 4 bytes each,
+            of which vLLM knows nothing.
         distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
@@ -445,7 +407,7 @@ class VLLMEngine(Decoding, Engine):
         """
         if self._generator is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            held = rank_parameters(self.model.config, self.layout.d, self.tensor_parallel)
+            held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
             common = self.model.dtype, self.eos_ids, longest, held, self.distribution
             generator = Generator(self.folder, *common, self.tensor_parallel, self.settings)
             try:
@@ -533,15 +495,13 @@ class PushedEngine(Decoding, Engine):
         }
 
     def generate(self, name, indices=None, *, samples=0, seed=0):
-        from evoalign_lib import grpo
-
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         size, seeds = len(rows), None
         if samples:
             rows = np.tile(rows, samples)
             seeds = [sample_seed(seed, int(row), i // size) for i, row in enumerate(rows)]
         self._push()
-        n, mine = grpo.processes(), int(os.environ.get("RANK", "0"))
+        n, mine = processes.world_size(), processes.rank()
         own = np.arange(mine, len(rows), n)
         found = self._decode(name, rows[own], seeds and [seeds[i] for i in own])
         if n > 1:
@@ -607,7 +567,7 @@ def prove(
                 raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")
             window = np.s_[segment.row0 : segment.row0 + segment.rows, segment.col0 : segment.col0 + segment.cols]
             part = views[segment.name][window]
-            if part.shape != (segment.rows, segment.cols) or sha256(torch.from_numpy(part.copy())) != digest:
+            if part.shape != (segment.rows, segment.cols) or matrix_digest(torch.from_numpy(part.copy())) != digest:
                 raise WrongWeights(
                     f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
                     "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "

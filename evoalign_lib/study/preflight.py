@@ -35,12 +35,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evoalign_lib.arms import ARMS
+from evoalign_lib.engines.memory import (
+    USABLE,
+    CannotCount,
+    Shape,
+    kv_bytes,
+    rank_parameters,
+    shape,
+    tensor_parallel_sizes,
+)
 
 GIB = 2**30
 GPU_GIB = 80.0
 """GiB of a GPU where none is visible: assumed."""
-USABLE = 0.9
-"""Share of a GPU's memory that is planned with: vLLM's long-standing default of gpu_memory_utilization."""
 RESERVE_GIB = 4.0
 """GiB a GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
@@ -54,14 +61,9 @@ SLOW = 0.3
 STEP_SECONDS = 3e-3
 """More seconds a decode step at the slow end, for what the host does between steps: assumed."""
 _TILE = 4096, 32768  # tokens and vocabulary of TRL's tiles of logits
-_BYTES = {"float32": 4, "None": 4, "bfloat16": 2, "float16": 2}  # without a dtype transformers means float32
 
 Memory = tuple[tuple[str, float], ...]
 """(component, bytes) pairs."""
-
-
-class CannotCount(ValueError):
-    """A model of an architecture whose parameters this module cannot count."""
 
 
 class DoesNotFit(ValueError):
@@ -92,133 +94,13 @@ H100 = Rates(
 CORE = Rates("one core at 100 GFLOP/s and 10 GB/s", 10e9, 100e9, 100e9, 0.9e9)
 
 
-# ---- counts
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A dense decoder-only model: its parameters by component, over all layers, and what memory depends on."""
-
-    embedding: int
-    """of the tokens"""
-    head: int
-    """0 where it is tied to the embedding"""
-    queries: int
-    """projections with their biases"""
-    keys_values: int
-    """projections with their biases, of the heads that groups of query heads share"""
-    output: int
-    """projections of the attention"""
-    mlp: int
-    """gate, up and down"""
-    norms: int
-    """the last one, too, and those of queries and keys where there are any"""
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    dtype: str
-    """of the published weights"""
-
-    @property
-    def d(self) -> int:
-        """Parameters, tied ones once."""
-        attention = self.queries + self.keys_values + self.output
-        return self.embedding + self.head + attention + self.mlp + self.norms
-
-    @property
-    def width(self) -> int:
-        """Bytes of a weight in the model's dtype."""
-        return _BYTES[self.dtype]
-
-
-def shape(config: Any) -> Shape:
-    """Count a model's parameters by component.
-
-    Args:
-        config: of transformers, or the dictionary in a config.json; types llama, mistral, qwen2 and qwen3.
-
-    Raises:
-        CannotCount: another type, quantised weights, or a dtype other than float32, bfloat16 and float16.
-
-    >>> shape({"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-    ...     "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10, "tie_word_embeddings": True}).d
-    696
-    """
-    kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
-    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise CannotCount(
-            f"the parameters of model type {kind!r} cannot be counted: known are llama, mistral, qwen2 and qwen3, "
-            "dense models of one kind of layer."
-        )
-    if isinstance(config, Mapping):
-        from transformers import AutoConfig
-
-        config = AutoConfig.for_model(**config)  # with the defaults of its type
-    if getattr(config, "quantization_config", None):
-        raise CannotCount("the weights are quantised, and neither arm trains such: take the model as it was published.")
-    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    if dtype not in _BYTES:
-        raise CannotCount(f"dtype {dtype} is not one of float32, bfloat16 and float16: take other weights.")
-    h, i = config.hidden_size, config.intermediate_size
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    kv_heads = config.num_key_value_heads or heads
-    head_dim = getattr(config, "head_dim", None) or h // heads
-    q, kv = heads * head_dim, kv_heads * head_dim
-    biased = getattr(config, "attention_bias", False)
-    inputs = h + (biased or kind == "qwen2")
-    return Shape(
-        embedding=config.vocab_size * h,
-        head=0 if config.tie_word_embeddings else config.vocab_size * h,
-        queries=layers * inputs * q,
-        keys_values=layers * inputs * 2 * kv,
-        output=layers * (q + biased) * h,
-        mlp=layers * (3 * h * i + (2 * i + h) * getattr(config, "mlp_bias", False)),
-        norms=layers * (2 * h + 2 * head_dim * (kind == "qwen3")) + h,
-        layers=layers,
-        hidden=h,
-        intermediate=i,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=config.vocab_size,
-        dtype=dtype,
-    )
-
-
-def rank_parameters(model: Shape, tensor_parallel: int) -> int:
-    """Parameters that one GPU of an engine holds; those that fill up the vocabulary are left out."""
-    shared = model.embedding + model.head + model.queries + model.output + model.mlp
-    shards = min(tensor_parallel, model.kv_heads)
-    return ceil(shared / tensor_parallel) + ceil(model.keys_values / shards) + model.norms
-
-
-def kv_bytes(model: Shape, tensor_parallel: int = 1, width: int | None = None) -> int:
-    """Bytes of KV cache that a token takes on one GPU of an engine; width: bytes a number (None: the model's dtype)."""
-    heads = max(1, model.kv_heads // tensor_parallel)
-    return 2 * model.layers * heads * model.head_dim * (width or model.width)
-
-
-def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
-    """The powers of two up to a number of GPUs over which vLLM can split a model, ascending.
-
-    Each divides the heads and the MLP, and divides the key and value heads or is a multiple of them.
-    """
-    powers = [2**k for k in range(most.bit_length())]
-    whole = [t for t in powers if not (model.heads % t or model.intermediate % t)]
-    return [t for t in whole if not (model.kv_heads % t and t % model.kv_heads)]
+# ---- memory
 
 
 def activation_bytes(model: Shape, tokens: int) -> int:
     """Bytes of float32 that a forward pass keeps for the backward pass of so many tokens (the module's 3)."""
     a_token = 6 * model.hidden + 5 * model.heads * model.head_dim + 4 * model.intermediate
     return 4 * model.layers * a_token * tokens
-
-
-# ---- memory
 
 
 def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int) -> Memory:
@@ -655,7 +537,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         DoesNotFit: a run needs more memory than there is; raised when all plans are printed.
         ValueError: as `plan`; or a gradient arm with more GPUs than are visible.
     """
-    from evoalign_lib.engines.local import default_workers
+    from evoalign_lib.engines.processes import default_workers
 
     trained = [spec for spec in specs if spec["kind"] == "train"]
     if not trained:

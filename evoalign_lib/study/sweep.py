@@ -186,7 +186,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     """
     from tqdm import tqdm
 
-    from evoalign_lib.engines.local import default_workers
+    from evoalign_lib.engines.processes import default_workers
 
     if not specs:
         return
@@ -276,7 +276,7 @@ def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapp
     import datasets
     from transformers.utils import logging
 
-    from evoalign_lib.engines.local import start_worker
+    from evoalign_lib.engines.processes import start_worker
 
     start_worker(parent)
     # one bar for the sweep, and none for the loading of each run's files

@@ -44,9 +44,11 @@ import torch.nn.functional as F
 
 from evoalign_lib import noise, paths, tiny
 from evoalign_lib.engines.decode import Decoder
-from evoalign_lib.engines.local import LocalEngine, Member, Prompts, default_workers
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
+from evoalign_lib.update_rules import Member
 from tests.benchmarks.shared import measure, merge, public_perturb, run_sections
 
 SIGMA, ALPHA = 1e-2, 5e-3  # about those of the tiny runs; the cost depends on neither

@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evoalign_lib import paths, tiny
-from evoalign_lib.engines.local import Prompts, default_workers
+from evoalign_lib import models, paths, tiny
+from evoalign_lib.engines.local import Prompts
+from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.ray import RayEngine
-from evoalign_lib.es import load_model
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from tests.benchmarks.cpu import SIGMA, base, build, device_name, population, threads
@@ -62,7 +62,7 @@ def model_section(name: str, options: argparse.Namespace) -> dict:
     if options.model is None:
         model, (_, tokenizer), where = build(name), base(), {}
     else:
-        model, tokenizer = load_model(name, None, {"dtype": torch.bfloat16 if options.gpus else torch.float32})
+        model, tokenizer = models.load(name, None, {"dtype": torch.bfloat16 if options.gpus else torch.float32})
         where = {"folder": name}
     rows = countdown.dataset(tiny.problems("train", options.prompts), tokenizer)
     if options.gpus:

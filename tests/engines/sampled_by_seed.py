@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from helpers import PROMPTS, tokenizer
 
-from evoalign_lib import grpo
+from evoalign_lib import grpo, models
 from evoalign_lib.engines.vllm import _end, import_vllm
-from evoalign_lib.es import load_model
 
 
 def sampled(folder: str, seed: int) -> list[list[int]]:
@@ -29,7 +28,7 @@ def sampled(folder: str, seed: int) -> list[list[int]]:
     with tempfile.TemporaryDirectory() as place:
         args = grpo.config("grpo", output_dir=place, seed=seed, learning_rate=1e-3, vllm=vllm, **settings, **quiet)
         rows = [{"prompt": p} for p in PROMPTS]
-        trainer, budget = grpo.trainer(load_model(folder)[0], reward, args, rows, tokenizer())
+        trainer, budget = grpo.trainer(models.load(folder)[0], reward, args, rows, tokenizer())
         trainer.train()
     assert budget.spent(1)["completions"] == len(seen) == 16
     assert budget.spent(1)["generated_tokens"] == sum(map(len, seen))

@@ -4,9 +4,10 @@ import numpy as np
 from helpers import PROMPTS, random_model, tokenizer
 
 from evoalign_lib import noise
-from evoalign_lib.engines.local import Member, Prompts
+from evoalign_lib.engines.local import Prompts
 from evoalign_lib.engines.vllm import VLLMEngine
 from evoalign_lib.rewards import Rewards
+from evoalign_lib.update_rules import Member
 
 # The longest is of 300 tokens and more: the prefix cache keeps whole blocks of 128.
 ROWS = [{"prompt": p} for p in PROMPTS] + [{"prompt": p + " again and again" * 20} for p in PROMPTS]

@@ -15,10 +15,11 @@ import pytest
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import TrainerCallback
 
-from evoalign_lib import ledger, paths
-from evoalign_lib.engines.local import LocalEngine, Member, Prompts
+from evoalign_lib import ledger, paths, precision
+from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.rewards import RewardError, Rewards
+from evoalign_lib.update_rules import Member
 
 ray = pytest.importorskip("ray")
 
@@ -73,7 +74,7 @@ def on_ray(folder: Path, score=reward, callbacks=None, **changed) -> ESTrainer:
 
 def digest(tested) -> str:
     engine = getattr(tested, "engine", tested)
-    return ledger.digest(engine.layout, engine.master)
+    return precision.digest(engine.layout, engine.master)
 
 
 def same_run(one: ESTrainer, other: ESTrainer) -> bool:

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from evoalign_lib import ledger, noise, precision
 from evoalign_lib.cli import app
-from evoalign_lib.engines.local import LocalEngine, Member, Prompts
+from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import LedgerError
+from evoalign_lib.update_rules import Member
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 N, SIGMA, ALPHA, SEED = 6, 0.02, 0.05, 5
@@ -53,7 +54,7 @@ def state(tested: ESTrainer) -> dict[str, bytes]:
 
 
 def digest(tested: ESTrainer) -> str:
-    return ledger.digest(tested.engine.layout, *tested.engine.weights.planes)
+    return precision.digest(tested.engine.layout, *tested.engine.weights.planes)
 
 
 # ---- the step
@@ -285,7 +286,7 @@ def test_digests_by_hand(tmp_path):
     c = compensation[:1].view(torch.int16).numpy().tobytes()
     by_hand = {1: b"a\0\x00\xc0" + b"b\0\x80\x3f", 2: b"a\0\x00\xc0\x00\x00" + b"b\0\x80\x3f" + c}
     for n, text in by_hand.items():
-        assert ledger.digest(layout, *planes[:n]) == hashlib.sha256(text).hexdigest()
+        assert precision.digest(layout, *planes[:n]) == hashlib.sha256(text).hexdigest()
     tested = trainer(tmp_path, "kahan")
     one = digest(tested)
     tested.engine.weights.planes[1][0] = 1e-3  # which the values do not show

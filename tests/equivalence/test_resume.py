@@ -18,7 +18,7 @@ from helpers import PROMPTS, random_model, tokenizer
 from tqdm import tqdm
 from transformers import EarlyStoppingCallback
 
-from evoalign_lib import ledger
+from evoalign_lib import ledger, precision
 from evoalign_lib.es import ESConfig, ESTrainer
 
 KILLS = int(os.environ.get("EVOALIGN_KILLS", "5"))
@@ -48,7 +48,7 @@ def outcome(tested: ESTrainer) -> dict:
     """All that a resumed run must share with an uninterrupted one."""
     state = tested.state
     return {
-        "weights": ledger.digest(tested.engine.layout, *tested.engine.weights.planes),
+        "weights": precision.digest(tested.engine.layout, *tested.engine.weights.planes),
         "budget": {k: v for k, v in tested.budget.items() if k != "core_seconds"},
         "counts": tested.counts,
         "log": [{k: v for k, v in log.items() if k not in TIMING} for log in state.log_history],

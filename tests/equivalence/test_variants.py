@@ -46,7 +46,7 @@ def trainer(folder: Path, reward=token_sum, model=None, callbacks=None, **change
 
 
 def digest(tested: ESTrainer) -> str:
-    return ledger.digest(tested.engine.layout, tested.engine.master)
+    return precision.digest(tested.engine.layout, tested.engine.master)
 
 
 class Stop(Exception):

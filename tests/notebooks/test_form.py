@@ -10,9 +10,8 @@ import torch
 
 from evoalign_lib import noise, paths
 from evoalign_lib.analysis import kl, stats
-from evoalign_lib.engines.local import Member
 from evoalign_lib.study import parameters
-from evoalign_lib.update_rules import standardise
+from evoalign_lib.update_rules import Member, standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 

@@ -20,7 +20,7 @@ from evoalign_lib import artifacts, cli, paths, style
 from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
-from evoalign_lib.engines import local
+from evoalign_lib.engines import processes
 from evoalign_lib.records import spec_hash
 
 REPOSITORY = paths.ROOT
@@ -415,7 +415,7 @@ time.sleep(600)
 
 
 def test_an_interrupt_ends_all_notebooks_that_are_executed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "default_workers", lambda: 2)
+    monkeypatch.setattr(processes, "default_workers", lambda: 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this in the background
     folders = {name: repository / name for name in ("01_a", "02_b", "03_never_begun")}
     for name in folders:

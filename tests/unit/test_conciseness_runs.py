@@ -81,7 +81,9 @@ def test_specs_say_task_and_measure_and_refuse_what_cannot_be():
         train_specs("es", ["A0"], [0], ES, "tiny")
     with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
         train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
-    with pytest.raises(ValueError, match="base 'B0' was trained for the task 'conciseness', not 'countdown': set task='conciseness'"):
+    with pytest.raises(
+        ValueError, match="base 'B0' was trained for the task 'conciseness', not 'countdown': set task='conciseness'"
+    ):
         base_specs(["B0"], {"max_completion_length": 16, "validation_problems": 8, "test_problems": 8}, "tiny")
 
 

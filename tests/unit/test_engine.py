@@ -1,6 +1,7 @@
 """The local engine: prompts, decoding, the batch plan, and worker processes that come, work, fail and end."""
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -19,10 +20,11 @@ from tqdm import tqdm
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib import noise
-from evoalign_lib.engines import decode, local
+from evoalign_lib.engines import decode, local, processes
 from evoalign_lib.engines.decode import Decoder, supports
-from evoalign_lib.engines.local import LocalEngine, Member, Prompts
+from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.rewards import RewardError, Rewards
+from evoalign_lib.update_rules import Member
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 
@@ -383,7 +385,7 @@ def test_where_few_rows_are_computed_otherwise_batches_stay_full(monkeypatch, ca
     model = random_model()
     model.generation_config.eos_token_id = list(range(0, 273, 9))
     expected = engine(model, rows).generate("train")
-    caplog.clear()
+    caplog.set_level(logging.INFO, logger="evoalign_lib")
     monkeypatch.setattr(decode, "_multiply", inexact)
     e = engine(model, rows)
     assert e.plan["drop_rows"] is False
@@ -609,4 +611,4 @@ def test_workers_need_linux(monkeypatch):
     monkeypatch.setattr(local.sys, "platform", "darwin")
     with pytest.raises(ValueError, match="workers=2 needs Linux.*set workers=1 on darwin"):
         engine(workers=2)
-    assert local.default_workers() == 1
+    assert processes.default_workers() == 1

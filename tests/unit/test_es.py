@@ -28,8 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from evoalign_lib import ledger, noise
-from evoalign_lib.es import ESConfig, ESTrainer, load_model, step_indices
+from evoalign_lib import ledger, models, noise
+from evoalign_lib.es import ESConfig, ESTrainer, step_indices
 from evoalign_lib.rewards import RewardError
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
@@ -134,13 +134,13 @@ def test_bad_values_are_named(name, value, message):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("scale_rewards", "if it is a setting of GRPO alone, remove it"),
-        ("beta", "if it is a setting of GRPO alone, remove it"),
-        ("populaton_size", r"did you mean 'population_size'\?"),
+        ("scale_rewards", "If it is a setting of GRPO alone, remove it"),
+        ("beta", "If it is a setting of GRPO alone, remove it"),
+        ("populaton_size", r"Did you mean 'population_size'\?"),
     ],
 )
 def test_a_setting_that_there_is_not(name, remedy):
-    with pytest.raises(TypeError, match=f"ESConfig has no setting '{name}': {remedy}"):
+    with pytest.raises(TypeError, match=rf"ESConfig has no setting '{name}'\. {remedy}"):
         ESConfig(**{"max_steps": 3, name: 8})
 
 
@@ -298,7 +298,7 @@ def test_a_tokenizer_without_any_end():
         pad_token_id = eos_token_id = None
 
     with pytest.raises(ValueError, match="neither a padding nor an end token: set tokenizer.eos_token"):
-        load_model(random_model(), Endless())
+        models.load(random_model(), Endless())
 
 
 def test_other_mistakes(tmp_path):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from evoalign_lib import ledger, models, noise, tiny
+from evoalign_lib import ledger, models, noise, precision, tiny
 from evoalign_lib.cli import app
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
@@ -189,7 +189,7 @@ def test_the_ledger_holds_what_the_run_computed_with(run, tmp_path):
         log = ledger.read(tmp_path / fitness / "ledger.jsonl")
         assert [step.rewards.tobytes() for step in log.steps] == told and len(told) == 3
         assert sum(step.tokens for step in log.steps) == tested.budget["generated_tokens"]
-        assert log.weights[3] == ledger.digest(tested.engine.layout, tested.engine.master)
+        assert log.weights[3] == precision.digest(tested.engine.layout, tested.engine.master)
 
 
 def test_reading_changes_nothing(copy):

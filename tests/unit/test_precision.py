@@ -404,9 +404,9 @@ def test_what_a_mode_does_not_take():
     mixed.gains.data = mixed.gains.data.float()
     with pytest.raises(ValueError, match="needs one dtype, but 'gains' is torch.float32 and others are torch.bfloat16"):
         precision.open_weights(mixed, None, "inplace")
-    with pytest.raises(ValueError, match="precision 'exact' is not one of"):
+    with pytest.raises(ValueError, match="precision='exact' is not one of"):
         precision.open_weights(Model(), None, "exact")
-    with pytest.raises(ValueError, match="distribution 'normal' is not one of"):
+    with pytest.raises(ValueError, match="distribution='normal' is not one of"):
         precision.open_weights(Model(), None, "inplace", "normal")
 
 

@@ -7,29 +7,17 @@ import shutil
 
 import pytest
 import torch
+from helpers import QWEN, qwen
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from evoalign_lib import arms, paths, tiny
+from evoalign_lib.engines.memory import shape, tensor_parallel_sizes
 from evoalign_lib.records import append_record, spec_hash
-from evoalign_lib.study import parameters, preflight, sweep
+from evoalign_lib.study import preflight, sweep
 from evoalign_lib.study.kinds.train import train_specs
-from evoalign_lib.study.preflight import GIB, CannotCount, DoesNotFit, plan, shape
-
-# the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
-QWEN = {
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True, 494_032_768),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True, 1_543_714_304),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True, 3_085_938_688),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False, 7_615_616_512),
-    "14B": (5120, 13824, 48, 40, 8, 152064, False, 14_770_033_664),
-    "32B": (5120, 27648, 64, 40, 8, 152064, False, 32_763_876_352),
-    "72B": (8192, 29568, 80, 64, 8, 152064, False, 72_706_203_648),
-}
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-NAMES = (*NAMES, "vocab_size", "tie_word_embeddings")
-LLAMA_8B = dict(zip(NAMES, (4096, 14336, 32, 32, 8, 128256, False), strict=True)) | {"model_type": "llama"}
+from evoalign_lib.study.preflight import GIB, DoesNotFit, plan
 
 SETS = {"task": "countdown", "validation_problems": 512, "test_problems": 2000, "curve_points": 21}
 RUN = SETS | {"kind": "train", "base": "a model", "seed": 0, "max_completion_length": 1024}
@@ -39,91 +27,11 @@ GRPO |= {"prompts_per_step": 16, "micro_batch": 1}
 LENGTH = 1024 + preflight.PROMPT_TOKENS["countdown"]
 
 
-def qwen(size: str, **changed) -> dict:
-    config = dict(zip(NAMES, QWEN[size][:-1], strict=True))
-    return config | {"model_type": "qwen2", "dtype": "bfloat16"} | changed
-
-
-# ---- counts
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        *map(qwen, QWEN),
-        LLAMA_8B,
-        LLAMA_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
-        LLAMA_8B | {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 64},
-        LLAMA_8B | {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True},
-    ],
-    ids=lambda config: f"{config['model_type']}-{config['hidden_size']}-{config['num_hidden_layers']}",
-)
-def test_every_component_has_the_parameters_that_the_model_has(config):
-    loaded = AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(loaded)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-
-    def of(*words):
-        return sum(n for name, n in sizes.items() if any(word in name for word in words))
-
-    counted = shape(loaded)
-    assert counted == shape(config) and counted.d == sum(sizes.values())
-    assert counted.embedding == of("embed_tokens") and counted.head == of("lm_head")
-    assert counted.queries == of("q_proj") and counted.keys_values == of("k_proj", "v_proj")
-    assert counted.output == of("o_proj") and counted.mlp == of(".mlp.") and counted.norms == of("norm")
-
-
-def test_published_counts_and_caches():
-    assert {size: shape(qwen(size)).d for size in QWEN} == {size: values[-1] for size, values in QWEN.items()}
-    # 2 x layers x key and value heads x their size x 2 bytes
-    assert preflight.kv_bytes(shape(qwen("7B"))) == 2 * 28 * 4 * 128 * 2 == 57_344
-    assert preflight.kv_bytes(shape(qwen("72B")), 8) == 2 * 80 * 1 * 128 * 2
-    assert preflight.kv_bytes(shape(qwen("3B")), 8) == 2 * 36 * 1 * 128 * 2  # two heads on eight GPUs: each holds one
-    assert preflight.kv_bytes(shape(qwen("7B")), width=4) == 2 * 57_344
-
-
 @pytest.mark.parametrize("base", tiny.SHIPPED)
 def test_shipped_models(base):
-    model, _ = tiny.load(base)
     config = json.loads((tiny.bases_folder() / base / "config.json").read_text())
-    assert shape(config).d == shape(model.config).d == sum(p.numel() for p in model.parameters())
-    assert shape(config).dtype == config["dtype"] and shape(model.config).width == 4  # loaded in float32
     planned = plan(config, ES | {"base": base}, engine="local", gpus=0, host_gib=8)
     assert planned.fits and "no GPU is used" in planned.text() and planned.placement.gpu_memory == ()
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model_type": "gpt2"}, "model type 'gpt2' cannot be counted: known are llama"),
-        ({"model_type": "qwen2_moe"}, "model type 'qwen2_moe' cannot be counted"),
-        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised"),
-        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not one of float32"),
-    ],
-)
-def test_what_cannot_be_counted_is_refused(changed, message):
-    with pytest.raises(CannotCount, match=message):
-        shape(qwen("0.5B", **changed))
-
-
-def test_shares_of_a_gpu():
-    for size in QWEN:
-        assert preflight.rank_parameters(shape(qwen(size)), 1) == QWEN[size][-1]
-    # 16 GPUs, 8 key and value heads: two GPUs hold the same one, and all hold the norms
-    kv, norms = 64 * (5120 + 1) * 2 * 8 * 128, 64 * 2 * 5120 + 5120
-    rest = QWEN["32B"][-1] - kv - norms
-    assert preflight.rank_parameters(shape(qwen("32B")), 16) == rest // 16 + kv // 8 + norms
-
-
-def test_tensor_parallel_sizes_divide_the_heads():
-    found = {size: preflight.tensor_parallel_sizes(shape(qwen(size)), 8) for size in QWEN}
-    halves = {"0.5B": [1, 2], "1.5B": [1, 2, 4], "3B": [1, 2, 4, 8], "7B": [1, 2, 4]}  # of 14, 12, 16 and 28 heads
-    assert found == halves | dict.fromkeys(("14B", "32B", "72B"), [1, 2, 4, 8])
-    assert preflight.tensor_parallel_sizes(shape(qwen("72B")), 7) == [1, 2, 4]
-    # six key and value heads fit neither into four shards nor four times into anything
-    odd = qwen("3B", num_attention_heads=24, num_key_value_heads=6, head_dim=128)
-    assert preflight.tensor_parallel_sizes(shape(odd), 8) == [1, 2]
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -148,7 +56,7 @@ def test_activations_are_the_tensors_that_pytorch_keeps(padding):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = model.model(input_ids=ids, attention_mask=mask, use_cache=False)
         assert output.last_hidden_state.requires_grad
-        return sum(storage.nbytes() for storage in storages.values()), preflight.shape(config)
+        return sum(storage.nbytes() for storage in storages.values()), shape(config)
 
     (few, counted), (more, _) = kept(2), kept(4)
     assert 0.85 < (more - few) / preflight.activation_bytes(counted, rows * length) < 1.05
@@ -330,7 +238,7 @@ SIZES = st.sampled_from(list(QWEN))
 @given(size=SIZES, rows=st.integers(0, 256), length=st.integers(1, 8192))
 def test_more_tensor_parallel_takes_no_more_memory_a_gpu(size, rows, length):
     model = shape(qwen(size))
-    sizes = preflight.tensor_parallel_sizes(model, 64)
+    sizes = tensor_parallel_sizes(model, 64)
     totals = [sum(n for _, n in preflight.es_memory(model, t, rows, length)) for t in sizes]
     assert totals == sorted(totals, reverse=True)
 
@@ -389,7 +297,7 @@ def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
     on = {"engine": "vllm", "gpus": 4}
     specs = elsewhere("7B", ES | on) + elsewhere("7B", ES | on | {"sigma": 3e-3}) + elsewhere("0.5B", GRPO | on)
     measured = {"kind": "base", "base": specs[0]["base"], "scale": "full"}
-    with pytest.raises(parameters.DryRun, match="0 of 7 runs have records; to be run: base .*, es .* 0, "):
+    with pytest.raises(sweep.DryRun, match="0 of 7 runs have records; to be run: base .*, es .* 0, "):
         sweep.load_or_run([measured, *specs], "nb", "full", dry_run=True)
     out = capsys.readouterr().out
     assert "no GPU is visible here: plans assume GPUs of 80 GiB" in out and out.count("4 GPUs of 80 GiB") == 2
@@ -441,7 +349,7 @@ def test_without_a_gpu_the_plan_is_about_the_host(elsewhere, capsys, monkeypatch
 
 def test_a_model_that_cannot_be_counted_is_run_without_a_plan(elsewhere, capsys):
     specs = elsewhere("0.5B", ES, model_type="gpt2")
-    with pytest.raises(parameters.DryRun):
+    with pytest.raises(sweep.DryRun):
         sweep.load_or_run(specs, "nb", "full", dry_run=True)
     out = capsys.readouterr().out
     assert "no plan of " in out and "model type 'gpt2' cannot be counted" in out
@@ -450,7 +358,7 @@ def test_a_model_that_cannot_be_counted_is_run_without_a_plan(elsewhere, capsys)
 def test_other_scales_and_finished_runs_have_no_plan(elsewhere, monkeypatch):
     monkeypatch.setattr(preflight, "check", lambda *arguments, **options: pytest.fail("a plan was asked for"))
     for scale in ("smoke", "tiny"):
-        with pytest.raises(parameters.DryRun):
+        with pytest.raises(sweep.DryRun):
             sweep.load_or_run([ES | {"scale": scale}], "nb", scale, dry_run=True)
     (spec,) = elsewhere("7B", ES, seeds=[0])
     done = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished"}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from evoalign_lib import arms, grpo, ledger, models, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.es import load_model
 from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
 from evoalign_lib.study import sweep, training
 from evoalign_lib.study.kinds import train
@@ -332,4 +331,4 @@ def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_d
     if arm == "es":
         assert ledger.Ledger.open(place / ledger.NAME).ended
     else:
-        assert models.base_digest(load_model(str(place / "model"))[0]) != r["spec"]["base_digest"]
+        assert models.base_digest(models.load(str(place / "model"))[0]) != r["spec"]["base_digest"]

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import random_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
 from evoalign_lib.engines import vllm
-from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, sha256, shard
-from evoalign_lib.engines.vllm import WrongWeights, prove, rank_parameters
-from evoalign_lib.study import preflight
+from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, shard
+from evoalign_lib.engines.vllm import WrongWeights, prove
+from evoalign_lib.precision import matrix_digest
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 DIM, HIDDEN = 4, 8
@@ -90,7 +89,7 @@ def opened(whole, ranks):
     for name, view in layout.views(master).items():
         view[...] = whole[name].numpy()
     maps = [[(s, part_of(t, s)) for own, name, t in rank for s in segments_of(own, name, t, PACKED)] for rank in ranks]
-    return layout, master, [[s for s, _ in m] for m in maps], [[sha256(part) for _, part in m] for m in maps]
+    return layout, master, [[s for s, _ in m] for m in maps], [[matrix_digest(part) for _, part in m] for m in maps]
 
 
 @given(
@@ -144,16 +143,6 @@ def test_a_refusal_leaves_a_worker_as_text():
     layer.weight = torch.nn.Parameter(torch.zeros(0))
     worker.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer))
     assert worker.evoalign_open("gaussian", 1).startswith("'0.weight' is empty in vLLM")
-
-
-def test_the_master_of_a_rank_is_counted_with_heads_that_several_hold():
-    config = random_model(num_attention_heads=4, num_key_value_heads=1).config
-    model = preflight.shape(config)
-    assert rank_parameters(config, model.d, 1) == model.d
-    found = rank_parameters(config, model.d, 4)
-    assert found == (model.d - model.keys_values - model.norms) / 4 + model.keys_values + model.norms > model.d / 4
-    config.model_type = "unknown"
-    assert rank_parameters(config, model.d, 4) == model.d / 4
 
 
 def test_uneven_shards_are_refused():

@@ -1,0 +1,322 @@
+"""What every engine has: tokenised prompts, scoring of completions, and the run's weights.
+
+An engine generates the completions of a population (`evoalign_lib.engines`). The classes here know the prompts, turn
+token ids into rewards, and hold the weights of the run in this process, whoever generates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import noise
+from evoalign_lib.precision import Weights, copy_to, open_weights
+from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
+from evoalign_lib.update_rules import Member
+
+
+@dataclass
+class Evaluation:
+    """What one member did on the prompts of a step."""
+
+    scored: Scored
+    """rewards of its completions, (completions,): one a prompt, or several samples of each in turn"""
+    lengths: np.ndarray
+    """(completions,) generated tokens, the end token included"""
+    clipped: np.ndarray
+    """(completions,) bool: no end token within the limit"""
+    core_seconds: float
+    """CPU time of the worker"""
+
+
+class Prompts:
+    """Tokenised prompts, padded on the left to one width.
+
+    Args:
+        rows: the data set: mappings with "prompt" (a string, or a list of messages) and further columns.
+        tokenizer: the model's tokenizer.
+
+    Raises:
+        ValueError: no rows, rows without "prompt", or rows of different columns.
+        TypeError: something that is not a sequence of rows, or prompts of different types.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer):
+        if isinstance(rows, Mapping):
+            raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: give one split, a list of rows.")
+        rows = list(rows)
+        for i, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {i} of the data set is {row!r:.200}: give mappings with a 'prompt'.")
+        if not rows:
+            raise ValueError("the data set is empty: give at least one row with a 'prompt'.")
+        names = set(rows[0])
+        for i, row in enumerate(rows):
+            if "prompt" not in row:
+                raise ValueError(f"row {i} of the data set has no 'prompt', only {sorted(row)}.")
+            if set(row) != names:
+                raise ValueError(f"row {i} of the data set has the columns {sorted(row)}, row 0 has {sorted(names)}.")
+        if taken := sorted(names & set(ARGUMENTS)):
+            raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: give it another name.")
+        self.prompts = [row["prompt"] for row in rows]
+        self.conversational = not isinstance(self.prompts[0], str)
+        for i, prompt in enumerate(self.prompts):
+            if not isinstance(prompt, list if self.conversational else str):
+                raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: give strings everywhere, or message lists.")
+        texts = self.prompts
+        if self.conversational:
+            texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in texts]
+        self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        # a rendered chat template already holds its special tokens; any other text gets those the tokenizer adds
+        rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
+        ids = tokenizer(texts, add_special_tokens=not rendered, padding=False)["input_ids"]
+        for i, row in enumerate(ids):
+            if not row:
+                raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
+        self.lengths = np.array([len(row) for row in ids])
+        # what all prompts begin with; the last token of the shortest one is left to it
+        same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
+        self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
+        """(p) tokens that all prompts begin with"""
+        self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+        self.width = int(self.lengths.max())
+        self.ids = np.full((len(ids), self.width), tokenizer.pad_token_id, dtype=np.int64)
+        self.mask = np.zeros_like(self.ids)
+        for i, row in enumerate(ids):
+            self.ids[i, self.width - len(row) :] = row
+            self.mask[i, self.width - len(row) :] = 1
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class Scorer:
+    """Turns decoded ids into texts and rewards.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        rewards: scores completions.
+        prompts: name -> prompts (for example "train" and "eval").
+        eos_ids: token ids that end a completion.
+        max_completion_length: new tokens at most.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        eos_ids: Sequence[int],
+        max_completion_length: int,
+    ):
+        self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
+        self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
+
+    def until_end(self, ids: np.ndarray) -> list[list[int]]:
+        """Decoded ids (rows, width), each row up to and with its end token."""
+        ends = np.isin(ids, self.eos_ids)
+        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
+        return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+    def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
+        """Completions as texts without special tokens, and their ids."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # one call into the tokenizers library, instead of a Python loop over rows
+            texts = backend.decode_batch(raw, skip_special_tokens=True)
+        else:
+            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
+        return list(zip(texts, raw, strict=True))
+
+    def scored(
+        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
+    ) -> Evaluation:
+        """What the member of this index did: its completions of rows of the prompts, scored.
+
+        Args:
+            index: of the member, for errors.
+            name, indices: which prompts, one row a completion.
+            completions: pairs of text and token ids.
+            trainer_state: passed to the reward functions.
+            started: CPU time of this process when the member began, seconds.
+        """
+        try:
+            scored = score(self.rewards, self.prompts[name], indices, completions, trainer_state)
+        except RewardError as error:
+            raise RewardError(f"member {index}: {error}") from error
+        lengths = np.array([len(raw) for _, raw in completions])
+        clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
+        return Evaluation(scored, lengths, clipped, time.process_time() - started)
+
+
+class Engine(Scorer):
+    """What every engine has: prompts, a model with its tokenizer, and the weights of the run in this process.
+
+    Whatever generates, the weights of the run are held here, too, and follow every update: their digest goes into the
+    ledger, checkpoints and folders are written from them, and a generator elsewhere is checked against them.
+
+    Args:
+        model: a Hugging Face decoder-only model; its parameters are the weights at the start.
+        tokenizer: its tokenizer, with a padding token.
+        rewards: scores completions.
+        prompts: name -> prompts (for example "train" and "eval").
+        max_completion_length: new tokens at most.
+        threads: of this process, that share an update of its weights.
+        precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
+            become views of the engine's weights.
+        distribution: of the noise (see `evoalign_lib.noise`).
+        weights: those of the run, where they exist already; then threads, precision and distribution are theirs.
+
+    Raises:
+        ValueError: a precision or distribution that does not exist, or a precision that does not take the model's
+            dtype.
+    """
+
+    workers = 1
+    """processes that evaluate; 1: this one; 0: none of this machine's"""
+    mended: Mapping[str, int] = {}
+    """what broke and was mended so far, by name: the trainer logs what is not zero"""
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        max_completion_length: int,
+        threads: int = 1,
+        precision: str = "master",
+        distribution: str = "gaussian",
+        weights: Weights | None = None,
+    ):
+        super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length)
+        self.model = model
+        shapes = ((name, tuple(p.shape)) for name, p in model.named_parameters())
+        self.layout = noise.Layout.from_shapes(shapes)
+        self.weights = weights or open_weights(model, self.layout, precision, distribution, bind=True, threads=threads)
+
+    @property
+    def master(self) -> np.ndarray:
+        """The float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
+        if self.weights.precision != "master":
+            raise AttributeError(f"precision={self.weights.precision!r} keeps no master: use engine.weights.float32().")
+        return self.weights.flat
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The batch plan of training, on which floating-point results depend."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        members: Sequence[Member],
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> list[Evaluation]:
+        """Evaluate a population; every member decodes the same prompts under one perturbation.
+
+        Args:
+            members: (members,) keys and signs.
+            sigma: standard deviation of the perturbation, weight units.
+            name: which prompts.
+            indices: rows of them.
+            trainer_state: passed to the reward functions, pickled with every member where other processes score.
+            sampling: None for greedy decoding; else the key of the random numbers, which are the same for every member
+                (see `noise.uniforms`), and the number of completions a prompt, at temperature 1.
+
+        Returns:
+            (members,) in the order of `members`.
+        """
+        raise NotImplementedError
+
+    def generate(
+        self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
+    ) -> list[list[tuple[str, list[int]]]]:
+        """Completions of the weights themselves.
+
+        Args:
+            name: which prompts.
+            indices: rows of them (default: all).
+            samples: 0 for greedy decoding, else the number of samples a prompt at temperature 1 (plain: no top-k,
+                top-p or repetition penalty).
+            seed: of the samples; row i of the prompts gets the same numbers in any chunk.
+
+        Returns:
+            (max(1, samples)) lists of (prompts) pairs of text and token ids.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def perturbed(self, key: int, sigma: float) -> Iterator[None]:
+        """While the context lasts `generate` decodes with noise on the weights; then they are back, bit for bit.
+
+        Args:
+            key: of the noise, 64 bits.
+            sigma: its standard deviation, weight units.
+        """
+        centre = self.master.copy()
+        noise.perturb(self.master, centre, self.layout, key, sigma, distribution=self.weights.distribution)
+        try:
+            yield
+        finally:
+            self.master[:] = centre
+
+    def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add a set of prompts for `generate`; before the first call that starts what generates elsewhere.
+
+        Raises:
+            RuntimeError: that runs already and would not see it.
+        """
+        self.prompts[name] = Prompts(rows, self.tokenizer)
+
+    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
+        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
+        self.weights.update(keys, coefficients)
+
+    def follow(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Let what generates elsewhere catch up with weights that were loaded here.
+
+        Args:
+            updates: (keys, coefficients) of every update from the starting model to these weights.
+        """
+
+    def check(self) -> None:
+        """Compare the weights of everything that generates with those of this process, and mend or refuse."""
+
+    def write_model(self) -> None:
+        """Copy the weights into the model's parameters, in the model's dtype."""
+        copy_to(self.model, self.layout, self.weights.flat)
+
+    def close(self) -> None:
+        """End what the engine has started."""
+
+
+def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:
+    """Score completions of rows of the prompts, in the form (strings or messages) of the prompts themselves."""
+    texts = [text for text, _ in completions]
+    if prompts.conversational:
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {key: [values[i] for i in indices] for key, values in prompts.columns.items()}
+    chosen = [prompts.prompts[i] for i in indices]
+    return rewards(chosen, texts, [raw for _, raw in completions], columns, trainer_state)
+
+
+def _eos_ids(model, tokenizer) -> list[int]:
+    """The end tokens of the model's configurations and of its tokenizer."""
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found |= set() if value is None else {value} if isinstance(value, int) else set(value)
+    if not found:
+        raise ValueError("neither the model nor the tokenizer declares an end token: set tokenizer.eos_token.")
+    return sorted(found)

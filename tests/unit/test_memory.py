@@ -1,0 +1,116 @@
+"""What a model takes on a GPU: counts are those of the models, shares are those of a sum by hand."""
+
+import json
+
+import pytest
+import torch
+from helpers import CONFIG_NAMES, QWEN, qwen, random_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from evoalign_lib import tiny
+from evoalign_lib.engines.memory import (
+    USABLE,
+    CannotCount,
+    held_parameters,
+    kv_bytes,
+    rank_parameters,
+    room_beside_master,
+    shape,
+    tensor_parallel_sizes,
+)
+
+LLAMA_8B = dict(zip(CONFIG_NAMES, (4096, 14336, 32, 32, 8, 128256, False), strict=True)) | {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *map(qwen, QWEN),
+        LLAMA_8B,
+        LLAMA_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+        LLAMA_8B | {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 64},
+        LLAMA_8B | {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True},
+    ],
+    ids=lambda config: f"{config['model_type']}-{config['hidden_size']}-{config['num_hidden_layers']}",
+)
+def test_every_component_has_the_parameters_that_the_model_has(config):
+    loaded = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(loaded)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+
+    def of(*words):
+        return sum(n for name, n in sizes.items() if any(word in name for word in words))
+
+    counted = shape(loaded)
+    assert counted == shape(config) and counted.d == sum(sizes.values())
+    assert counted.embedding == of("embed_tokens") and counted.head == of("lm_head")
+    assert counted.queries == of("q_proj") and counted.keys_values == of("k_proj", "v_proj")
+    assert counted.output == of("o_proj") and counted.mlp == of(".mlp.") and counted.norms == of("norm")
+
+
+def test_published_counts_and_caches():
+    assert {size: shape(qwen(size)).d for size in QWEN} == {size: values[-1] for size, values in QWEN.items()}
+    # 2 x layers x key and value heads x their size x 2 bytes
+    assert kv_bytes(shape(qwen("7B"))) == 2 * 28 * 4 * 128 * 2 == 57_344
+    assert kv_bytes(shape(qwen("72B")), 8) == 2 * 80 * 1 * 128 * 2
+    assert kv_bytes(shape(qwen("3B")), 8) == 2 * 36 * 1 * 128 * 2  # two heads on eight GPUs: each holds one
+    assert kv_bytes(shape(qwen("7B")), width=4) == 2 * 57_344
+
+
+@pytest.mark.parametrize("base", tiny.SHIPPED)
+def test_shipped_models(base):
+    model, _ = tiny.load(base)
+    config = json.loads((tiny.bases_folder() / base / "config.json").read_text())
+    assert shape(config).d == shape(model.config).d == sum(p.numel() for p in model.parameters())
+    assert shape(config).dtype == config["dtype"] and shape(model.config).width == 4  # loaded in float32
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gpt2"}, "model type 'gpt2' cannot be counted: known are llama"),
+        ({"model_type": "qwen2_moe"}, "model type 'qwen2_moe' cannot be counted"),
+        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised"),
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not one of float32"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(changed, message):
+    with pytest.raises(CannotCount, match=message):
+        shape(qwen("0.5B", **changed))
+
+
+def test_shares_of_a_gpu():
+    for size in QWEN:
+        assert rank_parameters(shape(qwen(size)), 1) == QWEN[size][-1]
+    # 16 GPUs, 8 key and value heads: two GPUs hold the same one, and all hold the norms
+    kv, norms = 64 * (5120 + 1) * 2 * 8 * 128, 64 * 2 * 5120 + 5120
+    rest = QWEN["32B"][-1] - kv - norms
+    assert rank_parameters(shape(qwen("32B")), 16) == rest // 16 + kv // 8 + norms
+
+
+def test_tensor_parallel_sizes_divide_the_heads():
+    found = {size: tensor_parallel_sizes(shape(qwen(size)), 8) for size in QWEN}
+    halves = {"0.5B": [1, 2], "1.5B": [1, 2, 4], "3B": [1, 2, 4, 8], "7B": [1, 2, 4]}  # of 14, 12, 16 and 28 heads
+    assert found == halves | dict.fromkeys(("14B", "32B", "72B"), [1, 2, 4, 8])
+    assert tensor_parallel_sizes(shape(qwen("72B")), 7) == [1, 2, 4]
+    # six key and value heads fit neither into four shards nor four times into anything
+    odd = qwen("3B", num_attention_heads=24, num_key_value_heads=6, head_dim=128)
+    assert tensor_parallel_sizes(shape(odd), 8) == [1, 2]
+
+
+def test_the_master_of_a_rank_is_counted_with_heads_that_several_hold():
+    config = random_model(num_attention_heads=4, num_key_value_heads=1).config
+    model = shape(config)
+    assert held_parameters(config, model.d, 1) == model.d
+    found = held_parameters(config, model.d, 4)
+    assert found == (model.d - model.keys_values - model.norms) / 4 + model.keys_values + model.norms > model.d / 4
+    config.model_type = "unknown"
+    assert held_parameters(config, model.d, 4) == model.d / 4
+
+
+def test_vllm_gets_what_the_master_leaves():
+    assert room_beside_master(80 * 2**30, 0) == USABLE
+    assert room_beside_master(80e9, 7e9) == round(USABLE - 28 / 80, 3)
+    with pytest.raises(ValueError, match="the float32 master of 20,000,000,000 parameters takes 75 GiB of a GPU"):
+        room_beside_master(80e9, 20e9)
