@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import arms
+from evoalign_lib.engines import processes
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import measures, training, worlds
 
@@ -67,7 +68,7 @@ def _train(
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
     training.watch_divergence(trainer, progress)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(place, grpo.processes()))
+    trainer.train(resume_from_checkpoint=_last_checkpoint(place, processes.world_size()))
     counts = dict(budget.counts)
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
@@ -117,9 +118,7 @@ def device_settings(spec: Spec) -> dict[str, bool]:
     """Return where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
     import torch
 
-    from evoalign_lib import grpo
-
     gpus = torch.cuda.is_available()
     elsewhere = not worlds.is_local(spec) and gpus
     # said only where TRL would find out something else by itself
-    return {"use_cpu": True} if not elsewhere and (gpus or grpo.processes() > 1) else {}
+    return {"use_cpu": True} if not elsewhere and (gpus or processes.world_size() > 1) else {}

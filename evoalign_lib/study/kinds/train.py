@@ -170,7 +170,7 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
 
 def _main(place: str, driver: str, *lasting: str) -> None:
     """One process of a launched run: read the spec, train, and write the result if it is the first process."""
-    from evoalign_lib.engines.local import end_with
+    from evoalign_lib.engines.processes import end_with
 
     end_with(int(driver))
     folder = Path(place)
