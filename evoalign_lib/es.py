@@ -61,7 +61,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, get_last_
 
 from evoalign_lib import ledger, models, noise, precision
 from evoalign_lib.checks import choose, nearest, whole_number
-from evoalign_lib.engines import ENGINES, base, open_engine
+from evoalign_lib.engines import ENGINES, base, check_gpus, open_engine
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population
@@ -271,10 +271,7 @@ class ESConfig(TrainingArguments):
                 )
         whole_number("gpus", self.gpus, 0, why="0 takes what the engine needs at least")
         whole_number("tensor_parallel", self.tensor_parallel, 1, why="GPUs that share a copy of the model")
-        if self.gpus % self.tensor_parallel:
-            raise ValueError(
-                f"gpus={self.gpus} is no multiple of tensor_parallel={self.tensor_parallel}: each engine takes so many."
-            )
+        check_gpus(self.gpus, self.tensor_parallel)
 
 
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
@@ -324,8 +321,24 @@ class ESTrainer:
                 f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
                 "lower it, or set None for all."
             )
-        folder = models.place(model) if isinstance(model, (str, os.PathLike)) else None
-        self.engine = open_engine(self.model, self.processing_class, self.rewards, prompts, self.args, folder)
+        self.engine = open_engine(
+            self.args.engine,
+            self.model,
+            self.processing_class,
+            self.rewards,
+            prompts,
+            max_completion_length=self.args.max_completion_length,
+            distribution=self.args.noise,
+            precision=self.args.precision,
+            chunk_rows=self.args.chunk_rows,
+            decoder=self.args.decoder,
+            workers=self.args.workers,
+            gpus=self.args.gpus,
+            tensor_parallel=self.args.tensor_parallel,
+            engine_kwargs=self.args.engine_kwargs,
+            folder=models.place(model) if isinstance(model, (str, os.PathLike)) else None,
+            load=self.args.model_init_kwargs,
+        )
         self.run_key = noise.run_key(self.args.arm, self.args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from evoalign_lib.checks import choose
+
 if TYPE_CHECKING:
     from evoalign_lib.engines.base import Engine
 
@@ -14,36 +16,69 @@ _OF_VLLM = {"revision": "revision", "cache_dir": "download_dir", "token": "hf_to
 
 
 def open_engine(
-    model: Any, tokenizer: Any, rewards: Any, prompts: Mapping[str, Any], args: Any, folder: str | None
+    engine: str,
+    model: Any,
+    tokenizer: Any,
+    rewards: Any,
+    prompts: Mapping[str, Any],
+    *,
+    max_completion_length: int,
+    distribution: str = "gaussian",
+    precision: str = "master",
+    chunk_rows: int = 256,
+    decoder: str = "auto",
+    workers: int | None = None,
+    gpus: int = 0,
+    tensor_parallel: int = 1,
+    engine_kwargs: Mapping[str, Any] | None = None,
+    folder: str | None = None,
+    load: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """The engine of a configuration; what it needs is imported here alone.
+    """Return an engine; what it needs is imported here alone.
 
     Args:
-        model, tokenizer, rewards, prompts: of `engines.base.Engine`.
-        args: an `ESConfig`.
+        engine: "local", "vllm" or "ray".
+        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `engines.base.Engine`.
+        precision: of the weights, with engine "local".
+        chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
+        workers: processes of engine "local", or actors without GPUs; None: one a core (without a master: 1).
+        gpus: GPUs to use; 0: with "vllm" as many as tensor_parallel, with "ray" none.
+        tensor_parallel: GPUs that share a copy of the model.
+        engine_kwargs: further arguments of `vllm.LLM`.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
+        load: the arguments of from_pretrained it was loaded with.
 
     Raises:
-        ImportError: vLLM or Ray is needed and not installed; the message says how.
+        ValueError: no such engine, GPUs that do not fall into copies of the model, or what the engine refuses.
+        ImportError: vLLM or Ray is needed and not installed; the message says how to install it.
     """
-    common = {"max_completion_length": args.max_completion_length, "distribution": args.noise}
-    if args.engine == "local":
-        from evoalign_lib.engines import local
+    choose("engine", engine, ENGINES)
+    check_gpus(gpus, tensor_parallel)
+    common: dict[str, Any] = {"max_completion_length": max_completion_length, "distribution": distribution}
+    if engine == "local":
+        from evoalign_lib.engines import local, processes
 
-        common |= {"chunk_rows": args.chunk_rows, "decoder": args.decoder, "precision": args.precision}
-        workers = args.workers or (local.default_workers() if args.precision == "master" else 1)
-        return local.LocalEngine(model, tokenizer, rewards, prompts, workers=workers, **common)
-    common |= {"folder": folder, "tensor_parallel": args.tensor_parallel, "settings": args.engine_kwargs}
-    if args.engine == "vllm" or args.gpus:  # vLLM loads the very files that the model was loaded from
-        load = args.model_init_kwargs or {}
-        if "subfolder" in load:
+        if workers is None:
+            workers = processes.default_workers() if precision == "master" else 1
+        common |= {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "workers": workers}
+        return local.LocalEngine(model, tokenizer, rewards, prompts, **common)
+    common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": engine_kwargs}
+    if engine == "vllm" or gpus:  # vLLM loads the very files that the model was loaded from
+        files = load or {}
+        if "subfolder" in files:
             raise ValueError("model_init_kwargs: vLLM loads no subfolder; download it and give it as the model.")
-        common["settings"] = {_OF_VLLM[k]: v for k, v in load.items() if k in _OF_VLLM} | (args.engine_kwargs or {})
-    if args.engine == "vllm" and args.gpus <= args.tensor_parallel:
+        common["settings"] = {_OF_VLLM[k]: v for k, v in files.items() if k in _OF_VLLM} | dict(engine_kwargs or {})
+    if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm
 
         return vllm.VLLMEngine(model, tokenizer, rewards, prompts, **common)
     from evoalign_lib.engines import ray
 
-    common |= {"chunk_rows": args.chunk_rows, "decoder": args.decoder, "load": args.model_init_kwargs}
-    return ray.RayEngine(model, tokenizer, rewards, prompts, workers=args.workers, gpus=args.gpus, **common)
+    common |= {"chunk_rows": chunk_rows, "decoder": decoder, "load": load, "workers": workers, "gpus": gpus}
+    return ray.RayEngine(model, tokenizer, rewards, prompts, **common)
+
+
+def check_gpus(gpus: int, tensor_parallel: int) -> None:
+    """Raise ValueError unless the GPUs fall into copies of the model."""
+    if gpus % tensor_parallel:
+        raise ValueError(f"gpus={gpus} is no multiple of tensor_parallel={tensor_parallel}: each engine takes so many.")

@@ -64,7 +64,6 @@ def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str,
     """
     from evoalign_lib.engines import open_engine
     from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.es import ESConfig
 
     prompts = {name: Prompts(found, tokenizer) for name, found in rows.items()}
     common = {"max_completion_length": spec["max_completion_length"]}
@@ -75,8 +74,8 @@ def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str,
 
         measured, _ = model_of(spec | {"kind": "base"})
         return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
-    args = ESConfig(output_dir="", report_to="none", **common, **{k: spec[k] for k in ENGINE_FIELDS if k in spec})
-    return open_engine(model, tokenizer, None, prompts, args, spec["base"])
+    where = {k: spec[k] for k in ENGINE_FIELDS if k in spec}
+    return open_engine(where.pop("engine"), model, tokenizer, None, prompts, folder=spec["base"], **where, **common)
 
 
 def plan(spec: Spec, engine: Any) -> dict[str, Any]:
