@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import matplotlib
 import nbformat
 import pandas as pd
 import pytest
@@ -514,14 +515,28 @@ def test_verify_does_not_agree_with_nothing(repository: Path) -> None:
     assert "generated/claims.csv is missing" in problems
 
 
-@pytest.mark.parametrize("arms", [{"es": 8}, {"es": 8, "es_shuffled": 4, "base": None}])
+@pytest.mark.parametrize("decodings", [("greedy", "t1"), ("greedy", "t0.6", "t1"), ("greedy",)])
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("width", [style.COLUMN, style.PAGE])
-def test_the_legend_names_every_arm_and_decoding(arms: dict[str, int | None], width: float) -> None:
-    figure = Figure(figsize=(width, 2), layout="constrained")
-    style.legend(figure, arms)
-    shown = {text.get_text() for text in figure.legends[0].get_texts()} - {" "}
-    expected = {"ES (n = 8)", "ES, shuffled fitness (n = 4)", "base"} if len(arms) == 3 else {"ES (n = 8)"}
-    assert shown == expected | {"greedy", "temperature 1"}
+def test_the_legend_names_every_arm_and_decoding_within_the_figure(
+    count: int, decodings: tuple[str, ...], width: float
+) -> None:
+    arms = dict(list({"es": 16, "grpo": 16, "base": None, "es_random": 8, "grpo_random": 8, "sft": 8}.items())[:count])
+    with matplotlib.rc_context(style._RC):
+        figure = Figure(figsize=(width, 3))
+        figure.add_subplot()
+        style.legend(figure, arms, decodings)
+        figure.draw_without_rendering()
+    (legend,) = figure.legends
+    shown = [text for text in legend.get_texts() if text.get_text() != " "]
+    expected = {style.ARMS[arm].label + ("" if n is None else f" (n = {n})") for arm, n in arms.items()}
+    assert {text.get_text() for text in shown} == expected | {style.DECODINGS[name].label for name in decodings}
+    assert len(shown) == count + len(decodings)
+    for text in shown:
+        extent = text.get_window_extent()
+        assert 0 <= extent.x0 and extent.x1 <= figure.bbox.width and 0 <= extent.y0
+    lines = {line.get_label(): line.get_linestyle() for line in legend.get_lines()}
+    assert len({lines[style.DECODINGS[name].label] for name in decodings}) == len(decodings)
 
 
 def test_dots_show_every_run_the_failed_ones_as_crosses_and_the_mean_of_all() -> None:
@@ -568,5 +583,6 @@ def test_arms_can_be_told_apart() -> None:
     assert len({look.marker for look in looks}) == len({look.label for look in looks}) == len(style.ARMS)
     compared = ("es", "es_shuffled", "es_sampled", "es_random", "grpo", "dr_grpo", "dapo", "base")
     assert len({style.ARMS[arm].color for arm in compared}) == len(compared)
+    assert len({style.line("es", decoding)["linestyle"] for decoding in style.DECODINGS}) == len(style.DECODINGS)
     with pytest.raises(KeyError, match="no look for 'grppo'"):
         style.line("grppo")
