@@ -10,15 +10,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
-def canonical_json(value: Any) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces. Raises ValueError for NaN and infinities.
-
-    >>> canonical_json({"b": 1, "a": [0.5, None]})
-    '{"a":[0.5,null],"b":1}'
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
 def tex_escape(text: str) -> str:
     r"""Return plain text as LaTeX: specials escaped, minus signs, comparison signs and some symbols set as maths.
 

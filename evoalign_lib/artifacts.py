@@ -16,27 +16,24 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib import _render, paths
-from evoalign_lib.records import canonical_json
+from evoalign_lib import _render, claims, paths
+from evoalign_lib.checks import choose
+from evoalign_lib.claims import Verdict
+from evoalign_lib.files import canonical_json, locked, replace_text
+from evoalign_lib.records import SCALES, seal_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from nbclient import NotebookClient
     from pandas import DataFrame
 
-    from evoalign_lib.claims import Verdict
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
 """Packages whose versions, as stored in the records, the manifest names."""
@@ -65,8 +62,7 @@ class Store:
         records: all run records that the artefacts are drawn from. fresh: whether any of them was run just now.
         Raises ValueError for an unknown scale or no records, KeyError for a record without provenance.
         """
-        if scale not in ("smoke", "tiny", "full"):
-            raise ValueError(f'unknown scale {scale!r}: use "smoke", "tiny" or "full"')
+        choose("scale", scale, SCALES)
         if not records:
             raise ValueError(f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
         self.notebook, self.scale = notebook, scale
@@ -90,15 +86,15 @@ class Store:
         if self.scale == "smoke":
             fig.text(0.5, 0.5, _SMOKE, ha="center", va="center", rotation=20, color="red", alpha=0.6, fontsize=11)
         files = [f"figures/{name}.{suffix}" for suffix in ("csv", "pdf", "png")] + [f"generated/{name}.tex"]
-        self._register(name, "figure", files)
+        self._register([name], "figure", files)
         self.figures.mkdir(parents=True, exist_ok=True)
         # without dates the same records give the same bytes
         fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
         fig.savefig(self.figures / f"{name}.png", dpi=200, metadata={"Software": None})
-        _write(self.figures / f"{name}.csv", _render.csv_text(data))
+        replace_text(self.figures / f"{name}.csv", _render.csv_text(data))
         head = rf"\centering\includegraphics{{{name}.pdf}}"
         tex = [head, rf"\caption{{{_render.tex_escape(self._caption(caption, of=of))}}}", rf"\label{{fig:{name}}}"]
-        _write(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
+        replace_text(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
 
     def save_table(
         self,
@@ -123,28 +119,36 @@ class Store:
         cells = _render.cell_text(frame, formats or {})
         text = self._caption(caption, published, of)
         suffixes = ("csv", "md", "tex") if readme else ("csv", "tex")
-        self._register(name, "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
-        _write(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
-        _write(self.generated / f"{name}.csv", _render.csv_text(frame))
+        self._register([name], "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
+        replace_text(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
+        replace_text(self.generated / f"{name}.csv", _render.csv_text(frame))
         if readme:
             markdown = _render.markdown_table(cells, text)
-            _write(self.generated / f"{name}.md", markdown)
+            replace_text(self.generated / f"{name}.md", markdown)
             if self._in_repository:
                 render_readme_block(name, markdown)
 
     def save_number(self, name: str, value: float | str, fmt: str) -> None:
-        r"""Define the TeX macro \NAME in generated/numbers_<notebook>.tex, and in the .json beside it.
+        r"""Define one TeX macro \NAME: see `save_numbers`."""
+        self.save_numbers({name: (value, fmt)})
 
-        name: letters only (TeX allows no others). value: number or text. fmt: format specification, such as ".1f".
+    def save_numbers(self, numbers: Mapping[str, tuple[float | str, str]]) -> None:
+        r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and their texts in the .json beside it.
+
+        numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}. A macro that is
+        there already gets the new value.
+        Raises ValueError for a name of other than letters, which TeX does not allow; nothing is written then.
         """
-        if not re.fullmatch("[A-Za-z]+", name):
-            raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
-        name += "Full" if self.scale == "full" else ""
+        for name in numbers:
+            if not re.fullmatch("[A-Za-z]+", name):
+                raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
+        suffix = "Full" if self.scale == "full" else ""
+        texts = {name + suffix: format(value, fmt) for name, (value, fmt) in numbers.items()}
         stem = f"numbers_{self.notebook}" + ("_full" if self.scale == "full" else "")
-        numbers = _read_json(self.generated / f"{stem}.json") | {name: format(value, fmt)}
-        self._register(name, "number", [f"generated/{stem}.json", f"generated/{stem}.tex"])
-        _write(self.generated / f"{stem}.json", _render.pretty_json(numbers))
-        _write(self.generated / f"{stem}.tex", _render.tex_numbers(numbers))
+        self._register(texts, "number", [f"generated/{stem}.json", f"generated/{stem}.tex"])
+        texts = _read_json(self.generated / f"{stem}.json") | texts
+        replace_text(self.generated / f"{stem}.json", _render.pretty_json(texts))
+        replace_text(self.generated / f"{stem}.tex", _render.tex_numbers(texts))
 
     def _name(self, name: str) -> str:
         if not re.fullmatch("[a-z0-9_]+", name):
@@ -160,31 +164,33 @@ class Store:
         warning = f" {_SMOKE.upper()}." if self.scale == "smoke" else ""
         return f"{caption}{warning} (notebook {number}, {of or f'scale {self.scale}'})"
 
-    def _register(self, name: str, kind: str, files: list[str], published: bool = False) -> None:
-        """Put one artefact, and the records behind it, into the manifest."""
+    def _register(self, names: Iterable[str], kind: str, files: Sequence[str], published: bool = False) -> None:
+        """Put artefacts of the same files, and the records behind them, into the manifest."""
         path = self.generated / "manifest.json"
-        with _alone(self.generated):
+        entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
+        with locked(path):
             manifest = _read_manifest(path)
-            owner = manifest["artefacts"].get(name, {"notebook": self.notebook, "scale": self.scale, "kind": kind})
-            if (owner["notebook"], owner["scale"], owner["kind"]) != (self.notebook, self.scale, kind):
-                raise ValueError(
-                    f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use another "
-                    "name"
-                )
-            entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
-            manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
+            for name in names:
+                owner = manifest["artefacts"].get(name, entry)
+                if any(owner[key] != entry[key] for key in ("notebook", "scale", "kind")):
+                    raise ValueError(
+                        f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use "
+                        "another name"
+                    )
+                manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
             manifest["records"][self._record_hash] = self._provenance
             _write_manifest(path, manifest)
 
 
 def render_readme_block(name: str, markdown: str) -> bool:
     """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md; return whether it has that block."""
-    with _alone(paths.GENERATED):
+    path = paths.ROOT / "README.md"
+    with locked(path):
         old = _render.readme_block(_readme(), name)
         if old is None:
             return False
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        _write(paths.ROOT / "README.md", _readme().replace(start + old + end, start + markdown + end))
+        replace_text(path, _readme().replace(start + old + end, start + markdown + end))
         return True
 
 
@@ -200,14 +206,14 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
         {"claim": v.id, "statement": v.statement, "verdict": v.verdict, "result": v.text, "n": v.n, "rule": v.rule_hash}
         for v in verdicts
     ]
-    _write(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
+    replace_text(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
     caption = (
         "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
         "scale tiny (tiny models, trained from scratch)."
     )
     columns = r"lp{0.31\linewidth}p{0.12\linewidth}p{0.42\linewidth}"
     cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
-    _write(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
+    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
     short = [
         {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key}
         for v in verdicts
@@ -220,32 +226,37 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
         "paper's table has all."
     )
     markdown = _render.markdown_table(DataFrame(short), caption + rest)
-    _write(generated / "claims.md", markdown)
+    replace_text(generated / "claims.md", markdown)
     return markdown
 
 
-def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> list[str]:
-    """Draw every text artefact again from the committed records and compare it, byte for byte, with the committed one.
+def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
+    """Compare the committed records with their seals, and the committed artefacts with what is drawn from them now.
 
-    Each notebook is executed as committed, by this interpreter, into a temporary folder; runs without a record are
-    named and not made. Compared are csv, tex, md and json, the notebook's part of the manifest, the README's blocks,
-    and the ledger of claims. Pictures are not compared.
+    First, and fast, the seals are checked (`records.seal_problems`). Then each notebook is executed as committed, by
+    this interpreter, into a temporary folder; runs without a record are named and not made. Compared, byte for byte,
+    are csv, tex, md and json, the notebook's part of the manifest, the README's blocks, and the table of claims.
+    Pictures are not compared.
 
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
-    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
+    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing is
+        drawn from records that do not match their seals.
     drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
         executed, and whether notebooks or records changed since then is not seen.
-    Returns one line a problem; an empty list means agreement (or, with write, that everything was drawn).
+    Yields one line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
     Raises FileNotFoundError for a named notebook without committed records.
     """
-    from evoalign_lib import claims
-
     committed = sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl"))
     missing = sorted(set(notebooks or []) - set(committed))
     if missing:
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
-    problems = [] if committed else ["paper/results holds no records of scale tiny: nothing to compare with"]
+    unlike = unsealed()
+    yield from unlike
+    if unlike and write:
+        return
+    if not committed:
+        yield "paper/results holds no records of scale tiny: nothing to compare with"
     ahead = undrawn()
     chosen = notebooks or [name for name in committed if name not in ahead]
     with tempfile.TemporaryDirectory() as folder:
@@ -253,21 +264,42 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         failures = _execute_all(folders) if drawn is None else [None] * len(folders)
         for (notebook, place), failure in zip(folders.items(), failures, strict=True):
             if failure:
-                problems.append(failure)
+                yield failure
             elif write:
                 _adopt(notebook, place)
             else:
-                problems += _compare(notebook, place)
-    verdicts = claims.evaluate_all("tiny")
+                yield from _compare(notebook, place)
+    try:
+        verdicts = _verdicts()
+    except ValueError as error:  # damaged records, or claims that cannot be judged by them
+        yield str(error)
+        return
     if write:
         render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            save_claims(verdicts, Path(folder) / "generated")
-            problems += _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
-        if notebooks is None:
-            problems += _strays()
-    return problems
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_claims(verdicts, Path(folder) / "generated")
+        yield from _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
+    if notebooks is None:
+        yield from _strays()
+
+
+def unsealed() -> list[str]:
+    """Return what `records.seal_problems` finds in all committed records, of every scale."""
+    files = {path.with_suffix(".jsonl") for suffix in ("jsonl", "seal") for path in paths.RESULTS.glob(f"*/*.{suffix}")}
+    return [problem for path in sorted(files) for problem in seal_problems(path)]
+
+
+def _verdicts() -> list[Verdict]:
+    """Return the verdicts on the committed records of scale tiny, judged once as long as records and claims stay."""
+    files = [paths.PAPER / "claims.yaml", *sorted(paths.RESULTS.glob("*/tiny.jsonl"))]
+    key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
+    if key not in _JUDGED:
+        _JUDGED[key] = claims.evaluate_all("tiny")
+    return _JUDGED[key]
+
+
+_JUDGED: dict[str, list[Verdict]] = {}
 
 
 def undrawn() -> list[str]:
@@ -390,7 +422,7 @@ def _adopt(notebook: str, folder: Path) -> None:
     """Put a notebook's artefacts just drawn into a folder in the place of the committed ones."""
     path = paths.GENERATED / "manifest.json"
     drawn = _read_manifest(folder / "generated" / "manifest.json")
-    with _alone(paths.GENERATED):
+    with locked(path):
         manifest = _read_manifest(path)
         own = {
             name
@@ -463,26 +495,4 @@ def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
     """Write a manifest; a set of records is described once, and only while an artefact is drawn from it."""
     used = {entry["records"] for entry in manifest["artefacts"].values()}
     records = {key: description for key, description in manifest["records"].items() if key in used}
-    _write(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))
-
-
-@contextmanager
-def _alone(generated: Path) -> Iterator[None]:
-    """Keep other processes from the manifest of a folder, and from the README, between reading and writing it.
-
-    Two notebooks executed at once would lose entries of each other. `fcntl.flock` is not there on Windows: let one
-    process draw at a time there.
-    """
-    generated.mkdir(parents=True, exist_ok=True)
-    with open(generated / ".lock", "w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # given back where the file is closed
-        yield
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is whole whenever another process reads it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    partial.replace(path)
+    replace_text(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))

@@ -23,14 +23,32 @@ def verify(
         raise typer.BadParameter("--write draws anew: leave --drawn out")
     if drawn and not Path(drawn, "generated", "manifest.json").is_file():
         raise typer.BadParameter(f"no notebook was drawn into {drawn}: make test draws all into runs/test")
-    problems = artifacts.verify(notebook or None, write, Path(drawn) if drawn else None)
-    for problem in problems:
-        typer.echo(problem)
-    if problems:
+    disagree = False
+    try:
+        for problem in artifacts.verify(notebook or None, write, Path(drawn) if drawn else None):
+            typer.echo(problem)
+            disagree = True
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from error
+    if disagree:
         raise typer.Exit(1)
     for name in artifacts.undrawn():
         typer.echo(f"paper/results/{name} has records that no notebook draws yet: nothing to compare them with")
     typer.echo("written" if write else "all tables, numbers and plotted data agree with the committed records")
+
+
+@app.command()
+def seal() -> None:
+    """Seal committed records that have no seal: those of a killed writer, or merged from another branch."""
+    from evoalign_lib import artifacts, paths, records
+
+    for path in sorted(paths.RESULTS.glob("*/*.jsonl")):
+        if number := records.seal(path):
+            typer.echo(f"{path}: {number} records sealed")
+    problems = artifacts.unsealed()
+    typer.echo("\n".join(problems) or "every record is sealed")
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from evoalign_lib.arms import UNTRAINED, Arm
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from numpy.typing import ArrayLike
 
 COLUMN = 3.25
@@ -35,8 +37,12 @@ class Decoding:
     """Name in legends and tables."""
 
 
-DECODINGS: dict[str, Decoding] = {"greedy": Decoding("-", "greedy"), "t1": Decoding("--", "temperature 1")}
-"""The two decodings that every comparison reports, by their key in the records."""
+DECODINGS: dict[str, Decoding] = {
+    "greedy": Decoding("-", "greedy"),
+    "t0.6": Decoding(":", "temperature 0.6"),
+    "t1": Decoding("--", "temperature 1"),
+}
+"""The decodings that comparisons report, by their key in the records, coldest first."""
 
 
 def use() -> None:
@@ -114,29 +120,39 @@ def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str) -> 
     ax.plot(x, heights.mean(), color=look.color, marker=look.marker, ms=5, mec="white", mew=0.5, zorder=3)
 
 
-def legend(fig: Figure, arms: dict[str, int | None], decodings: tuple[str, ...] = ("greedy", "t1")) -> None:
-    """Put one legend below a figure: an entry an arm, with its number of seeds, and an entry a decoding.
+def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:
+    """Put one legend below a figure: an entry per arm, with its number of seeds, and an entry per decoding.
 
     arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `DECODINGS`.
-    The six combinations of three arms and two decodings would not fit a column; five entries in two rows do.
+    Entries stand in as few rows as the width of the figure allows. The combinations of three arms and two decodings
+    would not fit a column; an entry for each arm and one for each decoding do.
     """
     from matplotlib.lines import Line2D
 
-    handles = []
+    of_arms = []
     for arm, n in arms.items():
         look = ARMS[arm]
         label = look.label if n is None else f"{look.label} (n = {n})"
-        handles.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
-    for decoding in decodings:
-        stroke = DECODINGS[decoding]
-        handles.append(Line2D([], [], color="black", linestyle=stroke.linestyle, label=stroke.label))
-    columns = max(len(arms), len(decodings)) if fig.get_figwidth() <= COLUMN else len(handles)
-    # matplotlib fills column by column: pad so that arms stand in the first row and decodings in the second
-    rows = [handles[: len(arms)], handles[len(arms) :]] if columns < len(handles) else [handles]
-    empty = Line2D([], [], linestyle="", label=" ")
-    grid = [row + [empty] * (columns - len(row)) for row in rows]
-    ordered = [row[column] for column in range(columns) for row in grid]
-    fig.legend(handles=ordered, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        of_arms.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
+    strokes = [DECODINGS[decoding] for decoding in decodings]
+    of_decodings = [Line2D([], [], color="black", linestyle=s.linestyle, label=s.label) for s in strokes]
+    widest = max(len(of_arms), len(of_decodings))
+    one_row = [] if fig.get_figwidth() <= COLUMN else [[of_arms + of_decodings]]
+    for rows in one_row + [_rows(of_arms, n) + _rows(of_decodings, n) for n in range(widest, 0, -1)]:
+        columns = max(map(len, rows))
+        empty = Line2D([], [], linestyle="", label=" ")
+        grid = [row + [empty] * (columns - len(row)) for row in rows]
+        # matplotlib fills column by column
+        ordered = [row[column] for column in range(columns) for row in grid]
+        made = fig.legend(handles=ordered, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        frame = 2 * made.borderpad * made.prop.get_size_in_points() * fig.dpi / 72  # not drawn
+        if columns == 1 or made.get_window_extent().width - frame <= fig.bbox.width:
+            return
+        made.remove()
+
+
+def _rows(handles: list[Line2D], columns: int) -> list[list[Line2D]]:
+    return [handles[i : i + columns] for i in range(0, len(handles), columns)]
 
 
 _RC: dict[str, Any] = {

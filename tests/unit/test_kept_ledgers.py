@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from evoalign_lib import ledger, paths
 from evoalign_lib.cli import app
-from evoalign_lib.records import read_records, spec_hash
+from evoalign_lib.records import read_records, seal_problems, spec_hash
 from evoalign_lib.study import sweep
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.train import train_specs
@@ -40,7 +40,9 @@ def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Every file but locks, which stay where they were held."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +91,12 @@ def test_a_record_describes_its_ledger(folder):
     assert sorted(contents(folder)) == [
         f"results/nb/ledgers/{one['spec_hash']}.jsonl.gz",
         "results/nb/tiny.jsonl",
+        "results/nb/tiny.seal",
         f"run/results/ledgers/{one['spec_hash']}.jsonl.gz",
         "run/results/tiny.jsonl",
+        "run/results/tiny.seal",
     ]
+    assert seal_problems(folder / "results/nb/tiny.jsonl") == seal_problems(folder / "run/results/tiny.jsonl") == []
 
 
 def test_a_kept_ledger_is_loaded_with_its_record(folder, capsys):
@@ -130,6 +135,8 @@ def test_a_ledger_that_is_missing_or_another(folder):
             load_or_run(specs(), "nb", "tiny", keep_ledgers=specs()[:1])
         with pytest.raises(ValueError, match="restore it from git"):
             sweep.check_ledger(one)
+        (problem,) = seal_problems(folder / "results/nb/tiny.jsonl")
+        assert f"its ledger {path} is " in problem
 
 
 def test_a_ledger_of_another_run_is_found(folder):

@@ -1,5 +1,6 @@
 """Parameters, specs and records: what a notebook is told of its mistakes, and that no finished run is ever lost."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -265,7 +266,7 @@ def folders(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from evoalign_lib.study.sweep import append_record, spec_hash
+from evoalign_lib.records import append_record, spec_hash
 
 first, count = map(int, sys.argv[2:])
 print("ready", flush=True)
@@ -308,7 +309,10 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path):
 def test_the_first_record_of_a_spec_stays_with_its_ledger(tmp_path, capsys):
     """Two sweeps at once ran the same spec."""
     file, made = tmp_path / "results/tiny.jsonl", tmp_path / "made"
-    first, second = record(1, ledger={"sha256": "of the first"}), record(1, ledger={"sha256": "of the second"})
+    first, second = (
+        record(1, ledger={"sha256": hashlib.sha256(text).hexdigest(), "weights": digit * 64})
+        for text, digit in ((b"first", "1"), (b"second", "2"))
+    )
     for text, own in (("first", first), ("second", second)):
         made.write_text(text)
         assert append_record(file, own, made) == first
