@@ -23,10 +23,10 @@ PAGE = 6.75
 
 @dataclass(frozen=True)
 class Arm:
-    """How one arm looks in every figure and what it is called in every table."""
+    """The look of one arm in every figure, and its name in every table."""
 
     color: str
-    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
+    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008); grey for nulls and the base."""
     marker: str
     """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
     label: str
@@ -47,13 +47,13 @@ ARMS: dict[str, Arm] = {
     "best_of_n": Arm("#000000", "*", "best of n"),
     "base": Arm("#4D4D4D", "", "base"),
 }
-"""One entry an arm; a notebook that brings a new arm adds it here, with a marker not yet used. Eight colours do not go
-round: arms that only describe share one, and so do nulls."""
+"""One entry per arm; a notebook that brings a new arm adds it here, with a marker not yet used. Eight colours are too
+few: arms that only describe share one, and so do nulls."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How curves of one decoding are drawn."""
+    """The look of curves of one decoding."""
 
     linestyle: str
     """Matplotlib line style."""
@@ -70,7 +70,7 @@ DECODINGS: dict[str, Decoding] = {
 
 
 def use() -> None:
-    """Apply the style to every figure drawn from here on; a notebook embeds them with a palette of 64 colours."""
+    """Apply the style to all figures drawn from now on; a notebook embeds them with a palette of 64 colours."""
     import seaborn
 
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
@@ -83,7 +83,7 @@ def use() -> None:
 
 
 def _png_with_palette(fig: Figure) -> bytes | None:
-    """Return what a notebook would embed of a figure, in a third of the bytes; None for an empty one."""
+    """Return the PNG that a notebook would embed, in a third of its bytes; None for an empty figure."""
     from IPython.core.pylabtools import print_figure
     from PIL import Image
 
@@ -100,14 +100,14 @@ def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, 
     """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
 
     arm: a key of `ARMS`. decoding: a key of `DECODINGS`. n: number of seeds, shown in the legend.
-    Raises KeyError for an arm or decoding that has no look yet.
+    Raises KeyError for an arm or decoding without a look.
 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
     """
     for name, known in ((arm, ARMS), (decoding, DECODINGS)):
         if name not in known:
-            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/style.py")
+            raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to evoalign_lib/style.py")
     look, stroke = ARMS[arm], DECODINGS[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
