@@ -29,7 +29,7 @@ ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
 
 @dataclass(frozen=True)
 class Decoding:
-    """How curves of one decoding are drawn."""
+    """The look of curves of one decoding."""
 
     linestyle: str
     """Matplotlib line style."""
@@ -46,7 +46,7 @@ DECODINGS: dict[str, Decoding] = {
 
 
 def use() -> None:
-    """Apply the style to every figure drawn from here on; a notebook embeds them with a palette of 64 colours."""
+    """Apply the style to all figures drawn from now on; a notebook embeds them with a palette of 64 colours."""
     import seaborn
 
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
@@ -59,7 +59,7 @@ def use() -> None:
 
 
 def _png_with_palette(fig: Figure) -> bytes | None:
-    """Return what a notebook would embed of a figure, in a third of the bytes; None for an empty one."""
+    """Return the PNG that a notebook would embed, in a third of its bytes; None for an empty figure."""
     from IPython.core.pylabtools import print_figure
     from PIL import Image
 
@@ -76,14 +76,14 @@ def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, 
     """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
 
     arm: a key of `ARMS`. decoding: a key of `DECODINGS`. n: number of seeds, shown in the legend.
-    Raises KeyError for an arm or decoding that has no look yet.
+    Raises KeyError for an arm or decoding without a look.
 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
     """
     for name, known, room in ((arm, ARMS, "arms"), (decoding, DECODINGS, "style")):
         if name not in known:
-            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/{room}.py")
+            raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to evoalign_lib/{room}.py")
     look, stroke = ARMS[arm], DECODINGS[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib import arms
 from evoalign_lib.analysis import collapse, curves, stats
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.arms import SWEEP, SWEEP_SEED, ranked
 from evoalign_lib.records import accuracy_matrix
 
 _Record = dict[str, Any]
@@ -152,10 +152,10 @@ def _tuned(records: list[_Record], run: Mapping[str, Any], setting: Mapping[str,
     """
     arm = "es" if run["arm"].startswith("es") else "grpo"
     base = run["base"] if setting["base"] == "own" else setting["base"]
-    names = tuple(arms.SWEEP[arm][0])
+    names = tuple(SWEEP[arm][0])
     apart = ("base_digest", "steps", "curve_points", "curve_spacing", "validation_problems", *names)
     of_sweep = {field: value for field, value in run.items() if field not in apart}
-    of_sweep |= {"arm": arm, "base": base, "seed": arms.SWEEP_SEED, "test_problems": 0}
+    of_sweep |= {"arm": arm, "base": base, "seed": SWEEP_SEED, "test_problems": 0}
     of_sweep |= {"unique_prompts": None, "scale_rewards": None}
     made = [record for record in records if matches(record, of_sweep)]
     found = {tuple(record["spec"][name] for name in names): record for record in made}
@@ -175,7 +175,7 @@ def _tuned(records: list[_Record], run: Mapping[str, Any], setting: Mapping[str,
     if len(made) < best_of:
         return f"{sweep} has {len(made)} of {best_of} settings"
     # in the order of the settings: of equal scores the first wins
-    return arms.ranked([found[values] for values in sorted(found)])[0][1]
+    return ranked([found[values] for values in sorted(found)])[0][1]
 
 
 def _lacking(selected: Iterable[_Runs]) -> str:
@@ -673,7 +673,7 @@ def check_rule(claim: _Claim) -> None:
                     f"{name}, setting of {where}: {len(choices)} {arm} settings, of {setting['best_of']} the best"
                 )
             for choice in choices:
-                check_keys(f"{name}, setting of {where}, {arm}", choice, tuple(arms.SWEEP[arm][0]))
+                check_keys(f"{name}, setting of {where}, {arm}", choice, tuple(SWEEP[arm][0]))
     for side in ("below", "above"):
         if isinstance(rule.get(side), dict):
             check_keys(f"{name}, {side}", rule[side], (), tuple(QUANTITIES))
