@@ -530,13 +530,13 @@ def test_the_legend_names_every_arm_and_decoding_within_the_figure(
     (legend,) = figure.legends
     shown = [text for text in legend.get_texts() if text.get_text() != " "]
     expected = {style.ARMS[arm].label + ("" if n is None else f" (n = {n})") for arm, n in arms.items()}
-    assert {text.get_text() for text in shown} == expected | {style.DECODINGS[name].label for name in decodings}
+    assert {text.get_text() for text in shown} == expected | {style.STROKES[name].label for name in decodings}
     assert len(shown) == count + len(decodings)
     for text in shown:
         extent = text.get_window_extent()
         assert 0 <= extent.x0 and extent.x1 <= figure.bbox.width and 0 <= extent.y0
     lines = {line.get_label(): line.get_linestyle() for line in legend.get_lines()}
-    assert len({lines[style.DECODINGS[name].label] for name in decodings}) == len(decodings)
+    assert len({lines[style.STROKES[name].label] for name in decodings}) == len(decodings)
 
 
 def test_dots_show_every_run_the_failed_ones_as_crosses_and_the_mean_of_all() -> None:
@@ -583,6 +583,6 @@ def test_arms_can_be_told_apart() -> None:
     assert len({look.marker for look in looks}) == len({look.label for look in looks}) == len(style.ARMS)
     compared = ("es", "es_shuffled", "es_sampled", "es_random", "grpo", "dr_grpo", "dapo", "base")
     assert len({style.ARMS[arm].color for arm in compared}) == len(compared)
-    assert len({style.line("es", decoding)["linestyle"] for decoding in style.DECODINGS}) == len(style.DECODINGS)
+    assert len({style.line("es", decoding)["linestyle"] for decoding in style.STROKES}) == len(style.STROKES)
     with pytest.raises(KeyError, match="no look for 'grppo'"):
         style.line("grppo")
