@@ -179,7 +179,7 @@ def test_work_of_a_run():
     assert drawn.work.completions == 0
     asked = {name: value for name, value in ES.items() if not name.endswith("_problems")} | {"task": "conciseness"}
     assert "(50 each, assumed)" in plan(qwen("7B"), asked, gpus=4).text()
-    with pytest.raises(ValueError, match="unknown task 'cuntdown'; did you mean 'countdown'"):
+    with pytest.raises(ValueError, match="unknown task 'cuntdown'; .* Did you mean 'countdown'"):
         plan(qwen("7B"), ES | {"task": "cuntdown"})
 
 
