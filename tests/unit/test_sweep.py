@@ -28,7 +28,7 @@ from evoalign_lib.records import (
     unpack_bits,
     unpack_counts,
 )
-from evoalign_lib.study import parameters, runs, sweep
+from evoalign_lib.study import parameters, provenance, runs, sweep
 from evoalign_lib.study.parameters import check_parameters
 from evoalign_lib.study.sweep import load_or_run
 
@@ -245,7 +245,7 @@ def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
     for name, last in (("step", 5e3), ("completions", 5e6), ("generated_tokens", 2e7), ("forward_flops", 1e15)):
         curve[name] = np.geomspace(1, last, 50).astype(int).tolist()
     curve["core_seconds"] = np.geomspace(0.1, 9999, 50).round(2).tolist()
-    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=sweep.environment()))
+    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=provenance.environment()))
     assert (tmp_path / "x.jsonl").stat().st_size < 7_500
 
 
