@@ -130,7 +130,7 @@ def record_line(record: Record) -> str:
             raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
     line = canonical_json(record) + "\n"
     if len(line) > MAX_RECORD:
-        raise ValueError(f"the record of {name} has {len(line)} bytes, at most {MAX_RECORD} are allowed.")
+        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} are allowed.")
     return line
 
 
