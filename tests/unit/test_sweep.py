@@ -548,8 +548,8 @@ if __name__ == "__main__":
 @needs_bases
 def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     specs = base_specs(["A0"], SETTINGS, "smoke")
-    specs += train_specs("es", ["A0"], range(2), SETTINGS, "smoke")
-    specs += train_specs("grpo", ["A0"], range(2), SETTINGS | GRADIENT, "smoke")
+    specs += train_specs("es", ["A0"], range(3), SETTINGS, "smoke")
+    specs += train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT, "smoke")
     script, file = folders / "sweep.py", folders / "run/results/smoke.jsonl"
     script.write_text(textwrap.dedent(SWEEP))
     with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as started:
@@ -621,7 +621,7 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
     # a shell that starts pytest in the background has interrupts ignored, and its children inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file, seen = folders / "run/results/smoke.jsonl", []
-    [endless] = train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT | {"steps": 20_000}, "smoke")
+    [endless] = train_specs("es", ["A0"], [0], SETTINGS | {"steps": 20_000}, "smoke")
     bases = base_specs(["A0", "A1"], SETTINGS, "smoke")
 
     def interrupt(workers):  # as a terminal does
