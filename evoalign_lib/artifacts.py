@@ -201,23 +201,32 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
 
     verdicts = list(verdicts)
     rows = [
-        {"claim": v.id, "statement": v.statement, "verdict": v.verdict, "result": v.text, "n": v.n, "rule": v.rule_hash}
+        {
+            "claim": v.id,
+            "statement": v.statement,
+            "verdict": v.verdict,
+            "result": v.text,
+            "placebo": v.placebo,
+            "n": v.n,
+            "rule": v.rule_hash,
+        }
         for v in verdicts
     ]
     replace_text(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
     caption = (
         "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
-        "scale tiny (tiny models, trained from scratch)."
+        "scale tiny (tiny models, trained from scratch). Placebo: whether the rule holds as well for arms that learned "
+        "nothing."
     )
-    columns = r"lp{0.31\linewidth}p{0.12\linewidth}p{0.42\linewidth}"
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    columns = r"lp{0.26\linewidth}p{0.11\linewidth}p{0.36\linewidth}p{0.12\linewidth}"
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result", "placebo"]]
     replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
     short = [
-        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key}
+        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key, "placebo": v.placebo}
         for v in verdicts
         if v.rule != "open"
     ]
-    of_field = [v.verdict for v in verdicts if v.id.startswith("C")]
+    of_field = [v.verdict for v in verdicts if v.id[0] == "C" and v.id[1:].isdigit()]  # C2b is another rule for C2
     rest = (
         f" Of the {len(of_field)} claims of the field, C1 to C{len(of_field)}, {of_field.count('open')} are open (no "
         f"rule or no runs yet) and {of_field.count('not testable at this scale')} not testable at this scale; the "

@@ -390,21 +390,27 @@ def ledger_file(record: Record) -> Path:
 def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy") -> NDArray[np.float64]:
     """Return the test results of runs as a matrix (seeds, problems), rows in the order of the records.
 
-    records: run records with a `test` block. decoding: "greedy" (0 or 1) or "t1" (share of 16 samples at
-    temperature 1).
-    Raises ValueError for no records, another decoding, and records with unequal numbers of problems.
+    records: run records with a `test` block. decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6"
+    (share of 16 samples).
+    Raises ValueError for no records, a decoding that a record has not, and records with unequal numbers of problems.
     """
-    if decoding not in ("greedy", "t1"):
-        raise ValueError(f'unknown decoding {decoding!r}: use "greedy" or "t1"')
+    key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
+    lacking = [record for record in records if key not in record["test"]]
+    if lacking:
+        known = sorted(name.removesuffix("_counts") for name in lacking[0]["test"] if name.endswith("_counts"))
+        raise ValueError(
+            f"unknown decoding {decoding!r}: {len(lacking)} of {len(records)} records have no {key!r}; use one of "
+            f"{', '.join(['greedy', *known])}"
+        )
     sizes = {record["test"]["n"] for record in records}
     if len(sizes) != 1:
         raise ValueError(f"runs with {sorted(sizes)} test problems do not form one matrix: select runs of one test set")
     (n,) = sizes
     if decoding == "greedy":
-        return np.stack([unpack_bits(record["test"]["greedy_bits"], n) for record in records]).astype(np.float64)
-    rows = [unpack_counts(record["test"]["t1_counts"]) for record in records]
+        return np.stack([unpack_bits(record["test"][key], n) for record in records]).astype(np.float64)
+    rows = [unpack_counts(record["test"][key]) for record in records]
     if any(len(row) != n for row in rows):
-        raise ValueError(f"t1_counts of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
+        raise ValueError(f"{key} of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
     return np.stack(rows) / _SAMPLES
 
 
