@@ -157,38 +157,39 @@ from evoalign_lib.study import sweep
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.lengths import length_specs
 
-base, folder = str(tiny.bases_folder() / "A0"), Path(sys.argv[1])
-settings = {"task": "plus", "max_completion_length": 16, "validation_problems": 4, "test_problems": 6, "steps": 4,
-            "prompts_per_step": 4, "curve_points": 5, "population_size": 4, "sigma": 0.03, "alpha": 0.01}
-
 def untimed(record):
     if isinstance(record, dict):
         return {k: untimed(v) for k, v in record.items() if k != "core_seconds"}
     return record
 
-(spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
-assert spec["task"] == "plus" and spec["sign"] == "-" and spec["arm"] == "es_pairs"
-record = train.run(spec, None, folder / "killed")          # the first time killed at step 2, then it goes on
-again = train.run(spec, None, folder / "whole")
-assert untimed(record) == untimed(again), (record, again)
-assert (folder / "killed" / "starts.txt").read_text().count("\\n") == 2
-header = json.loads((folder / "killed" / "ledger.jsonl").read_text().splitlines()[0])
-assert header["settings"]["antithetic"] is True, header   # the arm's own option reached the trainer
+if __name__ == "__main__":  # processes of a sweep import this file
+    base, folder = str(tiny.bases_folder() / "A0"), Path(sys.argv[1])
+    settings = {"task": "plus", "max_completion_length": 16, "validation_problems": 4, "test_problems": 6, "steps": 4,
+                "prompts_per_step": 4, "curve_points": 5, "population_size": 4, "sigma": 0.03, "alpha": 0.01}
 
-wanted = length_specs(base, 8, settings, "tiny")
-records = sweep.load_or_run(wanted, "01_es_countdown", "tiny", workers=1)
-stored = paths.RESULTS / "01_es_countdown" / "tiny.jsonl"
-assert read_records(stored) == records and seal_problems(stored) == []
-(claim,) = claims.load_claims()
-verdict = claims.evaluate(claim, records, "tiny", declared=[])
+    (spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
+    assert spec["task"] == "plus" and spec["sign"] == "-" and spec["arm"] == "es_pairs"
+    record = train.run(spec, None, folder / "killed")          # the first time killed at step 2, then it goes on
+    again = train.run(spec, None, folder / "whole")
+    assert untimed(record) == untimed(again), (record, again)
+    assert (folder / "killed" / "starts.txt").read_text().count("\\n") == 2
+    header = json.loads((folder / "killed" / "ledger.jsonl").read_text().splitlines()[0])
+    assert header["settings"]["antithetic"] is True, header   # the arm's own option reached the trainer
 
-fig, ax = plt.subplots()
-points = pd.DataFrame(record["curve"])
-ax.plot(points["step"], points["validation_greedy"], **style.line("es_pairs"))
-store = artifacts.Store("01_es_countdown", "tiny", records)
-store.save_figure(fig, "plus", points, "A figure of the new arm")
-drawn = sorted(path.name for path in (paths.ROOT / "figures").iterdir())
-print(json.dumps({"verdict": verdict.verdict, "text": verdict.text, "drawn": drawn, "test": record["test"]["n"]}))
+    wanted = length_specs(base, 8, settings, "tiny")
+    records = sweep.load_or_run(wanted, "01_es_countdown", "tiny", workers=1)
+    stored = paths.RESULTS / "01_es_countdown" / "tiny.jsonl"
+    assert read_records(stored) == records and seal_problems(stored) == []
+    (claim,) = claims.load_claims()
+    verdict = claims.evaluate(claim, records, "tiny", declared=[])
+
+    fig, ax = plt.subplots()
+    points = pd.DataFrame(record["curve"])
+    ax.plot(points["step"], points["validation_greedy"], **style.line("es_pairs"))
+    store = artifacts.Store("01_es_countdown", "tiny", records, fresh=False)
+    store.save_figure(fig, "plus", points, "A figure of the new arm")
+    drawn = sorted(path.name for path in (paths.ROOT / "figures").iterdir())
+    print(json.dumps({"verdict": verdict.verdict, "text": verdict.text, "drawn": drawn, "test": record["test"]["n"]}))
 """
 
 
