@@ -60,10 +60,12 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from evoalign_lib import _checkpoints, ledger, models, noise, precision
 from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib._model_checks import check_nothing_frozen, check_plain
 from evoalign_lib.checks import choose, nearest, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus, open_engine
 from evoalign_lib.engines.base import Evaluation, Prompts, score
 from evoalign_lib.engines.local import DECODERS
+from evoalign_lib.engines.processes import world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population
 
@@ -334,7 +336,8 @@ class ESTrainer:
         callbacks: `transformers.TrainerCallback`s.
 
     Raises:
-        ValueError: an empty data set, a model that cannot be found, or more prompts a step than there are.
+        ValueError: an empty data set, more prompts a step than there are, a model that cannot be found or is not
+            supported (with PEFT adapters, frozen or quantised weights), or one of several processes of a launch.
 
     Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. From
     the line in the ledger to the counters a step is one act, for which an interrupt waits. What else belonged to the
@@ -353,11 +356,18 @@ class ESTrainer:
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
     ):
+        if (n := world_size()) > 1:
+            raise ValueError(
+                f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one "
+                "process; workers, gpus and engine='ray' of ESConfig spread it over cores, GPUs and machines."
+            )
         self.args = args = ESConfig() if args is None else args
         self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_floor, args.reward_timeout)
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
         self.model, self.processing_class = models.load(model, processing_class, args.model_init_kwargs)
+        check_plain(self.model)
+        check_nothing_frozen(self.model)
         prompts = {"train": Prompts(train_dataset, self.processing_class)}
         if eval_dataset is not None:
             prompts["eval"] = Prompts(eval_dataset, self.processing_class)

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
@@ -283,10 +284,12 @@ def open_weights(
         threads: that share an update of the master, whose bits do not depend on their number; the other modes use one.
 
     Raises:
-        ValueError: no such mode or distribution, or a model whose dtype the mode does not take.
+        ValueError: no such mode or distribution, a model with PEFT adapters or quantised weights, or one whose dtype
+            the mode does not take.
     """
     choose("precision", precision, PRECISIONS)
     choose("distribution", distribution, noise.DISTRIBUTIONS)
+    check_plain(model)
     layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
     return _MODES[precision](model, layout, distribution, bind, threads)
 
