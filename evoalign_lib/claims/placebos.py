@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from evoalign_lib import arms
 from evoalign_lib.claims.findings import Finding
 from evoalign_lib.claims.judgement import decide
 from evoalign_lib.claims.rules import RULES
@@ -37,9 +38,8 @@ class Placebo:
     @property
     def words(self) -> str:
         """The null and how many runs it has."""
-        if self.null == BASE:
-            return "the untrained base"
-        return f"{self.null.replace('_', ' ')} (n = {min(finding.n for finding in self.findings)})"
+        n = "" if self.null == BASE else f" (n = {min(finding.n for finding in self.findings)})"
+        return _words(self.null) + n
 
 
 def ask(claim: Claim, evidence: Evidence) -> list[Placebo]:
@@ -70,12 +70,25 @@ def _findings(claim: Claim, evidence: Evidence) -> list[Finding]:
 
 
 def summary(claim: Claim, placebos: list[Placebo]) -> str:
-    """Return in words which nulls the rule held for, and which not."""
+    """Return in words which nulls the rule held for, which not, and which have no runs to ask it of."""
     if not RULES[claim["rule"]["kind"]].favours(claim):
         return "favours no arm"
     if not placebos:
         return "no null runs"
-    passed, failed = ([p.words for p in placebos if p.passed is wanted] for wanted in (True, False))
-    return "; ".join(
-        f"{words} {', '.join(names)}" for words, names in (("passed by", passed), ("failed by", failed)) if names
-    )
+    asked = {placebo.null for placebo in placebos}
+    parts = {
+        "passed by": [placebo.words for placebo in placebos if placebo.passed],
+        "failed by": [placebo.words for placebo in placebos if not placebo.passed],
+        "no runs of": [_words(null) for null in _nulls_of(claim) if null not in asked],
+    }
+    return "; ".join(f"{words} {', '.join(names)}" for words, names in parts.items() if names)
+
+
+def _nulls_of(claim: Claim) -> list[str]:
+    """Return the nulls of the families that a claim's arms are of, and the untrained base."""
+    families = {arms.get(arm["arm"]).family for arm in claim["arms"].values() if "arm" in arm}
+    return [null for null in NULLS if null == BASE or arms.get(null).family in families]
+
+
+def _words(null: str) -> str:
+    return "the untrained base" if null == BASE else null.replace("_", " ")

@@ -275,7 +275,7 @@ def test_hacks_under_two_decodings(es: dict, grpo: dict, expected: str) -> None:
     verdict = judge("C3b", [untrained(1.0, 0.9), *asked("es", es, 180), *asked("grpo", grpo, 150)])
     assert (verdict.verdict, verdict.n) == (expected, 16), verdict.text
     # it hacks nothing, and never gets to a proxy reward of -15
-    assert verdict.placebo == "failed by the untrained base"
+    assert verdict.placebo.startswith("failed by the untrained base; no runs of")
 
 
 def test_runs_whose_right_answers_fell() -> None:
