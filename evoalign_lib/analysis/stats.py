@@ -441,15 +441,16 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     >>> {name: round(p, 3) for name, p in holm({"C1": 0.01, "C2": 0.04, "C8": 0.03}).items()}
     {'C1': 0.03, 'C2': 0.06, 'C8': 0.06}
     """
-    from statsmodels.stats.multitest import multipletests
-
     for name, p in p_values.items():
         if not 0 <= p <= 1:
             raise ValueError(f"p-value {p} of {name!r} is not in [0, 1]: leave out tests that could not be made")
     if not p_values:
         raise ValueError("no p-values: a family holds at least one test")
-    adjusted = multipletests(list(p_values.values()), method="holm")[1]
-    return {name: float(p) for name, p in zip(p_values, adjusted, strict=True)}
+    # statsmodels' multipletests gives the same numbers and collects all garbage each time, half a second beside torch
+    names = sorted(p_values, key=p_values.get)
+    raised = np.array([p_values[name] for name in names]) * np.arange(len(names), 0, -1)
+    adjusted = dict(zip(names, np.minimum(np.maximum.accumulate(raised), 1).tolist(), strict=True))
+    return {name: adjusted[name] for name in p_values}
 
 
 def curve_band(

@@ -7,7 +7,7 @@ favours; `placebos` says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ class Evidence:
     """Of every bootstrap interval; permutation tests draw twice as many."""
     null: str | None = None
     """One of `NULLS`, to be put in the place of the arm that a rule favours."""
+    _selected: dict[str, Runs] = field(default_factory=dict, repr=False, compare=False)
+    """Selections made before: nulls ask for those of the claim itself again."""
 
     @classmethod
     def of(cls, records: Iterable[Record], scale: str, resamples: int = 10_000) -> Evidence:
@@ -70,6 +72,12 @@ class Evidence:
         not the declared one.
         """
         wanted = claim["arms"][arm] | where
+        key = canonical_json([wanted, claim["unit"]])
+        if key not in self._selected:
+            self._selected[key] = self._select(claim, arm, wanted)
+        return self._selected[key]
+
+    def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
         setting = wanted.pop("setting", None)
         chosen = [r for r in self.records if matches(r, wanted)]
         name = wanted.get("arm", wanted.get("kind"))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import f as snedecor
 from scipy.stats import mannwhitneyu
 from scipy.stats import t as student
+from statsmodels.stats.multitest import multipletests
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
@@ -407,6 +408,12 @@ def test_holm_by_hand() -> None:
         stats.holm({"C1": float("nan")})
     with pytest.raises(ValueError, match="no p-values"):
         stats.holm({})
+
+
+def test_holm_is_that_of_statsmodels_to_the_bit() -> None:
+    p_values = [0.3, 0.004, 0.02, 1.0, 0.02, 0.0, 0.011]
+    expected = multipletests(p_values, method="holm")[1].tolist()
+    assert list(stats.holm({str(i): p for i, p in enumerate(p_values)}).values()) == expected
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1), min_size=1))
