@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.engines import ENGINES
 from evoalign_lib.records import SCALES
 from evoalign_lib.study import provenance
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_EXAMPLES)
@@ -97,6 +100,24 @@ def announce(run: SimpleNamespace, notebook: str) -> None:
     print(", ".join(f"{name} {version}" for name, version in found.items()), f"(commit {provenance.commit()})")
     if run.dry_run:
         print("dry run: the first runs that have no record are named, and nothing is run")
+
+
+def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
+    """Return the settings as a table: those of the first scale, and where another scale differs, its own.
+
+    presets: as for `check_parameters`.
+    """
+    from pandas import DataFrame
+
+    first, *others = presets.values()
+    rows = {
+        name: [first.get(name, "")] for name in dict.fromkeys(name for preset in presets.values() for name in preset)
+    }
+    for preset in others:
+        for name, row in rows.items():
+            same = name not in preset or (name in first and preset[name] == first[name])
+            row.append("" if same else preset[name])
+    return DataFrame(rows.values(), index=list(rows), columns=list(presets), dtype=object)
 
 
 _OF_IPYTHON = {"In", "Out", "exit", "quit"}
