@@ -3,10 +3,11 @@
 from evoalign_lib.claims.declarations import check_claim, load_claims, rule_hash
 from evoalign_lib.claims.judgement import decide
 from evoalign_lib.claims.lock import lock, lock_problems, read_lock
-from evoalign_lib.claims.selection import committed_records
+from evoalign_lib.claims.selection import NULLS, committed_records
 from evoalign_lib.claims.verdicts import VERDICTS, Verdict, evaluate, evaluate_all, evaluate_together
 
 __all__ = [
+    "NULLS",
     "VERDICTS",
     "Verdict",
     "check_claim",
