@@ -218,7 +218,8 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
         "scale tiny (tiny models, trained from scratch). Placebo: whether the rule holds as well for arms that learned "
         "nothing."
     )
-    columns = r"lp{0.26\linewidth}p{0.11\linewidth}p{0.36\linewidth}p{0.12\linewidth}"
+    ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
+    columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
     cells = DataFrame(rows)[["claim", "statement", "verdict", "result", "placebo"]]
     replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
     short = [
