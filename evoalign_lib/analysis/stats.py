@@ -300,7 +300,7 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
     91 % for exponential ones; the percentile bootstrap fell to 88 and 87 % (16 v 8), Bonett's interval to 93 and 87 %.
 
     values, baseline: (seeds,) and (other seeds,), one score a seed.
-    Raises ValueError for fewer than 3 seeds, and for an arm of which all values, or all but one, are equal.
+    Raises ValueError for fewer than 3 seeds, and for an arm in which all values, or all but one, are equal.
     Source: Miller, Jackknifing variances, Annals of Mathematical Statistics 1968.
     """
     from scipy.stats import t
@@ -353,9 +353,9 @@ def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _
 def jonckheere(groups: Sequence[ArrayLike], *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:
     """Return the one-sided p-value of a rise over ordered groups of different runs (Jonckheere and Terpstra).
 
-    The statistic counts the pairs of runs, of every two groups, of which the later one scores more, ties half. Its law
-    is that of all permutations of the runs, or of `n_resamples` drawn ones where there are more. For a fall, give the
-    groups in reverse order.
+    The statistic counts the pairs of runs from two groups in which the later group's run scores more, ties half. Its
+    law is that of all permutations of the runs, or of `n_resamples` drawn ones where there are more. For a fall, give
+    the groups in reverse order.
 
     groups: at least 3 (seeds,) arrays, in order. Raises ValueError for fewer groups, or fewer than 2 seeds in one.
     """
