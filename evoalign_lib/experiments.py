@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -288,7 +289,8 @@ def _finite(value: Any, name: str, bad: list[str]) -> Any:
 
 
 def _run_name(spec: Spec) -> str:
-    return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
+    what = ["kind"] if spec.get("kind") == "decoding" or "arm" not in spec else []
+    return " ".join(str(spec[k]) for k in (*what, "arm", "base", "seed", "repeat") if k in spec)
 
 
 def _is_json(text: bytes) -> bool:
@@ -406,7 +408,12 @@ def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
     if trained:
         same = sum(a["digest"] == b["digest"] for a, b in trained)
         text += f"; final weights have the same bits in {same} of {len(trained)}"
-    tested = [abs(a["test"][key] - b["test"][key]) for a, b in pairs if "test" in a for key in ("greedy", "t1")]
+    tested = [
+        abs(value - b["test"][key])
+        for a, b in pairs
+        for key, value in a.get("test", {}).items()
+        if re.fullmatch(r"greedy|t[0-9.]+", key)
+    ]
     if tested:
         text += f"; test accuracy differs by at most {100 * max(tested):.2f} points"
     return text

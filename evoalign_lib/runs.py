@@ -3,7 +3,8 @@
 `experiments` stores and finds records; here is what is in them. A kind of spec has a function that makes its specs and
 one that runs it (`RUNNERS`): "base" measures an untrained model, "train" trains one with an arm, "best_of_n" lets the
 reward choose among samples of the base, "audit" repeats an ES run in half precision, "estimator" compares single ES
-steps with the exact gradient, "kl" compares estimators of the KL with its exact value.
+steps with the exact gradient, "kl" compares estimators of the KL with its exact value, "decoding" measures a model that
+another record is of again, under more sampling temperatures.
 
 Every training run of Countdown is evaluated alike: validation accuracy along the way, greedy and at temperature 1, and
 the test set once, at the end, with the KL of the trained model from its base. (`conciseness_runs` says what is measured
@@ -32,12 +33,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib import conciseness_runs, ledger
-from evoalign_lib.experiments import ENGINE_VERSION, MAX_CURVE, Record, Spec
+from evoalign_lib import conciseness_runs, ledger, paths
+from evoalign_lib.experiments import (
+    ENGINE_VERSION,
+    MAX_CURVE,
+    Record,
+    Spec,
+    ledger_file,
+    read_records,
+    spec_hash,
+)
 
 try:
     import fcntl
@@ -348,6 +357,60 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
+_OF_DECODING = ("digest", "temperatures", "samples", "at_step")
+
+
+def decoding_specs(
+    records: Iterable[Record], temperatures: Sequence[float], samples: int = 16, at_step: int | None = None
+) -> list[Spec]:
+    """Make the specs that measure models again, under more sampling temperatures than their records have.
+
+    A spec is that of the record, of kind "decoding", with the digest of the weights that are measured, `temperatures`,
+    `samples` and, where it is given, `at_step`. `trained_spec` takes these away again.
+
+    Args:
+        records: of training runs of Countdown in the tiny world, by any arm, or of its untrained bases.
+        temperatures: of the samples of the test problems.
+        samples: of each problem at each temperature, 1 to 16.
+        at_step: an earlier step of ES runs, at which the validation set is measured, too.
+
+    Raises:
+        ValueError: a record of something else, or without a test set; temperatures that are none, are there twice or
+            are not above 0; too many samples; a step that a run has not, or of a run that is not of ES.
+    """
+    from evoalign_lib import tiny
+    from evoalign_lib.engines.local import check_temperature
+
+    for temperature in temperatures:
+        check_temperature(temperature)
+    if not temperatures or len({_label(t) for t in temperatures}) < len(temperatures):
+        raise ValueError(f"temperatures={list(temperatures)}: give at least one, and each once.")
+    if not 1 <= samples <= 16:
+        raise ValueError(f"samples={samples}: a record holds counts of 1 to 16.")
+    specs = []
+    for record in records:
+        spec = record["spec"]
+        name = f"the record {record['spec_hash']}"
+        if spec["kind"] not in ("base", "train") or spec["task"] != "countdown" or spec["base"] not in tiny.SHIPPED:
+            raise ValueError(f"{name} is not of a model of the tiny world that was trained on Countdown, or of a base.")
+        if not (spec["test_problems"] and spec["validation_problems"]):
+            raise ValueError(f"{name} has no test set or no validation set: only complete runs are measured again.")
+        digest = spec["base_digest"] if spec["kind"] == "base" else record["digest"]
+        made = spec | {"kind": "decoding", "digest": digest, "temperatures": list(temperatures), "samples": samples}
+        if at_step is not None:
+            if not spec.get("arm", "").startswith("es") or not 0 <= at_step <= spec["steps"]:
+                raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps.")
+            made["at_step"] = at_step
+        specs.append(made)
+    return specs
+
+
+def trained_spec(spec: Spec) -> Spec:
+    """Return the spec of the run whose model a spec of `decoding_specs` measures: of kind "train", or "base"."""
+    kind = "train" if "arm" in spec else "base"
+    return {name: value for name, value in spec.items() if name not in _OF_DECODING} | {"kind": kind}
+
+
 def _spec(kind: str, base: str, scale: str, settings: Mapping[str, Any] | None = None) -> Spec:
     """What all specs begin with; settings are for the kinds that any model has, with prompts that may need fillers."""
     from evoalign_lib import tiny
@@ -479,11 +542,13 @@ def _reward(spec: Spec) -> Callable[..., Any]:
     return partial(conciseness.reward, measure=spec["measure"]) if spec["task"] == "conciseness" else countdown.reward
 
 
-def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0) -> np.ndarray:
+def _accuracy(
+    engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0, temperature: float = 1.0
+) -> np.ndarray:
     """Right answers (samples or 1, problems) of the engine's current weights under the strict grader."""
     from evoalign_lib.tasks import countdown
 
-    completions = engine.generate(name, samples=samples, seed=seed)
+    completions = engine.generate(name, samples=samples, seed=seed, temperature=temperature)
     return np.array(
         [
             [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in zip(row, problems, strict=True)]
@@ -494,17 +559,36 @@ def _accuracy(engine: Any, name: str, problems: Sequence[Any], samples: int, see
 
 def _test(engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
     """Accuracy on the test set, greedy and at temperature 1 (mean of 16 samples), with the outcome of every problem."""
+    return _greedy(engine, "test", problems) | _sampled(engine, "test", problems, [1.0], samples)
+
+
+def _greedy(engine: Any, name: str, problems: Sequence[Any]) -> dict[str, Any]:
+    """How many problems there are, and greedy accuracy with the outcome of every problem."""
     from evoalign_lib import stats
 
-    greedy = _accuracy(engine, "test", problems, 0)[0]
-    counts = _accuracy(engine, "test", problems, samples).sum(0).astype(int)
-    return {
-        "n": len(problems),
-        "greedy": round(float(greedy.mean()), 6),
-        "greedy_bits": stats.pack_bits(greedy.astype(int)),
-        "t1": round(float(counts.mean()) / samples, 6),
-        "t1_counts": stats.pack_counts(counts),
-    }
+    greedy = _accuracy(engine, name, problems, 0)[0]
+    share, bits = round(float(greedy.mean()), 6), stats.pack_bits(greedy.astype(int))
+    return {"n": len(problems), "greedy": share, "greedy_bits": bits}
+
+
+def _sampled(
+    engine: Any, name: str, problems: Sequence[Any], temperatures: Sequence[float], samples: int
+) -> dict[str, Any]:
+    """Accuracy at each temperature (mean of the samples), with the number of right samples of every problem."""
+    from evoalign_lib import stats
+
+    found: dict[str, Any] = {}
+    for temperature in temperatures:
+        counts = _accuracy(engine, name, problems, samples, temperature=temperature).sum(0).astype(int)
+        label = _label(temperature)
+        found[label] = round(float(counts.mean()) / samples, 6)
+        found[f"{label}_counts"] = stats.pack_counts(counts)
+    return found
+
+
+def _label(temperature: float) -> str:
+    """What a temperature is called in records: t1, t0.6."""
+    return f"t{temperature:g}"
 
 
 def _run_base(spec: Spec) -> Record:
@@ -534,15 +618,47 @@ def run_train(spec: Spec, keep: Path | None = None, folder: Path | None = None) 
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
     with _workplace(folder) as place:
-        if spec["arm"].startswith("es"):
-            return _run_es(spec, place, folder is not None, keep)
-        if spec.get("engine", "local") == "local":
-            return _trained_by_gradients(spec, place, folder is not None)
+        if spec["arm"].startswith("es") or spec.get("engine", "local") == "local":
+            return _train_and_measure(spec, place, folder is not None, keep)
         return _launched(spec, place, folder is not None)
 
 
-def _trained_by_gradients(spec: Spec, place: Path, lasting: bool) -> Record:
-    return (_run_sft if spec["arm"] == "sft" else _run_gradient)(spec, place, lasting)
+def _train_and_measure(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
+    with _trained(spec, place, lasting, keep) as run:
+        return run.result | _outcome(spec, run.engine, run.start, run.sets, run.diverged)
+
+
+class _Trained(NamedTuple):
+    """A model that was trained just now."""
+
+    engine: Any
+    """which holds its weights, and decodes the problems of the sets"""
+    start: np.ndarray
+    """(layout.size,) float32: the weights that it was trained from"""
+    sets: Mapping[str, list]
+    """the problems of each split"""
+    result: Record
+    """what its record has so far"""
+    diverged: Sequence[int]
+    """the steps after which its weights were not finite"""
+
+
+@contextmanager
+def _trained(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[_Trained]:
+    """A model trained as a spec says; its engine is closed where the context ends.
+
+    Args:
+        spec: of `train_specs`.
+        place: where trainers write.
+        lasting: whether that is kept, as `run_train` says.
+        keep: where the ledger of an ES run goes, compressed.
+    """
+    if spec["arm"].startswith("es"):
+        run = _train_by_es(spec, place, lasting, keep)
+    else:
+        run = (_train_by_sft if spec["arm"] == "sft" else _train_by_gradients)(spec, place, lasting)
+    with run as trained:
+        yield trained
 
 
 _SETTLED = "settled"
@@ -616,7 +732,7 @@ def _main(place: str, driver: str, *lasting: str) -> None:
 
     end_with(int(driver))
     folder = Path(place)
-    result = _trained_by_gradients(json.loads((folder / "spec.json").read_text()), folder, bool(lasting))
+    result = _train_and_measure(json.loads((folder / "spec.json").read_text()), folder, bool(lasting))
     if os.environ.get("RANK", "0") == "0":
         partial = folder / "result.partial"
         partial.write_text(json.dumps(result))
@@ -636,7 +752,8 @@ def _kept(spec: Spec, lasting: bool) -> dict[str, Any]:
     return {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": every, "save_total_limit": 1}
 
 
-def _run_es(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
+@contextmanager
+def _train_by_es(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[_Trained]:
     from evoalign_lib.es import ESTrainer
 
     model, tokenizer, sets = _world(spec)
@@ -652,7 +769,7 @@ def _run_es(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) ->
         budget = _spent_by_es(trainer)
         budget["core_seconds"] = round(budget["core_seconds"], 2)
         result = {"budget": budget, "counts": dict(trainer.counts), "plan": engine.plan, "curve": progress.curve}
-        return result | kept | _outcome(spec, engine, start, sets, progress.diverged)
+        yield _Trained(engine, start, sets, result | kept, progress.diverged)
 
 
 def _spent_by_es(trainer: Any) -> dict[str, Any]:
@@ -663,7 +780,8 @@ def _spent_by_es(trainer: Any) -> dict[str, Any]:
     return budget | {"forward_flops": 2 * trainer.engine.layout.d * tokens}
 
 
-def _run_gradient(spec: Spec, place: Path, lasting: bool) -> Record:
+@contextmanager
+def _train_by_gradients(spec: Spec, place: Path, lasting: bool) -> Iterator[_Trained]:
     """One run of TRL's trainers; see `grpo`."""
     import trl
 
@@ -671,14 +789,14 @@ def _run_gradient(spec: Spec, place: Path, lasting: bool) -> Record:
     with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
         _take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
-        result, diverged = _train_by_gradients(spec, place, lasting, model, tokenizer, sets, engine)
+        result, diverged = _run_trl(spec, place, lasting, model, tokenizer, sets, engine)
         _take_weights(engine, model)
         del model  # and with it the trainer's optimiser, which may have filled a GPU
         gc.collect()
-        return result | {"trl": trl.__version__} | _outcome(spec, engine, start, sets, diverged)
+        yield _Trained(engine, start, sets, result | {"trl": trl.__version__}, diverged)
 
 
-def _train_by_gradients(
+def _run_trl(
     spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any
 ) -> tuple[Record, list[int]]:
     """Train a model by one of TRL's trainers, and measure it by an engine along the way.
@@ -769,7 +887,8 @@ def _device(spec: Spec) -> dict[str, bool]:
     return {"use_cpu": True} if not elsewhere and (gpus or grpo.processes() > 1) else {}
 
 
-def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
+@contextmanager
+def _train_by_sft(spec: Spec, place: Path, lasting: bool) -> Iterator[_Trained]:
     """Fine-tune on the right answers among the base's samples (rejection sampling); see `grpo.filtered_sft`."""
     import trl
     from transformers import PrinterCallback
@@ -817,7 +936,78 @@ def _run_sft(spec: Spec, place: Path, lasting: bool) -> Record:
     budget |= {"core_seconds": round(core_seconds, 2)}
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
-        return result | _plan(spec, engine) | _outcome(spec, engine, start, sets, progress.diverged)
+        yield _Trained(engine, start, sets, result | _plan(spec, engine), progress.diverged)
+
+
+_VALIDATED_AT = (0.6, 1.0)
+"""temperatures at which the validation set is measured again"""
+
+
+def _run_decoding(spec: Spec) -> Record:
+    """Accuracy of the model of another record, sampled at more temperatures; see `decoding_specs`.
+
+    Raises:
+        ValueError: the weights that there are now are not those of the record. Nothing is measured then.
+    """
+    with tempfile.TemporaryDirectory() as folder, _made_again(trained_spec(spec), Path(folder)) as again:
+        made, engine, sets, source = again
+        digest = base_digest(engine.model) if made == "loaded" else _digest(engine)
+        if digest != spec["digest"]:
+            raise ValueError(
+                f"the weights, {made}, have the digest {digest}, in the record it is {spec['digest']}: this machine "
+                "trains otherwise, or the record is of other code. Nothing is measured on other weights."
+            )
+        samples = spec["samples"]
+
+        def validation() -> dict[str, Any]:
+            problems = sets["validation"]
+            greedy = _greedy(engine, "validation", problems)
+            return greedy | _sampled(engine, "validation", problems, _VALIDATED_AT, samples)
+
+        test = {"n": len(sets["test"])} | _sampled(engine, "test", sets["test"], spec["temperatures"], samples)
+        result = {"made": made, "digest": digest, "test": test, "validation": validation()}
+        if "at_step" in spec:
+            engine.master[:] = ledger.replay(source, spec["base"], spec["at_step"])
+            result["validation_at_step"] = validation()
+        return result
+
+
+@contextmanager
+def _made_again(spec: Spec, place: Path) -> Iterator[tuple[str, Any, Mapping[str, list], Path]]:
+    """The model that a spec's run ended with, in an engine.
+
+    A base is loaded. A run of ES whose committed record has a ledger is replayed. Any other run is trained again, with
+    one point of its curve, since evaluation leaves no trace in training.
+
+    Args:
+        spec: of kind "base" or "train".
+        place: where trainers write.
+
+    Returns:
+        How it was made, "loaded", "replayed" or "trained again"; the engine; the problems of each split; and, of a run
+        of ES, its ledger.
+    """
+    source = None if spec["kind"] == "base" else _kept_ledger(spec)
+    if spec["kind"] == "base" or source is not None:
+        model, tokenizer, sets = _world(spec | {"kind": "base"})
+        with closing(_evaluation_engine(spec, model, tokenizer, sets)) as engine:
+            if source is not None:
+                engine.master[:] = ledger.replay(source, spec["base"])
+            yield "loaded" if source is None else "replayed", engine, sets, source
+        return
+    few = {"curve_points": 1} if "curve_points" in spec else {}
+    with _trained(spec | few, place, lasting=False) as run:
+        yield "trained again", run.engine, run.sets, place / ledger.NAME
+
+
+def _kept_ledger(spec: Spec) -> Path | None:
+    """The ledger of the committed record of a spec; None where there is no such record, or it was made without."""
+    wanted = spec_hash(spec)
+    for path in sorted(paths.RESULTS.glob(f"*/{spec['scale']}.jsonl")):
+        for record in read_records(path):
+            if record["spec_hash"] == wanted and "ledger" in record:
+                return ledger_file(record)
+    return None
 
 
 def _run_best_of_n(spec: Spec) -> Record:
@@ -938,13 +1128,18 @@ def _outcome(spec: Spec, engine: Any, start: np.ndarray, sets: Mapping[str, list
     blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
     outcome = {"d": engine.layout.d, "update_norm": round(float(moved), 6)}
-    outcome |= {"digest": hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]}
+    outcome |= {"digest": _digest(engine)}
     outcome |= {"diverged": diverged[0]} if diverged else {}
     if spec["task"] == "conciseness":
         return outcome | conciseness_runs.outcome(spec, engine, sets)
     if "test" not in sets:
         return outcome
     return outcome | {"test": _test(engine, sets["test"]), "kl_policy_base": _kl_from_base(spec, engine)}
+
+
+def _digest(engine: Any) -> str:
+    """SHA-256 of an engine's weights, 16 hexadecimal digits."""
+    return hashlib.sha256(engine.master.tobytes()).hexdigest()[:16]
 
 
 def _kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
@@ -1200,6 +1395,7 @@ RUNNERS: dict[str, Callable[[Spec], Record]] = {
     "audit": _run_audit,
     "estimator": _run_estimator,
     "kl": _run_kl,
+    "decoding": _run_decoding,
     "published": conciseness_runs.run_published,
 }
 

@@ -154,7 +154,8 @@ class RayEngine(Engine):
             [_Task("evaluate", (i, *member, *rest), f"member {i}{where}") for i, member in enumerate(members)]
         )
 
-    def generate(self, name, indices=None, *, samples=0, seed=0):
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
+        local.check_temperature(temperature)
         self._start()
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
@@ -163,7 +164,9 @@ class RayEngine(Engine):
         draws = list(range(samples)) if samples else [None]
         tasks = [
             _Task(
-                "generate", (self._noise, name, chunk, seed, draw), f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
+                "generate",
+                (self._noise, name, chunk, seed, draw, temperature),
+                f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},",
             )
             for draw in draws
             for chunk in chunks

@@ -225,6 +225,17 @@ MAKERS = {
 }
 
 
+def remade(spec):
+    """The spec of kind "decoding", made again from the record of the run that it measures."""
+    trained = runs.trained_spec(spec)
+    assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
+    record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": spec["digest"]}
+    return runs.decoding_specs([record], spec["temperatures"], spec["samples"], spec.get("at_step"))
+
+
+MAKERS["decoding"] = remade
+
+
 @pytest.mark.parametrize("notebook", sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")))
 def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
     """A spec that changes, or gets a new entry, would orphan every record: hours of runs."""
