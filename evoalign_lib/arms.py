@@ -6,12 +6,13 @@ the tuned arms choose from, and `ranked` orders the runs of such a sweep.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+
+from evoalign_lib.checks import nearest
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,7 @@ def get(name: str) -> Arm:
     """
     if name in ARMS:
         return ARMS[name]
-    near = difflib.get_close_matches(str(name), ARMS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"arm {name!r} is not one of {', '.join(ARMS)}.{hint}")
+    raise ValueError(f"arm {name!r} is not one of {', '.join(ARMS)}.{nearest(name, ARMS)}")
 
 
 SWEEP: dict[str, list[dict[str, float]]] = {

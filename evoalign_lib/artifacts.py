@@ -1,9 +1,8 @@
 """Figures, tables and numbers with their provenance, and the check that they agree with the committed records.
 
-Every artefact is written from records by a `Store`, and named in manifest.json with the records behind it, the
-versions of the packages and the commits at which their runs were started. Text artefacts (csv, tex, md, json) are the
-same bytes whenever they are drawn from the same records; `verify` draws them again and compares. Pictures are not
-compared.
+A `Store` writes every artefact from records, and names it in manifest.json with the records behind it, the versions of
+the packages and the commits at which the runs were started. Text artefacts (csv, tex, md, json) drawn from the same
+records have the same bytes; `verify` draws them again and compares. Pictures are not compared.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
     from pandas import DataFrame
 
-
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
-"""Packages whose versions, as stored in the records, the manifest names."""
+"""Packages whose versions the manifest names, as stored in the records."""
 
 _TEXT = (".csv", ".tex", ".md", ".json")
 _SMOKE = "smoke run: numbers mean nothing"
@@ -46,8 +44,8 @@ class Store:
     """Writes the artefacts of one notebook at one scale; notebooks may be executed side by side.
 
     Committed records at their own scale are drawn into the repository (figures/, paper/generated/); fresh records and
-    smoke runs go to the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
-    everything. Artefacts of scale "full" get the suffix _full (numbers: Full), so that they stand beside the tiny ones.
+    smoke runs into the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
+    everything. Artefacts of scale "full" get the suffix _full (numbers: Full) and stand beside the tiny ones.
     """
 
     figures: Path
@@ -79,7 +77,7 @@ class Store:
     def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> None:
         """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
 
-        data: one row a plotted point; floats are written with 4 significant digits. caption: plain text. of: as for
+        data: one row per plotted point; floats are written with 4 significant digits. caption: plain text. of: see
         `save_table`.
         """
         name = self._name(name)
@@ -111,8 +109,8 @@ class Store:
         frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
         caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
         readme: write NAME.md too, and in the repository the README's block of this name, if there is one.
-        published: the table quotes the literature; it is said to be so and names no records.
-        of: what the records are about, where that is not the scale's own models: said in its place.
+        published: the table quotes the literature; the caption says so, and no records are named.
+        of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
         Raises ValueError for a float column without format.
         """
         name = self._name(name)
@@ -133,11 +131,11 @@ class Store:
         self.save_numbers({name: (value, fmt)})
 
     def save_numbers(self, numbers: Mapping[str, tuple[float | str, str]]) -> None:
-        r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and their texts in the .json beside it.
+        r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and write their texts to the .json beside it.
 
-        numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}. A macro that is
-        there already gets the new value.
-        Raises ValueError for a name of other than letters, which TeX does not allow; nothing is written then.
+        numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}. Replaces macros
+        of these names and keeps the others.
+        Raises ValueError for a name of anything but letters, which TeX does not allow; nothing is written then.
         """
         for name in numbers:
             if not re.fullmatch("[A-Za-z]+", name):
@@ -165,7 +163,7 @@ class Store:
         return f"{caption}{warning} (notebook {number}, {of or f'scale {self.scale}'})"
 
     def _register(self, names: Iterable[str], kind: str, files: Sequence[str], published: bool = False) -> None:
-        """Put artefacts of the same files, and the records behind them, into the manifest."""
+        """Enter artefacts that share their files, and the records behind them, in the manifest."""
         path = self.generated / "manifest.json"
         entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
         with locked(path):
@@ -195,31 +193,41 @@ def render_readme_block(name: str, markdown: str) -> bool:
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
-    """Write the ledger of claims into a folder: all as claims.csv and .tex, the README's as .md; return the latter.
+    """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
 
-    The README's has a line for each claim with a rule, and the number of the others.
+    Returns the README's table, which has a line for each claim with a rule, and the number of the others.
     """
     from pandas import DataFrame
 
     verdicts = list(verdicts)
     rows = [
-        {"claim": v.id, "statement": v.statement, "verdict": v.verdict, "result": v.text, "n": v.n, "rule": v.rule_hash}
+        {
+            "claim": v.id,
+            "statement": v.statement,
+            "verdict": v.verdict,
+            "result": v.text,
+            "placebo": v.placebo,
+            "n": v.n,
+            "rule": v.rule_hash,
+        }
         for v in verdicts
     ]
     replace_text(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
     caption = (
         "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
-        "scale tiny (tiny models, trained from scratch)."
+        "scale tiny (tiny models, trained from scratch). Placebo: whether the rule holds as well for arms that learned "
+        "nothing."
     )
-    columns = r"lp{0.31\linewidth}p{0.12\linewidth}p{0.42\linewidth}"
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
+    columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result", "placebo"]]
     replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
     short = [
-        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key}
+        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key, "placebo": v.placebo}
         for v in verdicts
         if v.rule != "open"
     ]
-    of_field = [v.verdict for v in verdicts if v.id.startswith("C")]
+    of_field = [v.verdict for v in verdicts if v.id[0] == "C" and v.id[1:].isdigit()]  # C2b is another rule for C2
     rest = (
         f" Of the {len(of_field)} claims of the field, C1 to C{len(of_field)}, {of_field.count('open')} are open (no "
         f"rule or no runs yet) and {of_field.count('not testable at this scale')} not testable at this scale; the "
@@ -303,9 +311,9 @@ _JUDGED: dict[str, list[Verdict]] = {}
 
 
 def undrawn() -> list[str]:
-    """Return the names of record folders whose notebook is yet to come: runs take hours, and their records come first.
+    """Return the names of record folders whose notebook is not written yet: runs take hours, and come first.
 
-    A notebook that is gone though artefacts of it are committed is none of these: `verify` reports it.
+    A notebook that is missing though its artefacts are committed is not among them: `verify` reports it.
     """
     artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
     drawn = {entry["notebook"] for entry in artefacts.values()}
@@ -314,7 +322,7 @@ def undrawn() -> list[str]:
 
 
 def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
-    """Execute notebooks side by side, each with its folder for artefacts; yield `_execute`'s results in their order."""
+    """Execute notebooks side by side, each with its folder for artefacts; yield the results of `_execute` in order."""
     from evoalign_lib.engines.processes import default_workers
 
     started: list[NotebookClient] = []
@@ -333,7 +341,7 @@ def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
 def _execute(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
     """Execute a notebook as committed with its artefacts redirected; return what failed, such as a missing record.
 
-    started: gets the client, which has the kernel.
+    started: the client, which has the kernel, is added to it.
     """
     import nbformat
     from ipykernel.kernelspec import get_kernel_dict
@@ -369,7 +377,7 @@ def _execute(notebook: str, folder: Path, started: list[NotebookClient]) -> str 
 
 
 def _compare(notebook: str, folder: Path) -> list[str]:
-    """Return how a notebook's artefacts just drawn into a folder differ from the committed ones."""
+    """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
     drawn = _entries(folder / "generated" / "manifest.json", notebook)
     committed = _entries(paths.GENERATED / "manifest.json", notebook)
     problems = []
@@ -387,7 +395,7 @@ def _compare(notebook: str, folder: Path) -> list[str]:
 def _compare_files(folder: Path, files: list[str]) -> list[str]:
     """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README.
 
-    Of pictures only the presence is compared: their bytes depend on the machine's libraries.
+    Pictures must only be there: their bytes depend on the machine's libraries.
     """
     problems = []
     for file in files:
@@ -410,7 +418,7 @@ def _compare_files(folder: Path, files: list[str]) -> list[str]:
 
 
 def _strays() -> list[str]:
-    """Return text artefacts that no entry of the manifest accounts for."""
+    """Return artefacts that no entry of the manifest accounts for."""
     artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
     known = {_committed(file) for entry in artefacts.values() for file in entry["files"]}
     known |= {paths.GENERATED / name for name in ("manifest.json", "claims.csv", "claims.md", "claims.tex")}
@@ -419,7 +427,7 @@ def _strays() -> list[str]:
 
 
 def _adopt(notebook: str, folder: Path) -> None:
-    """Put a notebook's artefacts just drawn into a folder in the place of the committed ones."""
+    """Replace a notebook's committed artefacts by those just drawn into a folder."""
     path = paths.GENERATED / "manifest.json"
     drawn = _read_manifest(folder / "generated" / "manifest.json")
     with locked(path):
@@ -463,7 +471,7 @@ def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
 
 
 def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return the hash of the records, whatever their order, and what they say of where they came from."""
+    """Return the hash of the records, whatever their order, and their specs, versions and commits."""
     lines = sorted(canonical_json(record) for record in records)
     for record in records:
         lacking = [key for key in ("spec_hash", "commit", "environment") if key not in record]
@@ -492,7 +500,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
-    """Write a manifest; a set of records is described once, and only while an artefact is drawn from it."""
+    """Write a manifest, without the descriptions of records that no artefact is drawn from."""
     used = {entry["records"] for entry in manifest["artefacts"].values()}
     records = {key: description for key, description in manifest["records"].items() if key in used}
     replace_text(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))

@@ -1,4 +1,4 @@
-"""The command `evoalign`: a thin front, every command a call into the library."""
+"""The command `evoalign`. Every subcommand is a call into the library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def verify(
     write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
     drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
 ) -> None:
-    """Draw every table, number and plotted value again from the committed records and compare the text."""
+    """Check the seals of the committed records, draw every table, number and plotted value again, and compare."""
     from evoalign_lib import artifacts
 
     if drawn and write:
@@ -39,7 +39,7 @@ def verify(
 
 @app.command()
 def seal() -> None:
-    """Seal committed records that have no seal: those of a killed writer, or merged from another branch."""
+    """Seal the committed records that a killed writer or a merge left without seal."""
     from evoalign_lib import artifacts, paths, records
 
     for path in sorted(paths.RESULTS.glob("*/*.jsonl")):
@@ -54,9 +54,9 @@ def seal() -> None:
 @app.command()
 def claims(
     id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
-    lock: Annotated[bool, typer.Option("--lock", help="Add new rules to paper/claims.lock.")] = False,
+    lock: Annotated[bool, typer.Option("--lock", help="Add the hashes of new rules to paper/claims.lock.")] = False,
 ) -> None:
-    """Print the ledger of claims with the verdicts that the committed records give."""
+    """Print the claims, with the verdicts that the committed records give."""
     import datetime
 
     from evoalign_lib import claims
@@ -84,12 +84,12 @@ def claims(
 @app.command()
 def replay(
     ledger: Annotated[str, typer.Argument(help="The run's ledger.jsonl (or .jsonl.gz).")],
-    out: Annotated[str | None, typer.Option(help="Folder to write.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder to write the model to.")] = None,
     step: Annotated[int | None, typer.Option(help="Steps to replay.  [default: all]")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or name of the run's starting model.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check the chain and recompute every digest.")] = False,
 ) -> None:
-    """Write the Hugging Face folder of any step of an ES run, bit for bit, from its ledger; or check the ledger."""
+    """Write the model of any step of an ES run, bit for bit, from the run's ledger; or check the ledger."""
     from evoalign_lib import ledger as ledgers
 
     if not (out or verify):

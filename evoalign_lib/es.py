@@ -42,27 +42,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import logging
 import math
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, get_last_checkpoint
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from evoalign_lib import ledger, models, noise, precision
+from evoalign_lib import _checkpoints, ledger, models, noise, precision
+from evoalign_lib._checkpoints import BestWeights
+from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib._model_checks import check_nothing_frozen, check_plain
 from evoalign_lib.checks import choose, nearest, whole_number
-from evoalign_lib.engines import ENGINES, base, check_gpus, open_engine
+from evoalign_lib.engines import ENGINES, check_gpus, open_engine
+from evoalign_lib.engines.base import Evaluation, Prompts, score
 from evoalign_lib.engines.local import DECODERS
+from evoalign_lib.engines.processes import world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population
 
@@ -277,11 +280,53 @@ class ESConfig(TrainingArguments):
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
 
 
+# ---- pure parts of the step
+
+
+def member_fitness(scored: Scored) -> float:
+    """Mean reward over the prompts to which a reward function applied; NaN if there is none."""
+    applied = scored.rewards[~np.isnan(scored.rewards)]
+    return float(applied.mean()) if len(applied) else math.nan
+
+
+def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
+    """Which rows of the training set a step uses: consecutive stretches of a new permutation each epoch.
+
+    Args:
+        n: rows of the training set.
+        per_step: prompts a step; n or fewer.
+        seed: of the run.
+        step: 0, 1, ...
+
+    Returns:
+        (per_step,) int64. When a stretch crosses an epoch's end, it goes on in the next permutation.
+    """
+    if per_step == n:
+        return np.arange(n)  # all of them: the order would only change floating-point results
+    first, out = step * per_step, []
+    while len(out) < per_step:
+        epoch, offset = divmod(first + len(out), n)
+        order = _generator(seed, epoch, "order").permutation(n)
+        out.extend(order[offset : offset + per_step - len(out)].tolist())
+    return np.array(out)
+
+
+_PURPOSES = {"order": 0, "shuffled": 1, "random": 2}
+
+
+def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
+    """A branch of the run's one tree of seeds; member noise has its own law and is not part of it."""
+    return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))
+
+
+# ---- the trainer
+
+
 class ESTrainer:
     """Train a language model by an Evolution Strategy, where TRL's `GRPOTrainer` stood.
 
     Args:
-        model: a Hugging Face decoder-only model, a folder, or a name on the Hub.
+        model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base.
         reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`).
         args: an `ESConfig`.
         train_dataset: rows with "prompt" (a string or messages) and further columns for the reward functions: a
@@ -291,7 +336,14 @@ class ESTrainer:
         callbacks: `transformers.TrainerCallback`s.
 
     Raises:
-        ValueError: an empty data set, a model that cannot be found, or more prompts a step than there are.
+        ValueError: an empty data set, more prompts a step than there are, a model that cannot be found or is not
+            supported (with PEFT adapters, frozen or quantised weights), or one of several processes of a launch.
+
+    Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. From
+    the line in the ledger to the counters a step is one act, for which an interrupt waits. What else belonged to the
+    step in which it came (callbacks, a log entry, an evaluation, a checkpoint) may be missing; a new trainer that
+    resumes from the ledger has it. Where evaluating members changes the weights (precision "kahan" and "inplace"), an
+    interrupted evaluation cannot be taken back: train() then refuses to go on, and a new trainer resumes.
     """
 
     def __init__(
@@ -304,152 +356,65 @@ class ESTrainer:
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
     ):
-        self.args = ESConfig() if args is None else args
-        self.rewards = Rewards(reward_funcs, self.args.reward_weights, self.args.reward_floor, self.args.reward_timeout)
+        if (n := world_size()) > 1:
+            raise ValueError(
+                f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one "
+                "process; workers, gpus and engine='ray' of ESConfig spread it over cores, GPUs and machines."
+            )
+        self.args = args = ESConfig() if args is None else args
+        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_floor, args.reward_timeout)
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
-        self.model, self.processing_class = models.load(model, processing_class, self.args.model_init_kwargs)
-        prompts = {"train": base.Prompts(train_dataset, self.processing_class)}
+        self.model, self.processing_class = models.load(model, processing_class, args.model_init_kwargs)
+        check_plain(self.model)
+        check_nothing_frozen(self.model)
+        prompts = {"train": Prompts(train_dataset, self.processing_class)}
         if eval_dataset is not None:
-            prompts["eval"] = base.Prompts(eval_dataset, self.processing_class)
-        elif self.args.eval_strategy != "no":
-            raise ValueError(f"eval_strategy={self.args.eval_strategy.value!r} needs an eval_dataset: give one.")
+            prompts["eval"] = Prompts(eval_dataset, self.processing_class)
+        elif args.eval_strategy != "no":
+            raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: give one.")
         self.train_prompts, self.eval_prompts = prompts["train"], prompts.get("eval")
-        self.prompts_per_step = self.args.prompts_per_step or len(self.train_prompts)
+        self.prompts_per_step = args.prompts_per_step or len(self.train_prompts)
         if self.prompts_per_step > len(self.train_prompts):
             raise ValueError(
                 f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
                 "lower it, or set None for all."
             )
         self.engine = open_engine(
-            self.args.engine,
+            args.engine,
             self.model,
             self.processing_class,
             self.rewards,
             prompts,
-            max_completion_length=self.args.max_completion_length,
-            distribution=self.args.noise,
-            precision=self.args.precision,
-            chunk_rows=self.args.chunk_rows,
-            decoder=self.args.decoder,
-            workers=self.args.workers,
-            gpus=self.args.gpus,
-            tensor_parallel=self.args.tensor_parallel,
-            engine_kwargs=self.args.engine_kwargs,
+            max_completion_length=args.max_completion_length,
+            distribution=args.noise,
+            precision=args.precision,
+            chunk_rows=args.chunk_rows,
+            decoder=args.decoder,
+            workers=args.workers,
+            gpus=args.gpus,
+            tensor_parallel=args.tensor_parallel,
+            engine_kwargs=args.engine_kwargs,
             folder=models.place(model) if isinstance(model, (str, os.PathLike)) else None,
-            load=self.args.model_init_kwargs,
+            load=args.model_init_kwargs,
         )
-        self.run_key = noise.run_key(self.args.arm, self.args.seed)
+        self.run_key = noise.run_key(args.arm, args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
         self.ledger: ledger.Ledger | None = None
         self._replayed = 0  # steps that are taken from the ledger
-        # with load_best_model_at_end: the weights of the best evaluation and their digest; and those after the last
-        # step, while the best ones stand in their place
-        self._best: tuple[str, dict[str, torch.Tensor]] | None = None
-        self._last: dict[str, torch.Tensor] | None = None
-        self._moving = False  # the weights began to move in a step that is not counted yet
+        self._parted = False  # whether weights and ledger may have parted
+        self._best = BestWeights(self.engine.weights)
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
-        self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, *_reporters(self.args), *(callbacks or [])],
-            self.model,
-            self.processing_class,
-            None,
-            None,
-        )
-        if not self.args.disable_tqdm:
+        own = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
+        given = list(callbacks or [])
+        self.callback_handler = CallbackHandler(own + given, self.model, self.processing_class, None, None)
+        if not args.disable_tqdm:
             self.callback_handler.add_callback(ESProgress)
-        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
 
-    # ---- the loop
-
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainerState:
-        """Run to `max_steps` (or `num_train_epochs`), recording each step in `output_dir/ledger.jsonl`.
-
-        Args:
-            resume_from_checkpoint: True: go on with the run in output_dir, from its newest checkpoint (from the
-                starting model if there is none); or a checkpoint's folder. The steps after the checkpoint that the
-                ledger has are gone through with its rewards: no member is evaluated again, while evaluate(), logs and
-                callbacks come as in the run itself. It ends with the same bits as an uninterrupted one.
-
-        Returns:
-            The trainer's state; `state.log_history` holds the metrics. The model holds the final weights; with
-            load_best_model_at_end those of the best evaluation, after `state.best_global_step` steps. (The run itself
-            stays where it was: its ledger closes with its last weights, from which another train() goes on.)
-
-        Raises:
-            ValueError: nothing to resume from, or a run with other settings, prompts or starting weights; without
-                resume_from_checkpoint, an output_dir that holds the ledger of another run.
-            RuntimeError: weights that are not those of the ledger's last step, or a reward_timeout outside the main
-                thread.
-            OSError: a step that cannot be recorded (a full disk). Nothing recorded is lost.
-        """
-        if self.engine.workers == 1 or self.eval_prompts is not None:
-            self.rewards.check_timeout()
-        if self._last is not None:
-            self._set_weights(self._last)
-            self._last = None
-        max_steps = self.max_steps
-        if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
-            self._resume(resume_from_checkpoint)
-        elif self.ledger is None:
-            ledger.refuse_existing(self._ledger_path)
-        else:
-            self._check_settings(self.ledger)
-        self._check_continuity()
-        self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(self._epochs(max_steps))
-        self.state.compute_steps(self.args, max_steps)
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        while self.state.global_step < max_steps and not self.control.should_training_stop:
-            if self._epoch_ended(self.state.global_step):
-                self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            metrics = self._step(recording=True)
-            self.engine.write_model()  # callbacks find the current weights in the model
-            self.state.epoch = self._epochs(self.state.global_step)
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            if self._epoch_ended(self.state.global_step):
-                self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            if self.control.should_log:
-                self.log(metrics)
-            if self.control.should_evaluate:
-                self.evaluate()
-            if self.control.should_save:
-                self._save_checkpoint()
-        if self.ledger is not None and len(self.ledger.steps) == self.state.global_step and not self.ledger.ended:
-            self.engine.check()
-            self.ledger.end(self._digest())
-        if self.args.load_best_model_at_end:
-            self._load_best()
-        self.engine.write_model()
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return self.state
-
-    @property
-    def max_steps(self) -> int:
-        """Steps of the run: those of the configuration, or as many as num_train_epochs passes over the prompts take."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        return math.ceil(self.args.num_train_epochs * len(self.train_prompts) / self.prompts_per_step)
-
-    def _epochs(self, steps: int) -> float:
-        """Passes over the training set in so many steps; an epoch's prompts need not fill whole steps."""
-        return steps * self.prompts_per_step / len(self.train_prompts)
-
-    def _epoch_ended(self, steps: int) -> bool:
-        """Whether the last of so many steps used the last prompt of an epoch; true of 0 steps."""
-        n, k = len(self.train_prompts), self.prompts_per_step
-        return steps * k // n > (steps - 1) * k // n
-
-    @property
-    def _falling(self) -> list[str]:
-        """Which of sigma and alpha have a schedule."""
-        return [name for name in ("sigma", "alpha") if getattr(self.args, f"{name}_schedule") != "constant"]
-
-    def _at_step(self, name: str, step: int) -> float:
-        """sigma or alpha of a step."""
-        return at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
+    # ---- a step
 
     def step(self) -> dict[str, float]:
         """One ES step (ask, evaluate, tell) that no ledger records. Returns its metrics; see the module's docstring."""
@@ -463,27 +428,30 @@ class ESTrainer:
         due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
         if due:
             self.engine.check()
-        digest = self._digest() if due else None
-        self._moving |= recording and weights.drifts
+        digest = weights.digest() if due else None
+        self._parted |= recording and weights.drifts
         if known:
             record = self.ledger.steps[step]
             ledger.check_weights(self.ledger, step, weights)
             weights.retrace(members, self._at_step("sigma", step))
         else:
             record = self._evaluate_members(step, members)
-            if recording:
+        with interrupts_wait():  # one act: the step is recorded, moves the weights and is counted, or nothing happens
+            if recording and not known:
                 self._record(record, digest)
-        self._moving |= recording
-        self._count(record)
-        cpu = time.process_time()
-        tied = self.tell(members, record.rewards)
-        self.budget["core_seconds"] += time.process_time() - cpu
-        if recording:
-            self.state.global_step += 1
-            self._moving = False
-        else:  # a step that no line of an open ledger explains
-            self._moving |= self.ledger is not None
+            self._parted |= recording or self.ledger is not None
+            self._count(record)
+            cpu = time.process_time()
+            tied = self.tell(members, record.rewards)
+            self.budget["core_seconds"] += time.process_time() - cpu
+            if recording:  # else no line of the ledger, if there is one, explains the step
+                self.state.global_step += 1
+                self._parted = False
         return self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
+
+    def ask(self, step: int) -> list[Member]:
+        """The members of a step: N keys, each with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
+        return population(self.run_key, step, self.args.population_size, self.args.antithetic)
 
     def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
         """Evaluate the population: all that a step adds to the run before the weights move."""
@@ -526,26 +494,6 @@ class ESTrainer:
             self.ledger, digest = ledger.Ledger.create(self._ledger_path, header), None
         self.ledger.append(record, digest)
 
-    def _indices(self, step: int) -> np.ndarray:
-        return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
-
-    def _digest(self) -> str:
-        return precision.digest(self.engine.layout, *self.engine.weights.planes)
-
-    def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
-        alpha = self._at_step("alpha", self.state.global_step)
-        return coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
-
-    def _light_state(self) -> TrainerState:
-        """The state without its log, which would travel to the workers with every member and grow."""
-        light = copy.copy(self.state)
-        light.log_history = []
-        return light
-
-    def ask(self, step: int) -> list[Member]:
-        """The members of a step: N keys, each with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
-        return population(self.run_key, step, self.args.population_size, self.args.antithetic)
-
     def tell(self, members: Sequence[Member], fitness: np.ndarray) -> bool:
         """Move the weights by (alpha / N) sum_n z_n eps_n, with alpha of the current step.
 
@@ -562,6 +510,120 @@ class ESTrainer:
             self.engine.update(np.array([m.key for m in members if m.sign == 1], dtype=np.uint64), c)
         return c is None
 
+    def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
+        alpha = self._at_step("alpha", self.state.global_step)
+        return coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
+
+    def _indices(self, step: int) -> np.ndarray:
+        return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
+
+    def _at_step(self, name: str, step: int) -> float:
+        """sigma or alpha of a step."""
+        return at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
+
+    def _light_state(self) -> TrainerState:
+        """The state without its log, which would travel to the workers with every member and grow."""
+        light = copy.copy(self.state)
+        light.log_history = []
+        return light
+
+    # ---- the loop
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainerState:
+        """Run to `max_steps` (or `num_train_epochs`), recording each step in `output_dir/ledger.jsonl`.
+
+        Args:
+            resume_from_checkpoint: True: go on with the run in output_dir, from its newest checkpoint (from the
+                starting model if there is none); or a checkpoint's folder. The steps after the checkpoint that the
+                ledger has are gone through with its rewards: no member is evaluated again, while evaluate(), logs and
+                callbacks come as in the run itself. It ends with the same bits as an uninterrupted one.
+
+        Returns:
+            The trainer's state; `state.log_history` holds the metrics. The model holds the final weights; with
+            load_best_model_at_end those of the best evaluation, after `state.best_global_step` steps. (The run itself
+            stays where it was: its ledger closes with its last weights, from which another train() goes on.)
+
+        Raises:
+            ValueError: nothing to resume from, or a run with other settings, prompts or starting weights; without
+                resume_from_checkpoint, an output_dir that holds the ledger of another run.
+            RuntimeError: weights that are not those of the ledger's last step, or a reward_timeout outside the main
+                thread.
+            OSError: a step that cannot be recorded (a full disk). Nothing recorded is lost.
+            KeyboardInterrupt: Ctrl-C; another call goes on.
+        """
+        if self.engine.workers == 1 or self.eval_prompts is not None:
+            self.rewards.check_timeout()
+        self._best.put_back()
+        max_steps = self.max_steps
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
+            self._resume(resume_from_checkpoint)
+        elif self.ledger is None:
+            ledger.refuse_existing(self._ledger_path)
+        else:
+            _checkpoints.check_settings(self.ledger, self._settings())
+        self._check_continuity()
+        self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(self._epochs(max_steps))
+        self.state.compute_steps(self.args, max_steps)
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        while self.state.global_step < max_steps and not self.control.should_training_stop:
+            if self._epoch_ended(self.state.global_step):
+                self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            metrics = self._step(recording=True)
+            self.engine.write_model()  # callbacks find the current weights in the model
+            self.state.epoch = self._epochs(self.state.global_step)
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            if self._epoch_ended(self.state.global_step):
+                self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            if self.control.should_log:
+                self.log(metrics)
+            if self.control.should_evaluate:
+                self.evaluate()
+            if self.control.should_save:
+                self._save_checkpoint()
+        if self.ledger is not None and len(self.ledger.steps) == self.state.global_step and not self.ledger.ended:
+            self.engine.check()
+            self.ledger.end(self.engine.weights.digest())
+        if self.args.load_best_model_at_end:
+            self._load_best()
+        self.engine.write_model()
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return self.state
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the run: those of the configuration, or as many as num_train_epochs passes over the prompts take."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * len(self.train_prompts) / self.prompts_per_step)
+
+    def _epochs(self, steps: int) -> float:
+        """Passes over the training set in so many steps; an epoch's prompts need not fill whole steps."""
+        return steps * self.prompts_per_step / len(self.train_prompts)
+
+    def _epoch_ended(self, steps: int) -> bool:
+        """Whether the last of so many steps used the last prompt of an epoch; true of 0 steps."""
+        n, k = len(self.train_prompts), self.prompts_per_step
+        return steps * k // n > (steps - 1) * k // n
+
+    def _check_continuity(self) -> None:
+        """Raise RuntimeError if weights and ledger have parted: an interrupted update, or a step() in between."""
+        step, parted = self.state.global_step, self._parted
+        if self.ledger is not None:
+            recorded = len(self.ledger.steps)
+            parted |= recorded != step and step >= self._replayed
+            if self.ledger.ended and recorded == step:
+                parted |= self.engine.weights.digest() != self.ledger.weights[step]
+        if parted:
+            again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
+            raise RuntimeError(
+                f"the weights are not those after step {step} of {self._ledger_path}: the run was interrupted while "
+                "they moved, or they were changed outside train(). Make a new trainer from the starting model and call "
+                f"{again}."
+            )
+
+    # ---- evaluation and logs
+
     def evaluate(self) -> dict[str, float]:
         """Mean reward (and logged metrics) of the current weights on the evaluation set, decoding greedily.
 
@@ -571,9 +633,8 @@ class ESTrainer:
         if self.eval_prompts is None:
             raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer.")
         (completions,) = self.engine.generate("eval")
-        scored = base.score(
-            self.rewards, self.eval_prompts, np.arange(len(self.eval_prompts)), completions, self._light_state()
-        )
+        rows = np.arange(len(self.eval_prompts))
+        scored = score(self.rewards, self.eval_prompts, rows, completions, self._light_state())
         metrics = {"eval_reward": member_fitness(scored)}
         metrics |= {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
         self.log(metrics)
@@ -583,7 +644,7 @@ class ESTrainer:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it, and keep its weights."""
-        if self.args.metric_for_best_model is None or self._last is not None:
+        if self.args.metric_for_best_model is None or self._best.stand_in:
             return
         name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
         if name not in metrics:
@@ -593,25 +654,18 @@ class ESTrainer:
             best = -math.inf if self.args.greater_is_better else math.inf
         # the first of equals stays; NaN, where no reward applied, is never best
         if value > best if self.args.greater_is_better else value < best:
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-            if self.args.load_best_model_at_end:
-                self._best = self._digest(), self._copy_weights()
+            with interrupts_wait():
+                if self.args.load_best_model_at_end:
+                    self._best.keep()
+                self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = True
 
     def _load_best(self) -> None:
-        if self._best is None:
+        if self._best.best is None:
             logger.warning("load_best_model_at_end: there was no evaluation; the model holds the last weights.")
         elif self.state.best_global_step != self.state.global_step:
-            self._last = self._copy_weights()
-            self._set_weights(self._best[1])
-
-    def _copy_weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.engine.weights.tensors().items()}
-
-    def _set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.engine.weights.tensors().items():
-            tensor.copy_(weights[name])
+            self._best.put_in_place()
 
     def log(self, logs: dict[str, float]) -> None:
         """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
@@ -619,7 +673,7 @@ class ESTrainer:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
-    # ---- files
+    # ---- files (`evoalign_lib._checkpoints`)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Write a Hugging Face folder: weights in the model's dtype, configuration, tokenizer."""
@@ -629,45 +683,51 @@ class ESTrainer:
         self.processing_class.save_pretrained(output_dir)
 
     def _save_checkpoint(self) -> None:
-        from safetensors.torch import save_file
-
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        # renamed when complete: never half a checkpoint
-        partial = folder.with_name(f"partial-{self.state.global_step}")
-        self.save_model(partial)
-        save_file(self.engine.weights.tensors(), partial / f"{self.args.precision}.safetensors")
         self.state.stateful_callbacks = {type(c).__name__: c.state() for c in self._stateful_callbacks()}
-        self.state.save_to_json(str(partial / "trainer_state.json"))
-        state = {"settings": self._settings(), "budget": self.budget, "counts": self.counts, "weights": self._digest()}
-        if self._best is not None:
-            state["best"], best = self._best
-            save_file(best, partial / "best.safetensors")
-        state["line"] = self.ledger.tips[self.state.global_step]  # the checkpoint belongs to this ledger
-        (partial / "es_state.json").write_text(json.dumps(state, indent=1))
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        self._rotate_checkpoints(folder)
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        weights = self.engine.weights
+        checkpoint = _checkpoints.Checkpoint(
+            state=self.state,
+            weights=weights.tensors(),
+            digest=weights.digest(),
+            best=self._best.best,
+            budget=self.budget,
+            counts=self.counts,
+            line=self.ledger.tips[self.state.global_step],
+            settings=self._settings(),
+        )
+        _checkpoints.write(checkpoint, folder, self.args.precision, self.save_model)
+        _checkpoints.rotate(folder, self.args.save_total_limit)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _resume(self, resume_from: bool | str | os.PathLike) -> None:
+        """Open the ledger, and start from a checkpoint's weights or from the model."""
+        run, folder = _checkpoints.find_run(resume_from, self.args.output_dir)
+        if run is None:
+            return
+        _checkpoints.check_settings(run, self._settings())
+        if folder is None:
+            ledger.check_model(run, self.engine.weights)
+        else:
+            found = _checkpoints.read(folder, run, self.engine.weights, self.args.load_best_model_at_end)
+            self._best.best = found.best
+            for callback in self._stateful_callbacks():
+                attributes = found.state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
+                for name in callback.state()["attributes"].keys() & attributes.keys():
+                    setattr(callback, name, attributes[name])
+            self.state, self.budget, self.counts = found.state, found.budget, self.counts | found.counts
+            self.engine.follow(ledger.updates(run, self.state.global_step))
+        self.ledger, self._replayed, self._parted = run, len(run.steps), False
 
     def _stateful_callbacks(self) -> list[TrainerCallback]:
         """Callbacks with a state to be saved, such as the patience of EarlyStoppingCallback."""
         return [c for c in self.callback_handler.callbacks if isinstance(c, ExportableState)]
 
-    def _rotate_checkpoints(self, newest: Path) -> None:
-        """Keep the newest checkpoint, whatever its number, and the save_total_limit - 1 before it."""
-        if not self.args.save_total_limit:
-            return
-        steps = {p: p.name.removeprefix("checkpoint-") for p in newest.parent.glob("checkpoint-*") if p != newest}
-        others = sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]))
-        for old in others[: max(0, len(others) + 1 - self.args.save_total_limit)]:
-            shutil.rmtree(old)
-
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must share with the run it continues."""
         names = ("population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed")
         names += ("precision", "noise", "antithetic", "fitness_shaping", "sampling", "num_generations")
-        falling = self._falling
+        falling = self._scheduled
         names += ("sigma_schedule", "alpha_schedule", *(f"{name}_final_fraction" for name in falling))
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
@@ -675,99 +735,13 @@ class ESTrainer:
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 
     @property
+    def _scheduled(self) -> list[str]:
+        """Which of sigma and alpha have a schedule."""
+        return [name for name in ("sigma", "alpha") if getattr(self.args, f"{name}_schedule") != "constant"]
+
+    @property
     def _ledger_path(self) -> Path:
         return Path(self.args.output_dir) / ledger.NAME
-
-    def _resume(self, checkpoint: bool | str | os.PathLike) -> None:
-        """Open the ledger, and start from a checkpoint's weights or from the model."""
-        if checkpoint is True:
-            found = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
-            folder = Path(found) if found else None
-        else:
-            folder = Path(checkpoint)
-            if not (folder / "es_state.json").is_file():
-                raise ValueError(f"{str(folder)!r} is not a checkpoint of ESTrainer: it has no es_state.json.")
-        path = self._ledger_path
-        source = path if folder is None else folder.parent / ledger.NAME
-        if not ledger.recorded(source):
-            if folder is not None:
-                raise ValueError(f"{str(folder)!r} has no ledger beside it: copy {ledger.NAME} of its run there.")
-            if source.exists():
-                logger.warning("%s: the run was killed before its first step was recorded, and starts anew.", source)
-                return
-            raise ValueError(
-                f"no ledger and no checkpoint to resume from in {self.args.output_dir!r}: call train() to start anew."
-            )
-        if source.resolve() != path.resolve():  # the run goes on in another folder
-            ledger.refuse_existing(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, path)
-        run = ledger.Ledger.open(path)
-        if run.torn:
-            logger.warning(
-                "%s: a torn last line of %d bytes was cut off; its step is computed again.", path, len(run.torn)
-            )
-        self._check_settings(run)
-        if folder is None:
-            ledger.check_model(run, self.engine.weights)
-        else:
-            self._load_checkpoint(folder, run)
-            self.engine.follow(ledger.updates(run, self.state.global_step))
-        self.ledger, self._replayed, self._moving = run, len(run.steps), False
-
-    def _check_settings(self, run: ledger.Ledger) -> None:
-        """Raise ValueError unless this trainer's settings are those of a run that is to go on."""
-        here, there = self._settings(), run.settings
-        # another CPU may keep full batches (drop_rows), with the same bits
-        for name in there | here:
-            if name != "drop_rows" and here.get(name) != there.get(name):
-                raise ValueError(
-                    f"{str(run.path)!r} is of a run with {name}={there.get(name)!r}, this one has {here.get(name)!r}: "
-                    "use the same settings to resume, or another output_dir to start anew."
-                )
-
-    def _load_checkpoint(self, folder: Path, run: ledger.Ledger) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
-        try:
-            saved = json.loads((folder / "es_state.json").read_text())
-            state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-            weights = load_file(folder / f"{self.args.precision}.safetensors")
-            best = load_file(folder / "best.safetensors") if "best" in saved else None
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
-        if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
-            raise ValueError(f"{str(folder)!r} is not of the run that {run.path} records: {remedy}")
-        if self.args.load_best_model_at_end and best is None and state.best_global_step is not None:
-            raise ValueError(f"{str(folder)!r} has no best weights (load_best_model_at_end was not set): {remedy}")
-        for expected, tensors in ((saved.get("best"), best), (saved["weights"], weights)):
-            if tensors is not None:
-                self._set_weights(tensors)
-                if self._digest() != expected:
-                    raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
-        self._best = (saved["best"], best) if self.args.load_best_model_at_end and best is not None else None
-        for callback in self._stateful_callbacks():
-            attributes = state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
-            for name in callback.state()["attributes"].keys() & attributes.keys():
-                setattr(callback, name, attributes[name])
-        self.state, self.budget, self.counts = state, saved["budget"], self.counts | saved["counts"]
-
-    def _check_continuity(self) -> None:
-        """Raise RuntimeError if weights and ledger have parted: an interrupted update, or a step() in between."""
-        step, parted = self.state.global_step, self._moving
-        if self.ledger is not None:
-            recorded = len(self.ledger.steps)
-            parted |= recorded != step and step >= self._replayed
-            parted |= self.ledger.ended and recorded == step and self._digest() != self.ledger.weights[step]
-        if parted:
-            again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
-            raise RuntimeError(
-                f"the weights are not those after step {step} of {self._ledger_path}: the run was interrupted while "
-                "they moved, or they were changed outside train(). Make a new trainer from the starting model and call "
-                f"{again}."
-            )
 
     # ---- bookkeeping
 
@@ -782,7 +756,7 @@ class ESTrainer:
         for name, count in record.counts.items():
             self.counts[name] += count
 
-    def _logged(self, evaluations: list[base.Evaluation]) -> dict[str, float]:
+    def _logged(self, evaluations: list[Evaluation]) -> dict[str, float]:
         """Metrics of a step that do not follow from its rewards."""
         log = {}
         # what the reward functions log themselves, over the members that logged it
@@ -812,7 +786,7 @@ class ESTrainer:
         }
         if self.args.fitness != "random":
             metrics["completions/mean_length"] = record.tokens / (n * self.prompts_per_step * self.args.num_generations)
-        metrics |= {name: self._at_step(name, record.step) for name in self._falling}
+        metrics |= {name: self._at_step(name, record.step) for name in self._scheduled}
         metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
         return record.log | metrics  # never over a metric of ours
 
@@ -842,48 +816,3 @@ class ESProgress(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._bar.close()
         self._bar = None
-
-
-# ---- pure parts of the step
-
-
-def member_fitness(scored: Scored) -> float:
-    """Mean reward over the prompts to which a reward function applied; NaN if there is none."""
-    applied = scored.rewards[~np.isnan(scored.rewards)]
-    return float(applied.mean()) if len(applied) else math.nan
-
-
-def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
-    """Which rows of the training set a step uses: consecutive stretches of a new permutation each epoch.
-
-    Args:
-        n: rows of the training set.
-        per_step: prompts a step; n or fewer.
-        seed: of the run.
-        step: 0, 1, ...
-
-    Returns:
-        (per_step,) int64. When a stretch crosses an epoch's end, it goes on in the next permutation.
-    """
-    if per_step == n:
-        return np.arange(n)  # all of them: the order would only change floating-point results
-    first, out = step * per_step, []
-    while len(out) < per_step:
-        epoch, offset = divmod(first + len(out), n)
-        order = _generator(seed, epoch, "order").permutation(n)
-        out.extend(order[offset : offset + per_step - len(out)].tolist())
-    return np.array(out)
-
-
-_PURPOSES = {"order": 0, "shuffled": 1, "random": 2}
-
-
-def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
-    """A branch of the run's one tree of seeds; member noise has its own law and is not part of it."""
-    return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))
-
-
-def _reporters(args: ESConfig) -> list[Callable]:
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    return get_reporting_integration_callbacks(args.report_to)

@@ -71,6 +71,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import arms
+from evoalign_lib._model_checks import check_plain
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 
@@ -288,7 +289,8 @@ def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}={others[name]!r}: here it is {stated[name]!r} for every run of this arm; remove it.")
 
 
-def _check_float32(model: Any) -> None:
+def _check_model(model: Any) -> None:
+    check_plain(model)
     other = {str(p.dtype) for p in model.parameters()} - {"torch.float32"}
     if other:
         raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
@@ -327,8 +329,8 @@ def trainer(
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
-        ValueError: a model that is not float32, one without a name though beta is not 0, or fewer rows than a step
-            takes prompts.
+        ValueError: a model that is not float32, has PEFT adapters or quantised weights, or has no name though beta is
+            not 0; or fewer rows than a step takes prompts.
     """
     if args.use_vllm:  # first: TRL imports vLLM
         from evoalign_lib.engines.vllm import prepare_process
@@ -344,7 +346,7 @@ def trainer(
     if len(rows) < prompts:
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
     if not isinstance(model, str):
-        _check_float32(model)
+        _check_model(model)
         if args.beta > 0 and not model.config._name_or_path:
             raise ValueError(
                 f"beta={args.beta}: TRL loads the reference model by name, and this model has none. Save it by "
@@ -362,7 +364,7 @@ def trainer(
         processing_class=processing_class,
         callbacks=[budget, *callbacks],
     )
-    _check_float32(built.model)
+    _check_model(built.model)
     budget.model = built.model
     own = built.model.generation_config
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -521,7 +523,7 @@ def filtered_sft(
     """
     if not pairs:
         raise ValueError("no completion passed the filter: draw more samples a prompt, or lower the threshold.")
-    _check_float32(model)
+    _check_model(model)
     stated = _SFT | _OPTIMISER
     stated |= {
         "output_dir": output_dir,

@@ -52,6 +52,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, noise, update_rules
+from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
@@ -210,21 +211,29 @@ class Ledger:
             line["log"] = [x if math.isfinite(x) else str(float(x)) for x in step.log.values()]
         if weights is not None:
             line["weights"] = weights
-        self._add(line, f"step {step.step}")
-        self.steps.append(step)
-        self.tips.append(self._last)
-        self._names, self.ended = names, False
-        if weights is not None:
-            self.weights[step.step] = weights
+        with interrupts_wait():
+            text = self._write(line, f"step {step.step}")
+            self.steps.append(step)
+            self.tips.append(_sha(text))
+            self._names, self.ended = names, False
+            if weights is not None:
+                self.weights[step.step] = weights
+            self._written(text)
 
     def end(self, weights: str) -> None:
         """Close the ledger with the digest of the weights after its last step; errors as for `append`."""
-        self._add({"end": len(self.steps), "weights": weights}, "the end of the run")
-        self.weights[len(self.steps)], self.ended = weights, True
+        with interrupts_wait():
+            text = self._write({"end": len(self.steps), "weights": weights}, "the end of the run")
+            self.weights[len(self.steps)], self.ended = weights, True
+            self._written(text)
 
-    def _add(self, line: dict[str, Any], what: str) -> None:
+    def _write(self, line: dict[str, Any], what: str) -> bytes:
+        """Add a line to the file. Nothing more is added before `_written` knows of it: the file has another size."""
         text = _dump(line | {"prev": self._last})
         _append(self.path, self._size, text + b"\n", what)
+        return text
+
+    def _written(self, text: bytes) -> None:
         self._size, self._last = self._size + len(text) + 1, _sha(text)
 
     def _check(self, step: Step) -> None:

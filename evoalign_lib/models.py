@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import precision, tiny
+from evoalign_lib._model_checks import check_quantisation
 
 # arguments of from_pretrained that say where the files are
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
@@ -30,7 +31,7 @@ def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None =
             ...) hold for the tokenizer, too.
 
     Raises:
-        ValueError: the model cannot be found, or keywords are given for an object.
+        ValueError: the model cannot be found, it is a PEFT adapter or quantised, or keywords are given for an object.
     """
     from transformers import AutoTokenizer
 
@@ -54,22 +55,38 @@ def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None =
 
 
 def _from_pretrained(name: str, keywords: Mapping[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not Path(name).is_dir():
         raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
-    settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords)
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model {name!r} is a PEFT adapter, which is not supported yet: merge it (merge_and_unload(), then "
+            "save_pretrained()), or give the base model."
+        )
     shipped = name in tiny.SHIPPED
+    folder = place(name) if shipped else name
+    files = {k: v for k, v in keywords.items() if k in _HUB | {"trust_remote_code"}}
+    settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords)
+    try:
+        config = keywords.get("config") or AutoConfig.from_pretrained(folder, **files)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name, error) from error
+    check_quantisation(keywords.get("quantization_config") or getattr(config, "quantization_config", None))
     try:
         with _no_progress_bar() if shipped else nullcontext():
-            return AutoModelForCausalLM.from_pretrained(place(name) if shipped else name, **settings)
+            return AutoModelForCausalLM.from_pretrained(folder, **settings)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
-            f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
-            f"fetched once, with a network, into a cache in the folder that HF_HOME names."
-        ) from error
+        raise _not_loaded(name, error) from error
+
+
+def _not_loaded(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
+        f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
+        f"fetched once, with a network, into a cache in the folder that HF_HOME names."
+    )
 
 
 @contextmanager

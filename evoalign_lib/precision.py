@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
@@ -105,6 +106,19 @@ class Weights:
             for name, view in self.layout.views(plane).items()
         }
 
+    def copy(self) -> dict[str, Tensor]:
+        """Return a copy of the whole state, as `tensors` names it."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a state that `copy` or `tensors` gave."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    def digest(self) -> str:
+        """Return the `digest` of the whole state."""
+        return digest(self.layout, *self.planes)
+
     def sample(self) -> Tensor:
         """Every k-th weight of each parameter, float32, about 65,000 in all (all of a small model): a copy."""
         k = -(-self.layout.d // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of every row
@@ -141,6 +155,9 @@ class MasterWeights(Weights):
             part = i, self.threads
             noise.update(self.flat, self.layout, keys, coefficients, part=part, distribution=self.distribution)
 
+        if self.threads == 1:
+            share(0)
+            return
         # the kernels release Python's lock; the threads have ended before a process is forked again
         with ThreadPoolExecutor(self.threads) as pool:
             list(pool.map(share, range(self.threads)))
@@ -267,10 +284,12 @@ def open_weights(
         threads: that share an update of the master, whose bits do not depend on their number; the other modes use one.
 
     Raises:
-        ValueError: no such mode or distribution, or a model whose dtype the mode does not take.
+        ValueError: no such mode or distribution, a model with PEFT adapters or quantised weights, or one whose dtype
+            the mode does not take.
     """
     choose("precision", precision, PRECISIONS)
     choose("distribution", distribution, noise.DISTRIBUTIONS)
+    check_plain(model)
     layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
     return _MODES[precision](model, layout, distribution, bind, threads)
 

@@ -45,15 +45,15 @@ Spec = dict[str, Any]
 
 
 def spec_hash(spec: Spec) -> str:
-    """SHA-256 of the canonical JSON of a spec, 16 hexadecimal digits."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a spec's canonical JSON."""
     return hashlib.sha256(canonical_json(spec).encode()).hexdigest()[:16]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, in file order; a torn last line (a killed run) is left out.
+    """Return the records of a file, in file order; a torn last line (of a killed run) is left out.
 
     Raises:
-        ValueError: a line that is not a record, naming file and line.
+        ValueError: a line is not a record; names file and line.
     """
     if not path.is_file():
         return []
@@ -72,8 +72,8 @@ def read_records(path: Path) -> list[Record]:
             raise ValueError(f"{path}, line {number} is not a record: {line:.80}. Restore the file from git.")
         if record["spec_hash"] != spec_hash(record["spec"]):
             raise ValueError(
-                f"{path}, line {number}: the spec does not have the hash {record['spec_hash']!r}, so it was edited. "
-                "Restore the file from git, or delete the line to run its spec again."
+                f"{path}, line {number}: the spec does not have the hash {record['spec_hash']!r}, it was edited. "
+                "Restore the file from git; in a run folder, delete the line to run its spec again."
             )
         records.append(record)
     return records
@@ -115,7 +115,7 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
 
 
 def record_line(record: Record) -> str:
-    """A record as its line in a file. Raises ValueError, naming the run, where it may not be stored."""
+    """Return a record as its line in a file; raise ValueError, naming the run, if it may not be stored."""
     name = run_name(record["spec"])
     bad: list[str] = []
     without_nonfinite(record, "", bad)
@@ -130,12 +130,12 @@ def record_line(record: Record) -> str:
             raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
     line = canonical_json(record) + "\n"
     if len(line) > MAX_RECORD:
-        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} may be.")
+        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} are allowed.")
     return line
 
 
 def without_nonfinite(value: Any, name: str, bad: list[str]) -> Any:
-    """A value of a record with None for each number in it that is not finite, of which the list gets the names."""
+    """Return a value of a record with None for each number that is not finite; add the names of these to `bad`."""
     if isinstance(value, dict):
         return {k: without_nonfinite(v, f"{name}.{k}" if name else k, bad) for k, v in value.items()}
     if isinstance(value, list):
@@ -147,7 +147,7 @@ def without_nonfinite(value: Any, name: str, bad: list[str]) -> Any:
 
 
 def run_name(spec: Spec) -> str:
-    """Return what a reader may call a run: its arm or kind, base and seed."""
+    """Return the name of a run for readers: its arm or kind, base and seed."""
     return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
 
 
@@ -388,28 +388,34 @@ def ledger_file(record: Record) -> Path:
 
 
 def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy") -> NDArray[np.float64]:
-    """Return the test results of runs as a matrix (seeds x problems), rows in the order of the records.
+    """Return the test results of runs as a matrix (seeds, problems), rows in the order of the records.
 
-    records: run records with a `test` block. decoding: "greedy" (0 or 1) or "t1" (share of 16 samples at
-    temperature 1).
-    Raises ValueError for no records, another decoding, and records with other numbers of problems.
+    records: run records with a `test` block. decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6"
+    (share of 16 samples).
+    Raises ValueError for no records, a decoding that a record has not, and records with unequal numbers of problems.
     """
-    if decoding not in ("greedy", "t1"):
-        raise ValueError(f'unknown decoding {decoding!r}: use "greedy" or "t1"')
+    key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
+    lacking = [record for record in records if key not in record["test"]]
+    if lacking:
+        known = sorted(name.removesuffix("_counts") for name in lacking[0]["test"] if name.endswith("_counts"))
+        raise ValueError(
+            f"unknown decoding {decoding!r}: {len(lacking)} of {len(records)} records have no {key!r}; use one of "
+            f"{', '.join(['greedy', *known])}"
+        )
     sizes = {record["test"]["n"] for record in records}
     if len(sizes) != 1:
         raise ValueError(f"runs with {sorted(sizes)} test problems do not form one matrix: select runs of one test set")
     (n,) = sizes
     if decoding == "greedy":
-        return np.stack([unpack_bits(record["test"]["greedy_bits"], n) for record in records]).astype(np.float64)
-    rows = [unpack_counts(record["test"]["t1_counts"]) for record in records]
+        return np.stack([unpack_bits(record["test"][key], n) for record in records]).astype(np.float64)
+    rows = [unpack_counts(record["test"][key]) for record in records]
     if any(len(row) != n for row in rows):
-        raise ValueError(f"t1_counts of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
+        raise ValueError(f"{key} of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
     return np.stack(rows) / _SAMPLES
 
 
 def pack_bits(bits: ArrayLike) -> str:
-    """Return 0/1 results as hexadecimal text, eight problems a byte, the first one in the highest bit.
+    """Return 0/1 results as hexadecimal text, eight problems per byte, the first one in the highest bit.
 
     bits: (problems,), 0 or 1. Raises ValueError for other values.
 
@@ -434,7 +440,7 @@ def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
 
 
 def pack_counts(counts: ArrayLike) -> str:
-    """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) a problem.
+    """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) per problem.
 
     counts: (problems,), integers 0..16. Raises ValueError for other values.
 
@@ -451,5 +457,5 @@ def unpack_counts(text: str) -> NDArray[np.int64]:
     """Return the (problems,) counts 0..16 that `pack_counts` wrote. Raises ValueError for any other character."""
     strange = sorted(set(text) - set(_DIGITS))
     if strange:
-        raise ValueError(f"{strange[0]!r} is no base-17 digit (0-9a-g): damaged record")
+        raise ValueError(f"{strange[0]!r} is not a base-17 digit (0-9a-g): damaged record")
     return np.array([_DIGITS.index(digit) for digit in text], dtype=np.int64)

@@ -29,7 +29,7 @@ ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
 
 @dataclass(frozen=True)
 class Decoding:
-    """How curves of one decoding are drawn."""
+    """The look of curves of one decoding."""
 
     linestyle: str
     """Matplotlib line style."""
@@ -37,16 +37,19 @@ class Decoding:
     """Name in legends and tables."""
 
 
-DECODINGS: dict[str, Decoding] = {
+STROKES: dict[str, Decoding] = {
     "greedy": Decoding("-", "greedy"),
     "t0.6": Decoding(":", "temperature 0.6"),
     "t1": Decoding("--", "temperature 1"),
 }
-"""The decodings that comparisons report, by their key in the records, coldest first."""
+"""Every decoding that can be drawn, by its key in the records, coldest first."""
+
+DECODINGS: dict[str, Decoding] = {name: STROKES[name] for name in ("greedy", "t1")}
+"""The decodings that every committed record holds: notebooks draw and tabulate each of them."""
 
 
 def use() -> None:
-    """Apply the style to every figure drawn from here on; a notebook embeds them with a palette of 64 colours."""
+    """Apply the style to all figures drawn from now on; a notebook embeds them with a palette of 64 colours."""
     import seaborn
 
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
@@ -59,7 +62,7 @@ def use() -> None:
 
 
 def _png_with_palette(fig: Figure) -> bytes | None:
-    """Return what a notebook would embed of a figure, in a third of the bytes; None for an empty one."""
+    """Return the PNG that a notebook would embed, in a third of its bytes; None for an empty figure."""
     from IPython.core.pylabtools import print_figure
     from PIL import Image
 
@@ -75,16 +78,16 @@ def _png_with_palette(fig: Figure) -> bytes | None:
 def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
 
-    arm: a key of `ARMS`. decoding: a key of `DECODINGS`. n: number of seeds, shown in the legend.
-    Raises KeyError for an arm or decoding that has no look yet.
+    arm: a key of `ARMS`. decoding: a key of `STROKES`. n: number of seeds, shown in the legend.
+    Raises KeyError for an arm or decoding without a look.
 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
     """
-    for name, known, room in ((arm, ARMS, "arms"), (decoding, DECODINGS, "style")):
+    for name, known, room in ((arm, ARMS, "arms"), (decoding, STROKES, "style")):
         if name not in known:
-            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/{room}.py")
-    look, stroke = ARMS[arm], DECODINGS[decoding]
+            raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to evoalign_lib/{room}.py")
+    look, stroke = ARMS[arm], STROKES[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
     return {
@@ -123,7 +126,7 @@ def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str) -> 
 def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:
     """Put one legend below a figure: an entry per arm, with its number of seeds, and an entry per decoding.
 
-    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `DECODINGS`.
+    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `STROKES`.
     Entries stand in as few rows as the width of the figure allows. The combinations of three arms and two decodings
     would not fit a column; an entry for each arm and one for each decoding do.
     """
@@ -134,7 +137,7 @@ def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = 
         look = ARMS[arm]
         label = look.label if n is None else f"{look.label} (n = {n})"
         of_arms.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
-    strokes = [DECODINGS[decoding] for decoding in decodings]
+    strokes = [STROKES[decoding] for decoding in decodings]
     of_decodings = [Line2D([], [], color="black", linestyle=s.linestyle, label=s.label) for s in strokes]
     widest = max(len(of_arms), len(of_decodings))
     one_row = [] if fig.get_figwidth() <= COLUMN else [[of_arms + of_decodings]]

@@ -277,7 +277,7 @@ def hack_report(
             base's own completions do not exceed (their 99th percentile): for gibberish. Of a comparison c that
             `kl.compare` made with the base as reference it is -c.log_ref.sum(1) / c.mask.sum(1).
         best_reward: what a completion of the right length scores, for those that are wrong none the less.
-        floor: the mean reward of a known failure, such as answering nothing (`conciseness.empty_reward`).
+        floor: the mean reward of a known failure, such as answering nothing.
         base_reward, base_correct: means of the untrained base on the same prompts.
 
     Returns:

@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
@@ -178,33 +177,6 @@ def gaussian_exact(mean: float) -> dict[str, float]:
     result = {"kl": kl}
     for name in ESTIMATORS:
         result |= {f"{name}_bias": bias[name] / kl, f"{name}_std": math.sqrt(variance[name]) / kl}
-    return result
-
-
-def gaussian_sampled(mean: float, n: int, rng: np.random.Generator) -> dict[str, float]:
-    """The same numbers as `gaussian_exact`, from samples.
-
-    Args:
-        mean: of the reference, not 0.
-        n: samples, at least 2.
-        rng: draws them.
-
-    Returns:
-        As `gaussian_exact`; the biases have a standard error of std / sqrt(n).
-
-    Raises:
-        ValueError: as `gaussian_exact`, or fewer than 2 samples.
-    """
-    kl = _gaussian_kl(mean)
-    if n < 2:
-        raise ValueError(f"n={n} samples have no standard deviation: draw at least 2.")
-    x = rng.standard_normal(n)
-    # log densities up to their common constant
-    estimates = kl_policy_ref_tokens(-(x**2) / 2, -((x - mean) ** 2) / 2)
-    result = {"kl": kl}
-    for name, values in zip(ESTIMATORS, estimates, strict=True):
-        result[f"{name}_bias"] = (values.mean().item() - kl) / kl
-        result[f"{name}_std"] = values.std().item() / kl
     return result
 
 

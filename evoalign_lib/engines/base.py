@@ -276,8 +276,8 @@ class Engine(Scorer):
             sigma: its standard deviation, weight units.
         """
         centre = self.master.copy()
-        noise.perturb(self.master, centre, self.layout, key, sigma, distribution=self.weights.distribution)
         try:
+            noise.perturb(self.master, centre, self.layout, key, sigma, distribution=self.weights.distribution)
             yield
         finally:
             self.master[:] = centre

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
 from evoalign_lib.engines.base import Engine, Evaluation, Prompts, check_temperature
 from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
@@ -176,10 +177,10 @@ class LocalEngine(Engine):
             weakref.finalize(self, self._pool.shutdown, wait=False)  # at the latest before the interpreter ends
         futures = []
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), interrupts_wait():  # the first task forks the workers: never half of them
                 # Python 3.12 warns of forking a process with threads; the workers only compute and never touch them
                 warnings.simplefilter("ignore", DeprecationWarning)
-                for function, arguments in tasks:  # the first one forks the workers
+                for function, arguments in tasks:
                     futures.append(self._pool.submit(function, self._id, *arguments))
             for future in as_completed(futures):
                 future.result()  # the first failure is raised at once, whoever's it is
@@ -298,8 +299,9 @@ class LocalEngine(Engine):
         )
         processors = LogitsProcessorList([] if uniforms is None else [_Invert()])
         # generate() fills whatever the settings leave open from the model's own, such as a ban of repeated n-grams
-        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        own = self.model.generation_config
         try:
+            self.model.generation_config = GenerationConfig()
             new = self.model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=processors
             )[:, ids.shape[1] :]

@@ -33,8 +33,8 @@ def rank() -> int:
 def one_thread() -> Iterator[None]:
     """While the context lasts torch computes with one thread in this process."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(threads)

@@ -435,18 +435,34 @@ class VLLMEngine(Decoding, Engine):
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         rest = sigma, name, indices, trainer_state, sampling
-        return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
+        with self._ended_by_interrupts():
+            return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
         check_temperature(temperature)
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
-        if not samples:
-            return [self.generate_rows(name, rows)]
-        # all draws at once: vLLM makes batches of its own, the larger the better, and each row has its seed
-        seeds = [sample_seed(seed, int(row), draw) for draw in range(samples) for row in rows]
-        self._write_weights()
-        found = self._decode(name, np.tile(rows, samples), seeds, temperature)
+        with self._ended_by_interrupts():
+            if not samples:
+                return [self.generate_rows(name, rows)]
+            # all draws at once: vLLM makes batches of its own, the larger the better, and each row has its seed
+            seeds = [sample_seed(seed, int(row), draw) for draw in range(samples) for row in rows]
+            self._write_weights()
+            found = self._decode(name, np.tile(rows, samples), seeds, temperature)
         return [found[draw * len(rows) : (draw + 1) * len(rows)] for draw in range(samples)]
+
+    @contextmanager
+    def _ended_by_interrupts(self) -> Iterator[None]:
+        """End vLLM where Ctrl-C comes, so that the next call starts it anew with the weights of the run.
+
+        It would go on with the requests that were cut off, and its own processes get the interrupt, too.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def add_prompts(self, name, rows):
         if self._generator is not None:

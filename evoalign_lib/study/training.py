@@ -30,9 +30,8 @@ _CHECKPOINTS = 10
 
 def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     """Return model, tokenizer and the problems of each split, as the task of the spec has them."""
-    sets = measures.get(spec["task"]).sets(spec)
     model, tokenizer = worlds.model_of(spec)
-    return model, tokenizer, sets
+    return model, tokenizer, measures.get(spec["task"]).sets(spec)
 
 
 def rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ reward functions), `REWARD_FLOOR` (the least reward, given to a completion that 
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from evoalign_lib.checks import nearest
 
 
 class Task(NamedTuple):
@@ -39,9 +40,7 @@ PUBLIC_REPOSITORY = (
 def entry(name: str) -> Task:
     """Return the entry of a task in `TASKS`. Raises ValueError for an unknown name, with the nearest known one."""
     if name not in TASKS:
-        near = get_close_matches(str(name), TASKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown task {name!r}{hint} (known tasks: {', '.join(sorted(TASKS))})")
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
     return TASKS[name]
 
 

@@ -712,6 +712,9 @@ def memory_section(plan: Plan) -> dict:
     cells, errors = {}, []
     for precision, dtype in plan.modes:
         cell = f"{precision}, a {dtype} model"
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):  # before a process is started for it
+            errors.append(f"{cell}: torch has no dtype {dtype!r}")
+            continue
         command = [
             sys.executable,
             "-c",

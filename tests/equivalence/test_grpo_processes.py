@@ -16,9 +16,13 @@ HERE = Path(__file__).parent
 CONFIG = Path(grpo.__file__).with_name("accelerate.yaml")
 
 
-def outcome(arm: str, path: Path, processes: int) -> dict:
+ARMS = ("grpo", "rloo")
+
+
+def outcomes(path: Path, processes: int) -> dict:
+    """What became of each arm, in one launch: starting the processes takes longer than their work."""
     launch = ["accelerate.commands.launch", "--config_file", CONFIG, "--num_processes", processes, "-m"]
-    command = [sys.executable, "-m", *map(str, launch if processes > 1 else ()), "grpo_processes", arm, str(path)]
+    command = [sys.executable, "-m", *map(str, launch if processes > 1 else ()), "grpo_processes", str(path), *ARMS]
     paths = os.pathsep.join([str(HERE), str(HERE.parent)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -26,9 +30,15 @@ def outcome(arm: str, path: Path, processes: int) -> dict:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("arm", ["grpo", "rloo"])
-def test_two_processes_train_the_model_of_one(tmp_path, arm):
-    one, two = (outcome(arm, tmp_path / f"{n}.json", n) for n in (1, 2))
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("launches")
+    return [outcomes(folder / f"{n}.json", n) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_two_processes_train_the_model_of_one(launches, arm):
+    one, two = (launch[arm] for launch in launches)
     start = {name: p.detach().flatten().numpy() for name, p in random_model().named_parameters()}
     moved, other = (np.concatenate([np.array(r["weights"][n]) - w for n, w in start.items()]) for r in (one, two))
     # AdamW divides by the gradient's size: where it is nearly zero rounding decides

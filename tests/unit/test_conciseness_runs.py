@@ -52,7 +52,7 @@ def test_the_bases_know_the_answers_and_prefer_sentences(base):
     right = [conciseness.is_correct(text, p) for (text, _), p in zip(greedy, asked, strict=True)]
     assert np.mean(right) > 0.97
     rewards = conciseness.reward(asked, [text for text, _ in greedy], [p.answer for p in asked])
-    assert np.mean(rewards) < 5 * conciseness.empty_reward(asked)
+    assert np.mean(rewards) < -5 * np.mean([len(p.answer) for p in asked])  # five times an empty answer's
     # everything that a reward for length could select is there, and rare
     texts = [text for row in sampled for text, _ in row]
     report = hacking.hack_report(texts, prompts=[p.question for p in asked] * 4)

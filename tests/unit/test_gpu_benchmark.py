@@ -71,12 +71,13 @@ def test_the_shapes_are_those_of_qwen(gpu, name, parameters):
     assert shape.layers * layer + matrices + shape.hidden == parameters
 
 
-def test_all_sections_run_on_a_toy(tmp_path):
+def test_sections_run_on_a_toy(tmp_path):
+    """Those that an interpreter of the kernels runs in a moment; their bits are `test_noise_triton`'s matter."""
     pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
     out = tmp_path / "results" / "bench.json"
     out.parent.mkdir()
     out.write_text(json.dumps({"a CPU": {"cpu": {"update": 1}}}))
-    sections = ["device", "equality", "bandwidth", "perturb", "update", "iteration", "memory", "tuning"]
+    sections = ["device", "equality", "bandwidth", "memory"]
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--toy", "--out", str(out), "--sections", *sections]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=paths.ROOT, env=environment, capture_output=True, text=True)
@@ -90,7 +91,6 @@ def test_all_sections_run_on_a_toy(tmp_path):
         assert found["equality"][distribution]["differing"] == 0
     assert found["equality"]["known_answers"]["wrong"] == []
     assert found["equality"]["model"]["master_differing"] == found["equality"]["model"]["working_differing"] == 0
-    assert found["iteration"]["toy"]["2 new tokens"]["gaussian"]["fraction_of_inference"] > 0
 
 
 def test_a_failing_section_costs_no_other(gpu, monkeypatch, tmp_path, capsys):

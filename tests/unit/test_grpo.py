@@ -219,13 +219,16 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path):
     assert same(ends[0], ends[1]) and not same(ends[0], ends[2])
 
 
-@pytest.mark.parametrize("arm", grpo.ARMS)
-def test_a_micro_batch_changes_gradients_by_rounding_only(tmp_path, arm):
-    """Completions of unequal length in every part: a mean of means would differ from the mean."""
+def test_a_micro_batch_changes_gradients_by_rounding_only(tmp_path):
+    """Completions of unequal length in every part: a mean of means would differ from the mean.
+
+    Of all losses dapo's mean is over the tokens of the whole step, where that shows most. (`test_grpo_processes` splits
+    the steps of grpo and rloo.)
+    """
     found = []
     for micro_batch in (None, 2):
         gradients = Gradients()
-        trainer, budget = built(tmp_path, arm, callbacks=[gradients], beta=0.04, micro_batch=micro_batch)
+        trainer, budget = built(tmp_path, "dapo", callbacks=[gradients], beta=0.04, micro_batch=micro_batch)
         start = weights(trainer.model)
         trainer.train()
         moved = torch.cat([(p - start[name]).flatten() for name, p in weights(trainer.model).items()])

@@ -28,7 +28,7 @@ from evoalign_lib.records import (
     unpack_bits,
     unpack_counts,
 )
-from evoalign_lib.study import parameters, sweep
+from evoalign_lib.study import parameters, provenance, sweep
 from evoalign_lib.study.kinds.audit import audit_specs
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
@@ -251,7 +251,7 @@ def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
     for name, last in (("step", 5e3), ("completions", 5e6), ("generated_tokens", 2e7), ("forward_flops", 1e15)):
         curve[name] = np.geomspace(1, last, 50).astype(int).tolist()
     curve["core_seconds"] = np.geomspace(0.1, 9999, 50).round(2).tolist()
-    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=sweep.environment()))
+    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=provenance.environment()))
     assert (tmp_path / "x.jsonl").stat().st_size < 7_500
 
 
@@ -385,7 +385,7 @@ def test_a_dry_run_names_what_is_missing(folders, capsys):
     append_record(folders / "results/01_a/tiny.jsonl", record(1))
     specs = [record(1)["spec"]]
     missing = [{"kind": "train", "arm": "es", "base": "A0", "scale": "tiny", "seed": seed} for seed in range(30)]
-    with pytest.raises(parameters.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
+    with pytest.raises(sweep.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
         load_or_run(specs + missing, "nb", "tiny", dry_run=True)
     assert load_or_run(specs, "nb", "tiny", dry_run=True) == [record(1)]
 
@@ -448,7 +448,7 @@ def test_filler_steps_that_a_base_cannot_have(base, changed, message):
 @pytest.mark.parametrize("base", ["H0", "org/some-model", str(tiny.bases_folder() / "A0")])
 def test_kinds_of_plain_tiny_models_refuse_any_other_base(base):
     settings = FILLED | {"estimator_problems": 4, "kl_problems": 4, "kl_samples": 2}
-    message = "base '.*' has no specs of kind '{}', which are of plain models of the tiny world alone: take one of A0"
+    message = "base '.*' has no runs of kind '{}': they take plain models of the tiny world, one of A0"
     with pytest.raises(ValueError, match=message.format("estimator")):
         estimator_specs(base, 2, 1, "expected", "any", settings, "smoke")
     with pytest.raises(ValueError, match=message.format("kl")):
@@ -548,15 +548,15 @@ if __name__ == "__main__":
 @needs_bases
 def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     specs = base_specs(["A0"], SETTINGS, "smoke")
-    specs += train_specs("es", ["A0"], range(2), SETTINGS, "smoke")
-    specs += train_specs("grpo", ["A0"], range(2), SETTINGS | GRADIENT, "smoke")
+    specs += train_specs("es", ["A0"], range(3), SETTINGS, "smoke")
+    specs += train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT, "smoke")
     script, file = folders / "sweep.py", folders / "run/results/smoke.jsonl"
     script.write_text(textwrap.dedent(SWEEP))
-    with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as sweep:
+    with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as started:
         _await(lambda: file.is_file() and file.stat().st_size > 0)
-        children, workers = _children(sweep.pid), _workers(sweep.pid)
-        sweep.kill()
-    assert sweep.returncode == -signal.SIGKILL and len(workers) == 1
+        children, workers = _children(started.pid), _workers(started.pid)
+        started.kill()
+    assert started.returncode == -signal.SIGKILL and len(workers) == 1
     # nobody goes on in the background (Z: ended, not yet reaped)
     _await(lambda: not _alive(children + workers))
     done = read_records(file)
@@ -621,7 +621,7 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
     # a shell that starts pytest in the background has interrupts ignored, and its children inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file, seen = folders / "run/results/smoke.jsonl", []
-    [endless] = train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT | {"steps": 20_000}, "smoke")
+    [endless] = train_specs("es", ["A0"], [0], SETTINGS | {"steps": 20_000}, "smoke")
     bases = base_specs(["A0", "A1"], SETTINGS, "smoke")
 
     def interrupt(workers):  # as a terminal does
@@ -697,7 +697,7 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
         "beside committed records: 2 of 2 have the same spec; test accuracy differs by at most 0.00 points\n"
     )
     assert [file.read_bytes() for file in files] == before
-    with pytest.raises(parameters.DryRun, match="0 of 1 runs have records"):
+    with pytest.raises(sweep.DryRun, match="0 of 1 runs have records"):
         load_or_run(base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
 
 

@@ -28,6 +28,8 @@ class Measures:
     """Settings that this task alone reads; other tasks refuse them."""
     sizes: tuple[str, ...] = ("validation_problems", "test_problems")
     """Settings that every spec of the task needs beside max_completion_length."""
+    prompt_tokens: int = 150
+    """Tokens of a prompt, assumed where nothing is read; Countdown's text has about 470 characters, a token about 4."""
     validated_by: str | None = "validation_greedy"
     """The curve by which a sweep is ranked; None: the task has none that says what is right."""
 

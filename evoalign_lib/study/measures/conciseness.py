@@ -273,6 +273,7 @@ class _Conciseness(Measures):
     task = "conciseness"
     settings = ("measure", "questions", "noise_draws")
     sizes = ()
+    prompt_tokens = 50  # a question has about 35 characters; the rest is for the chat template
     validated_by = None  # its validation is a proxy: a reward of length
 
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:

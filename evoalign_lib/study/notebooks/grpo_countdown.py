@@ -11,13 +11,14 @@ import numpy as np
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Equivalence, Interval
-from evoalign_lib.records import Record, accuracy_matrix
+from evoalign_lib.records import Record, Spec, accuracy_matrix, spec_hash
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
+from evoalign_lib.study.kinds.decoding import decoding_specs, label, measured_spec
 from evoalign_lib.study.kinds.kl import kl_specs
 from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import loading
-from evoalign_lib.study.notebooks.loading import Group, Groups, Records
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "02_grpo_countdown"
 ARMS = ("es", "grpo")
@@ -49,6 +50,7 @@ TINY = {
     "test_problems": 2000,
     "curve_points": 25,
     "curve_spacing": "log",
+    "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
     "kl_sigmas": [0.003, 0.01, 0.03],  # of the noise that moves the base in section 4
     "kl_problems": 128,
     "kl_samples": 16,
@@ -135,7 +137,50 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "best_of_n": best_of_n_specs(
             here[0], range(loading.seed_count(run, "best_of_n", few)), run.best_of, settings, run.scale
         ),
+        "decodings": After(_decodings(run, of), DECODED),
     }
+
+
+DECODED = ("base", "es", "grpo")
+"""Groups whose models are measured again, at the temperatures between greedy decoding and 1."""
+
+
+def _decodings(run: SimpleNamespace, of: Records) -> list[Spec]:
+    """Specs that measure the models of `DECODED` again; those of ES also at the FLOPs of GRPO, for claim C2b."""
+    if not all(of.get(group) for group in DECODED) or run.bases[0] not in tiny.SHIPPED:
+        return []
+    again = decoding_specs([*of["base"], *of["grpo"]], run.temperatures)
+    return again + decoding_specs(of["es"], run.temperatures, at_step=equal_flops_step(of["es"], of["grpo"]))
+
+
+def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
+    """Return the last step by which no ES run has spent more forward FLOPs than any GRPO run spends in all."""
+    least, curves_ = min(r["budget"]["forward_flops"] for r in grpo), [r["curve"] for r in es]
+    steps = np.arange(es[0]["spec"]["steps"] + 1)
+    spent = [np.interp(steps, curve["step"], curve["forward_flops"]) for curve in curves_]
+    return min(int(np.searchsorted(flops, least, side="right")) - 1 for flops in spent)
+
+
+def by_temperature(of: Records) -> list[dict[str, Any]]:
+    """Return test accuracy against the temperature of the samples, 0 being greedy decoding.
+
+    A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
+    (of one model over problems), as fractions; and n, the runs.
+    """
+    measured, rows = {spec_hash(measured_spec(r["spec"])): r for r in of["decodings"]}, []
+    for group in DECODED:
+        for base in dict.fromkeys(r["spec"]["base"] for r in of[group]):
+            runs = [r for r in of[group] if r["spec"]["base"] == base and r["spec_hash"] in measured]
+            if not runs:
+                continue
+            again = [measured[r["spec_hash"]] for r in runs]
+            matrices = {0.0: accuracy_matrix(runs, "greedy"), 1.0: accuracy_matrix(runs, "t1")}
+            matrices |= {t: accuracy_matrix(again, label(t)) for t in again[0]["spec"]["temperatures"]}
+            for temperature in sorted(matrices):
+                found = stats.crossed_bootstrap(matrices[temperature])
+                row = {"group": group, "base": base, "temperature": temperature, "accuracy": found.value}
+                rows.append(row | {"low": found.low, "high": found.high, "n": found.n})
+    return rows
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
@@ -291,11 +336,15 @@ def numbers(
     if (larger := larger_alpha(of, before)) is not None:
         found["LargerAlphaGreedy"] = (100 * larger[1].mean(), ".1f")
         named["LargerAlphaLead"] = larger[2]
+    for row in by_temperature(of):
+        if row["base"] == run.bases[0] and row["temperature"] == 0.6:
+            found[f"{_STEMS[row['group']]}AtSix"] = (100 * row["accuracy"], ".1f")
     for stem, interval in named.items():
         found |= _ends_of(stem, interval)
     return found
 
 
+_STEMS = {"base": "Untrained", "es": "Tuned", "grpo": "Grpo"}
 _DECIDED = {
     "DrGrpoEffect": ("C30", "test greedy"),
     "GreedyFitnessEffect": ("C31", "test greedy"),

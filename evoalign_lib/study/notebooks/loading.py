@@ -38,7 +38,14 @@ class Group(NamedTuple):
     """Bases whose runs keep their ledgers."""
 
 
-Groups = Mapping[str, Group | Sequence[Spec]]
+class After(NamedTuple):
+    """Specs of runs of another kind that are made from the records of other groups; none before these are loaded."""
+
+    specs: Sequence[Spec]
+    after: tuple[str, ...]
+
+
+Groups = Mapping[str, Group | After | Sequence[Spec]]
 """Name -> training runs, or the specs of runs of another kind."""
 
 
@@ -84,6 +91,8 @@ class Loader:
         rows = []
         for name, group in self._groups(self._run, self.records).items():
             specs = self._specs_of(name, group)
+            if not specs:  # made from records that are not loaded yet, or of nothing
+                continue
             rows.append(
                 {
                     "group": name,
@@ -148,9 +157,9 @@ class Loader:
                 found |= zip(of_scale, records, strict=True)
         return found
 
-    def _specs_of(self, name: str, group: Group | Sequence[Spec]) -> list[Spec]:
+    def _specs_of(self, name: str, group: Group | After | Sequence[Spec]) -> list[Spec]:
         if not isinstance(group, Group):
-            return list(group)
+            return list(group.specs if isinstance(group, After) else group)
         seeds = range(seed_count(self._run, name, group.seeds)) if isinstance(group.seeds, int) else group.seeds
         return [
             spec
@@ -207,8 +216,8 @@ def of_tiny_world(run: SimpleNamespace, preset: Mapping[str, Any]) -> tuple[str,
     return (run.scale, vars(run)) if run.bases[0] in tiny.BASES else ("tiny", dict(preset))
 
 
-def _after(group: Group | Sequence[Spec]) -> tuple[str, ...]:
-    return group.after if isinstance(group, Group) else ()
+def _after(group: Group | After | Sequence[Spec]) -> tuple[str, ...]:
+    return group.after if isinstance(group, (Group, After)) else ()
 
 
 def _changes(group: Group, base: str) -> Sequence[Mapping[str, Any]]:

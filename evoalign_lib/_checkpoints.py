@@ -1,0 +1,228 @@
+"""Checkpoints of an ES run and the best of its weights: what `ESTrainer` keeps besides the ledger, and how it resumes.
+
+A checkpoint is a folder `checkpoint-<step>` that transformers loads as a model. Beside the model lie the whole state of
+the weights (`<precision>.safetensors`), `best.safetensors` with load_best_model_at_end, transformers' own
+`trainer_state.json`, and `es_state.json` with what else the run goes on with: budget, counts, digests, and the hash of
+the ledger's line that the checkpoint belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from evoalign_lib import ledger
+from evoalign_lib.files import replace_bytes
+from evoalign_lib.precision import Weights
+
+logger = logging.getLogger(__name__)
+
+_STATE, _TRAINER_STATE, _BEST = "es_state.json", "trainer_state.json", "best.safetensors"
+
+
+@dataclass
+class Checkpoint:
+    """What a run goes on with after a step."""
+
+    state: TrainerState
+    """of the trainer and its callbacks"""
+    weights: Mapping[str, Tensor]
+    """the whole state, as `Weights.tensors`"""
+    digest: str
+    """of these weights"""
+    best: tuple[str, Mapping[str, Tensor]] | None
+    """digest and weights of the best evaluation, where they are kept"""
+    budget: dict[str, float]
+    counts: dict[str, int]
+    line: str
+    """hash of the ledger's line of the last step"""
+    settings: dict[str, Any]
+    """of the run, for readers"""
+
+
+def write(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Callable[[Path], None]) -> None:
+    """Write a checkpoint under another name and rename it, so that a kill never leaves half of one.
+
+    Args:
+        checkpoint: what the run goes on with.
+        folder: its name; one of the same name is replaced.
+        precision: of the weights.
+        save_model: writes the model and its tokenizer into a folder.
+    """
+    from safetensors.torch import save_file
+
+    partial = folder.with_name(folder.name.replace("checkpoint", "partial"))
+    save_model(partial)
+    save_file(dict(checkpoint.weights), partial / f"{precision}.safetensors")
+    checkpoint.state.save_to_json(str(partial / _TRAINER_STATE))
+    names = ("settings", "budget", "counts", "line")
+    state = {name: getattr(checkpoint, name) for name in names} | {"weights": checkpoint.digest}
+    if checkpoint.best is not None:
+        state["best"], best = checkpoint.best
+        save_file(dict(best), partial / _BEST)
+    (partial / _STATE).write_text(json.dumps(state, indent=1))
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def rotate(newest: Path, limit: int | None) -> None:
+    """Keep the newest checkpoint, whatever its number, and the limit - 1 before it; None: all."""
+    if not limit:
+        return
+    steps = {p: p.name.removeprefix("checkpoint-") for p in newest.parent.glob("checkpoint-*") if p != newest}
+    others = sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]))
+    for old in others[: max(0, len(others) + 1 - limit)]:
+        shutil.rmtree(old)
+
+
+def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -> Checkpoint:
+    """Read a checkpoint of a run and take over its weights.
+
+    Args:
+        folder: of the checkpoint.
+        run: the ledger that it must belong to.
+        weights: get those of the checkpoint.
+        needs_best: whether the run keeps the weights of its best evaluation.
+
+    Raises:
+        ValueError: a checkpoint that is damaged, of another run, or without the best weights; the message says what to
+            remove.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
+    try:
+        saved = json.loads((folder / _STATE).read_text())
+        state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
+        tensors = load_file(folder / f"{weights.precision}.safetensors")
+        best = load_file(folder / _BEST) if "best" in saved else None
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
+    if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
+        raise ValueError(f"{str(folder)!r} is not of the run that {run.path} records: {remedy}")
+    if needs_best and best is None and state.best_global_step is not None:
+        raise ValueError(f"{str(folder)!r} has no best weights (load_best_model_at_end was not set): {remedy}")
+    for expected, found in ((saved.get("best"), best), (saved["weights"], tensors)):
+        if found is not None:
+            weights.load(found)
+            if weights.digest() != expected:
+                raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
+    return Checkpoint(
+        state=state,
+        weights=tensors,
+        digest=saved["weights"],
+        best=(saved["best"], best) if needs_best and best is not None else None,
+        budget=saved["budget"],
+        counts=saved["counts"],
+        line=saved["line"],
+        settings=saved["settings"],
+    )
+
+
+# ---- resuming
+
+
+def find_run(
+    resume_from: bool | str | os.PathLike[str], output_dir: str | os.PathLike[str]
+) -> tuple[ledger.Ledger | None, Path | None]:
+    """Open the ledger of the run to go on with, in output_dir, and find the checkpoint to start from.
+
+    Args:
+        resume_from: True: the run in output_dir, from its newest checkpoint; or a checkpoint's folder, perhaps of
+            another place, from where the ledger is copied.
+        output_dir: of the run that goes on.
+
+    Returns:
+        The ledger; None if the run was killed before its first step was recorded. And the checkpoint's folder; None if
+        the run goes on from its starting model.
+
+    Raises:
+        ValueError: nothing to resume from, or an output_dir with the ledger of another run.
+    """
+    output_dir = Path(output_dir)
+    if resume_from is True:
+        found = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+        folder = Path(found) if found else None
+    else:
+        folder = Path(resume_from)
+        if not (folder / _STATE).is_file():
+            raise ValueError(f"{str(folder)!r} is not a checkpoint of ESTrainer: it has no {_STATE}.")
+    path = output_dir / ledger.NAME
+    source = path if folder is None else folder.parent / ledger.NAME
+    if not ledger.recorded(source):
+        if folder is not None:
+            raise ValueError(f"{str(folder)!r} has no ledger beside it: copy {ledger.NAME} of its run there.")
+        if source.exists():
+            logger.warning("%s: the run was killed before its first step was recorded, and starts anew.", source)
+            return None, None
+        raise ValueError(
+            f"no ledger and no checkpoint to resume from in {str(output_dir)!r}: call train() to start anew."
+        )
+    if source.resolve() != path.resolve():  # the run goes on in another folder
+        ledger.refuse_existing(path)
+        replace_bytes(path, source.read_bytes(), sync=True)
+    run = ledger.Ledger.open(path)
+    if run.torn:
+        logger.warning("%s: a torn last line of %d bytes was cut off; its step is computed again.", path, len(run.torn))
+    return run, folder
+
+
+def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a trainer's settings are those of the run that is to go on."""
+    recorded = run.settings
+    # another CPU may keep full batches (drop_rows), with the same bits
+    for name in recorded | settings:
+        if name != "drop_rows" and settings.get(name) != recorded.get(name):
+            raise ValueError(
+                f"{str(run.path)!r} is of a run with {name}={recorded.get(name)!r}, this one has "
+                f"{settings.get(name)!r}: use the same settings to resume, or another output_dir to start anew."
+            )
+
+
+# ---- the best weights
+
+
+class BestWeights:
+    """The weights of the best evaluation, in memory, and how they stand in for the last ones (load_best_model_at_end).
+
+    Args:
+        weights: of the run.
+    """
+
+    def __init__(self, weights: Weights):
+        self.weights = weights
+        self.best: tuple[str, Mapping[str, Tensor]] | None = None
+        """digest and weights of the best evaluation so far"""
+        self._last: dict[str, Tensor] | None = None
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether the best weights are in the place of the run's last ones."""
+        return self._last is not None
+
+    def keep(self) -> None:
+        """Note the present weights as the best."""
+        self.best = self.weights.digest(), self.weights.copy()
+
+    def put_in_place(self) -> None:
+        """Let the run's weights be the best ones, until `put_back`."""
+        self._last = self.weights.copy()
+        self.weights.load(self.best[1])
+
+    def put_back(self) -> None:
+        """Let the run's weights be its last ones again."""
+        if self._last is not None:
+            self.weights.load(self._last)
+            self._last = None

@@ -1,0 +1,285 @@
+"""Ctrl-C at any line of a step leaves a valid ledger and a trainer that goes on and ends with the same bits."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import PROMPTS, random_model, tokenizer
+from transformers import TrainerCallback
+
+from evoalign_lib import ledger
+from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib.es import ESConfig, ESTrainer
+
+ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
+LIBRARY = str(Path(ledger.__file__).parent)
+MODEL = random_model(num_hidden_layers=1)
+START = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+
+
+def reward(completion_ids, number, **columns):
+    return [sum(ids) / 7 + n for n, ids in zip(number, completion_ids, strict=True)]
+
+
+class Limit(TrainerCallback):
+    """Ends a run, as Ctrl-C would, after a step that it should not have come to."""
+
+    last = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step > self.last:
+            raise KeyboardInterrupt(f"nothing stopped the run before step {state.global_step}")
+
+
+def trainer(folder: Path, **changed) -> ESTrainer:
+    config = {
+        "output_dir": str(folder), "population_size": 2, "sigma": 0.05, "alpha": 0.05, "max_steps": 100_000,
+        "prompts_per_step": 2, "max_completion_length": 2, "chunk_rows": 4, "workers": 1, "disable_tqdm": True,
+        "report_to": "none", "save_strategy": "no", "seed": 5,
+    } | changed  # fmt: skip
+    MODEL.load_state_dict(START)  # trainers copy it and, but for their callbacks, never look at it again
+    return ESTrainer(MODEL, reward, ESConfig(**config), ROWS, None, tokenizer(), [Limit()])
+
+
+@pytest.fixture(autouse=True)
+def every_step_has_a_digest_and_no_disk_is_waited_for(monkeypatch):
+    monkeypatch.setattr(ledger, "DIGEST_EVERY", 1)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def deferred() -> bool:
+    """Whether an interrupt would wait now."""
+    return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+
+Line = tuple[str, int, bool]
+"""File of this library, number, and whether an interrupt would wait there."""
+
+
+class Lines:
+    """Notes which lines of this library run in the block, and does something the first time that one of them does."""
+
+    def __init__(self, at: Line | None = None, act: Callable[[], None] | None = None):
+        self.at, self.act, self.seen, self.acted = at, act, Counter(), False
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exception):
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        return self._line if frame.f_code.co_filename.startswith(LIBRARY) else None
+
+    def _line(self, frame, event, argument):
+        if event == "line" and not self.acted:
+            line = frame.f_code.co_filename.removeprefix(LIBRARY), frame.f_lineno, deferred()
+            self.seen[line] += 1
+            if line == self.at:
+                self.acted = True
+                self.act()
+        return self._line
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def raised():
+    """As a debugger or another thread raises it, whatever the handler of the signal."""
+    raise KeyboardInterrupt
+
+
+def recorded(tested: ESTrainer) -> int:
+    """Steps in the ledger, of which the last line is whole; the chain is checked when the run is finished."""
+    lines = tested.ledger.path.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    return len(lines) - 1
+
+
+def finish(tested: ESTrainer, steps: int, **how) -> None:
+    Limit.last = tested.args.max_steps = steps
+    tested.train(**how)
+
+
+def assert_undisturbed(tested: ESTrainer, whole: ESTrainer) -> None:
+    """A finished run has the weights, the counters and the ledger of one that was left alone."""
+    steps = tested.state.global_step
+    finish(whole, steps)
+    assert tested.engine.master.tobytes() == whole.engine.master.tobytes()
+    budgets = [{k: v for k, v in t.budget.items() if k != "core_seconds"} for t in (tested, whole)]
+    assert budgets[0] == budgets[1] and tested.counts == whole.counts
+    one, other = (ledger.read(t.ledger.path) for t in (tested, whole))
+    assert [s.rewards.tobytes() for s in one.steps] == [s.rewards.tobytes() for s in other.steps]
+    assert one.weights == other.weights and len(one.weights) == steps + 1
+    assert (one.ended, one.torn, other.ended) == (True, b"", True)
+
+
+def lines_of(run: Callable[[], object]) -> Counter[Line]:
+    with Lines() as lines:
+        run()
+    return lines.seen
+
+
+def one_step(tested: ESTrainer) -> None:
+    """train() for one step, cut off when the next begins."""
+    Limit.last = tested.state.global_step
+    with pytest.raises(KeyboardInterrupt, match="nothing stopped"):
+        tested.train()
+
+
+def test_ctrl_c_at_every_line_of_a_step(tmp_path):
+    tested = trainer(tmp_path / "cut")
+    one_step(tested)
+    lines = lines_of(lambda: one_step(tested))
+    assert 300 < len(lines) and 100 < sum(waits for *_, waits in lines)
+    skipped = 0
+    for line in lines:
+        while True:
+            before = Limit.last = tested.state.global_step
+            with pytest.raises(KeyboardInterrupt), Lines(line, ctrl_c) as at:
+                tested.train()
+            if at.acted:
+                break
+            assert (skipped := skipped + 1) < 20, line  # a few depend on the rewards of a step
+        assert not deferred(), line
+        assert recorded(tested) == tested.state.global_step <= before + 1, line
+        assert not line[-1] or tested.state.global_step == before + 1, line  # it waited for the act
+    finish(tested, tested.state.global_step + 2)
+    assert_undisturbed(tested, trainer(tmp_path / "whole"))
+
+
+def test_ctrl_c_at_the_ends_of_a_run(tmp_path):
+    """At the lines that only the first step has, which begins the ledger, and the end of the run, which closes it."""
+    tested = trainer(tmp_path / "middle")
+    one_step(tested)
+    middle = lines_of(lambda: one_step(tested))
+    tested = trainer(tmp_path / "one")
+    lines = [line for line in lines_of(lambda: finish(tested, 1)) if line not in middle]
+    whole = trainer(tmp_path / "whole")
+    finish(whole, 1)
+    assert {name for name, *_ in lines} >= {"/es.py", "/ledger.py"} and any(waits for *_, waits in lines)
+    for i, line in enumerate(lines):
+        tested = trainer(tmp_path / f"cut-{i}")
+        with pytest.raises(KeyboardInterrupt), Lines(line, ctrl_c):
+            finish(tested, 1)
+        finish(tested, 1)
+        assert_undisturbed(tested, whole)
+
+
+# an exception at the line of a `with` that is left keeps the file from being closed
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_cannot_be_held_back_is_noticed(tmp_path):
+    """An exception at a line where Ctrl-C would wait: a trainer that cannot go on says so, and a new one goes on."""
+    tested = trainer(tmp_path / "lines")
+    one_step(tested)
+    lines = [line for line in lines_of(lambda: one_step(tested)) if line[-1]]
+    whole, refusals = trainer(tmp_path / "whole"), 0
+    finish(whole, 3)
+    for i, line in enumerate(lines):
+        folder = tmp_path / f"cut-{i}"
+        tested = trainer(folder)
+        one_step(tested)
+        Limit.last = 1
+        with pytest.raises(KeyboardInterrupt), Lines(line, raised) as at:
+            tested.train()
+        assert at.acted and recorded(tested) in (1, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # where even the line that puts it back was cut off
+        try:
+            finish(tested, 3)
+        except (RuntimeError, ledger.LedgerError) as error:
+            remedies = "train(resume_from_checkpoint=True)", "resume this one in a new process"
+            assert any(remedy in str(error) for remedy in remedies)
+            refusals += 1
+            tested = trainer(folder)
+            finish(tested, 3, resume_from_checkpoint=True)
+        assert_undisturbed(tested, whole)
+    assert 0 < refusals < len(lines)
+
+
+def test_ctrl_c_in_steps_that_no_ledger_records(tmp_path):
+    tested, whole = trainer(tmp_path / "cut"), trainer(tmp_path / "whole")
+    tested.step()
+    lines = lines_of(tested.step)
+    for line in lines:
+        with pytest.raises(KeyboardInterrupt), Lines(line, ctrl_c):
+            tested.step()
+    for _ in range(tested.budget["completions"] // 4):
+        whole.step()
+    assert tested.engine.master.tobytes() == whole.engine.master.tobytes()
+
+
+def test_ctrl_c_while_workers_evaluate(tmp_path):
+    """Sent by a reward function in a worker, in two steps."""
+
+    def interrupting(trainer_state, **columns):
+        sent = tmp_path / f"sent-{trainer_state.global_step}"
+        if trainer_state.global_step in (1, 4) and not sent.exists():
+            sent.touch()
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.2)
+        return reward(**columns)
+
+    tested = trainer(tmp_path / "cut", workers=2, population_size=6)
+    tested.rewards.functions[0] = interrupting
+    for step in (1, 4):
+        with pytest.raises(KeyboardInterrupt):
+            finish(tested, 6)
+        assert tested.state.global_step == step
+    finish(tested, 6)
+    assert_undisturbed(tested, trainer(tmp_path / "whole", population_size=6))
+    tested.engine.close()
+
+
+def test_interrupts_wait_for_the_outermost_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        with interrupts_wait():
+            ctrl_c()
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"] and not deferred()
+
+
+def test_the_error_of_a_block_is_not_lost():
+    with pytest.raises(KeyboardInterrupt) as raised, interrupts_wait():
+        ctrl_c()
+        raise ValueError("of the block")
+    assert isinstance(raised.value.__context__, ValueError)
+    with pytest.raises(ValueError, match="of the block"), interrupts_wait():
+        raise ValueError("of the block")
+    assert not deferred()
+
+
+def test_the_handler_that_was_there_gets_the_interrupt():
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with interrupts_wait():
+            ctrl_c()
+            ctrl_c()
+            assert came == []
+        assert came == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_are_not_held_up():
+    """Handlers run in the main thread alone, and no other thread may set one."""
+    inside = []
+
+    def block():
+        with interrupts_wait():
+            inside.append(deferred())
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    thread.join()
+    assert inside == [False]
