@@ -118,41 +118,36 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     Raises ValueError as `check`.
     """
     check(run)
-    here, elsewhere = run.bases[:1], run.bases[1:]
+    here, elsewhere, seeds = run.bases[:1], run.bases[1:], run.seeds_compare
+    own = {arm: own_settings(run, arm) | tuned(run, of, arm) for arm in ARMS}
+    train = {arm: partial(Group, arm, settings=own[arm], after=(f"{arm} sweep",)) for arm in ARMS}
     found: dict[str, Any] = {
         f"{arm} sweep": sweep_specs(arm, here[0], own_settings(run, arm), run.scale, swept_choices(run, arm))
         for arm in ARMS
     }
     found["base"] = base_specs(here, vars(run), run.scale)
     for arm in ARMS:
-        own = own_settings(run, arm) | tuned(run, of, arm)
-        train = partial(Group, arm, settings=own, after=(f"{arm} sweep",))
-        half, seeds = {"steps": own["steps"] // 2}, run.seeds_compare
-        unseen = half | {"test_problems": 0}
-        found |= {
-            arm: train(here, run.seeds_match, ledgers=here if arm == "es" else ()),  # section 10 replays one
-            f"{arm} map": train(here, map_seeds(run), changes=[unseen | cell for cell in _grid(run, arm)]),
-            f"{arm} elsewhere": train(elsewhere, seeds),
-            f"{arm} transfer": train(
-                elsewhere, [arms.SWEEP_SEED], changes=[unseen | choice for choice in contenders(run, of, arm)]
-            ),
-        }
+        half = {"steps": own[arm]["steps"] // 2}
+        on_grid = [half | {"test_problems": 0} | cell for cell in _grid(run, arm)]
+        tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
+        ledgers = here if arm == "es" else ()  # section 10 replays one
+        found[arm] = train[arm](here, run.seeds_match, ledgers=ledgers)
+        found[f"{arm} map"] = train[arm](here, map_seeds(run), changes=on_grid)
+        found[f"{arm} elsewhere"] = train[arm](elsewhere, seeds)
+        found[f"{arm} transfer"] = train[arm](elsewhere, [arms.SWEEP_SEED], changes=tried)
         for n in run.prompt_counts:
             change = half | {"curve_points": run.few_points, "unique_prompts": n}
-            found[f"{arm} prompts={n}"] = train(here, seeds, changes=[change])
+            found[f"{arm} prompts={n}"] = train[arm](here, seeds, changes=[change])
         for n in run.horizons:
             change = _thinking(run, n) | {"steps": run.horizon_steps[arm]}
-            found[f"{arm} filler={n}"] = train([run.horizon_base], seeds, changes=[change])
-        if arm == "es":
-            others = [N for N in run.populations if N != run.es_population_size]
-            sizes = {f"es N={N}": train(here, seeds, changes=[_of_size(run, own["alpha"], N)]) for N in others}
-    found |= sizes
+            found[f"{arm} filler={n}"] = train[arm]([run.horizon_base], seeds, changes=[change])
+    for N in [N for N in run.populations if N != run.es_population_size]:
+        found[f"es N={N}"] = train["es"](here, seeds, changes=[_of_size(run, own["es"]["alpha"], N)])
     for n in run.horizons:
         found[f"base filler={n}"] = base_specs([run.horizon_base], vars(run) | _thinking(run, n), run.scale)
     for arm in ARMS:
-        own = own_settings(run, arm) | tuned(run, of, arm)
         after = (f"{arm} sweep", f"{arm} transfer")
-        found[f"{arm} best"] = Group(arm, elsewhere, run.seeds_compare, own, _winning(run, of, arm), after)
+        found[f"{arm} best"] = train[arm](elsewhere, seeds, changes=_winning(run, of, arm), after=after)
     return found
 
 
