@@ -76,7 +76,7 @@ def claims(
         raise typer.BadParameter(f"no claim {unknown[0]!r}; there are {', '.join(known)}")
     for v in verdicts:
         if not id:
-            typer.echo(f"{v.id:4}{v.verdict:28}{v.title}" + (f"\n{'':32}{v.key}" if v.key else ""))
+            typer.echo(f"{v.id:5}{v.verdict:28}{v.title}" + (f"\n{'':33}{v.key}" if v.key else ""))
         elif v.id in id:
             typer.echo(f"{v.id}  {v.verdict.upper()}\n    {v.statement.strip()}\n    {v.text}")
 

@@ -22,8 +22,8 @@ def decide(
     of all arms it is open. Where one comparison has opposite signs under two decodings, both intervals excluding 0, it
     depends on decoding.
 
-    correction: of a primary claim the p-value after Holm's correction and the number of claims corrected for; what
-    would be supported is underpowered unless that p-value is below 0.05.
+    correction: a primary claim's p-value after Holm's correction and the number of claims in the family; what would be
+    supported is underpowered unless that p-value is below 0.05.
     """
     findings = [finding for finding in findings if finding.decisive]
     if all(finding.n == 0 for finding in findings):

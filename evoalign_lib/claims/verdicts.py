@@ -59,7 +59,7 @@ class Verdict:
     n: int
     """Units (seeds, repeats) in the smallest cell."""
     p: float | None
-    """The largest p-value of the findings, all of which must hold; of a primary claim after Holm's correction. None
+    """The largest p-value of the findings, since all must hold; for a primary claim after Holm's correction. None
     where a finding has none."""
     rule_hash: str
     """`rule_hash` of the claim as it was judged."""

@@ -529,9 +529,9 @@ def test_the_command_prints_all_claims_or_one_in_full(repository: Path) -> None:
     result = CliRunner().invoke(cli.app, ["claims"])
     lines = result.output.splitlines()
     assert result.exit_code == 0 and len(lines) == 4
-    assert lines[0] == "C1  open                        ES improves Countdown on every base and beats RL"
-    assert lines[2] == "E1  supported                   ES learns Countdown on every tiny base"
-    assert lines[3].startswith(" " * 32 + "A0 29.7 [") and lines[3].endswith("] points (n = 8)")
+    assert lines[0] == "C1   open                        ES improves Countdown on every base and beats RL"
+    assert lines[2] == "E1   supported                   ES learns Countdown on every tiny base"
+    assert lines[3].startswith(" " * 33 + "A0 29.7 [") and lines[3].endswith("] points (n = 8)")
     result = CliRunner().invoke(cli.app, ["claims", "--id", "E1"])
     lines = result.output.splitlines()
     assert lines[0] == "E1  SUPPORTED" and lines[1].startswith("    ES learns Countdown. On each")

@@ -1,4 +1,4 @@
-"""Rules "gaps" and "collapse": runs of several settings, of which settings are the units.
+"""Rules "gaps" and "collapse": runs of several settings; settings are the units.
 
 "gaps" compares ends of training, hacked or clean; "collapse" asks of a map of settings which of them collapse.
 """

@@ -32,9 +32,9 @@ class _Term(NamedTuple):
 
 
 def _find_regret(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Find the difference of two arms' regret: accuracy of the best setting less that of the shared one, mean of cells.
+    """Find the difference of two arms' regret: accuracy of the best setting - that of the shared one, mean of cells.
 
-    Runs of one seed belong together, and where the best setting is the shared one, they are the same runs.
+    Runs of one seed belong together; where the best setting is the shared one, they are the same runs.
     """
     return _contrast(claim, evidence, _regret_terms(claim), "regret")
 
