@@ -44,7 +44,7 @@ class Arm:
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
-_OPTIONAL = ("curve_spacing", "unique_prompts", "scale_rewards")
+_OPTIONAL = ("curve_spacing", "unique_prompts")
 _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None}
 
 
@@ -54,7 +54,15 @@ def _es(color: str, marker: str, label: str, options: Mapping[str, Any], null: b
 
 def _gradient(color: str, marker: str, label: str, options: Mapping[str, Any], **others: Any) -> Arm:
     return Arm(
-        "gradient", color, marker, label, _GRADIENT, (*_OPTIONAL, "micro_batch"), options, sweep="grpo", **others
+        "gradient",
+        color,
+        marker,
+        label,
+        _GRADIENT,
+        (*_OPTIONAL, "scale_rewards", "micro_batch"),
+        options,
+        sweep="grpo",
+        **others,
     )
 
 

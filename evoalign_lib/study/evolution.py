@@ -59,10 +59,10 @@ def trainer(
     """Return an ES trainer for a spec, and the progress that its training fills in.
 
     Args:
-        spec: with the settings of an ES arm; its arm, if it has one, decides the reward.
+        spec: with the settings of an ES arm.
         model, tokenizer, sets: of `training.world`.
         folder: for checkpoints, where they are kept, and the progress beside them.
-        kind: a subclass of `ESTrainer`, for who watches its steps.
+        kind: a subclass of `ESTrainer` that watches its own steps; None: `ESTrainer`.
         **changed: of `ESConfig`.
     """
     from evoalign_lib.es import ESConfig, ESTrainer

@@ -36,7 +36,7 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
         )
     for other in tasks.TASKS.keys() - {task}:
         for name in measures.get(other).settings:
-            if settings.get(name):
+            if settings.get(name) and name not in measure.settings:
                 raise ValueError(f"{name}={settings[name]!r}: task {task!r} has no such setting, set task={other!r}.")
     return _common(kind, task, base, scale) | measure.spec_fields(base, settings)
 

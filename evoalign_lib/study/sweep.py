@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -147,7 +148,12 @@ def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
     if trained:
         same = sum(a["digest"] == b["digest"] for a, b in trained)
         text += f"; final weights have the same bits in {same} of {len(trained)}"
-    tested = [abs(a["test"][key] - b["test"][key]) for a, b in pairs if "test" in a for key in ("greedy", "t1")]
+    tested = [  # by whichever decodings the runs have: models that are measured again have others
+        abs(value - b["test"][decoding])
+        for a, b in pairs
+        for decoding, value in a.get("test", {}).items()
+        if decoding == "greedy" or re.fullmatch(r"t[\d.]+", decoding)
+    ]
     if tested:
         text += f"; test accuracy differs by at most {100 * max(tested):.2f} points"
     return text

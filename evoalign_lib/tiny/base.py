@@ -29,7 +29,9 @@ def task_of(base: str) -> str:
     >>> task_of("B0")
     'conciseness'
     """
-    return _TASKS[base[0]] if base in SHIPPED else {}[base]
+    if base not in SHIPPED:
+        raise KeyError(base)
+    return _TASKS[base[0]]
 
 
 def bases_folder() -> Path:

@@ -215,6 +215,8 @@ def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
     assert r["budget"]["forward_flops"] == 2 * r["d"] * tokens
     with pytest.raises(ValueError, match="samples=0 must be at least 1"):
         best_of_n_specs("A0", [0], 0, SETTINGS, "smoke")
+    with pytest.raises(ValueError, match="the reward of conciseness does not know"):
+        best_of_n_specs("B0", [0], 2, SETTINGS | {"task": "conciseness"}, "smoke")
 
 
 # ---- specs

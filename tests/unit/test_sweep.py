@@ -69,9 +69,9 @@ def test_settings_of_the_scale_with_overrides():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"stpes": 5}, r"unknown parameter 'stpes': did you mean 'steps'\?.*'del stpes'"),
-        ({"Force": True}, r"unknown parameter 'Force': did you mean 'force'\?"),
-        ({"zzzz": None}, r"unknown parameter 'zzzz': Known: bases, curve, "),
+        ({"stpes": 5}, r"unknown parameter 'stpes'\. Did you mean 'steps'\?.*'del stpes'"),
+        ({"Force": True}, r"unknown parameter 'Force'\. Did you mean 'force'\?"),
+        ({"zzzz": None}, r"unknown parameter 'zzzz'\. Known: bases, curve, "),
         ({"scale": "tinny"}, r"unknown scale 'tinny': use one of smoke, tiny, full. Did you mean 'tiny'\?"),
         ({"scale": ""}, "unknown scale ''"),
         ({"scale": None}, "unknown scale None"),
@@ -755,6 +755,10 @@ def test_comparison_with_committed_records():
         "test accuracy differs by at most 1.00 points"
     )
     assert sweep.compare([made(9, "d", 0.9)], committed) == ("beside committed records: 0 of 1 have the same spec")
+    again, then = (record(4, test={"n": 64, "t0.6": share, "t0.6_counts": "ff"}) for share in (0.5, 0.52))
+    assert sweep.compare([again], {then["spec_hash"]: then}) == (
+        "beside committed records: 1 of 1 have the same spec; test accuracy differs by at most 2.00 points"
+    )
 
 
 def test_what_a_notebook_announces(capsys):

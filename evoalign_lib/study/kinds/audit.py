@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import arms
+from evoalign_lib import arms, noise, precision
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import evolution, measures, specs, training
 
@@ -45,7 +45,6 @@ def run(spec: Spec) -> Record:
     """
     import torch
 
-    from evoalign_lib import noise, precision
     from evoalign_lib.es import ESTrainer, coefficients
 
     model, tokenizer, sets = training.world(spec)

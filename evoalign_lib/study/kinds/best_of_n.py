@@ -21,9 +21,15 @@ def best_of_n_specs(
     Args:
         samples: drawn for each problem, at least 1.
         settings: max_completion_length, test_problems.
+
+    Raises:
+        ValueError: no samples; a task whose reward says nothing of right answers; or what `specs.begin` refuses.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1.")
+    task = settings.get("task", "countdown")
+    if measures.get(task).validated_by is None:
+        raise ValueError(f"best of n chooses right answers, and the reward of {task} does not know them.")
     wanted = specs.sizes(settings, ("test_problems",)) | {"samples": samples}
     wanted |= specs.engine_fields([base], settings)
     return [specs.begin("best_of_n", base, scale, settings) | wanted | {"seed": seed} for seed in seeds]

@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from evoalign_lib import noise, tiny
+from evoalign_lib.analysis import kl
+from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import specs
+from evoalign_lib.tasks import countdown
 
 
 def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any], scale: str) -> list[Spec]:
@@ -20,8 +24,8 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
         settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions a problem).
 
     Raises:
-        ValueError: an odd number of samples, of which two halves are made; a base outside the tiny world, or one that
-            needs filler_steps.
+        ValueError: an odd number of samples, which has no two halves; a base outside the tiny world, or one that needs
+            filler_steps.
     """
     if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
         raise ValueError(
@@ -34,11 +38,6 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
 
 def run(spec: Spec) -> Record:
     """KL(policy || ref) of a base moved by noise, by every estimator, and their gradients as losses (see `kl`)."""
-    from evoalign_lib import noise, tiny
-    from evoalign_lib.analysis import kl
-    from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tasks import countdown
-
     (policy, tokenizer), (reference, _) = tiny.load(spec["base"]), tiny.load(spec["base"])
     problems = tiny.problems("validation", spec["kl_problems"])
     prompts = Prompts(countdown.dataset(problems, tokenizer), tokenizer)

@@ -42,8 +42,8 @@ def train_specs(
             unique_prompts: the run sees so many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
             models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
-            scale_rewards: in the place of the arm's own.
-            micro_batch, of GRPO and its relatives: completions in a backward pass of one GPU; else all of its share of
+            scale_rewards, of GRPO and its relatives: in the place of the arm's own.
+            micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
             a step, too many for a large model.
             engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
             have vLLM beside the model (see `specs.engine_fields`).
