@@ -78,7 +78,8 @@ from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "gradient"}
 """What the arms differ in."""
 
-_SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "none")
+"""By what an arm may scale its advantages."""
 
 # of GRPOConfig and RLOOConfig alike
 _COMMON = {
@@ -211,9 +212,9 @@ def config(
         raise ValueError(f"beta={beta!r} must not be negative; 0 leaves the KL penalty out.")
     maths = dict(ARMS[arm])
     if scale_rewards is not None:
-        if arm == "rloo" or scale_rewards not in _SCALES:
+        if arm == "rloo" or scale_rewards not in SCALES:
             raise ValueError(
-                f"scale_rewards={scale_rewards!r} for arm {arm!r}: use one of {', '.join(_SCALES)}, and leave it out "
+                f"scale_rewards={scale_rewards!r} for arm {arm!r}: use one of {', '.join(SCALES)}, and leave it out "
                 "for 'rloo', which does not scale."
             )
         maths["scale_rewards"] = scale_rewards

@@ -13,7 +13,7 @@ def _nothing(claim: Claim) -> None:
     """Check nothing."""
 
 
-def _nobody(claim: Claim) -> tuple[str, ...]:
+def _no_arm(claim: Claim) -> tuple[str, ...]:
     return ()
 
 
@@ -32,5 +32,5 @@ class Rule:
     """Names of the arms that the claim declares; None: any."""
     check: Callable[[Claim], None] = _nothing
     """Raises ValueError, naming claim and field, where the declaration is wrong in another way."""
-    favours: Callable[[Claim], tuple[str, ...]] = _nobody
+    favours: Callable[[Claim], tuple[str, ...]] = _no_arm
     """Returns the arms that win when the claim is supported; none where no arm does."""

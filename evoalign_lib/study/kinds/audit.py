@@ -11,7 +11,7 @@ import numpy as np
 
 from evoalign_lib import arms, noise, precision
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import evolution, measures, specs, training
+from evoalign_lib.study import evolution, measures, specs, training, worlds
 
 
 def audit_specs(
@@ -30,7 +30,15 @@ def audit_specs(
         noise: "gaussian" or "tied".
         fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
         settings: as for `train_specs`.
+
+    Raises:
+        ValueError: a task whose answers are not right or wrong, another engine than the local one, or what
+            `train_specs` refuses of settings and bases.
     """
+    if measures.get(settings.get("task", "countdown")).validated_by is None:
+        raise ValueError(f"task={settings['task']!r}: an audit measures right answers, take 'countdown'.")
+    if not worlds.is_local(settings):
+        raise ValueError(f"engine={settings['engine']!r}: an audit moves weights in place, which only 'local' does.")
     wanted = specs.sizes(settings) | specs.take(settings, arms.get("es").settings, "an audit")
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
     return [specs.begin("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]

@@ -30,6 +30,7 @@ import numpy as np
 from evoalign_lib import arms, noise, tiny
 from evoalign_lib.analysis import hacking
 from evoalign_lib.analysis.collapse import JENSEN_SIGMAS, SAMPLES
+from evoalign_lib.checks import whole_number
 from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import worlds
 from evoalign_lib.study.measures.base import Measures
@@ -43,15 +44,6 @@ SHOWN = 8
 """Completions in a record, for a reader."""
 LEAST_QUESTIONS = 8
 """Of an own file: even so each split for evaluation has only two of them."""
-
-
-def _count(name: str, value: Any, most: int | None = None, what: str = "") -> int:
-    """A setting that is a number of things, checked."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number, at least 1.")
-    if most is not None and value > most:
-        raise ValueError(f"{name}={value}: there are {most} {what}. Take so many, or fewer.")
-    return value
 
 
 def _check_room(rest: int, points: int, n: int) -> None:
@@ -308,9 +300,11 @@ class _Conciseness(Measures):
         asked = splits(fields | {"base": base})
         for name in ("validation", "test"):
             if (n := settings.get(f"{name}_problems")) is not None:
-                fields[f"{name}_problems"] = _count(f"{name}_problems", n, len(asked[name]), f"{name} questions")
+                fields[f"{name}_problems"] = whole_number(
+                    f"{name}_problems", n, most=len(asked[name]), why=f"there are {len(asked[name])} {name} questions"
+                )
         if settings.get("noise_draws") is not None:
-            fields["noise_draws"] = _count("noise_draws", settings["noise_draws"])
+            fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
         # at most, beside the curve: completions in any script are in it, and those of the tiny world are short
         rest = 2_200 if base in tiny.SHIPPED else 4_700
         _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
@@ -331,7 +325,7 @@ class _Conciseness(Measures):
                 raise ValueError(f"unique_prompts={unique!r}: take 2, as published, or 200.")
         elif unique is not None:
             asked = splits(self.spec_fields(base, settings) | {"base": base})["train"]
-            _count("unique_prompts", unique, len(asked), "training questions")
+            whole_number("unique_prompts", unique, most=len(asked), why=f"there are {len(asked)} training questions")
 
     def sets(self, spec: Spec) -> dict[str, list]:
         """Return the questions of each split.

@@ -17,7 +17,7 @@ from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
-from evoalign_lib.study.measures import conciseness as conciseness_runs
+from evoalign_lib.study.measures import conciseness as measured
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 
@@ -29,8 +29,8 @@ GRPO = SETTINGS | {"num_generations": 4, "learning_rate": 1e-4, "beta": 0.0}
 
 @pytest.fixture(autouse=True)
 def fewer_draws(monkeypatch):
-    monkeypatch.setattr(conciseness_runs, "JENSEN_DRAWS", 2)
-    monkeypatch.setattr(conciseness_runs, "BREAKING_DRAWS", 2)
+    monkeypatch.setattr(measured, "JENSEN_DRAWS", 2)
+    monkeypatch.setattr(measured, "BREAKING_DRAWS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         for decoding, n in (("greedy", 256), ("t1", 512)):
             bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
             assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
-        assert record["test"]["n"] == 256 and len(record["shown"]) == conciseness_runs.SHOWN
+        assert record["test"]["n"] == 256 and len(record["shown"]) == measured.SHOWN
         assert accuracy_matrix([record]).mean() == pytest.approx(record["test"]["greedy"], abs=1e-6)
         assert accuracy_matrix([record], "t1").mean() == pytest.approx(record["test"]["t1"], abs=1e-6)
         assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in collapse.JENSEN_SIGMAS}
@@ -152,7 +152,7 @@ def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for()
             base_specs(["B0"], ES | {name: most + 1}, "tiny")
     for name in smaller:
         for wrong in (0, -1, 2.0, True):
-            with pytest.raises(ValueError, match=f"{name}={wrong} must be a whole number, at least 1"):
+            with pytest.raises(ValueError, match=f"{name}={wrong} must be a whole number"):
                 base_specs(["B0"], ES | {name: wrong}, "tiny")
 
 
@@ -163,7 +163,7 @@ def test_a_sweep_would_choose_by_the_proxy_and_is_refused():
 
 def test_measuring_under_noise_puts_the_weights_back(engine):
     before = engine.master.copy()
-    jensen = conciseness_runs._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
+    jensen = measured._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
     assert engine.master.tobytes() == before.tobytes()
     # noise of a size that breaks everything costs no reward where answers were far too long
     assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
@@ -272,7 +272,7 @@ def test_without_own_questions_the_published_ones_are_asked(model, external_data
     [one] = train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
     sets = training.world(one)[2]
     assert len(set(sets["train"])) == 1 and len(sets["validation"]) == 3 and len(sets["test"]) == 8
-    with pytest.raises(ValueError, match="unique_prompts=3: there are 2 training questions. Take so many, or fewer"):
+    with pytest.raises(ValueError, match="unique_prompts=3 must be .* from 1 to 2: there are 2 training questions"):
         train_specs("grpo", [model], [0], settings | {"unique_prompts": 3}, "full")
 
 
@@ -302,10 +302,10 @@ def test_making_a_spec_changes_no_environment(model, own):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"unique_prompts": 9}, "unique_prompts=9: there are 8 training questions. Take so many, or fewer"),
-        ({"unique_prompts": 0}, "unique_prompts=0 must be a whole number, at least 1"),
-        ({"validation_problems": 5}, "validation_problems=5: there are 4 validation questions"),
-        ({"test_problems": 5}, "test_problems=5: there are 4 test questions"),
+        ({"unique_prompts": 9}, "unique_prompts=9 must be .* from 1 to 8: there are 8 training questions"),
+        ({"unique_prompts": 0}, "unique_prompts=0 must be a whole number"),
+        ({"validation_problems": 5}, "validation_problems=5 must be .*: there are 4 validation questions"),
+        ({"test_problems": 5}, "test_problems=5 must be .*: there are 4 test questions"),
         ({"curve_points": 40}, "curve_points=40 with 4 test questions .* set curve_points or test_problems lower"),
         ({"measure": "words"}, "measure='words': use one of strict, released"),
         ({"task": "countdown"}, "questions=.*: task 'countdown' has no such setting, set task='conciseness'"),
@@ -347,6 +347,6 @@ def test_files_of_questions_that_are_refused(model, own, tmp_path):
 
 
 def test_completions_of_any_script_leave_room_in_a_record():
-    shown = [conciseness_runs._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
+    shown = [measured._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
     assert [len(text) for text in shown] == [80, 80, 39, 19]
     assert all(len(json.dumps(text)) <= 240 for text in shown)
