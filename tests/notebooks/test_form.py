@@ -87,6 +87,7 @@ def test_committed_as_executed_top_to_bottom(notebook):
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
     outputs = [o for c in code for o in c.outputs]
     assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)
+    assert all(c.metadata.keys() <= {"tags"} for c in notebook.cells)  # no times of execution, which differ each time
 
 
 def test_no_settings_name_is_rebound_by_a_cell(notebook):

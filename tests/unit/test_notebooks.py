@@ -1,6 +1,7 @@
 """What stands behind the notebooks: presets, groups of runs, their loader, and the numbers that the paper quotes."""
 
 import json
+from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -41,13 +42,12 @@ def hashes(specs):
     return {name: [spec_hash(spec) for spec in own] for name, own in specs.items()}
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """The loaders of all notebooks at scale tiny, with the committed records of every group."""
-    loaders = {module.NOTEBOOK: loader_of(module, dry_run=True) for module in MODULES}
-    for load in loaders.values():
-        load(*load.names)
-    return loaders
+@lru_cache
+def loaded(module):
+    """The loader of a notebook at scale tiny, with the committed records of every group."""
+    load = loader_of(module, dry_run=True)
+    load(*load.names)
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +76,16 @@ def test_scales_have_the_same_settings(module):
     assert module.presets()["full"]["bases"][0].startswith("Qwen/") and scales["tiny"]["retrain"] == []
 
 
-def test_the_groups_are_the_committed_records(loaded):
+def test_the_groups_are_the_committed_records():
     """Every committed record is one of a declared group, and every declared run has its record."""
     committed = {r["spec_hash"]: r for file in paths.RESULTS.glob("*/tiny.jsonl") for r in read_records(file)}
     declared = set()
-    for notebook, load in loaded.items():
+    for module in MODULES:
+        load = loaded(module)
         specs = hashes(load.specs())  # the records of the sweeps are there: nothing is a stand-in
         assert specs == {name: [r["spec_hash"] for r in load.records[name]] for name in load.names}
-        own = {h for h, record in committed.items() if record["notebook"] == notebook}
-        assert own <= {h for each in specs.values() for h in each}, notebook
+        own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
+        assert own <= {h for each in specs.values() for h in each}, module.NOTEBOOK
         declared |= {h for each in specs.values() for h in each}
     assert declared == committed.keys()
 
@@ -132,10 +133,10 @@ def test_what_no_run_can_have_is_refused_before_any_work(module, given, message)
         loader_of(module, **given)
 
 
-def test_stand_ins_say_how_much_work_there_is_at_most(loaded):
+def test_stand_ins_say_how_much_work_there_is_at_most():
     """Before the sweeps have run nobody knows the settings, but the number of runs is known."""
     at_most = stability.work(loader_of(stability).specs())
-    done = stability.work(loaded["05_stability"].specs())
+    done = stability.work(loaded(stability).specs())
     assert at_most == {"es": (176, 91_086_848), "grpo": (148, 6_272_000)}
     assert done["es"] == at_most["es"] and done["grpo"] == (140, 6_272_000 - 8 * 64_000)  # one winner was the tuned one
 
@@ -153,8 +154,8 @@ def test_sweeps_are_scaled_and_cut():
     assert loading.ranked_choices(run, "es", None) == loading.swept_choices(run, "es")
 
 
-def test_contenders_are_the_best_at_each_step_size(loaded):
-    load = loaded["05_stability"]
+def test_contenders_are_the_best_at_each_step_size():
+    load = loaded(stability)
     run = run_of(stability)
     for arm, step in stability.STEP.items():
         found = stability.contenders(run, load.records, arm)
@@ -174,14 +175,14 @@ def generated(notebook):
     return json.loads((paths.GENERATED / f"numbers_{notebook}.json").read_text(encoding="utf-8"))
 
 
-def test_numbers_of_notebook_01(loaded):
-    run, of = run_of(es_countdown), loaded["01_es_countdown"].records
+def test_numbers_of_notebook_01():
+    run, of = run_of(es_countdown), loaded(es_countdown).records
     numbers = es_countdown.numbers(run, of) | es_countdown.ledger_numbers(run, *of["ledger"])
     assert quoted(numbers | es_countdown.audit_numbers(run, of["audit"])) == generated("01_es_countdown")
 
 
-def test_numbers_of_notebook_02(loaded):
-    run, of = run_of(grpo_countdown), loaded["02_grpo_countdown"].records
+def test_numbers_of_notebook_02():
+    run, of = run_of(grpo_countdown), loaded(grpo_countdown).records
     committed = claims.committed_records("tiny")
     judged = [claim for claim in claims.load_claims() if claim["id"] in ("C30", "C31")]
     decided = {v.id: v.intervals for v in claims.evaluate_together(judged, committed)}
@@ -191,14 +192,14 @@ def test_numbers_of_notebook_02(loaded):
     assert quoted(numbers | grpo_countdown.kl_numbers(run, of["kl"])) == generated("02_grpo_countdown")
 
 
-def test_numbers_of_notebook_03(loaded):
-    of = loaded["03_conciseness"].records
+def test_numbers_of_notebook_03():
+    of = loaded(conciseness).records
     numbers = conciseness.numbers(run_of(conciseness), of) | conciseness.published_numbers(of["published"])
     assert quoted(numbers) == generated("03_conciseness")
 
 
-def test_numbers_of_notebook_05(loaded):
-    run, of = run_of(stability), loaded["05_stability"].records
+def test_numbers_of_notebook_05():
+    run, of = run_of(stability), loaded(stability).records
     by_arm = {arm: stability.scores(run, of, arm) for arm in stability.ARMS}
     thinned = {arm: stability.thinned(of, arm) for arm in stability.ARMS}
     fell = {arm: stability.drawdowns(of, arm, "greedy") for arm in stability.ARMS}
@@ -220,17 +221,17 @@ def test_numbers_of_notebook_05(loaded):
     assert quoted(stability.numbers(run, of, stated)) == generated("05_stability")
 
 
-def test_numbers_leave_out_what_has_no_interval(loaded):
-    run, of = run_of(stability), loaded["05_stability"].records
+def test_numbers_leave_out_what_has_no_interval():
+    run, of = run_of(stability), loaded(stability).records
     found = stability.numbers(run, of, {"SpreadMatched": None, "Regret": {}})
     assert not [macro for macro in found if "Spread" in macro or "Regret" in macro] and "StabSeeds" in found
 
 
-def test_the_kind_of_measurement_that_a_notebook_did_not_make_has_no_numbers(loaded, model_folder):
-    of = loaded["01_es_countdown"].records
+def test_the_kind_of_measurement_that_a_notebook_did_not_make_has_no_numbers(model_folder):
+    of = loaded(es_countdown).records
     elsewhere = run_of(es_countdown, scale="full", model=model_folder)
     assert es_countdown.audit_numbers(elsewhere, of["audit"]) == {}
-    of = loaded["02_grpo_countdown"].records
+    of = loaded(grpo_countdown).records
     assert grpo_countdown.kl_numbers(run_of(grpo_countdown, scale="full", model=model_folder), of["kl"]) == {}
     none_there = [r for r in of["kl"] if r["spec"]["sigma"] != 0.01]
     assert grpo_countdown.kl_numbers(run_of(grpo_countdown), none_there) == {}
@@ -372,8 +373,8 @@ def test_the_table_of_groups():
     assert list(table["changed"]) == ["", "", "", "alpha 1"] and set(table["bases"]) == {"A0"}
 
 
-def test_the_table_of_groups_with_many_settings(loaded):
-    table = loaded["05_stability"].table()
+def test_the_table_of_groups_with_many_settings():
+    table = loaded(stability).table()
     assert table.loc["es map", "changed"] == "9 settings" and table.loc["es map", "seeds"] == "0, 1, 2, 100"
     assert table.loc["es N=8", "changed"] == "population_size 8, steps 780, alpha 0.00133333"
     assert table.loc["grpo best", "changed"] == "a setting per base" and table.loc["grpo best", "runs"] == 8

@@ -90,21 +90,10 @@ class Loader:
 
         rows = []
         for name, group in self._groups(self._run, self.records).items():
-            specs = self._specs_of(name, group)
-            if not specs:  # made from records that are not loaded yet, or of nothing
-                continue
-            rows.append(
-                {
-                    "group": name,
-                    "runs": len(specs),
-                    "arm or kind": group.arm
-                    if isinstance(group, Group)
-                    else _common("arm", specs) or _common("kind", specs),
-                    "bases": ", ".join(group.bases) if isinstance(group, Group) else _common("base", specs),
-                    "seeds": _seeds_in_words(specs),
-                    "changed": _changes_in_words(group) if isinstance(group, Group) else "",
-                }
-            )
+            if specs := self._specs_of(name, group):  # none where they are made from records that are not loaded yet
+                row = {"group": name, "runs": len(specs), "arm or kind": _all("arm", specs) or _all("kind", specs)}
+                row |= {"bases": _all("base", specs), "seeds": _seeds_in_words(specs)}
+                rows.append(row | {"changed": _changes_in_words(group)})
         return DataFrame(rows).set_index("group")
 
     def __call__(self, *names: str) -> dict[str, list[Record]]:
@@ -125,15 +114,14 @@ class Loader:
             self(*dict.fromkeys(before))
             groups = self._groups(self._run, self.records)
         specs = {name: self._specs_of(name, groups[name]) for name in names if name not in self.records}
-        found = self._run_once({spec_hash(spec): spec for own in specs.values() for spec in own}, specs, groups)
+        found = self._load_or_run(specs, groups)
         self.records |= {name: [found[spec_hash(spec)] for spec in own] for name, own in specs.items()}
         return {name: self.records[name] for name in names}
 
-    def _run_once(
-        self, wanted: Mapping[str, Spec], specs: Mapping[str, list[Spec]], groups: Groups
-    ) -> dict[str, Record]:
-        """Return spec hash -> record: in two passes, of what is loaded and of what is made anew, scale by scale."""
+    def _load_or_run(self, specs: Mapping[str, list[Spec]], groups: Groups) -> dict[str, Record]:
+        """Return spec hash -> record: first of what is loaded, then of what is made anew, scale by scale."""
         run, found = self._run, {}
+        wanted = {spec_hash(spec): spec for own in specs.values() for spec in own}
         anew = {spec_hash(spec) for name, own in specs.items() if made_anew(run, name) for spec in own}
         kept = {
             spec_hash(spec)
@@ -224,19 +212,18 @@ def _changes(group: Group, base: str) -> Sequence[Mapping[str, Any]]:
     return group.changes.get(base, ()) if isinstance(group.changes, Mapping) else group.changes
 
 
-def _changes_in_words(group: Group) -> str:
+def _changes_in_words(group: Group | After | Sequence[Spec]) -> str:
+    if not isinstance(group, Group):
+        return ""
     if isinstance(group.changes, Mapping):
         return "a setting per base"
     if len(group.changes) != 1:
         return f"{len(group.changes)} settings"
-    return ", ".join(f"{name} {_short(value)}" for name, value in group.changes[0].items())
+    short = {name: f"{x:g}" if isinstance(x, float) else str(x) for name, x in group.changes[0].items()}
+    return ", ".join(f"{name} {value}" for name, value in short.items())
 
 
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _common(field: str, specs: Sequence[Spec]) -> str:
+def _all(field: str, specs: Sequence[Spec]) -> str:
     return ", ".join(dict.fromkeys(spec[field] for spec in specs if field in spec))
 
 
