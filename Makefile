@@ -117,9 +117,10 @@ paper:
 		echo "On Debian and Ubuntu: apt-get install latexmk texlive-latex-extra texlive-fonts-recommended"; \
 	fi
 
-# Style of code and notebooks, and the notebooks' size.
+# Style of code and notebooks, the directions of imports, and the notebooks' size.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	@large=$$(find notebooks -name '*.ipynb' -size +300000c); \
 		if [ -n "$$large" ]; then echo "Over 300 kB; draw fewer or smaller pictures: $$large" >&2; exit 1; fi

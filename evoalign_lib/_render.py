@@ -10,15 +10,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 
-def canonical_json(value: Any) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces. Raises ValueError for NaN and infinities.
-
-    >>> canonical_json({"b": 1, "a": [0.5, None]})
-    '{"a":[0.5,null],"b":1}'
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
 def tex_escape(text: str) -> str:
     r"""Return plain text as LaTeX: specials escaped, minus signs, comparison signs and some symbols set as maths.
 
@@ -65,7 +56,7 @@ def tex_table(cells: DataFrame, name: str, caption: str) -> str:
 
 
 def tex_long_table(cells: DataFrame, name: str, caption: str, columns: str) -> str:
-    """Return a longtable with caption and label, which goes on over pages of one column under a repeated head."""
+    """Return a longtable with caption and label, which runs over several one-column pages under a repeated head."""
     rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
     head = [r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\", r"\midrule"]
     lines = [rf"\begin{{longtable}}{{{columns}}}", rf"\caption{{{tex_escape(caption)}}}\label{{tab:{name}}}\\"]
@@ -74,7 +65,7 @@ def tex_long_table(cells: DataFrame, name: str, caption: str, columns: str) -> s
 
 
 def tex_numbers(numbers: dict[str, str]) -> str:
-    """Return one macro definition a number, sorted by name."""
+    """Return one macro definition per number, sorted by name."""
     return "".join(rf"\newcommand{{\{name}}}{{{tex_escape(numbers[name])}}}" + "\n" for name in sorted(numbers))
 
 
@@ -86,12 +77,12 @@ def markdown_table(cells: DataFrame, caption: str) -> str:
 
 
 def pretty_json(value: Any) -> str:
-    """Return JSON of one line a value, keys sorted, so that a change shows as a changed line."""
+    """Return JSON with one line per value, keys sorted, so that a change shows as a changed line."""
     return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def first_difference(committed: str, drawn: str) -> str | None:
-    """Return the first line that differs, or None."""
+    """Return the first line that differs, as text, or None."""
     if committed == drawn:
         return None
     ours, theirs = committed.splitlines(), drawn.splitlines()

@@ -1,9 +1,8 @@
 """Figures, tables and numbers with their provenance, and the check that they agree with the committed records.
 
-Every artefact is written from records by a `Store`, and named in manifest.json with the records behind it, the
-versions of the packages and the commits at which their runs were started. Text artefacts (csv, tex, md, json) are the
-same bytes whenever they are drawn from the same records; `verify` draws them again and compares. Pictures are not
-compared.
+A `Store` writes every artefact from records, and names it in manifest.json with the records behind it, the versions of
+the packages and the commits at which the runs were started. Text artefacts (csv, tex, md, json) drawn from the same
+records have the same bytes; `verify` draws them again and compares. Pictures are not compared.
 """
 
 from __future__ import annotations
@@ -16,30 +15,26 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib import _render, paths
-from evoalign_lib.records import canonical_json
+from evoalign_lib import _render, claims, paths
+from evoalign_lib.checks import choose
+from evoalign_lib.claims import Verdict
+from evoalign_lib.files import canonical_json, locked, replace_text
+from evoalign_lib.records import SCALES, seal_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from nbclient import NotebookClient
     from pandas import DataFrame
 
-    from evoalign_lib.claims import Verdict
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
-"""Packages whose versions, as stored in the records, the manifest names."""
+"""Packages whose versions the manifest names, as stored in the records."""
 
 _TEXT = (".csv", ".tex", ".md", ".json")
 _SMOKE = "smoke run: numbers mean nothing"
@@ -49,8 +44,8 @@ class Store:
     """Writes the artefacts of one notebook at one scale; notebooks may be executed side by side.
 
     Committed records at their own scale are drawn into the repository (figures/, paper/generated/); fresh records and
-    smoke runs go to the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
-    everything. Artefacts of scale "full" get the suffix _full (numbers: Full), so that they stand beside the tiny ones.
+    smoke runs into the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
+    everything. Artefacts of scale "full" get the suffix _full (numbers: Full) and stand beside the tiny ones.
     """
 
     figures: Path
@@ -65,8 +60,7 @@ class Store:
         records: all run records that the artefacts are drawn from. fresh: whether any of them was run just now.
         Raises ValueError for an unknown scale or no records, KeyError for a record without provenance.
         """
-        if scale not in ("smoke", "tiny", "full"):
-            raise ValueError(f'unknown scale {scale!r}: use "smoke", "tiny" or "full"')
+        choose("scale", scale, SCALES)
         if not records:
             raise ValueError(f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
         self.notebook, self.scale = notebook, scale
@@ -83,22 +77,22 @@ class Store:
     def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> None:
         """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
 
-        data: one row a plotted point; floats are written with 4 significant digits. caption: plain text. of: as for
+        data: one row per plotted point; floats are written with 4 significant digits. caption: plain text. of: see
         `save_table`.
         """
         name = self._name(name)
         if self.scale == "smoke":
             fig.text(0.5, 0.5, _SMOKE, ha="center", va="center", rotation=20, color="red", alpha=0.6, fontsize=11)
         files = [f"figures/{name}.{suffix}" for suffix in ("csv", "pdf", "png")] + [f"generated/{name}.tex"]
-        self._register(name, "figure", files)
+        self._register([name], "figure", files)
         self.figures.mkdir(parents=True, exist_ok=True)
         # without dates the same records give the same bytes
         fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
         fig.savefig(self.figures / f"{name}.png", dpi=200, metadata={"Software": None})
-        _write(self.figures / f"{name}.csv", _render.csv_text(data))
+        replace_text(self.figures / f"{name}.csv", _render.csv_text(data))
         head = rf"\centering\includegraphics{{{name}.pdf}}"
         tex = [head, rf"\caption{{{_render.tex_escape(self._caption(caption, of=of))}}}", rf"\label{{fig:{name}}}"]
-        _write(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
+        replace_text(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
 
     def save_table(
         self,
@@ -115,36 +109,44 @@ class Store:
         frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
         caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
         readme: write NAME.md too, and in the repository the README's block of this name, if there is one.
-        published: the table quotes the literature; it is said to be so and names no records.
-        of: what the records are about, where that is not the scale's own models: said in its place.
+        published: the table quotes the literature; the caption says so, and no records are named.
+        of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
         Raises ValueError for a float column without format.
         """
         name = self._name(name)
         cells = _render.cell_text(frame, formats or {})
         text = self._caption(caption, published, of)
         suffixes = ("csv", "md", "tex") if readme else ("csv", "tex")
-        self._register(name, "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
-        _write(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
-        _write(self.generated / f"{name}.csv", _render.csv_text(frame))
+        self._register([name], "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
+        replace_text(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
+        replace_text(self.generated / f"{name}.csv", _render.csv_text(frame))
         if readme:
             markdown = _render.markdown_table(cells, text)
-            _write(self.generated / f"{name}.md", markdown)
+            replace_text(self.generated / f"{name}.md", markdown)
             if self._in_repository:
                 render_readme_block(name, markdown)
 
     def save_number(self, name: str, value: float | str, fmt: str) -> None:
-        r"""Define the TeX macro \NAME in generated/numbers_<notebook>.tex, and in the .json beside it.
+        r"""Define one TeX macro \NAME: see `save_numbers`."""
+        self.save_numbers({name: (value, fmt)})
 
-        name: letters only (TeX allows no others). value: number or text. fmt: format specification, such as ".1f".
+    def save_numbers(self, numbers: Mapping[str, tuple[float | str, str]]) -> None:
+        r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and write their texts to the .json beside it.
+
+        numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}. Replaces macros
+        of these names and keeps the others.
+        Raises ValueError for a name of anything but letters, which TeX does not allow; nothing is written then.
         """
-        if not re.fullmatch("[A-Za-z]+", name):
-            raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
-        name += "Full" if self.scale == "full" else ""
+        for name in numbers:
+            if not re.fullmatch("[A-Za-z]+", name):
+                raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
+        suffix = "Full" if self.scale == "full" else ""
+        texts = {name + suffix: format(value, fmt) for name, (value, fmt) in numbers.items()}
         stem = f"numbers_{self.notebook}" + ("_full" if self.scale == "full" else "")
-        numbers = _read_json(self.generated / f"{stem}.json") | {name: format(value, fmt)}
-        self._register(name, "number", [f"generated/{stem}.json", f"generated/{stem}.tex"])
-        _write(self.generated / f"{stem}.json", _render.pretty_json(numbers))
-        _write(self.generated / f"{stem}.tex", _render.tex_numbers(numbers))
+        self._register(texts, "number", [f"generated/{stem}.json", f"generated/{stem}.tex"])
+        texts = _read_json(self.generated / f"{stem}.json") | texts
+        replace_text(self.generated / f"{stem}.json", _render.pretty_json(texts))
+        replace_text(self.generated / f"{stem}.tex", _render.tex_numbers(texts))
 
     def _name(self, name: str) -> str:
         if not re.fullmatch("[a-z0-9_]+", name):
@@ -160,92 +162,109 @@ class Store:
         warning = f" {_SMOKE.upper()}." if self.scale == "smoke" else ""
         return f"{caption}{warning} (notebook {number}, {of or f'scale {self.scale}'})"
 
-    def _register(self, name: str, kind: str, files: list[str], published: bool = False) -> None:
-        """Put one artefact, and the records behind it, into the manifest."""
+    def _register(self, names: Iterable[str], kind: str, files: Sequence[str], published: bool = False) -> None:
+        """Enter artefacts that share their files, and the records behind them, in the manifest."""
         path = self.generated / "manifest.json"
-        with _alone(self.generated):
+        entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
+        with locked(path):
             manifest = _read_manifest(path)
-            owner = manifest["artefacts"].get(name, {"notebook": self.notebook, "scale": self.scale, "kind": kind})
-            if (owner["notebook"], owner["scale"], owner["kind"]) != (self.notebook, self.scale, kind):
-                raise ValueError(
-                    f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use another "
-                    "name"
-                )
-            entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
-            manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
+            for name in names:
+                owner = manifest["artefacts"].get(name, entry)
+                if any(owner[key] != entry[key] for key in ("notebook", "scale", "kind")):
+                    raise ValueError(
+                        f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use "
+                        "another name"
+                    )
+                manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
             manifest["records"][self._record_hash] = self._provenance
             _write_manifest(path, manifest)
 
 
 def render_readme_block(name: str, markdown: str) -> bool:
     """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md; return whether it has that block."""
-    with _alone(paths.GENERATED):
+    path = paths.ROOT / "README.md"
+    with locked(path):
         old = _render.readme_block(_readme(), name)
         if old is None:
             return False
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        _write(paths.ROOT / "README.md", _readme().replace(start + old + end, start + markdown + end))
+        replace_text(path, _readme().replace(start + old + end, start + markdown + end))
         return True
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
-    """Write the ledger of claims into a folder: all as claims.csv and .tex, the README's as .md; return the latter.
+    """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
 
-    The README's has a line for each claim with a rule, and the number of the others.
+    Returns the README's table, which has a line for each claim with a rule, and the number of the others.
     """
     from pandas import DataFrame
 
     verdicts = list(verdicts)
     rows = [
-        {"claim": v.id, "statement": v.statement, "verdict": v.verdict, "result": v.text, "n": v.n, "rule": v.rule_hash}
+        {
+            "claim": v.id,
+            "statement": v.statement,
+            "verdict": v.verdict,
+            "result": v.text,
+            "placebo": v.placebo,
+            "n": v.n,
+            "rule": v.rule_hash,
+        }
         for v in verdicts
     ]
-    _write(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
+    replace_text(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
     caption = (
         "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
-        "scale tiny (tiny models, trained from scratch)."
+        "scale tiny (tiny models, trained from scratch). Placebo: whether the rule holds as well for arms that learned "
+        "nothing."
     )
-    columns = r"lp{0.31\linewidth}p{0.12\linewidth}p{0.42\linewidth}"
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
-    _write(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
+    ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
+    columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result", "placebo"]]
+    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
     short = [
-        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key}
+        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key, "placebo": v.placebo}
         for v in verdicts
         if v.rule != "open"
     ]
-    of_field = [v.verdict for v in verdicts if v.id.startswith("C")]
+    of_field = [v.verdict for v in verdicts if v.id[0] == "C" and v.id[1:].isdigit()]  # C2b is another rule for C2
     rest = (
         f" Of the {len(of_field)} claims of the field, C1 to C{len(of_field)}, {of_field.count('open')} are open (no "
         f"rule or no runs yet) and {of_field.count('not testable at this scale')} not testable at this scale; the "
         "paper's table has all."
     )
     markdown = _render.markdown_table(DataFrame(short), caption + rest)
-    _write(generated / "claims.md", markdown)
+    replace_text(generated / "claims.md", markdown)
     return markdown
 
 
-def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> list[str]:
-    """Draw every text artefact again from the committed records and compare it, byte for byte, with the committed one.
+def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
+    """Compare the committed records with their seals, and the committed artefacts with what is drawn from them now.
 
-    Each notebook is executed as committed, by this interpreter, into a temporary folder; runs without a record are
-    named and not made. Compared are csv, tex, md and json, the notebook's part of the manifest, the README's blocks,
-    and the ledger of claims. Pictures are not compared.
+    First, and fast, the seals are checked (`records.seal_problems`). Then each notebook is executed as committed, by
+    this interpreter, into a temporary folder; runs without a record are named and not made. Compared, byte for byte,
+    are csv, tex, md and json, the notebook's part of the manifest, the README's blocks, and the table of claims.
+    Pictures are not compared.
 
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
-    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
+    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing is
+        drawn from records that do not match their seals.
     drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
         executed, and whether notebooks or records changed since then is not seen.
-    Returns one line a problem; an empty list means agreement (or, with write, that everything was drawn).
+    Yields one line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
     Raises FileNotFoundError for a named notebook without committed records.
     """
-    from evoalign_lib import claims
-
     committed = sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl"))
     missing = sorted(set(notebooks or []) - set(committed))
     if missing:
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
-    problems = [] if committed else ["paper/results holds no records of scale tiny: nothing to compare with"]
+    unlike = unsealed()
+    yield from unlike
+    if unlike and write:
+        return
+    if not committed:
+        yield "paper/results holds no records of scale tiny: nothing to compare with"
     ahead = undrawn()
     chosen = notebooks or [name for name in committed if name not in ahead]
     with tempfile.TemporaryDirectory() as folder:
@@ -253,27 +272,48 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         failures = _execute_all(folders) if drawn is None else [None] * len(folders)
         for (notebook, place), failure in zip(folders.items(), failures, strict=True):
             if failure:
-                problems.append(failure)
+                yield failure
             elif write:
                 _adopt(notebook, place)
             else:
-                problems += _compare(notebook, place)
-    verdicts = claims.evaluate_all("tiny")
+                yield from _compare(notebook, place)
+    try:
+        verdicts = _verdicts()
+    except ValueError as error:  # damaged records, or claims that cannot be judged by them
+        yield str(error)
+        return
     if write:
         render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            save_claims(verdicts, Path(folder) / "generated")
-            problems += _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
-        if notebooks is None:
-            problems += _strays()
-    return problems
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_claims(verdicts, Path(folder) / "generated")
+        yield from _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
+    if notebooks is None:
+        yield from _strays()
+
+
+def unsealed() -> list[str]:
+    """Return what `records.seal_problems` finds in all committed records, of every scale."""
+    files = {path.with_suffix(".jsonl") for suffix in ("jsonl", "seal") for path in paths.RESULTS.glob(f"*/*.{suffix}")}
+    return [problem for path in sorted(files) for problem in seal_problems(path)]
+
+
+def _verdicts() -> list[Verdict]:
+    """Return the verdicts on the committed records of scale tiny, judged once as long as records and claims stay."""
+    files = [paths.PAPER / "claims.yaml", *sorted(paths.RESULTS.glob("*/tiny.jsonl"))]
+    key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
+    if key not in _JUDGED:
+        _JUDGED[key] = claims.evaluate_all("tiny")
+    return _JUDGED[key]
+
+
+_JUDGED: dict[str, list[Verdict]] = {}
 
 
 def undrawn() -> list[str]:
-    """Return the names of record folders whose notebook is yet to come: runs take hours, and their records come first.
+    """Return the names of record folders whose notebook is not written yet: runs take hours, and come first.
 
-    A notebook that is gone though artefacts of it are committed is none of these: `verify` reports it.
+    A notebook that is missing though its artefacts are committed is not among them: `verify` reports it.
     """
     artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
     drawn = {entry["notebook"] for entry in artefacts.values()}
@@ -282,7 +322,7 @@ def undrawn() -> list[str]:
 
 
 def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
-    """Execute notebooks side by side, each with its folder for artefacts; yield `_execute`'s results in their order."""
+    """Execute notebooks side by side, each with its folder for artefacts; yield the results of `_execute` in order."""
     from evoalign_lib.engines.processes import default_workers
 
     started: list[NotebookClient] = []
@@ -301,7 +341,7 @@ def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
 def _execute(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
     """Execute a notebook as committed with its artefacts redirected; return what failed, such as a missing record.
 
-    started: gets the client, which has the kernel.
+    started: the client, which has the kernel, is added to it.
     """
     import nbformat
     from ipykernel.kernelspec import get_kernel_dict
@@ -337,7 +377,7 @@ def _execute(notebook: str, folder: Path, started: list[NotebookClient]) -> str 
 
 
 def _compare(notebook: str, folder: Path) -> list[str]:
-    """Return how a notebook's artefacts just drawn into a folder differ from the committed ones."""
+    """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
     drawn = _entries(folder / "generated" / "manifest.json", notebook)
     committed = _entries(paths.GENERATED / "manifest.json", notebook)
     problems = []
@@ -355,7 +395,7 @@ def _compare(notebook: str, folder: Path) -> list[str]:
 def _compare_files(folder: Path, files: list[str]) -> list[str]:
     """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README.
 
-    Of pictures only the presence is compared: their bytes depend on the machine's libraries.
+    Pictures must only be there: their bytes depend on the machine's libraries.
     """
     problems = []
     for file in files:
@@ -378,7 +418,7 @@ def _compare_files(folder: Path, files: list[str]) -> list[str]:
 
 
 def _strays() -> list[str]:
-    """Return text artefacts that no entry of the manifest accounts for."""
+    """Return artefacts that no entry of the manifest accounts for."""
     artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
     known = {_committed(file) for entry in artefacts.values() for file in entry["files"]}
     known |= {paths.GENERATED / name for name in ("manifest.json", "claims.csv", "claims.md", "claims.tex")}
@@ -387,10 +427,10 @@ def _strays() -> list[str]:
 
 
 def _adopt(notebook: str, folder: Path) -> None:
-    """Put a notebook's artefacts just drawn into a folder in the place of the committed ones."""
+    """Replace a notebook's committed artefacts by those just drawn into a folder."""
     path = paths.GENERATED / "manifest.json"
     drawn = _read_manifest(folder / "generated" / "manifest.json")
-    with _alone(paths.GENERATED):
+    with locked(path):
         manifest = _read_manifest(path)
         own = {
             name
@@ -431,7 +471,7 @@ def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
 
 
 def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return the hash of the records, whatever their order, and what they say of where they came from."""
+    """Return the hash of the records, whatever their order, and their specs, versions and commits."""
     lines = sorted(canonical_json(record) for record in records)
     for record in records:
         lacking = [key for key in ("spec_hash", "commit", "environment") if key not in record]
@@ -460,29 +500,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
-    """Write a manifest; a set of records is described once, and only while an artefact is drawn from it."""
+    """Write a manifest, without the descriptions of records that no artefact is drawn from."""
     used = {entry["records"] for entry in manifest["artefacts"].values()}
     records = {key: description for key, description in manifest["records"].items() if key in used}
-    _write(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))
-
-
-@contextmanager
-def _alone(generated: Path) -> Iterator[None]:
-    """Keep other processes from the manifest of a folder, and from the README, between reading and writing it.
-
-    Two notebooks executed at once would lose entries of each other. `fcntl.flock` is not there on Windows: let one
-    process draw at a time there.
-    """
-    generated.mkdir(parents=True, exist_ok=True)
-    with open(generated / ".lock", "w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # given back where the file is closed
-        yield
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is whole whenever another process reads it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    partial.replace(path)
+    replace_text(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
-
-import numpy as np
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
@@ -46,7 +45,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
     ...
     ValueError: population_size=1 must be a whole number of at least 2: z-scores need two members.
     """
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+    if isinstance(value, Integral) and not isinstance(value, bool):
         if value >= least and (most is None or value <= most):
             return int(value)
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"

@@ -1,4 +1,4 @@
-"""The command `evoalign`: a thin front, every command a call into the library."""
+"""The command `evoalign`. Every subcommand is a call into the library."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ def verify(
     write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
     drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
 ) -> None:
-    """Draw every table, number and plotted value again from the committed records and compare the text."""
+    """Check the seals of the committed records, draw every table, number and plotted value again, and compare."""
     from evoalign_lib import artifacts
 
     if drawn and write:
         raise typer.BadParameter("--write draws anew: leave --drawn out")
     if drawn and not Path(drawn, "generated", "manifest.json").is_file():
         raise typer.BadParameter(f"no notebook was drawn into {drawn}: make test draws all into runs/test")
-    problems = artifacts.verify(notebook or None, write, Path(drawn) if drawn else None)
-    for problem in problems:
-        typer.echo(problem)
-    if problems:
+    disagree = False
+    try:
+        for problem in artifacts.verify(notebook or None, write, Path(drawn) if drawn else None):
+            typer.echo(problem)
+            disagree = True
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from error
+    if disagree:
         raise typer.Exit(1)
     for name in artifacts.undrawn():
         typer.echo(f"paper/results/{name} has records that no notebook draws yet: nothing to compare them with")
@@ -34,11 +38,25 @@ def verify(
 
 
 @app.command()
+def seal() -> None:
+    """Seal the committed records that a killed writer or a merge left without seal."""
+    from evoalign_lib import artifacts, paths, records
+
+    for path in sorted(paths.RESULTS.glob("*/*.jsonl")):
+        if number := records.seal(path):
+            typer.echo(f"{path}: {number} records sealed")
+    problems = artifacts.unsealed()
+    typer.echo("\n".join(problems) or "every record is sealed")
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
 def claims(
     id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
-    lock: Annotated[bool, typer.Option("--lock", help="Add new rules to paper/claims.lock.")] = False,
+    lock: Annotated[bool, typer.Option("--lock", help="Add the hashes of new rules to paper/claims.lock.")] = False,
 ) -> None:
-    """Print the ledger of claims with the verdicts that the committed records give."""
+    """Print the claims, with the verdicts that the committed records give."""
     import datetime
 
     from evoalign_lib import claims
@@ -58,7 +76,7 @@ def claims(
         raise typer.BadParameter(f"no claim {unknown[0]!r}; there are {', '.join(known)}")
     for v in verdicts:
         if not id:
-            typer.echo(f"{v.id:4}{v.verdict:28}{v.title}" + (f"\n{'':32}{v.key}" if v.key else ""))
+            typer.echo(f"{v.id:5}{v.verdict:28}{v.title}" + (f"\n{'':33}{v.key}" if v.key else ""))
         elif v.id in id:
             typer.echo(f"{v.id}  {v.verdict.upper()}\n    {v.statement.strip()}\n    {v.text}")
 
@@ -66,12 +84,12 @@ def claims(
 @app.command()
 def replay(
     ledger: Annotated[str, typer.Argument(help="The run's ledger.jsonl (or .jsonl.gz).")],
-    out: Annotated[str | None, typer.Option(help="Folder to write.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder to write the model to.")] = None,
     step: Annotated[int | None, typer.Option(help="Steps to replay.  [default: all]")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or name of the run's starting model.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check the chain and recompute every digest.")] = False,
 ) -> None:
-    """Write the Hugging Face folder of any step of an ES run, bit for bit, from its ledger; or check the ledger."""
+    """Write the model of any step of an ES run, bit for bit, from the run's ledger; or check the ledger."""
     from evoalign_lib import ledger as ledgers
 
     if not (out or verify):
@@ -97,9 +115,14 @@ def tiny(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
 ) -> None:
     """Train a base of the tiny world and print what it can do."""
-    from evoalign_lib.tiny import recipe
+    import json
+
+    from evoalign_lib import models
+    from evoalign_lib.study import measures
+    from evoalign_lib.tiny import recipe, task_of
 
     recipe(family, seed, out, steps=steps)
+    typer.echo(json.dumps(measures.get(task_of(f"{family}0")).describe(*models.load(out), family)))
 
 
 if __name__ == "__main__":

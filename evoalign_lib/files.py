@@ -33,7 +33,7 @@ def locked(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
     # a lock by mere existence of a file, filelock's fall-back, would outlive a killed process
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
     try:
-        lock.acquire(timeout=-1 if wait else 0, poll_interval=0.01)
+        lock.acquire(timeout=-1 if wait else 0, poll_interval=0.002)
     except Timeout as error:
         raise BlockingIOError(f"{path} is locked by another process: wait for it, or end it.") from error
     try:

@@ -70,19 +70,16 @@ import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from evoalign_lib import arms
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 
-ARMS: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None},
-    "dapo": {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28},
-    "rloo": {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None},
-}
+ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "gradient"}
 """What the arms differ in."""
 
-_SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "none")
+"""By what an arm may scale its advantages."""
 
 # of GRPOConfig and RLOOConfig alike
 _COMMON = {
@@ -215,9 +212,9 @@ def config(
         raise ValueError(f"beta={beta!r} must not be negative; 0 leaves the KL penalty out.")
     maths = dict(ARMS[arm])
     if scale_rewards is not None:
-        if arm == "rloo" or scale_rewards not in _SCALES:
+        if arm == "rloo" or scale_rewards not in SCALES:
             raise ValueError(
-                f"scale_rewards={scale_rewards!r} for arm {arm!r}: use one of {', '.join(_SCALES)}, and leave it out "
+                f"scale_rewards={scale_rewards!r} for arm {arm!r}: use one of {', '.join(SCALES)}, and leave it out "
                 "for 'rloo', which does not scale."
             )
         maths["scale_rewards"] = scale_rewards

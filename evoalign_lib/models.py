@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from evoalign_lib import precision, tiny
@@ -125,6 +126,11 @@ def base_digest(model: Any) -> str:
     """Return the first 16 hexadecimal digits of `precision.digest` of a model's parameters in float32."""
     parameters = sorted(model.named_parameters())
     return precision.digest_by_name((name, (p.detach().float(),)) for name, p in parameters)[:16]
+
+
+def flat_digest(master: np.ndarray) -> str:
+    """Return what a record calls the `digest` of trained weights: SHA-256 of the flat float32 master, 16 digits."""
+    return hashlib.sha256(master.tobytes()).hexdigest()[:16]
 
 
 def origin_digest(name: str) -> str:

@@ -1,11 +1,17 @@
-"""Specs and records of runs: their hashes, their files, their limits, and results packed problem by problem.
+"""Specs and records of runs: hashes, files, seals and limits, and results packed problem by problem.
 
-A run is a spec, a flat dictionary of everything that decides its result; its hash is its name. A finished run is one
-JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. `ENGINE_VERSION`, which is part of every
-spec, is raised when a change of the library changes results.
+A run is a spec: a flat dictionary of everything that decides its result. The hash of the spec names the run. A finished
+run is one JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. `ENGINE_VERSION` is part of every
+spec and is raised when a change of the library changes results.
 
 The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
 record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
+
+Beside each record file lies its seal, <scale>.seal: one line per record, in the order of the records, with the spec
+hash, the SHA-256 of the record's line, for a record with a ledger the SHA-256 of the ledger's file and the digest of
+the last weights, and the SHA-256 of the previous line's last field with the rest of this line. Records are appended,
+never changed, and so are the lines of the seal; `seal_problems` finds what was changed. Whoever edits a record and
+writes the whole chain of the seal anew leaves no trace in it: that shows in the history of git alone.
 """
 
 from __future__ import annotations
@@ -14,17 +20,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from evoalign_lib import paths
+from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
 
 ENGINE_VERSION = 2
 SCALES = ("smoke", "tiny", "full")
@@ -39,25 +44,16 @@ Record = dict[str, Any]
 Spec = dict[str, Any]
 
 
-def canonical_json(value: Any) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces, ASCII. Raises ValueError for NaN and infinities.
-
-    >>> canonical_json({"b": 1, "a": [0.5, None]})
-    '{"a":[0.5,null],"b":1}'
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def spec_hash(spec: Spec) -> str:
-    """SHA-256 of the canonical JSON of a spec, 16 hexadecimal digits."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a spec's canonical JSON."""
     return hashlib.sha256(canonical_json(spec).encode()).hexdigest()[:16]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, in file order; a torn last line (a killed run) is left out.
+    """Return the records of a file, in file order; a torn last line (of a killed run) is left out.
 
     Raises:
-        ValueError: a line that is not a record, naming file and line.
+        ValueError: a line is not a record; names file and line.
     """
     if not path.is_file():
         return []
@@ -72,25 +68,26 @@ def read_records(path: Path) -> list[Record]:
             if number == len(lines):  # no newline at its end: the writer was killed
                 break
             raise ValueError(f"{path}, line {number} is not JSON: {error}. Restore the file from git.") from error
-        if not isinstance(record, dict) or not {"spec", "spec_hash", "status"} <= record.keys():
+        if not _is_record(record):
             raise ValueError(f"{path}, line {number} is not a record: {line:.80}. Restore the file from git.")
         if record["spec_hash"] != spec_hash(record["spec"]):
             raise ValueError(
-                f"{path}, line {number}: the spec does not have the hash {record['spec_hash']!r}, so it was edited. "
-                "Restore the file from git, or delete the line to run its spec again."
+                f"{path}, line {number}: the spec does not have the hash {record['spec_hash']!r}, it was edited. "
+                "Restore the file from git; in a run folder, delete the line to run its spec again."
             )
         records.append(record)
     return records
 
 
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
-    """Add one line to a record file, synced to disk; a torn last line of a killed run is cut off first.
+    """Add one line to a record file and one to its seal, both synced to disk.
 
-    Several processes may write to a file at once: it is locked meanwhile (`fcntl.flock`, which Windows does not have:
-    let one process write there). Of two records of one spec the first stays, and the second is left out.
+    Several processes may write to a file at once: it is locked meanwhile. What a killed writer left is mended first: a
+    torn last line is cut off, and records without seal at the end are sealed, which is printed. Of two records of one
+    spec the first stays.
 
     Args:
-        path: of the file, made with its folder where it is not there.
+        path: of the file, made with its folder if need be.
         record: of a finished run.
         kept: the ledger of the run, to be kept beside the file as ledgers/<spec hash>.jsonl.gz.
 
@@ -101,44 +98,24 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite.
     """
     line, own = record_line(record).encode(), record["spec_hash"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back where the file is closed
-        file.seek(0)
-        text = file.read()
-        complete = text.rfind(b"\n") + 1
-        if _is_json(text[complete:]):  # only the newline is missing: read_records takes it for a record
-            line = b"\n" + line
-        else:
-            text = text[:complete]
-            file.truncate(complete)
-        for stored in text.splitlines():
+    with locked(path):
+        lines, seals = _whole_lines(path)
+        if number := _append_seals(path, _unsealed(lines, seals), seals):
+            what = "1 record" if number == 1 else f"{number} records"
+            print(f"sealed {what} at the end of {path} that had no seal")
+        for stored in lines:
             if f'"spec_hash":"{own}"'.encode() in stored:
                 print(f"{path} has a record of {run_name(record['spec'])} already, made meanwhile: it stays")
                 return json.loads(stored)
-        if kept is not None:
-            _keep(kept, path.parent / "ledgers" / f"{own}.jsonl.gz")  # first: no record is without its ledger
-        _write(file, line)
+        if kept is not None:  # first: no record is without its ledger
+            replace_bytes(_ledger_file(path, own), kept.read_bytes(), sync=True)
+        _append(path, line)
+        _append_seals(path, [line.rstrip(b"\n")], seals)
     return record
 
 
-def _write(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _keep(source: Path, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with open(partial, "wb") as file:
-        _write(file, source.read_bytes())
-    partial.replace(path)  # complete, or not there
-
-
 def record_line(record: Record) -> str:
-    """A record as its line in a file. Raises ValueError, naming the run, where it may not be stored."""
+    """Return a record as its line in a file; raise ValueError, naming the run, if it may not be stored."""
     name = run_name(record["spec"])
     bad: list[str] = []
     without_nonfinite(record, "", bad)
@@ -153,12 +130,12 @@ def record_line(record: Record) -> str:
             raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
     line = canonical_json(record) + "\n"
     if len(line) > MAX_RECORD:
-        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} may be.")
+        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} are allowed.")
     return line
 
 
 def without_nonfinite(value: Any, name: str, bad: list[str]) -> Any:
-    """A value of a record with None for each number in it that is not finite, of which the list gets the names."""
+    """Return a value of a record with None for each number that is not finite; add the names of these to `bad`."""
     if isinstance(value, dict):
         return {k: without_nonfinite(v, f"{name}.{k}" if name else k, bad) for k, v in value.items()}
     if isinstance(value, list):
@@ -170,8 +147,140 @@ def without_nonfinite(value: Any, name: str, bad: list[str]) -> Any:
 
 
 def run_name(spec: Spec) -> str:
-    """Return what a reader may call a run: its arm or kind, base and seed."""
+    """Return the name of a run for readers: its arm or kind, base and seed."""
     return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
+
+
+# ---- seals
+
+
+class _Seal(NamedTuple):
+    """One line of a seal: the fields, with a space between them."""
+
+    spec: str  # hash of the record's spec
+    record: str  # SHA-256 of the record's line
+    ledger: str  # SHA-256 of the file of the ledger that is kept with the record, or "-"
+    weights: str  # digest of the ledger's last weights, or "-"
+    chain: str  # SHA-256 of the chain so far and the other fields
+
+    @classmethod
+    def of(cls, line: bytes, previous: Sequence[_Seal]) -> _Seal:
+        """Seal a record's line, behind the previous ones."""
+        record = json.loads(line)
+        fields = record["spec_hash"], _sha(line), *_ledger_digests(record)
+        return cls(*fields, _chained(previous, fields))
+
+    @classmethod
+    def read(cls, text: bytes) -> _Seal:
+        """Read a line; one that is no seal gets empty fields, which match nothing."""
+        return cls(*text.decode().split(" ")) if _is_seal(text) else cls("", "", "", "", "")
+
+
+_SEAL = re.compile(rb"[0-9a-f]{16} [0-9a-f]{64} (- -|[0-9a-f]{64} [0-9a-f]{64}) [0-9a-f]{64}")
+_RESTORE = "restore it from git"
+
+
+def seal(path: Path) -> int:
+    """Add to the seal of a record file the lines that it lacks at its end; return their number.
+
+    They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
+    where the records before them do not match the seal: see `seal_problems`.
+    """
+    with locked(path):
+        lines, seals = _whole_lines(path)
+        return _append_seals(path, _unsealed(lines, seals), seals)
+
+
+def seal_problems(path: Path) -> list[str]:
+    """Say where a record file, its seal and its ledgers do not match, in one line per problem; empty: nowhere.
+
+    Found are records that were edited, inserted, deleted or moved, changes of the seal itself, and ledgers that are
+    missing or not those that were sealed. A problem names file, line and spec, and the remedy.
+    """
+    seal_file, numbered = _seal_file(path), _numbered(path)
+    if numbered and not seal_file.is_file():
+        return [f"{path} has no seal: restore {seal_file} from git, or make it by `evoalign seal`"]
+    if not numbered and seal_file.is_file():
+        return [f"{path} holds no records, but has a seal: {_RESTORE}"]
+    seals, problems = _read_seals(seal_file)
+    sealed = {line.spec: line for line in reversed(seals)}
+    new = _unsealed([text for _, text in numbered], seals)
+    specs: list[str] = []
+    for number, text in numbered:
+        where, record = f"{path}, line {number}", _record(text)
+        if record is None:
+            problems.append(f"{where} is not a record: {_RESTORE}, or delete the line if it is the last and torn")
+            continue
+        spec = record["spec_hash"]
+        where += f" ({run_name(record['spec'])}, spec {spec})"
+        if spec in specs:
+            problems.append(f"{where} is a second record of its spec: delete one of the two")
+        elif spec not in sealed:
+            remedy = "if its writer was killed, or it was merged, run `evoalign seal`" if text in new else _RESTORE
+            problems.append(f"{where} has no seal: {remedy}")
+        elif _sha(text) != sealed[spec].record:
+            problems.append(f"{where} is not the record that was sealed, it was edited: {_RESTORE}")
+        else:
+            problems += [f"{where}: {fault}: {_RESTORE}" for fault in _ledger_faults(path, record, sealed[spec])]
+        specs.append(spec)
+    for number, line in enumerate(seals, 1):
+        if line.spec and line.spec not in specs:
+            problems.append(f"{path} lacks the record of spec {line.spec}, sealed in line {number}: {_RESTORE}")
+    order = [line.spec for line in seals if line.spec in specs]
+    for here, there in zip([spec for spec in specs if spec in sealed], order, strict=False):
+        if here != there:
+            problems.append(f"{path} has the record of spec {here} where spec {there} was sealed: {_RESTORE}")
+            break
+    return problems
+
+
+def _read_seals(path: Path) -> tuple[list[_Seal], list[str]]:
+    """Return the lines of a seal, and what is wrong with them by themselves: a torn end, or a broken chain."""
+    numbered, problems, seals = _numbered(path), [], []
+    if numbered and not path.read_bytes().endswith(b"\n") and not _is_seal(numbered[-1][1]):
+        number, _ = numbered.pop()
+        problems.append(f"{path}, line {number} is torn, its writer was killed: run `evoalign seal`")
+    for number, text in numbered:
+        line = _Seal.read(text)
+        if line.chain != _chained(seals, line[:-1]):
+            why = "it or the line before it was changed, moved or deleted"
+            problems.append(f"{path}, line {number} breaks the chain, {why}: {_RESTORE}")
+        seals.append(line)
+    return seals, problems
+
+
+def _ledger_faults(path: Path, record: Record, line: _Seal) -> list[str]:
+    """Return what is wrong with the ledger of a record that is as it was sealed."""
+    if (line.ledger, line.weights) != _ledger_digests(record):
+        return ["its seal names another ledger than the record"]
+    file = _ledger_file(path, record["spec_hash"])
+    if line.ledger == "-" or (file.is_file() and _sha(file.read_bytes()) == line.ledger):
+        return []
+    return [f"its ledger {file} is not the one that was sealed" if file.is_file() else f"its ledger {file} is missing"]
+
+
+def _ledger_digests(record: Record) -> tuple[str, str]:
+    return (record["ledger"]["sha256"], record["ledger"]["weights"]) if "ledger" in record else ("-", "-")
+
+
+def _ledger_file(path: Path, spec: str) -> Path:
+    return path.parent / "ledgers" / f"{spec}.jsonl.gz"
+
+
+def _seal_file(path: Path) -> Path:
+    return path.with_suffix(".seal")
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _chained(previous: Sequence[_Seal], fields: Sequence[str]) -> str:
+    return _sha(" ".join([previous[-1].chain if previous else "0" * 64, *fields]).encode())
+
+
+def _is_seal(text: bytes) -> bool:
+    return _SEAL.fullmatch(text) is not None
 
 
 def _is_json(text: bytes) -> bool:
@@ -182,32 +291,131 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
+def _is_record(value: Any) -> bool:
+    keys = {"spec", "spec_hash", "status"}
+    return isinstance(value, dict) and keys <= value.keys() and isinstance(value["spec"], dict)
+
+
+def _record(text: bytes) -> Record | None:
+    value = json.loads(text) if _is_json(text) else None
+    return value if _is_record(value) else None
+
+
+def _numbered(path: Path) -> list[tuple[int, bytes]]:
+    """Return the lines of a file that are not empty, with their numbers from 1; none where there is no file."""
+    data = path.read_bytes() if path.is_file() else b""
+    return [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line]
+
+
+def _whole_lines(path: Path) -> tuple[list[bytes], list[_Seal]]:
+    """Return the lines of a record file and of its seal, after mending the ends of both."""
+    seals = _mended(_seal_file(path), _is_seal)
+    return _mended(path, _is_json), [_Seal.read(text) for text in seals]
+
+
+def _mended(path: Path, is_whole: Callable[[bytes], bool]) -> list[bytes]:
+    """Return the lines of a file, after cutting off a torn last one, or ending a whole one that lacks its newline."""
+    lines = [line for _, line in _numbered(path)]
+    if lines and not path.read_bytes().endswith(b"\n"):
+        with open(path, "rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if is_whole(lines[-1]):
+                file.write(b"\n")
+            else:
+                file.truncate(end - len(lines.pop()))
+    return lines
+
+
+def _unsealed(lines: Sequence[bytes], seals: Sequence[_Seal]) -> list[bytes]:
+    """Return the records behind the last sealed one; none where those before it are not the sealed ones."""
+    match = [line.record for line in seals] == [_sha(line) for line in lines[: len(seals)]]
+    return list(lines[len(seals) :]) if match else []
+
+
+def _append_seals(path: Path, lines: Sequence[bytes], seals: list[_Seal]) -> int:
+    """Seal records of a file, behind those that it has: `seals`, to which the new ones are added. Return how many."""
+    had = len(seals)
+    for line in lines:
+        seals.append(_Seal.of(line, seals))
+    if lines:
+        _append(_seal_file(path), "".join(" ".join(line) + "\n" for line in seals[had:]).encode())
+    return len(lines)
+
+
+def _append(path: Path, data: bytes) -> None:
+    new = not path.exists()
+    with open(path, "ab") as file:
+        _write(file, data)
+    if new:
+        sync_folder(path.parent)
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def run_folder(notebook: str, scale: str) -> Path:
+    """Where a fresh run writes: the folder EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
+    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
+
+
+def ledger_file(record: Record) -> Path:
+    """Where the ledger lies that was kept with a record: among the committed ones, or below the run folder.
+
+    Raises:
+        ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
+    """
+    spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
+    if "ledger" not in record:
+        raise ValueError(
+            f"the record {record['spec_hash']} of {record['notebook']} ({run_name(spec)}) was made without keeping "
+            "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
+        )
+    beside = run_folder(record["notebook"], spec["scale"]) / "results"
+    found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
+    for path in found:
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["ledger"]["sha256"]:
+            return path
+    raise ValueError(
+        f"the ledger of the record {record['spec_hash']} (SHA-256 {record['ledger']['sha256']:.16}...) is neither "
+        f"{found[0]} nor {found[1]}: restore it from git, or delete the record's line to run its spec again."
+    )
+
+
 # ---- results, packed problem by problem
 
 
 def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy") -> NDArray[np.float64]:
-    """Return the test results of runs as a matrix (seeds x problems), rows in the order of the records.
+    """Return the test results of runs as a matrix (seeds, problems), rows in the order of the records.
 
-    records: run records with a `test` block. decoding: "greedy" (0 or 1) or "t1" (share of 16 samples at
-    temperature 1).
-    Raises ValueError for no records, another decoding, and records with other numbers of problems.
+    records: run records with a `test` block. decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6"
+    (share of 16 samples).
+    Raises ValueError for no records, a decoding that a record has not, and records with unequal numbers of problems.
     """
-    if decoding not in ("greedy", "t1"):
-        raise ValueError(f'unknown decoding {decoding!r}: use "greedy" or "t1"')
+    key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
+    lacking = [record for record in records if key not in record["test"]]
+    if lacking:
+        known = sorted(name.removesuffix("_counts") for name in lacking[0]["test"] if name.endswith("_counts"))
+        raise ValueError(
+            f"unknown decoding {decoding!r}: {len(lacking)} of {len(records)} records have no {key!r}; use one of "
+            f"{', '.join(['greedy', *known])}"
+        )
     sizes = {record["test"]["n"] for record in records}
     if len(sizes) != 1:
         raise ValueError(f"runs with {sorted(sizes)} test problems do not form one matrix: select runs of one test set")
     (n,) = sizes
     if decoding == "greedy":
-        return np.stack([unpack_bits(record["test"]["greedy_bits"], n) for record in records]).astype(np.float64)
-    rows = [unpack_counts(record["test"]["t1_counts"]) for record in records]
+        return np.stack([unpack_bits(record["test"][key], n) for record in records]).astype(np.float64)
+    rows = [unpack_counts(record["test"][key]) for record in records]
     if any(len(row) != n for row in rows):
-        raise ValueError(f"t1_counts of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
+        raise ValueError(f"{key} of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
     return np.stack(rows) / _SAMPLES
 
 
 def pack_bits(bits: ArrayLike) -> str:
-    """Return 0/1 results as hexadecimal text, eight problems a byte, the first one in the highest bit.
+    """Return 0/1 results as hexadecimal text, eight problems per byte, the first one in the highest bit.
 
     bits: (problems,), 0 or 1. Raises ValueError for other values.
 
@@ -232,7 +440,7 @@ def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
 
 
 def pack_counts(counts: ArrayLike) -> str:
-    """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) a problem.
+    """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) per problem.
 
     counts: (problems,), integers 0..16. Raises ValueError for other values.
 
@@ -249,5 +457,5 @@ def unpack_counts(text: str) -> NDArray[np.int64]:
     """Return the (problems,) counts 0..16 that `pack_counts` wrote. Raises ValueError for any other character."""
     strange = sorted(set(text) - set(_DIGITS))
     if strange:
-        raise ValueError(f"{strange[0]!r} is no base-17 digit (0-9a-g): damaged record")
+        raise ValueError(f"{strange[0]!r} is not a base-17 digit (0-9a-g): damaged record")
     return np.array([_DIGITS.index(digit) for digit in text], dtype=np.int64)

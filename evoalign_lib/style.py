@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from evoalign_lib.arms import ARMS as _TRAINED
+from evoalign_lib.arms import UNTRAINED, Arm
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from numpy.typing import ArrayLike
 
 COLUMN = 3.25
@@ -18,40 +23,13 @@ COLUMN = 3.25
 PAGE = 6.75
 """Width of a figure that spans both columns of the paper, inches."""
 
-
-@dataclass(frozen=True)
-class Arm:
-    """How one arm looks in every figure and what it is called in every table."""
-
-    color: str
-    """Hexadecimal RGB, from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
-    marker: str
-    """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
-    label: str
-    """Name in legends and tables."""
-
-
-ARMS: dict[str, Arm] = {
-    "es": Arm("#0072B2", "o", "ES"),
-    "es_shuffled": Arm("#E69F00", "s", "ES, shuffled fitness"),
-    "es_sampled": Arm("#56B4E9", "h", "ES, sampled fitness"),
-    "es_random": Arm("#999999", "<", "ES, random fitness"),
-    "grpo": Arm("#D55E00", "^", "GRPO"),
-    "dr_grpo": Arm("#CC79A7", "v", "Dr.GRPO"),
-    "dapo": Arm("#009E73", "D", "DAPO"),
-    "rloo": Arm("#009E73", "P", "RLOO"),
-    "sft": Arm("#009E73", "X", "filtered SFT"),
-    "grpo_random": Arm("#999999", ">", "GRPO, random reward"),
-    "best_of_n": Arm("#000000", "*", "best of n"),
-    "base": Arm("#4D4D4D", "", "base"),
-}
-"""One entry an arm; a notebook that brings a new arm adds it here, with a marker not yet used. Eight colours do not go
-round: arms that only describe share one, and so do nulls."""
+ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
+"""Everything that has a look: color, marker and label. The entries are in `evoalign_lib.arms`."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How curves of one decoding are drawn."""
+    """The look of curves of one decoding."""
 
     linestyle: str
     """Matplotlib line style."""
@@ -59,12 +37,19 @@ class Decoding:
     """Name in legends and tables."""
 
 
-DECODINGS: dict[str, Decoding] = {"greedy": Decoding("-", "greedy"), "t1": Decoding("--", "temperature 1")}
-"""The two decodings that every comparison reports, by their key in the records."""
+STROKES: dict[str, Decoding] = {
+    "greedy": Decoding("-", "greedy"),
+    "t0.6": Decoding(":", "temperature 0.6"),
+    "t1": Decoding("--", "temperature 1"),
+}
+"""Every decoding that can be drawn, by its key in the records, coldest first."""
+
+DECODINGS: dict[str, Decoding] = {name: STROKES[name] for name in ("greedy", "t1")}
+"""The decodings that every committed record holds: notebooks draw and tabulate each of them."""
 
 
 def use() -> None:
-    """Apply the style to every figure drawn from here on; a notebook embeds them with a palette of 64 colours."""
+    """Apply the style to all figures drawn from now on; a notebook embeds them with a palette of 64 colours."""
     import seaborn
 
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
@@ -77,7 +62,7 @@ def use() -> None:
 
 
 def _png_with_palette(fig: Figure) -> bytes | None:
-    """Return what a notebook would embed of a figure, in a third of the bytes; None for an empty one."""
+    """Return the PNG that a notebook would embed, in a third of its bytes; None for an empty figure."""
     from IPython.core.pylabtools import print_figure
     from PIL import Image
 
@@ -93,16 +78,16 @@ def _png_with_palette(fig: Figure) -> bytes | None:
 def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
 
-    arm: a key of `ARMS`. decoding: a key of `DECODINGS`. n: number of seeds, shown in the legend.
-    Raises KeyError for an arm or decoding that has no look yet.
+    arm: a key of `ARMS`. decoding: a key of `STROKES`. n: number of seeds, shown in the legend.
+    Raises KeyError for an arm or decoding without a look.
 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
     """
-    for name, known in ((arm, ARMS), (decoding, DECODINGS)):
+    for name, known, room in ((arm, ARMS, "arms"), (decoding, STROKES, "style")):
         if name not in known:
-            raise KeyError(f"no look for {name!r}; known: {', '.join(known)}; add it to evoalign_lib/style.py")
-    look, stroke = ARMS[arm], DECODINGS[decoding]
+            raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to evoalign_lib/{room}.py")
+    look, stroke = ARMS[arm], STROKES[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
     return {
@@ -138,29 +123,39 @@ def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str) -> 
     ax.plot(x, heights.mean(), color=look.color, marker=look.marker, ms=5, mec="white", mew=0.5, zorder=3)
 
 
-def legend(fig: Figure, arms: dict[str, int | None], decodings: tuple[str, ...] = ("greedy", "t1")) -> None:
-    """Put one legend below a figure: an entry an arm, with its number of seeds, and an entry a decoding.
+def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:
+    """Put one legend below a figure: an entry per arm, with its number of seeds, and an entry per decoding.
 
-    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `DECODINGS`.
-    The six combinations of three arms and two decodings would not fit a column; five entries in two rows do.
+    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `STROKES`.
+    Entries stand in as few rows as the width of the figure allows. The combinations of three arms and two decodings
+    would not fit a column; an entry for each arm and one for each decoding do.
     """
     from matplotlib.lines import Line2D
 
-    handles = []
+    of_arms = []
     for arm, n in arms.items():
         look = ARMS[arm]
         label = look.label if n is None else f"{look.label} (n = {n})"
-        handles.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
-    for decoding in decodings:
-        stroke = DECODINGS[decoding]
-        handles.append(Line2D([], [], color="black", linestyle=stroke.linestyle, label=stroke.label))
-    columns = max(len(arms), len(decodings)) if fig.get_figwidth() <= COLUMN else len(handles)
-    # matplotlib fills column by column: pad so that arms stand in the first row and decodings in the second
-    rows = [handles[: len(arms)], handles[len(arms) :]] if columns < len(handles) else [handles]
-    empty = Line2D([], [], linestyle="", label=" ")
-    grid = [row + [empty] * (columns - len(row)) for row in rows]
-    ordered = [row[column] for column in range(columns) for row in grid]
-    fig.legend(handles=ordered, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        of_arms.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
+    strokes = [STROKES[decoding] for decoding in decodings]
+    of_decodings = [Line2D([], [], color="black", linestyle=s.linestyle, label=s.label) for s in strokes]
+    widest = max(len(of_arms), len(of_decodings))
+    one_row = [] if fig.get_figwidth() <= COLUMN else [[of_arms + of_decodings]]
+    for rows in one_row + [_rows(of_arms, n) + _rows(of_decodings, n) for n in range(widest, 0, -1)]:
+        columns = max(map(len, rows))
+        empty = Line2D([], [], linestyle="", label=" ")
+        grid = [row + [empty] * (columns - len(row)) for row in rows]
+        # matplotlib fills column by column
+        ordered = [row[column] for column in range(columns) for row in grid]
+        made = fig.legend(handles=ordered, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        frame = 2 * made.borderpad * made.prop.get_size_in_points() * fig.dpi / 72  # not drawn
+        if columns == 1 or made.get_window_extent().width - frame <= fig.bbox.width:
+            return
+        made.remove()
+
+
+def _rows(handles: list[Line2D], columns: int) -> list[list[Line2D]]:
+    return [handles[i : i + columns] for i in range(0, len(handles), columns)]
 
 
 _RC: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""What is measured on whole runs' curves, and on a whole sweep.
-
-Of a curve: budget to a target, score at a budget or at a matched mean, drawdown. Of a sweep: the expected maximum.
+"""Measures of whole curves (budget to a target, score at a budget or a matched mean, drawdown) and of whole sweeps.
 
 A curve is a pair (x, score): x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises. A run
 that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
@@ -23,7 +21,7 @@ class ToTarget:
     """The budget at which each run of an arm first reached a target."""
 
     x: NDArray[np.float64]
-    """(runs,), in the unit of the curves; of a run that never reached the target, the end of its budget."""
+    """(runs,), in the unit of the curves; the end of the budget where a run never reached the target."""
     reached: NDArray[np.bool_]
     """(runs,), whether the run reached the target; False is censored."""
 
@@ -58,8 +56,8 @@ def completions_to_target(curves: Sequence[tuple[ArrayLike, ArrayLike]], target:
 def median_to_target(found: ToTarget, level: float = 0.95) -> Interval:
     """Return the Kaplan-Meier median budget to a target, with the interval of Brookmeyer and Crowley (log-log scale).
 
-    The median is the first x by which half of the runs have reached the target: infinite if that never happens, and
-    then low and high tell what can still be said. With no run at the target there is no interval (NaN).
+    The median is the first x by which half of the runs have reached the target, infinite if that never happens; low and
+    high say what is known then. Where no run reaches the target there is no interval (NaN).
     Raises ValueError for fewer than 2 runs.
     Source: Brookmeyer and Crowley, Biometrics 1982 (statsmodels' SurvfuncRight).
     """
@@ -116,7 +114,7 @@ def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.fl
 
 
 def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
-    """Return how far curves fall at most below their running maximum, in the unit of the scores; 0 if they never do.
+    """Return the largest fall of curves below their running maximum, in the unit of the scores; 0 if they never fall.
 
     It grows with the number of points and the noise of their evaluation: compare arms evaluated alike.
 
@@ -130,8 +128,8 @@ def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
 def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
     """Return the expected best of k configurations drawn from a sweep without replacement, for k = 1..n.
 
-    Dodge et al. draw with replacement, which falls short of the true expectation and, at k = n, of the sweep's own
-    best. Without replacement every k is unbiased (Tang et al.): k = 1 is the mean, k = n the best of the sweep.
+    Dodge et al. draw with replacement, which underestimates the expectation and, at k = n, the sweep's best. Without
+    replacement every k is unbiased (Tang et al.): k = 1 is the mean, k = n the best of the sweep.
 
     scores: (n,), validation scores of the configurations of one sweep. Returns (n,).
     Raises ValueError for another shape and values that are not finite.

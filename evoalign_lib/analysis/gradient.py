@@ -9,7 +9,7 @@ fitness and s over a population. The step alpha/N sum_n z_n eps_n then has step 
 
 d being the number of weights and both brackets close to 1 (the first within 1/sqrt(2N), since s / |g| is standard
 normal). The cosine is small at every N that is used; what the rest of the step does is a matter of measurement:
-`decompose` splits the step, and `ExactObjective.run` measures the reward along both parts.
+`decompose` splits the step, and `study.kinds.estimator` measures the reward along both parts.
 
 Greedy decoding, which ES uses for its fitness, climbs an objective of its own: the greedy reward is a step function of
 the weights, and the population smooths it over sigma. Nothing says that its gradient is g.
@@ -17,7 +17,6 @@ the weights, and the population smooths it over sigma. Nothing says that its gra
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -29,12 +28,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from evoalign_lib import noise, update_rules
-from evoalign_lib.checks import choose
-from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.tasks import countdown
-from evoalign_lib.tiny import MAX_COMPLETION_LENGTH
-
-FITNESS = ("expected", "greedy")
 
 _ROWS = 1024  # prefixes a forward pass of the enumeration
 _MASK_ELEMENTS = 1 << 18  # of the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
@@ -159,7 +152,7 @@ def enumerate_completions(
 
 
 @dataclass(frozen=True, eq=False)
-class _Trees:
+class Trees:
     """Completions of a few prompts as prefix trees, each packed behind its prompt into one row of one forward pass."""
 
     ids: Tensor  # int64 (rows, length): the prompt, then the inner nodes of its tree, then padding
@@ -188,7 +181,7 @@ def expected_reward(model: Any, enumeration: Enumeration, rewards: np.ndarray) -
     Raises:
         ValueError: not one finite reward for each completion.
     """
-    return _expected(model, _pack(enumeration, rewards), len(enumeration.prompts))
+    return expected(model, pack(enumeration, rewards), len(enumeration.prompts))
 
 
 def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.ndarray) -> dict[str, np.ndarray]:
@@ -203,7 +196,7 @@ def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.n
     """
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    for trees in _pack(enumeration, rewards):
+    for trees in pack(enumeration, rewards):
         value = _value(model, trees) / len(enumeration.prompts)
         for gradient, part in zip(total.values(), torch.autograd.grad(value, list(parameters.values())), strict=True):
             gradient += part
@@ -223,7 +216,11 @@ def flat(layout: noise.Layout, arrays: dict[str, np.ndarray]) -> np.ndarray:
     return vector
 
 
-def _pack(enumeration: Enumeration, rewards: np.ndarray) -> list[_Trees]:
+def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
+    """Return the rewarded completions as prefix trees, in batches of one forward pass each, for `expected`.
+
+    rewards: (completions,). Raises ValueError where they are not one finite number per completion.
+    """
     rewards = np.asarray(rewards, np.float64)
     if rewards.shape != (len(enumeration),) or not np.isfinite(rewards).all():
         raise ValueError(
@@ -277,7 +274,7 @@ class _Tree:
         self.paths.append(path)
 
 
-def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> _Trees:
+def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> Trees:
     rows, length = len(batch), max(len(tree.ids) for tree, _ in batch)
     ids, positions = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
     sees = np.zeros((rows, length, length), bool)
@@ -294,7 +291,7 @@ def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> _Trees:
         rewards += [reward for _, reward in found]
     longest = max(map(len, paths))
     row, slot, token = torch.tensor(edges).T
-    return _Trees(
+    return Trees(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         torch.zeros(sees.shape).masked_fill_(~torch.from_numpy(sees), torch.finfo(torch.float32).min)[:, None],
@@ -304,7 +301,7 @@ def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> _Trees:
     )
 
 
-def _value(model: Any, trees: _Trees) -> Tensor:
+def _value(model: Any, trees: Trees) -> Tensor:
     """Sum over the completions of p R, float64."""
     row, slot, token = trees.edges
     first = int(slot.min())  # the slots before are prompt, and nothing branches there
@@ -320,7 +317,8 @@ def _value(model: Any, trees: _Trees) -> Tensor:
 
 
 @torch.inference_mode()
-def _expected(model: Any, packed: list[_Trees], prompts: int) -> float:
+def expected(model: Any, packed: list[Trees], prompts: int) -> float:
+    """Return the expected reward of a model over so many prompts, from completions that `pack` has arranged."""
     return sum(_value(model, trees).item() for trees in packed) / prompts
 
 
@@ -399,160 +397,3 @@ def fitness_correlation(fitness: np.ndarray, projections: np.ndarray) -> float:
     # z is what the step is made of: a tie is decided once, and by the same rule
     z, s = update_rules.standardise(fitness), update_rules.standardise(projections)
     return float(np.clip(z @ s / len(z), -1, 1)) if z.any() and s.any() else math.nan
-
-
-# ---- all of it, for Countdown
-
-
-class ExactObjective:
-    """Countdown problems with the exact expected answer of a model, its gradient, and ES steps measured against it.
-
-    R is the answer part of the reward alone, under the strict grader: 1 for a right answer, 0 for any other completion.
-    The completions are enumerated once, at the weights given; a right answer too improbable there to be enumerated is
-    missed at other weights, too.
-
-    Args:
-        model: a Hugging Face decoder-only model of at most some million weights; it is copied and never changed.
-        tokenizer: its tokenizer.
-        problems: the problems; two numbers each, for an enumeration of thousands of completions a problem.
-        max_completion_length: new tokens at most.
-        min_probability: completions less probable than this are left out.
-
-    Attributes:
-        enumeration: the completions.
-        rewards: (completions,) 0 or 1.
-        layout: the model's parameters.
-        start: float32 (layout.size,) weights.
-        gradient: float32 (layout.size,) of the expected answer, at the start.
-        expected, greedy: expected answer and share of right greedy answers, at the start.
-
-    Raises:
-        ValueError: no problem, or none with a right answer among its completions.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        problems: Sequence[countdown.Problem],
-        *,
-        max_completion_length: int = MAX_COMPLETION_LENGTH,
-        min_probability: float = 1e-7,
-    ):
-        self.problems, self._tokenizer = list(problems), tokenizer
-        prompts = Prompts(countdown.dataset(self.problems, tokenizer), tokenizer)
-        self._model = copy.deepcopy(model).eval()
-        # one process: its master holds whatever weights are to be measured
-        self._engine = LocalEngine(
-            self._model,
-            tokenizer,
-            None,
-            {"problems": prompts},
-            max_completion_length=max_completion_length,
-        )
-        self.layout, self.start = self._engine.layout, self._engine.master.copy()
-        self.enumeration = enumerate_completions(
-            self._model,
-            [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)],
-            eos_ids=self._engine.eos_ids,
-            max_new_tokens=max_completion_length,
-            min_probability=min_probability,
-        )
-        texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
-        self.rewards = self._answers(texts, self.enumeration.prompt)
-        if not self.rewards.any():
-            raise ValueError(
-                f"none of the {len(self.rewards)} completions found has a right answer, so the gradient is 0: give a "
-                "model that can solve these problems, or lower min_probability."
-            )
-        self._packed = _pack(self.enumeration, self.rewards)
-        self.gradient = flat(self.layout, expected_reward_gradient(self._model, self.enumeration, self.rewards))
-        self.expected, self.greedy = self.expected_at(self.start), self.greedy_at(self.start)
-
-    def expected_at(self, weights: np.ndarray) -> float:
-        """Expected answer of sampling at temperature 1 with flat weights (layout.size,), averaged over the problems."""
-        self._engine.master[...] = weights
-        self._engine.write_model()
-        return _expected(self._model, self._packed, len(self.problems))
-
-    def greedy_at(self, weights: np.ndarray) -> float:
-        """Share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
-        self._engine.master[...] = weights
-        (completions,) = self._engine.generate("problems")
-        return float(self._answers([text for text, _ in completions], range(len(self.problems))).mean())
-
-    def run(self, N: int, sigma: float, alpha: float, repeat: int, fitness: str = "expected") -> dict[str, Any]:
-        """Take one ES step from the start and measure it.
-
-        Args:
-            N: members.
-            sigma: standard deviation of the perturbation, weight units.
-            alpha: step size with 1/sigma digested, weight units.
-            repeat: which population; member i has the key (run key of arm "estimator" and seed `repeat`, step 0, i).
-            fitness: "expected", the exact expected answer of each member; or "greedy", its share of right greedy
-                answers, as in training.
-
-        Returns:
-            The arguments; `tied` (no step, then; what is undefined is None); `cosine` of step and gradient; `rho`;
-            `predicted_cosine` rho sqrt(N/d); `norm_ratio` |step| / (alpha sqrt(d/N)); `improving`, the share of members
-            fitter than the start; change of the expected answer by the whole step and by its parts along and orthogonal
-            to the gradient (`gain_full`, `gain_aligned`, `gain_orthogonal`), and of the greedy answer
-            (`greedy_gain_full`, ...); `covered`, the least of all problems; `expected_reward` and `greedy` at the
-            start; `d` weights; number of `problems`.
-
-        Raises:
-            ValueError: an argument out of range.
-        """
-        if N < 2:
-            raise ValueError(f"N={N} is no population: z-scores need at least 2 members")
-        if not (alpha > 0 and math.isfinite(alpha)):
-            raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
-        choose("fitness", fitness, FITNESS)
-        measure, base = (self.expected_at, self.expected) if fitness == "expected" else (self.greedy_at, self.greedy)
-        root = noise.run_key("estimator", repeat)
-        keys = np.array([noise.member_key(root, 0, i) for i in range(N)], np.uint64)
-        values, member = np.empty(N), np.empty_like(self.start)
-        for i, key in enumerate(keys):
-            noise.perturb(member, self.start, self.layout, int(key), sigma)
-            values[i] = measure(member)
-        z = update_rules.standardise(values)
-        displacement = step(self.layout, keys, z, alpha)
-        aligned, orthogonal = decompose(displacement, self.gradient)
-        rho = fitness_correlation(values, projections(self.layout, keys, self.gradient))
-        norm = float(np.linalg.norm(displacement.astype(np.float64)))
-        result = {
-            "N": N,
-            "sigma": sigma,
-            "alpha": alpha,
-            "repeat": repeat,
-            "fitness": fitness,
-            "tied": not z.any(),
-            "cosine": cosine(displacement, self.gradient),
-            "rho": rho,
-            "predicted_cosine": rho * math.sqrt(N / self.layout.d),
-            "norm_ratio": norm / (alpha * math.sqrt(self.layout.d / N)),
-            "improving": float((values > base).mean()),
-        }
-        for name, part in (("full", displacement), ("aligned", aligned), ("orthogonal", orthogonal)):
-            moved = (self.start + part).astype(np.float32)
-            result[f"gain_{name}"] = self.expected_at(moved) - self.expected
-            result[f"greedy_gain_{name}"] = self.greedy_at(moved) - self.greedy
-        result |= {
-            "covered": float(self.enumeration.covered.min()),
-            "expected_reward": self.expected,
-            "greedy": self.greedy,
-            "d": self.layout.d,
-            "problems": len(self.problems),
-        }
-        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
-
-    def close(self) -> None:
-        """Let go of the engine; the objective cannot measure any more."""
-        self._engine.close()
-
-    def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:
-        """(texts,) answer scores under the strict grader."""
-        chosen = (self.problems[i] for i in prompts)
-        return np.array(
-            [countdown.grade(t, p.numbers, p.target).answer for t, p in zip(texts, chosen, strict=True)], np.float64
-        )

@@ -9,17 +9,17 @@ r = ref(x) / policy(x), the estimators of J. Schulman, "Approximating KL Diverge
 
 Tokens and sequences. A token's KL is that of the next token's distribution, given the tokens before it; the KL of a
 sequence is the expected sum of its tokens' KL. The ratio of a sequence is the product of its tokens' ratios, so k1 of
-the sequence is the sum of its tokens' k1, but k3 is not: k3 of the sequence's ratio (`kl_policy_ref_sequences`) and the
-sum of the tokens' k3 (`kl_policy_ref_tokens(...).k3.sum(-1)`) are different estimators of one number, both unbiased,
-and the tail of the first is that of a product of many ratios. A third one is the sum of the tokens' exact KL over the
-vocabulary at the prefixes that were sampled: each log ratio is replaced by its expectation given the prefix
-(Rao-Blackwell, token by token), which is unbiased and usually, not always, has less variance than k1.
+the sequence is the sum of its tokens' k1. For k3 that does not hold: k3 of the sequence's ratio
+(`kl_policy_ref_sequences`) and the sum of the tokens' k3 (`kl_policy_ref_tokens(...).k3.sum(-1)`) both estimate the KL
+without bias, and the first has the tail of a product of many ratios. The sum of the tokens' exact KL at the sampled
+prefixes replaces each log ratio by its expectation given the prefix (Rao-Blackwell, token by token): it is unbiased,
+too, and usually, not always, varies less than k1.
 
 Losses. With S = grad log policy(x), and the sample x held fixed as in any training step, the gradients of k1, k2 and k3
 are S, log(policy/ref) S and (1 - r) S. Expected over the policy they are 0, the gradient of KL(policy || ref), and the
-gradient of KL(ref || policy): the value of k3 is unbiased and its gradient is that of another divergence. k3 times the
+gradient of KL(ref || policy): the value of k3 is unbiased, its gradient belongs to another divergence. k3 times the
 ratio policy / old policy of an importance-weighted loss (TRL's use_bias_correction_kl) has the gradient of k2, sample
-by sample, where the two policies are equal. For sequences all this holds given the prefixes: `parameter_gradients` says
+by sample, where the two policies are equal. For sequences all this holds given the prefixes; `parameter_gradients` says
 what a sum over tokens leaves out.
 """
 
@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
@@ -72,12 +71,13 @@ def kl_policy_ref_tokens(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayL
     Args:
         log_policy: log-probabilities of the sampled tokens under the policy, nats, any shape; gradients pass through.
         log_ref: the same under the reference.
-        mask: the tokens that count, of the same shape; None: all do. What lies outside may be anything, NaN included.
+        mask: tokens that count, of the same shape; None: all do. Values outside it may be anything, NaN included.
 
     Returns:
         Estimates of that shape, float64, nats per token, 0 outside the mask.
 
-    >>> k1, k2, k3 = kl_policy_ref_tokens(np.log([0.5, 0.5]), np.log([0.25, 1.0]))
+    >>> policy, reference = torch.tensor([[0.5, 0.5], [0.25, 1.0]]).double().log()
+    >>> k1, k2, k3 = kl_policy_ref_tokens(policy, reference)
     >>> [[round(x, 4) for x in k.tolist()] for k in (k1, k2, k3)]
     [[0.6931, -0.6931], [0.2402, 0.2402], [0.1931, 0.3069]]
     """
@@ -102,7 +102,7 @@ def kl_policy_ref_sequences(log_policy: ArrayLike, log_ref: ArrayLike, mask: Arr
 
 
 def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(policy || ref) over the whole vocabulary, at each position.
+    """Return KL(policy || ref) over the whole vocabulary, at each position.
 
     Args:
         policy_logits: (..., vocabulary), of any floating dtype; gradients pass through.
@@ -127,7 +127,7 @@ def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temper
 def check_sampling(
     temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> None:
-    """Refuse settings of the sampling under which KL(policy || ref) is not the finite number that is measured here.
+    """Refuse settings of sampling under which KL(policy || ref) is not the finite number that is measured here.
 
     Args:
         temperature: positive. Policy and reference are compared at this temperature.
@@ -155,16 +155,16 @@ def check_sampling(
 
 
 def gaussian_exact(mean: float) -> dict[str, float]:
-    """Bias and standard deviation of k1, k2 and k3 for the policy N(0, 1) and the reference N(mean, 1), in closed form.
+    """Return bias and standard deviation of k1, k2 and k3 for policy N(0, 1) and reference N(mean, 1), in closed form.
 
-    log r is normal with mean -m^2/2 and variance m^2, which gives everything: KL = m^2/2; bias of k2 m^4/8; variances
+    log r is normal with mean -m^2/2 and variance m^2. So KL = m^2/2, the bias of k2 is m^4/8, and the variances are
     m^2, m^4/2 + m^6/4 and exp(m^2) - 1 - m^2.
 
     Args:
         mean: m of the reference, not 0. Schulman's cases are 0.1 and 1.
 
     Returns:
-        "kl", nats; then "k1_bias", "k1_std", "k2_bias", ... as multiples of it, as in his tables.
+        "kl", nats; then "k1_bias", "k1_std", "k2_bias", ..., multiples of it as in Schulman's tables.
 
     Raises:
         ValueError: a mean of 0, where the KL is 0, or one that is not finite.
@@ -181,33 +181,6 @@ def gaussian_exact(mean: float) -> dict[str, float]:
     return result
 
 
-def gaussian_sampled(mean: float, n: int, rng: np.random.Generator) -> dict[str, float]:
-    """The same numbers as `gaussian_exact`, from samples.
-
-    Args:
-        mean: of the reference, not 0.
-        n: samples, at least 2.
-        rng: draws them.
-
-    Returns:
-        As `gaussian_exact`; the biases have a standard error of std / sqrt(n).
-
-    Raises:
-        ValueError: as `gaussian_exact`, or fewer than 2 samples.
-    """
-    kl = _gaussian_kl(mean)
-    if n < 2:
-        raise ValueError(f"n={n} samples have no standard deviation: draw at least 2.")
-    x = rng.standard_normal(n)
-    # log densities up to their common constant
-    estimates = kl_policy_ref_tokens(-(x**2) / 2, -((x - mean) ** 2) / 2)
-    result = {"kl": kl}
-    for name, values in zip(ESTIMATORS, estimates, strict=True):
-        result[f"{name}_bias"] = (values.mean().item() - kl) / kl
-        result[f"{name}_std"] = values.std().item() / kl
-    return result
-
-
 def _gaussian_kl(mean: float) -> float:
     if mean == 0 or not math.isfinite(mean):
         raise ValueError(f"mean={mean!r} must be finite and not 0: bias and std are given as multiples of the KL.")
@@ -218,10 +191,10 @@ def _gaussian_kl(mean: float) -> float:
 
 
 def loss_gradients(policy_logits: Tensor, ref_logits: Tensor) -> dict[str, Tensor]:
-    """Expected gradient of each estimator as a loss, for a policy softmax(logits) and a token drawn from it.
+    """Return each estimator's expected gradient as a loss, for a policy softmax(logits) and a token drawn from it.
 
-    The token is held fixed while the loss is differentiated; then the expectation is taken over the policy:
-    E[f(x) grad log policy(x)] = p (f - E f), with f = 1, log(policy/ref) and 1 - r.
+    The loss is differentiated with the token held fixed, then averaged over the policy: E[f(x) grad log policy(x)] =
+    p (f - E f), with f = 1, log(policy/ref) and 1 - r.
 
     Args:
         policy_logits: (..., vocabulary), finite.
@@ -262,28 +235,28 @@ def parameter_gradients(
     completion_ids: Sequence[Sequence[int]],
     eos_ids: Collection[int],
 ) -> dict[str, Tensor]:
-    """Gradients of KL(policy || ref) and of the estimators as losses, with respect to all weights of the policy.
+    """Return the gradients of KL(policy || ref) and of the estimators as losses, for all weights of the policy.
 
-    Losses are sums over the tokens of a sequence, averaged over sequences, at temperature 1 (TRL's division by a number
-    of tokens changes the length of the gradient alone, where it is one number for the batch). Two objects can be asked
-    for. With s_t the prefix of token t and KL_t its exact KL,
+    Losses are sums over the tokens of a sequence, averaged over sequences, at temperature 1. (TRL divides by a number
+    of tokens; where that is one number for the batch, only the gradient's length changes.) There are two true
+    gradients. With s_t the prefix of token t and KL_t its exact KL,
 
         token      E[sum_t grad KL_t(s_t)]: each token's KL, the prefixes held fixed where they were sampled;
         sequence   token + E[sum_t (KL_t+1 + KL_t+2 + ...) grad log policy(token t | s_t)]: grad KL of the sequence.
 
     The second term is what a policy gains by moving towards prefixes after which it differs less from the reference. A
     sum over tokens of k1, k2 or k3 misses it, with each token's ratio or without. (k2 of the sequence's ratio has it:
-    its expected gradient is the second object.) A baseline is used here, the mean of the other rows at the position.
+    its expected gradient is the second one.) It is estimated here with the mean of the other rows as baseline.
 
     Args:
-        policy: a Hugging Face decoder-only model; its weights and their `grad` are left alone.
+        policy: a Hugging Face decoder-only model; its weights and their `grad` do not change.
         reference: another one, of the same vocabulary.
         prompt_ids, prompt_mask, completion_ids, eos_ids: samples of the policy at temperature 1, as for `compare`.
 
     Returns:
         float32 (weights,) vectors, nats per weight unit, in the order of `policy.parameters()`: "token" and "sequence";
         "k2" and "k3", expected over each token given its prefix (that of k1 is 0); "k1_sampled", "k2_sampled" and
-        "k3_sampled", of the tokens that were sampled. Averages over the given rows.
+        "k3_sampled", for the sampled tokens. All are averages over the given rows.
 
     Raises:
         ValueError: as `compare`; or no token at all.
@@ -333,23 +306,22 @@ def compare(
     eos_ids: Collection[int],
     temperature: float = 1.0,
 ) -> Comparison:
-    """Log-probabilities of sampled completions under two models, and their exact KL at every token.
+    """Return log-probabilities of sampled completions under two models, and the exact KL at every token.
 
-    One forward pass of each model, in blocks of rows where the logits are large. Models in training mode are put into
-    evaluation mode meanwhile: dropout has no place here.
+    Each model does one forward pass, in blocks of rows where the logits are large, in evaluation mode: without dropout.
 
     Args:
         policy: the Hugging Face decoder-only model that sampled the completions.
         reference: another one, of the same vocabulary.
         prompt_ids: (rows, width) ids, padded on the left, as `Prompts.ids`.
         prompt_mask: (rows, width) 1 at the prompt's tokens, 0 at padding.
-        completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows do,
-            too; a completion that was cut off has no end token; an empty one has no tokens.
-        eos_ids: ids that end a completion; each completion's counts once.
+        completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows are
+            fine; a completion that was cut off has no end token, an empty one no tokens.
+        eos_ids: ids that end a completion; the end token counts.
         temperature: of the sampling, without top-k, top-p or min-p (see `check_sampling`).
 
     Returns:
-        The comparison; its tokens are as many as the longest completion has.
+        The comparison, as wide as the longest completion.
 
     Raises:
         ValueError: arrays that do not fit together, prompts not padded on the left, two vocabularies, or a temperature
@@ -385,7 +357,7 @@ def measure(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> dict[str, float | int | None]:
-    """KL(policy || ref) on completions that the policy sampled, for a record.
+    """Measure KL(policy || ref) on completions that the policy sampled, for a record.
 
     Args:
         policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature: as for `compare`.
@@ -395,7 +367,7 @@ def measure(
         "tokens" and "sequences", their numbers; "k1_nats_per_token", ..., "exact_nats_per_token", means over all tokens
         together; "k1_nats_per_sequence", ..., means over sequences of the estimators of the sequence's ratio, and
         "exact_nats_per_sequence", of the sum of the tokens' exact KL. (The sum of the tokens' k3 is k3_nats_per_token *
-        tokens / sequences.) None where there is nothing to average, or where the mean is not finite, as of a diverged
+        tokens / sequences.) None where there is nothing to average, and where the mean is not finite, as for a diverged
         policy: JSON has no such numbers.
 
     Raises:
@@ -420,17 +392,17 @@ def measure(
 
 
 def estimator_errors(comparison: Comparison) -> dict[str, float]:
-    """Bias and standard deviation of the estimators of KL(policy || ref) on sampled completions, nats.
+    """Return bias and standard deviation of the estimators of KL(policy || ref) on sampled completions, nats.
 
-    Biases are against the exact KL at the same prefixes, which leaves the noise of the sampled tokens alone in them.
-    Standard deviations are those over tokens or sequences, the differences between prefixes and prompts included.
+    Biases are taken against the exact KL at the same prefixes, so their only noise is that of the sampled tokens.
+    Standard deviations are over tokens or sequences and include the differences between prefixes and prompts.
 
     Args:
         comparison: of at least two completions.
 
     Returns:
-        "exact_token_mean" and "_std"; "exact_sequence_mean" and "_std" (sums of the tokens' exact KL); of k1, k2 and k3
-        each: "k1_token_bias" and "_std", per token; "k1_sum_bias" and "_std", of the sum over a sequence's tokens;
+        "exact_token_mean" and "_std"; "exact_sequence_mean" and "_std" (sums of the tokens' exact KL); for each of k1,
+        k2 and k3 "k1_token_bias" and "_std", per token; "k1_sum_bias" and "_std", of the sum over a sequence's tokens;
         "k1_sequence_bias" and "_std", of the sequence's ratio.
 
     Raises:
@@ -465,19 +437,19 @@ def gradient_errors(
     completion_ids: Sequence[Sequence[int]],
     eos_ids: Collection[int],
 ) -> dict[str, float | None]:
-    """How far each estimator's gradient as a loss is from the true one (see `parameter_gradients`).
+    """Return how far each estimator's gradient as a loss is from the true one (see `parameter_gradients`).
 
     Args:
-        policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids: as for `parameter_gradients`. The rows
-            are computed in two halves, which should hold the same prompts.
+        policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids: as for `parameter_gradients`; the two
+            halves of the rows should hold the same prompts.
 
     Returns:
-        "gradient_token_norm" and "gradient_sequence_norm" of the two true gradients, nats per weight unit;
-        "gradient_sequence_noise", the standard error of the second (from the halves' difference in the term that it
-        alone has) over its norm. For k1, k2 and k3, with the token averaged out given its prefix:
-        "k1_gradient_token_cosine" and "_norm_ratio" against the first, "k1_gradient_sequence_cosine" and "_norm_ratio"
-        against the second; "k1_gradient_noise", the norm of what the sampled tokens add, over that of the first. The
-        cosines of k1, whose gradient is 0, are None.
+        "gradient_token_norm" and "gradient_sequence_norm", of the two true gradients, nats per weight unit;
+        "gradient_sequence_noise", the second one's standard error (from the halves' difference in the term that only it
+        has) over its norm. For k1, k2 and k3, averaged over each token given its prefix: "k1_gradient_token_cosine" and
+        "_norm_ratio" against the first, "k1_gradient_sequence_cosine" and "_norm_ratio" against the second;
+        "k1_gradient_noise", the norm of what the sampled tokens add over that of the first. The gradient of k1 is 0, so
+        its cosines are None.
 
     Raises:
         ValueError: as `parameter_gradients`, or fewer than two completions.
@@ -541,7 +513,7 @@ def _rows(
 
 
 def _until_end(ids: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
-    """A completion up to and with its first end token."""
+    """Return a completion up to its first end token, included."""
     kept = []
     for token in map(int, ids):
         kept.append(token)
@@ -551,7 +523,7 @@ def _until_end(ids: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
 
 
 def _logits(model: Any, rows: _Rows) -> Tensor:
-    """(rows, tokens, vocabulary): those that each token of the completions was drawn from."""
+    """Return (rows, tokens, vocabulary), the logits that each token of the completions was drawn from."""
     attention = torch.cat([rows.prompt_mask, rows.mask.long()], 1).to(model.device)
     return model(
         input_ids=torch.cat([rows.prompt_ids, rows.ids], 1).to(model.device),
@@ -581,7 +553,7 @@ def _check_shapes(policy_logits: Tensor, ref_logits: Tensor) -> None:
 
 @contextmanager
 def _evaluation(*models: Any) -> Iterator[None]:
-    """Models in evaluation mode, and back as they were."""
+    """Put models into evaluation mode, and back as they were."""
     training = [model.training for model in models]
     for model in models:
         model.eval()

@@ -1,4 +1,4 @@
-"""What a sweep can show with the seeds it has: power and smallest detectable effects, printed before it starts.
+"""Power and smallest detectable effects: what a sweep can show with its seeds, printed before it starts.
 
 All arms have n seeds each and normal scores with one standard deviation, that of a pilot (n - 1 in the denominator).
 Effects, margins and standard deviations are in the unit of the quantity; power and alpha are fractions. For m tests
@@ -24,7 +24,7 @@ class Plan:
     """One comparison of two arms that a sweep is about to make."""
 
     quantity: str
-    """What is compared, such as "test accuracy, ES less GRPO"."""
+    """What is compared, such as "test accuracy, ES - GRPO"."""
     test: str
     """"difference" (two-sided t test of means), "equivalence" (TOST) or "std ratio" (F test)."""
     n: int
@@ -32,16 +32,16 @@ class Plan:
     effect: float
     """The difference, the margin, or the ratio of standard deviations to be found."""
     std: float = nan
-    """Standard deviation over the pilot's seeds; a ratio of standard deviations needs none."""
+    """Standard deviation over the pilot's seeds; "std ratio" needs none."""
 
 
 def report(plans: Sequence[Plan], power: float = 0.8, alpha: float = 0.05) -> DataFrame:
     """Return a table of what each comparison can show; print it before the sweep starts.
 
     Columns: quantity, test, n, pilot std, effect, power (of finding that effect), detectable (the smallest effect,
-    margin or ratio found with the given power). A standard deviation from 4 pilot runs may be off by a factor of 2 or
-    more either way, and detectable effects with it.
-    Raises ValueError for an unknown test and for values without meaning, naming the quantity.
+    margin or ratio found with the given power). A standard deviation from 4 pilot runs may be wrong by a factor of 2 or
+    more either way, and so may detectable effects.
+    Raises ValueError, naming the quantity, for an unknown test and for values without meaning.
     """
     import pandas as pd
 
@@ -105,7 +105,7 @@ def detectable_margin(n: int, std: float, power: float = 0.8, alpha: float = 0.0
 def std_ratio(n: int, ratio: float, alpha: float = 0.05) -> float:
     """Return the power of a two-sided F test to find a ratio of two arms' standard deviations.
 
-    `stats.log_std_ratio` and `stats.brown_forsythe`, which do without normal scores, have a little less.
+    `stats.log_std_ratio` and `stats.brown_forsythe`, which do not assume normal scores, have a little less power.
     Raises ValueError for n < 2, a ratio that is not positive and alpha outside (0, 1).
     """
     from scipy.stats import f
@@ -139,8 +139,8 @@ def _check(n: int, std: float, alpha: float) -> None:
 def _over_estimates(rejected: Callable[[NDArray], NDArray], n: int, widest: float = inf) -> float:
     """Return a probability of rejection, averaged over u = estimated / true standard deviation of two arms, u < widest.
 
-    Gauss-Legendre quadrature over the law of u: the non-central t that gives the same in closed form is NaN for large
-    effects in scipy, and so in statsmodels' TTestIndPower.
+    It is a Gauss-Legendre quadrature over the law of u: scipy's non-central t, the closed form, is NaN for large
+    effects, and so is statsmodels' TTestIndPower.
     """
     from scipy.stats import chi2
 
@@ -156,7 +156,7 @@ def _over_estimates(rejected: Callable[[NDArray], NDArray], n: int, widest: floa
 
 
 def _smallest(power_of: Callable[[float], float], start: float, power: float, least: float) -> float:
-    """Return the effect, from start on, whose power (which rises from least) is the wanted one."""
+    """Return the effect, start or more, that has the wanted power; power rises from least."""
     from scipy.optimize import brentq
 
     if not least < power < 1:

@@ -1,22 +1,13 @@
 """The claims: declared in paper/claims.yaml before they are tested, judged by code from the run records."""
 
-from evoalign_lib.claims.verdicts import (
-    VERDICTS,
-    Verdict,
-    check_claim,
-    committed_records,
-    decide,
-    evaluate,
-    evaluate_all,
-    evaluate_together,
-    load_claims,
-    lock,
-    lock_problems,
-    read_lock,
-    rule_hash,
-)
+from evoalign_lib.claims.declarations import check_claim, load_claims, rule_hash
+from evoalign_lib.claims.judgement import decide
+from evoalign_lib.claims.lock import lock, lock_problems, read_lock
+from evoalign_lib.claims.selection import NULLS, committed_records
+from evoalign_lib.claims.verdicts import VERDICTS, Verdict, evaluate, evaluate_all, evaluate_together
 
 __all__ = [
+    "NULLS",
     "VERDICTS",
     "Verdict",
     "check_claim",

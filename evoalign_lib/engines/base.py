@@ -241,19 +241,28 @@ class Engine(Scorer):
         raise NotImplementedError
 
     def generate(
-        self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0
+        self,
+        name: str,
+        indices: np.ndarray | None = None,
+        *,
+        samples: int = 0,
+        seed: int = 0,
+        temperature: float = 1.0,
     ) -> list[list[tuple[str, list[int]]]]:
         """Return completions of the weights themselves.
 
         Args:
             name: which prompts.
             indices: rows of them (default: all).
-            samples: 0 for greedy decoding, else samples per prompt at temperature 1 (plain: no top-k, top-p or
-                repetition penalty).
-            seed: of the samples; a row of the prompts gets the same numbers in any chunk.
+            samples: 0 for greedy decoding, else samples per prompt (plain: no top-k, top-p or repetition penalty).
+            seed: of the samples; a row of the prompts gets the same numbers in any chunk and at any temperature.
+            temperature: of the samples, above 0; the logits are divided by it.
 
         Returns:
             (max(1, samples)) lists of (prompts) pairs of text and token ids.
+
+        Raises:
+            ValueError: a temperature that is not a number above 0.
         """
         raise NotImplementedError
 
@@ -320,3 +329,9 @@ def _eos_ids(model, tokenizer) -> list[int]:
     if not found:
         raise ValueError("neither the model nor the tokenizer declares an end token: set tokenizer.eos_token.")
     return sorted(found)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError unless this is a temperature to sample at, a finite number above 0."""
+    if not 0 < temperature < np.inf:
+        raise ValueError(f"temperature={temperature} must be above 0: greedy decoding is samples=0.")

@@ -164,7 +164,12 @@ class Decoder:
 
     @torch.inference_mode()
     def generate(
-        self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int, uniforms: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        max_new_tokens: int,
+        uniforms: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """Decode one batch.
 
@@ -172,8 +177,9 @@ class Decoder:
             input_ids: (rows, width) int64, padded on the left; each row begins with the prefix and goes on after it.
             attention_mask: (rows, width), 0 at padding.
             max_new_tokens: tokens per row, at most.
-            uniforms: (rows, max_new_tokens) numbers in [0, 1); sampling at temperature 1 by inversion of the
-                distribution function. None: greedy.
+            uniforms: (rows, max_new_tokens) numbers in [0, 1); sampling by inversion of the distribution function.
+                None: greedy.
+            temperature: of the samples, above 0; the logits are divided by it.
 
         Returns:
             (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
@@ -189,7 +195,10 @@ class Decoder:
         out = torch.full((rows, max_new_tokens), self.pad_id, dtype=torch.int64)
         hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), pads, p)
         for t in range(max_new_tokens):
-            token = self._choose(_multiply(hidden, self._head), None if uniforms is None else uniforms[active, t])
+            logits = _multiply(hidden, self._head)
+            if uniforms is not None and temperature != 1:
+                logits = logits / temperature
+            token = self._choose(logits, None if uniforms is None else uniforms[active, t])
             token[finished] = self.pad_id
             out[active, t] = token
             finished |= torch.isin(token, self.eos_ids)

@@ -34,7 +34,7 @@ from torch import Tensor
 from evoalign_lib import noise
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
-from evoalign_lib.engines.base import Engine, Evaluation, Prompts
+from evoalign_lib.engines.base import Engine, Evaluation, Prompts, check_temperature
 from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.precision import copy_to
@@ -142,11 +142,12 @@ class LocalEngine(Engine):
         tasks = [(_evaluate, (i, m, sigma, name, indices, trainer_state, sampling)) for i, m in enumerate(members)]
         return self._run(tasks)
 
-    def generate(self, name, indices=None, *, samples=0, seed=0):
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
+        check_temperature(temperature)
         indices = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         chunks = [indices[i : i + self.chunk_rows] for i in range(0, len(indices), self.chunk_rows)]
         draws: list[int | None] = list(range(samples)) if samples else [None]
-        tasks = [(_generate, (name, chunk, seed, draw)) for draw in draws for chunk in chunks]
+        tasks = [(_generate, (name, chunk, seed, draw, temperature)) for draw in draws for chunk in chunks]
         done = iter(self._run(tasks))
         return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
@@ -216,7 +217,9 @@ class LocalEngine(Engine):
             ids = self._decode(weights, name, indices, uniforms)
         return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
 
-    def generate_rows(self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None) -> list:
+    def generate_rows(
+        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
+    ) -> list:
         """Return completions of the weights themselves, (text, ids) each, in this process.
 
         Args:
@@ -224,19 +227,27 @@ class LocalEngine(Engine):
             indices: rows of them.
             seed: of the samples.
             draw: which sample of each prompt; None: greedy decoding.
+            temperature: of the samples, above 0.
         """
         uniforms = None
         if draw is not None:
             rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
             uniforms = rng.random((len(self.prompts[name]), self.max_completion_length), dtype=np.float32)[indices]
-        return self.completions(self.until_end(self._decode(self.weights.flat, name, indices, uniforms)))
+        return self.completions(self.until_end(self._decode(self.weights.flat, name, indices, uniforms, temperature)))
 
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
         """Return flat weights by name: rounded to the model's dtype, in the dtype in which the loop multiplies."""
         flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
         return self.layout.views(flat)
 
-    def _decode(self, weights: np.ndarray | Tensor, name: str, indices: np.ndarray, uniforms: np.ndarray | None):
+    def _decode(
+        self,
+        weights: np.ndarray | Tensor,
+        name: str,
+        indices: np.ndarray,
+        uniforms: np.ndarray | None,
+        temperature: float = 1.0,
+    ):
         """Decode rows of the prompts with flat weights; return ids, (rows, max_completion_length)."""
         prompts, rows = self.prompts[name], len(indices)
         if self.decoder == "loop":
@@ -258,21 +269,22 @@ class LocalEngine(Engine):
             ids, mask = (torch.from_numpy(a[indices[chunk]]) for a in (prompts.ids, prompts.mask))
             u = None if uniforms is None else torch.from_numpy(uniforms[chunk])
             if self.decoder == "loop":
-                new = decoder.generate(ids, mask, self.max_completion_length, u)
+                new = decoder.generate(ids, mask, self.max_completion_length, u, temperature)
             else:
-                new = self._transformers_generate(ids, mask, u)
+                new = self._transformers_generate(ids, mask, u, temperature)
             out.append(new[: min(self.chunk_rows, rows - start)].numpy())
         return np.concatenate(out)
 
     @torch.inference_mode()
-    def _transformers_generate(self, ids, mask, uniforms):
+    def _transformers_generate(self, ids, mask, uniforms, temperature):
         from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
         class _Invert(LogitsProcessor):
             """Samples by inversion of the distribution function with given numbers, as the loop does."""
 
             def __call__(self, input_ids, scores):
-                cumulative = scores.float().softmax(-1).cumsum(-1)
+                scores = scores.float() if temperature == 1 else scores.float() / temperature
+                cumulative = scores.softmax(-1).cumsum(-1)
                 u = uniforms[:, input_ids.shape[1] - ids.shape[1], None] * cumulative[:, -1:]
                 token = (cumulative <= u).sum(-1).clamp_(max=scores.shape[-1] - 1)
                 return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import Engine, Prompts
+from evoalign_lib.engines.base import Engine, Prompts, check_temperature
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.memory import held_parameters
 from evoalign_lib.engines.processes import default_workers
@@ -157,7 +157,8 @@ class RayEngine(Engine):
             [_Task("evaluate", (i, *member, *rest), f"member {i}{where}") for i, member in enumerate(members)]
         )
 
-    def generate(self, name, indices=None, *, samples=0, seed=0):
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
+        check_temperature(temperature)
         self._start()
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
@@ -166,7 +167,9 @@ class RayEngine(Engine):
         draws = list(range(samples)) if samples else [None]
         tasks = [
             _Task(
-                "generate", (self._noise, name, chunk, seed, draw), f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
+                "generate",
+                (self._noise, name, chunk, seed, draw, temperature),
+                f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},",
             )
             for draw in draws
             for chunk in chunks

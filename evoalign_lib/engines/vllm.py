@@ -41,7 +41,7 @@ import torch
 from evoalign_lib import noise
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
-from evoalign_lib.engines.base import Engine, Evaluation, Prompts, Scorer
+from evoalign_lib.engines.base import Engine, Evaluation, Prompts, Scorer, check_temperature
 from evoalign_lib.engines.memory import held_parameters, room_beside_master
 from evoalign_lib.precision import matrix_digest
 from evoalign_lib.rewards import Rewards
@@ -214,18 +214,25 @@ class Generator:
         """Return by rank the SHA-256 of the float32 master of each of its segments."""
         return self.llm.collective_rpc("evoalign_digests")
 
-    def generate(self, ids: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int] | None = None) -> list:
+    def generate(
+        self,
+        ids: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        seeds: Sequence[int] | None = None,
+        temperature: float = 1.0,
+    ) -> list:
         """Decode prompts with the weights that were written last.
 
         Args:
             ids: token ids of each prompt, without padding.
             max_new_tokens: new tokens per completion, at most.
-            seeds: None for greedy decoding; else one seed per row, for samples at temperature 1.
+            seeds: None for greedy decoding; else one seed per row, which is sampled.
+            temperature: of the samples, above 0.
 
         Returns:
             Token ids of each completion, with the end token where there is one.
         """
-        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds)
+        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds, temperature)
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
@@ -245,6 +252,7 @@ def decode(
     ids: Sequence[Sequence[int]],
     max_new_tokens: int,
     seeds: Sequence[int] | None = None,
+    temperature: float = 1.0,
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`."""
     from vllm import SamplingParams
@@ -265,7 +273,7 @@ def decode(
     if seeds is None:
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
-        how = [SamplingParams(temperature=1.0, seed=seed, **common) for seed in seeds]
+        how = [SamplingParams(temperature=temperature, seed=seed, **common) for seed in seeds]
     prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
     return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, how, use_tqdm=False)]
 
@@ -306,7 +314,9 @@ class Decoding(Scorer):
         completions = self._decode(name, rows, seeds)
         return self.scored(index, name, rows, completions, trainer_state, started)
 
-    def generate_rows(self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None) -> list:
+    def generate_rows(
+        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
+    ) -> list:
         """Return completions of the weights themselves, (text, ids) each.
 
         Args:
@@ -314,10 +324,11 @@ class Decoding(Scorer):
             indices: rows of them.
             seed: of the samples.
             draw: which sample of each prompt; None: greedy decoding.
+            temperature: of the samples, above 0.
         """
         seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in indices]
         self._write_weights()
-        return self._decode(name, indices, seeds)
+        return self._decode(name, indices, seeds, temperature)
 
     @contextmanager
     def perturbed(self, key: int, sigma: float) -> Iterator[None]:
@@ -334,13 +345,15 @@ class Decoding(Scorer):
         else:
             self.generator.perturb(*self._noise)
 
-    def _decode(self, name: str, rows: np.ndarray, seeds: Sequence[int] | None) -> list[tuple[str, list[int]]]:
+    def _decode(
+        self, name: str, rows: np.ndarray, seeds: Sequence[int] | None, temperature: float = 1.0
+    ) -> list[tuple[str, list[int]]]:
         prompts = self.prompts[name]
         ids = [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
-        return self.completions(self._tokens(ids, seeds))
+        return self.completions(self._tokens(ids, seeds, temperature))
 
-    def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[list[int]]:
-        return self.generator.generate(ids, self.max_completion_length, seeds)
+    def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int] | None, temperature: float) -> list[list[int]]:
+        return self.generator.generate(ids, self.max_completion_length, seeds, temperature)
 
 
 class VLLMEngine(Decoding, Engine):
@@ -426,7 +439,8 @@ class VLLMEngine(Decoding, Engine):
         with self._ended_by_interrupts():
             return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
-    def generate(self, name, indices=None, *, samples=0, seed=0):
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
+        check_temperature(temperature)
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         with self._ended_by_interrupts():
             if not samples:
@@ -434,7 +448,7 @@ class VLLMEngine(Decoding, Engine):
             # all draws at once: vLLM makes batches of its own, the larger the better, and each row has its seed
             seeds = [sample_seed(seed, int(row), draw) for draw in range(samples) for row in rows]
             self._write_weights()
-            found = self._decode(name, np.tile(rows, samples), seeds)
+            found = self._decode(name, np.tile(rows, samples), seeds, temperature)
         return [found[draw * len(rows) : (draw + 1) * len(rows)] for draw in range(samples)]
 
     @contextmanager
@@ -509,7 +523,8 @@ class PushedEngine(Decoding, Engine):
             "exact": False,
         }
 
-    def generate(self, name, indices=None, *, samples=0, seed=0):
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
+        check_temperature(temperature)
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         size, seeds = len(rows), None
         if samples:
@@ -518,7 +533,7 @@ class PushedEngine(Decoding, Engine):
         self._push()
         n, mine = processes.world_size(), processes.rank()
         own = np.arange(mine, len(rows), n)
-        found = self._decode(name, rows[own], seeds and [seeds[i] for i in own])
+        found = self._decode(name, rows[own], seeds and [seeds[i] for i in own], temperature)
         if n > 1:
             from accelerate.utils import gather_object
 
@@ -547,8 +562,8 @@ class PushedEngine(Decoding, Engine):
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, since requests are still running.")
 
-    def _tokens(self, ids, seeds):
-        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds) if ids else []
+    def _tokens(self, ids, seeds, temperature):
+        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds, temperature) if ids else []
 
     def close(self):
         if self._own is not None:

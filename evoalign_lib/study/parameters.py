@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from evoalign_lib.checks import nearest
 from evoalign_lib.engines import ENGINES
 from evoalign_lib.records import SCALES
 from evoalign_lib.study import provenance
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_EXAMPLES)
@@ -37,15 +40,16 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     ...     {"tiny": {"steps": 100}})
     Traceback (most recent call last):
     ...
-    ValueError: unknown parameter 'stpes': did you mean 'steps'? Known: ...
+    ValueError: unknown parameter 'stpes'. Did you mean 'steps'? Known: ...
     """
     missing = [name for name in PARAMETERS if name not in namespace]
     if missing:
         raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
     scale = namespace["scale"]
     if scale not in SCALES:
-        near = difflib.get_close_matches(str(scale), SCALES, n=1, cutoff=0.0)
-        raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}. Did you mean {near[0]!r}?")
+        raise ValueError(
+            f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.{nearest(scale, SCALES, cutoff=0.0)}"
+        )
     if scale not in presets:
         raise ValueError(f"this notebook has no scale {scale!r} yet: use one of {', '.join(presets)}.")
     settings = dict(presets[scale])
@@ -55,10 +59,9 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
         for name, value in namespace.items():
             if name in known or name.startswith("_") or name in _OF_IPYTHON or value is presets or not _is_plain(value):
                 continue
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             raise ValueError(
-                f"unknown parameter {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}Known: "
-                f"{', '.join(sorted(known))}. (In JupyterLab, run 'del {name}' to get rid of it.)"
+                f"unknown parameter {name!r}.{nearest(name, known, cutoff=0.5)} Known: {', '.join(sorted(known))}. (In "
+                f"JupyterLab, run 'del {name}' to get rid of it.)"
             )
     for name, default in (_EXAMPLES | settings).items():
         if name in namespace:
@@ -97,6 +100,24 @@ def announce(run: SimpleNamespace, notebook: str) -> None:
     print(", ".join(f"{name} {version}" for name, version in found.items()), f"(commit {provenance.commit()})")
     if run.dry_run:
         print("dry run: the first runs that have no record are named, and nothing is run")
+
+
+def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
+    """Return the settings as a table: those of the first scale, and where another scale differs, its own.
+
+    presets: as for `check_parameters`.
+    """
+    from pandas import DataFrame
+
+    first, *others = presets.values()
+    rows = {
+        name: [first.get(name, "")] for name in dict.fromkeys(name for preset in presets.values() for name in preset)
+    }
+    for preset in others:
+        for name, row in rows.items():
+            same = name not in preset or (name in first and preset[name] == first[name])
+            row.append("" if same else preset[name])
+    return DataFrame(rows.values(), index=list(rows), columns=list(presets), dtype=object)
 
 
 _OF_IPYTHON = {"In", "Out", "exit", "quit"}

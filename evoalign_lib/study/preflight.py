@@ -1,8 +1,8 @@
-"""What a run at full scale needs, from the model's config alone: memory by component, work, and how long it may take.
+"""Whether a run at full scale fits, from the model's config alone: memory by component, and remedies.
 
-`experiments.load_or_run` prints the plans of the training runs that it is about to make, and stops where one cannot
-fit. No weights are read, nothing is run, and nothing here is measured: a plan is arithmetic on shapes and settings, and
-on these assumptions, which it names where it uses them.
+`sweep.load_or_run` prints the plans of the training runs that it is about to make, and stops where one cannot fit. No
+weights are read and nothing is run: a plan is arithmetic on shapes and settings, and on these assumptions, which it
+names where it uses them. It says nothing of hours: time a step of a run for these.
 
 1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, and of the float32
    master. Key and value heads that are fewer than the GPUs of an engine are held by several, as vLLM has it. The KV
@@ -12,16 +12,13 @@ on these assumptions, which it names where it uses them.
    (as `grpo` trains), the reference model if beta > 0, with several GPUs the buckets of DistributedDataParallel, and
    vLLM's own copy beside them (TRL's "colocate"), in the model's dtype. Nothing is sharded: there is no configuration
    for it, so more GPUs make no model fit.
-3. Activations are stored, not recomputed (`grpo` has gradient checkpointing off): 6 h + 5 q + 4 i numbers a token and
+3. Activations are stored, not recomputed (`grpo` has gradient checkpointing off): 6 h + 5 q + 4 i numbers per token and
    layer (h: hidden size, q: heads times their size, i: intermediate size), which a test holds against the tensors that
    PyTorch keeps. Attention scores are not among them. TRL 1.16 computes log-probabilities from tiles of the logits, so
    these never lie in memory as a whole.
 4. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start
-   (`runs`); of a gradient arm each process does.
-5. Every completion is as long as it may be, and a prompt has the tokens of `PROMPT_TOKENS`.
-6. Times are computed from the rates of a device's data sheet, and from a share of them (`SLOW`) at the slow end. A
-   forward pass costs 2 operations a parameter and token, a backward pass twice that, attention products left out, as in
-   budgets. Evaluation decodes as many rows at once as training does.
+   (`training`); of a gradient arm each process does.
+5. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
 """
 
 from __future__ import annotations
@@ -30,10 +27,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from evoalign_lib import arms
 from evoalign_lib.engines.memory import (
     USABLE,
     CannotCount,
@@ -43,7 +41,7 @@ from evoalign_lib.engines.memory import (
     shape,
     tensor_parallel_sizes,
 )
-from evoalign_lib.study.runs import ARMS
+from evoalign_lib.study import measures
 
 GIB = 2**30
 GPU_GIB = 80.0
@@ -53,45 +51,27 @@ RESERVE_GIB = 4.0
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
 CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
-PROMPT_TOKENS = {"countdown": 150, "conciseness": 50}
-"""Tokens of a prompt, assumed: Countdown's text has about 470 characters, a question about 35, a token about 4; the
-rest is for the chat template."""
-SLOW = 0.3
-"""Share of a device's rates at the slow end of an estimate: assumed."""
-STEP_SECONDS = 3e-3
-"""More seconds a decode step at the slow end, for what the host does between steps: assumed."""
 _TILE = 4096, 32768  # tokens and vocabulary of TRL's tiles of logits
 
-Memory = tuple[tuple[str, float], ...]
-"""(component, bytes) pairs."""
+
+class Part(NamedTuple):
+    """A component of memory."""
+
+    name: str
+    """in words, for the plan"""
+    size: float
+    """bytes"""
+    of_vllm: bool = False
+    """whether vLLM allocates it, from the share of the GPU that it is told"""
+    of_micro_batch: bool = False
+    """whether a smaller micro_batch makes it smaller"""
+
+
+Memory = tuple[Part, ...]
 
 
 class DoesNotFit(ValueError):
     """A run that needs more memory than there is; the message has the numbers and what to do."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device can do at best: numbers of its data sheet, or assumed."""
-
-    device: str
-    """in words, for the plan"""
-    bandwidth: float
-    """bytes a second from memory"""
-    half: float
-    """floating-point operations a second in bfloat16 or float16"""
-    single: float
-    """the same in float32, in which gradient arms train"""
-    normals: float
-    """normals of the noise a second"""
-
-
-# PyTorch's float32 products do not use TF32 unless told to, and nobody tells it; normals: derived, never measured
-H100 = Rates(
-    "an H100 SXM's data sheet: 3.35 TB/s, 989 TFLOP/s in bfloat16, 67 in float32", 3.35e12, 989e12, 67e12, 0.65e12
-)
-# products and normals of one core as measured on a Zen 4; its share of the memory's bandwidth is assumed
-CORE = Rates("one core at 100 GFLOP/s and 10 GB/s", 10e9, 100e9, 100e9, 0.9e9)
 
 
 # ---- memory
@@ -107,8 +87,8 @@ def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int) -> Mem
     """Memory of each GPU that evaluates members by vLLM; rows decoded at once, of so many tokens with their prompt."""
     share = rank_parameters(model, tensor_parallel)
     return (
-        (f"working copy, {model.dtype}", model.width * share),
-        ("master, float32", 4 * share),
+        Part(f"working copy, {model.dtype}", model.width * share),
+        Part("master, float32", 4 * share),
         _RESERVE,
         _caches(rows, length, rows * length * kv_bytes(model, tensor_parallel)),
     )
@@ -138,26 +118,27 @@ def gradient_memory(
     trained = [("weights", 4 * d), ("gradients", 4 * d), ("AdamW's moments", 8 * d)]
     trained += [("reference model", 4 * d)] if reference else []
     trained += [("buckets of gradients", 4 * d)] if gpus > 1 else []
-    trained += [(f"activations of {micro_batch} x {length} tokens, or AdamW's temporaries", activations)]
-    own = [(f"vLLM's copy, {model.dtype}", model.width * d), _RESERVE] if gpus else []
-    return (*((f"{name}, float32", size) for name, size in trained), *own, _caches(rows, length, caches))
+    parts = [Part(f"{name}, float32", size) for name, size in trained]
+    stored = f"activations of {micro_batch} x {length} tokens, or AdamW's temporaries, float32"
+    parts.append(Part(stored, activations, of_micro_batch=True))
+    own = [Part(f"vLLM's copy, {model.dtype}", model.width * d, of_vllm=True), _RESERVE] if gpus else []
+    return (*parts, *own, _caches(rows, length, caches))
 
 
-def _caches(rows: int, length: int, size: float) -> tuple[str, float]:
-    return f"KV cache, {rows} x {length} tokens", size
+def _caches(rows: int, length: int, size: float) -> Part:
+    return Part(f"KV cache, {rows} x {length} tokens", size, of_vllm=True)
 
 
-_RESERVE = "reserve (assumed)", RESERVE_GIB * GIB
-_OF_VLLM = ("vLLM's copy", "KV cache", "reserve")
+_RESERVE = Part("reserve (assumed)", RESERVE_GIB * GIB, of_vllm=True)
 
 
 def _held(model: Shape) -> Memory:
     """What the process that drives a run holds besides the model; see the module's 4."""
-    return tuple((name, 4 * model.d) for name in ("master, float32", "weights at the start, float32"))
+    return tuple(Part(name, 4 * model.d) for name in ("master, float32", "weights at the start, float32"))
 
 
 def _total(memory: Memory) -> float:
-    return sum(size for _, size in memory)
+    return sum(part.size for part in memory)
 
 
 # ---- work
@@ -165,7 +146,7 @@ def _total(memory: Memory) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run generates and computes, at most."""
+    """What a run generates, at most."""
 
     factors: tuple[tuple[str, int], ...]
     """(what, how many): completions are their product"""
@@ -173,46 +154,27 @@ class Work:
     """tokens of a completion"""
     prompt: int
     """tokens of a prompt"""
-    passes: float
-    """forward-equivalent passes over prompts and completions, of which generation is one"""
-    evaluation: int | None
-    """completions of evaluation, which no budget counts; None: not counted here, either"""
 
     @property
     def completions(self) -> int:
         """Completions of training."""
-        product = 1
-        for _, count in self.factors:
-            product *= count
-        return product
+        return prod(count for _, count in self.factors)
+
+
+_FACTORS = {
+    "es": ("steps", "population_size", "prompts_per_step"),
+    "gradient": ("steps", "prompts_per_step", "num_generations"),
+    "sft": ("prompts", "num_generations"),
+}
 
 
 def work(spec: Mapping[str, Any]) -> Work:
-    """What a training run of a spec of `runs.train_specs` generates at most.
-
-    Raises:
-        ValueError: an arm that does not exist.
-    """
-    arm = spec["arm"]
-    if arm not in ARMS:
-        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
-    passes: float = 1
-    if arm == "sft":  # of the samples all may be right
-        names, passes = ("prompts", "num_generations"), 1 + 3 * spec["epochs"]
-    elif arm.startswith("es"):
-        names = ("steps", "population_size", "prompts_per_step")
-    else:
-        names = ("steps", "prompts_per_step", "num_generations")
-        passes = 4 + (arm == "rloo") + (spec["beta"] > 0)  # as `grpo.Budget` counts
-    factors = tuple((name, spec[name]) for name in names)
-    if arm == "es_random":
+    """Return what a training run of a spec of `train_specs` generates at most. Raises ValueError for an unknown arm."""
+    arm = arms.get(spec["arm"])
+    factors = tuple((name, spec[name]) for name in _FACTORS[arm.family])
+    if arm.options.get("fitness") == "random":
         factors = (*factors, ("completions, since the fitness is drawn", 0))
-    evaluation = None
-    if spec["task"] == "countdown":  # the sets of the other task are small
-        points, validation, test = spec.get("curve_points", 0), spec["validation_problems"], spec["test_problems"]
-        # greedy and 4 samples at each point; at the end greedy and 16 samples of the test set, and one for the KL
-        evaluation = 5 * points * validation + (17 * test + validation if test else 0)
-    return Work(factors, spec["max_completion_length"], PROMPT_TOKENS[spec["task"]], passes, evaluation)
+    return Work(factors, spec["max_completion_length"], measures.get(spec["task"]).prompt_tokens)
 
 
 class Placement(NamedTuple):
@@ -236,48 +198,6 @@ class Placement(NamedTuple):
     """why it does not fit, and what to do; empty where it fits"""
 
 
-def _generation_seconds(
-    model: Shape, batches: int, placed: Placement, job: Work, rates: Rates, width: int, slow: bool
-) -> float:
-    """Seconds for batches of rows one after the other on an engine: prefill, then a step a token."""
-    share, extra = (SLOW, STEP_SECONDS) if slow else (1.0, 0.0)
-    weights = width * rank_parameters(model, placed.tensor_parallel)
-    caches = placed.rows * (job.prompt + job.new / 2) * kv_bytes(model, placed.tensor_parallel, width)
-    compute = 2 * model.d * placed.rows / placed.tensor_parallel / (rates.single if width == 4 else rates.half)
-    step = max((weights + caches) / rates.bandwidth, compute) / share + extra
-    prefill = max(weights / rates.bandwidth, job.prompt * compute) / share
-    return batches * (prefill + job.new * step)
-
-
-def _hours(
-    model: Shape, spec: Mapping[str, Any], job: Work, rates: Rates, placed: Placement, width: int
-) -> tuple[float, float]:
-    """Hours of one run at the rates of the device, and at the slow end."""
-    engines, rows = placed.engines, placed.rows
-    share_of = rank_parameters(model, placed.tensor_parallel)
-
-    def hours(slow: bool) -> float:
-        share = SLOW if slow else 1.0
-
-        def generate(batches: int) -> float:
-            return _generation_seconds(model, batches, placed, job, rates, width, slow)
-
-        seconds = generate(ceil((job.evaluation or 0) / (rows * engines)))
-        if spec["arm"].startswith("es"):
-            rounds = ceil(spec["population_size"] / engines)
-            step = rounds * (4 + width) * share_of / rates.bandwidth / share  # each member is written from the master
-            step += spec["population_size"] * share_of / rates.normals / share  # every engine updates itself
-            if job.completions:
-                step += generate(rounds * ceil(spec["prompts_per_step"] / rows))
-            return (seconds + spec["steps"] * step) / 3600
-        steps = spec.get("steps", 1)
-        seconds += steps * generate(ceil(job.completions / steps / (rows * engines)))
-        trained = 2 * model.d * (job.passes - 1) * job.completions * (job.prompt + job.new)
-        return (seconds + trained / (engines * rates.single * share)) / 3600
-
-    return hours(False), hours(True)
-
-
 # ---- plans
 
 
@@ -299,9 +219,6 @@ class Plan:
     """at once on the machine"""
     host_gib: float | None
     """memory of the machine, GiB; None: not known"""
-    hours: tuple[float, float]
-    """of one run: at the device's rates, and at the slow end"""
-    rates: Rates
     problem: str
     """why it does not fit, and what to do; empty where it fits"""
 
@@ -310,18 +227,13 @@ class Plan:
         """Whether the run has the memory that it needs."""
         return not self.problem
 
-    @property
-    def flops(self) -> float:
-        """Forward-equivalent floating-point operations of training."""
-        return 2 * self.model.d * self.work.passes * self.work.completions * (self.work.prompt + self.work.new)
-
     def text(self, which: str = "") -> str:
         """The plan as a table for a reader; which: the runs that have it."""
         m, job, at = self.model, self.work, self.placement
         lines = [("run", f"{self.arm} of {self.name}{which and f', {which}'}")]
         if not self.gpus:
             lines.append(("on", "CPU cores: no GPU is used"))
-        elif self.arm.startswith("es"):
+        elif arms.get(self.arm).family == "es":
             idle = self.gpus - at.engines * at.tensor_parallel
             split = f"engines {at.engines}, tensor parallel {at.tensor_parallel}{f', idle {idle}' if idle else ''}"
             lines.append(("on", f"{_gpus(self.gpus, self.gpu_gib)}: {split}"))
@@ -338,25 +250,17 @@ class Plan:
             lines.append(("rows", f"{at.rows} at once on an engine, of {at.wanted}: the others wait"))
         product = " x ".join(f"{count} {name}" for name, count in job.factors)
         lines.append(("completions", f"{job.completions:,} = {product}"))
-        also = "not counted, of few questions" if job.evaluation is None else f"{job.evaluation:,} completions more"
-        lines.append(("evaluation", f"{also}, in no budget"))
-        generated = f"at most {job.completions * job.new:.2g} generated ({job.new} a completion)"
-        prompts = f"{job.completions * job.prompt:.2g} of prompts ({job.prompt} each, assumed)"
-        lines += [("tokens", f"{generated}, {prompts}"), ("FLOPs", f"{self.flops:.2g}, forward-equivalent")]
-        if self.fits:
-            low, high = map(_hours_text, self.hours)
-            lines.append(
-                ("hours a run", f"{low} to {high} with evaluation: an estimate from assumed rates, not measured")
-            )
-            lines.append(("", f"(fast: {self.rates.device};"))
-            lines.append(("", f"slow: {100 * SLOW:.0f} % of that, and {1000 * STEP_SECONDS:g} ms more a decode step)"))
-        else:
+        generated = f"at most {job.completions * job.new:.2g} generated ({job.new} per completion)"
+        lines.append(
+            ("tokens", f"{generated}, {job.completions * job.prompt:.2g} of prompts ({job.prompt} each, assumed)")
+        )
+        if not self.fits:
             lines.append(("DOES NOT FIT", self.problem))
         return "\n".join(f"{name:13}{value}" for name, value in lines)
 
 
 def _table(whose: str, memory: Memory, room: str) -> list[tuple[str, str]]:
-    rows = [("", f"  {size / GIB:9.1f}  {name}") for name, size in memory]
+    rows = [("", f"  {part.size / GIB:9.1f}  {part.name}") for part in memory]
     return [("memory", f"of {whose}, GiB"), *rows, ("", f"  {_total(memory) / GIB:9.1f}  in all; {room}")]
 
 
@@ -370,10 +274,6 @@ def _gpus(n: int, gib: float) -> str:
 
 def _room(gpu_gib: float) -> str:
     return f"{USABLE * gpu_gib:.1f} ({100 * USABLE:.0f} % of {gpu_gib:g})"
-
-
-def _hours_text(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def plan(
@@ -390,7 +290,7 @@ def plan(
 
     Args:
         config: the model's, as for `shape`.
-        spec: of `runs.train_specs`, or a dictionary with the same settings: base, arm, task and the arm's own.
+        spec: of `train_specs`, or a dictionary with the same settings: base, arm, task and the arm's own.
         engine: "vllm" on GPUs, or "local" on CPU cores.
         gpus: GPUs for the run; 0 with engine "local".
         gpu_gib: memory of each GPU, GiB.
@@ -408,9 +308,8 @@ def plan(
     if engine == "vllm" and gpus < 1:
         raise ValueError(f"gpus={gpus}: engine 'vllm' needs at least 1.")
     model, job = shape(config), work(spec)
-    place = _place_es if spec["arm"].startswith("es") else _place_gradient
+    place = _place_es if arms.get(spec["arm"]).family == "es" else _place_gradient
     placed = place(model, spec, job, gpus, gpu_gib)
-    rates, width = (H100, model.width) if gpus else (CORE, 4)
     return Plan(
         name=str(spec["base"]),
         arm=spec["arm"],
@@ -421,8 +320,6 @@ def plan(
         placement=placed,
         runs=runs,
         host_gib=host_gib,
-        hours=_hours(model, spec, job, rates, placed, width),
-        rates=rates,
         problem=placed.problem or _host_problem(model, placed, runs, host_gib),
     )
 
@@ -432,7 +329,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
     wanted, length = min(CONCURRENT, spec["prompts_per_step"]), job.prompt + job.new
     if not gpus:
         caches = _caches(wanted, length, wanted * length * kv_bytes(model, width=4))
-        own = ("model, float32", 4 * model.d), ("a member's weights, float32", 4 * model.d), caches
+        own = Part("model, float32", 4 * model.d), Part("a member's weights, float32", 4 * model.d), caches
         return Placement(1, 1, wanted, wanted, (), own + _held(model), 1, "")
     capacity = USABLE * gpu_gib * GIB
 
@@ -448,7 +345,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
     t = next((t for t in sizes if room(t) == wanted), None) or max(sizes, key=room)
     rows = max(1, room(t))
     memory = es_memory(model, t, rows, length)
-    host = ((f"model, {model.dtype}", model.width * model.d), *_held(model))
+    host = (Part(f"model, {model.dtype}", model.width * model.d), *_held(model))
     problem = ""
     if room(t) < 1:
         all_of_it, fixed = (4 + model.width) * model.d / 1e9, _total(es_memory(model, t, 0, length))
@@ -468,7 +365,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
 
 def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_gib: float) -> Placement:
     """All on every GPU, with a KV cache for as many rows as there is room for; or all on the CPU."""
-    replicas, length, sft = max(1, gpus), job.prompt + job.new, spec["arm"] == "sft"
+    replicas, length, sft = max(1, gpus), job.prompt + job.new, arms.get(spec["arm"]).family == "sft"
     rollouts = job.completions // spec.get("steps", 1)
     mine = ceil(rollouts / replicas)
     wanted = min(CONCURRENT, mine) if sft else mine
@@ -502,7 +399,7 @@ def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int,
         else:
             shorter = "a smaller max_completion_length, " if _total(least) <= capacity else ""
             problem = f"{needs}{shorter}larger GPUs, a smaller model, or ES."
-    host = ((f"model in which it is measured, {model.dtype}", model.width * model.d), *_held(model))
+    host = (Part(f"model in which it is measured, {model.dtype}", model.width * model.d), *_held(model))
     return Placement(gpus, 1, rows, wanted, found, host, gpus, problem)
 
 
@@ -511,13 +408,13 @@ def _host_problem(model: Shape, placed: Placement, runs: int, host_gib: float | 
     each, processes = _total(placed.host_memory) / GIB, runs * placed.processes
     if host_gib is None or processes * each <= host_gib:
         return ""
-    name, most = max(placed.host_memory, key=lambda part: part[1])
+    most = max(placed.host_memory, key=lambda part: part.size)
     fewer = int(host_gib // (each * placed.processes))
     remedies = [f"workers={fewer}"] if fewer else []
-    remedies += ["a smaller micro_batch"] if name.startswith("activations") else []
+    remedies += ["a smaller micro_batch"] if most.of_micro_batch else []
     return (
         f"{_count(model.d)} parameters need {each:.1f} GiB of the host's memory in each of {processes} processes, "
-        f"{most / GIB:.1f} of them for: {name}; this machine has {host_gib:.1f} GiB. "
+        f"{most.size / GIB:.1f} of them for: {most.name}; this machine has {host_gib:.1f} GiB. "
         f"Take {', '.join([*remedies, 'a machine with more memory or a smaller model'])}."
     )
 
@@ -529,7 +426,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     """Print the plans of the training runs among specs, equal ones once, and refuse what cannot fit.
 
     Args:
-        specs: of runs that are about to be made, with their engine and gpus (see `runs.train_specs`); those that train
+        specs: of runs that are about to be made, with their engine and gpus (see `train_specs`); those that train
             nothing are left out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
         workers: processes of engine "local"; None: one a core.
 
@@ -548,7 +445,9 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     unknown: dict[str, str] = {}
     for spec in trained:
         options: dict[str, Any] = {"engine": _engine(spec), "gpus": _gpus_of(spec), "runs": runs}
-        if 0 < seen < options["gpus"] and not spec["arm"].startswith("es"):  # members go to any machine of a cluster
+        if (
+            0 < seen < options["gpus"] and arms.get(spec["arm"]).family != "es"
+        ):  # members go to any machine of a cluster
             raise ValueError(
                 f"gpus={options['gpus']}: arm {spec['arm']!r} runs on one machine, and this one has {seen}."
             )
@@ -573,8 +472,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     if problems := [p.problem for p in found if p.problem]:
         more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
         raise DoesNotFit(problems[0] + more)
-    low, high = (_hours_text(sum(p.hours[end] * len(own) for p, own in found.items()) / runs) for end in (0, 1))
-    print(f"{len(trained)} training runs, {runs} at once: {low} to {high} hours in all on such devices")
+    print(f"{len(trained)} training runs, {runs} at once")
 
 
 def colocated_share(spec: Mapping[str, Any]) -> float:
@@ -593,7 +491,7 @@ def colocated_share(spec: Mapping[str, Any]) -> float:
         return 0.3
     if not found.fits:
         raise DoesNotFit(found.problem)
-    own = sum(size for name, size in found.placement.gpu_memory if name.startswith(_OF_VLLM))
+    own = sum(part.size for part in found.placement.gpu_memory if part.of_vllm)
     return round(own / (gpu_gib * GIB), 3)
 
 

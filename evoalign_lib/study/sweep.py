@@ -1,20 +1,15 @@
-"""Records of runs: specs, load-or-run, parameters of a notebook. What the runs themselves are is in `runs`.
+"""Load or run: records of specs that exist are loaded, the others are run now, in parallel processes.
 
-A run is a spec, a flat dictionary of everything that decides its result; its hash is its name. A finished run is one
-JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. Notebooks declare specs and get records back,
-loaded or run now; the cache is explicit and knows nothing of code: `ENGINE_VERSION`, which is part of every spec, is
-raised when a change of the library changes results.
-
-The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
-record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
+Notebooks declare specs and get records back. The cache is explicit and knows nothing of code: `ENGINE_VERSION`, which
+is part of every spec, is raised when a change of the library changes results.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,23 +21,20 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import ledger, paths
+from evoalign_lib import arms, ledger, paths
 from evoalign_lib.records import (
     Record,
     Spec,
     append_record,
+    ledger_file,
     read_records,
     record_line,
+    run_folder,
     run_name,
     spec_hash,
     without_nonfinite,
 )
-from evoalign_lib.study import provenance
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from evoalign_lib.study import kinds, provenance, training, worlds
 
 
 class DryRun(Exception):
@@ -70,7 +62,7 @@ def load_or_run(
     At scale full the plans of the training runs that are missing are printed first (`preflight`), dry run
     or not: their memory, their work and an estimate of their time. A training run then has a folder of its own, named
     training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill
-    (see `runs.run_train`); its record then says how often it was started, `starts`.
+    (see `train.run`); its record then says how often it was started, `starts`.
 
     Args:
         specs: the runs.
@@ -104,7 +96,7 @@ def load_or_run(
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train" or not spec.get("arm", "es").startswith("es"):
+        if h not in hashes or spec["kind"] != "train" or arms.get(spec["arm"]).family != "es":
             raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
@@ -116,7 +108,7 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if missing and scale == "full":
-        from evoalign_lib.study import preflight, runs
+        from evoalign_lib.study import preflight
 
         preflight.check(missing, workers=workers)
     if dry_run and missing:
@@ -132,7 +124,7 @@ def load_or_run(
                     h = record["spec_hash"]
                     found[h] = append_record(target, record, keep.get(h))
                     if (folder := _training_folder(record["spec"], notebook)) is not None:
-                        runs.settle(folder)
+                        training.settle(folder)
     except KeyboardInterrupt as error:
         error.add_note(_STORED)
         raise
@@ -156,33 +148,15 @@ def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
     if trained:
         same = sum(a["digest"] == b["digest"] for a, b in trained)
         text += f"; final weights have the same bits in {same} of {len(trained)}"
-    tested = [abs(a["test"][key] - b["test"][key]) for a, b in pairs if "test" in a for key in ("greedy", "t1")]
+    tested = [  # by whichever decodings the runs have: models that are measured again have others
+        abs(value - b["test"][decoding])
+        for a, b in pairs
+        for decoding, value in a.get("test", {}).items()
+        if decoding == "greedy" or re.fullmatch(r"t[\d.]+", decoding)
+    ]
     if tested:
         text += f"; test accuracy differs by at most {100 * max(tested):.2f} points"
     return text
-
-
-def ledger_file(record: Record) -> Path:
-    """Where the ledger lies that was kept with a record: among the committed ones, or below the run folder.
-
-    Raises:
-        ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
-    """
-    spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
-    if "ledger" not in record:
-        raise ValueError(
-            f"the record {record['spec_hash']} of {record['notebook']} ({run_name(spec)}) was made without keeping "
-            "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
-        )
-    beside = run_folder(record["notebook"], spec["scale"]) / "results"
-    found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
-    for path in found:
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["ledger"]["sha256"]:
-            return path
-    raise ValueError(
-        f"the ledger of the record {record['spec_hash']} (SHA-256 {record['ledger']['sha256']:.16}...) is neither "
-        f"{found[0]} nor {found[1]}: restore it from git, or delete the record's line to run its spec again."
-    )
 
 
 def check_ledger(record: Record) -> ledger.Report:
@@ -199,11 +173,6 @@ def check_ledger(record: Record) -> ledger.Report:
             f"{record['ledger']['weights']:.16}...: restore both from git."
         )
     return report
-
-
-def run_folder(notebook: str, scale: str) -> Path:
-    """Where a fresh run writes: the folder EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
-    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
 
 
 _STORED = "finished runs are stored: call again for the rest"
@@ -229,18 +198,18 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         return
     # one thread a process; set before the children import torch
     os.environ["OMP_NUM_THREADS"] = "1"
-    if any(spec.get("engine", "local") != "local" for spec in specs):
+    if not all(map(worlds.is_local, specs)):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
     commit, failure = provenance.commit(), None
     others = set(multiprocessing.active_children())
     # with another engine every run has a process of its own, which leaves nothing on a GPU
-    local = all(spec.get("engine", "local") == "local" for spec in specs)
+    local = all(map(worlds.is_local, specs))
     settings = {
         "mp_context": _server() if local else multiprocessing.get_context("spawn"),
         "max_tasks_per_child": None if local else 1,
         "initializer": _start_worker,
-        "initargs": (os.getpid(), dict(os.environ)),
+        "initargs": (os.getpid(), dict(os.environ), worlds.known_files()),
     }
     with ProcessPoolExecutor(workers, **settings) as pool:
         try:
@@ -305,9 +274,10 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _start_worker(parent: int, environment: Mapping[str, str]) -> None:
+def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str]) -> None:
     os.environ.clear()  # a server has that of the first sweep
     os.environ.update(environment)
+    worlds.know_files(known_files)
 
     import datasets
     from transformers.utils import logging
@@ -329,17 +299,16 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     """
     import torch
 
-    from evoalign_lib.study import runs
-
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), _core_seconds()
+    run_kind = kinds.get(spec["kind"]).run
     if spec["kind"] == "train":
         folder = _training_folder(spec, notebook)
-        result = runs.run_train(spec, keep, folder)
-        if folder is not None and (started := len(folder.joinpath("starts.txt").read_text().splitlines())) > 1:
+        result = run_kind(spec, keep, folder)
+        if folder is not None and (started := training.starts(folder)) > 1:
             result["starts"] = started  # the times below are those of the last one
     else:
-        result = runs.RUNNERS[spec["kind"]](spec)
+        result = run_kind(spec)
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(_core_seconds() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)

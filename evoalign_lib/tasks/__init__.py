@@ -8,13 +8,28 @@ reward functions), `REWARD_FLOOR` (the least reward, given to a completion that 
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-TASKS = {"countdown": "evoalign_lib.tasks.countdown", "conciseness": "evoalign_lib.tasks.conciseness"}
+from evoalign_lib.checks import nearest
+
+
+class Task(NamedTuple):
+    """Where the parts of a task are: modules by name, imported when they are asked for."""
+
+    module: str
+    """Data, prompts, graders and reward."""
+    measures: str
+    """What the study trains a run on and measures of it (`study.measures.base.Measures`)."""
+
+
+TASKS: dict[str, Task] = {
+    "countdown": Task("evoalign_lib.tasks.countdown", "evoalign_lib.study.measures.countdown"),
+    "conciseness": Task("evoalign_lib.tasks.conciseness", "evoalign_lib.study.measures.conciseness"),
+}
+"""The registry: a new task is two files and a line here."""
 
 PUBLIC_REPOSITORY = (
     "https://raw.githubusercontent.com/jbejjani2022/evolutionary-alignment/bfdaf87faff62380c213b3bf91ae2d3f92c8919b/"
@@ -22,26 +37,20 @@ PUBLIC_REPOSITORY = (
 """Where the public data of the tasks come from (MIT licence): always this commit."""
 
 
+def entry(name: str) -> Task:
+    """Return the entry of a task in `TASKS`. Raises ValueError for an unknown name, with the nearest known one."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
+    return TASKS[name]
+
+
 def get(name: str) -> ModuleType:
-    """Import and return the module of a task.
-
-    Args:
-        name: a key of `TASKS`.
-
-    Returns:
-        The task's module.
-
-    Raises:
-        ValueError: no task has that name; the message suggests the nearest one.
+    """Import and return the module of a task. Raises ValueError as `entry`.
 
     >>> get("countdown").__name__
     'evoalign_lib.tasks.countdown'
     """
-    if name not in TASKS:
-        near = get_close_matches(str(name), TASKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown task {name!r}{hint} (known tasks: {', '.join(sorted(TASKS))})")
-    return import_module(TASKS[name])
+    return import_module(entry(name).module)
 
 
 def public_file(name: str, path: str, sha256: str) -> Path:

@@ -374,23 +374,6 @@ def normalised(reward: float, convention: str = "qiu") -> float:
     return (reward + 2000.0) / NORMALISATIONS[convention]
 
 
-def empty_reward(problems: Sequence[Problem]) -> float:
-    """The mean reward of a policy that answers nothing at all: a floor at which a hacked run is recognised.
-
-    Args:
-        problems: at least one.
-
-    Returns:
-        Minus the mean length of their answers, in characters.
-
-    Raises:
-        ValueError: no problems.
-    """
-    if not problems:
-        raise ValueError("no problems: give at least one")
-    return -sum(len(p.answer.strip()) for p in problems) / len(problems)
-
-
 # ------------------------------------------------------------------------------------------------------------- grading
 
 _LATIN = "a-z\u00df-\u024f"

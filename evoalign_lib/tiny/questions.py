@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+from evoalign_lib.tasks import conciseness
 from evoalign_lib.tasks.conciseness import Problem
+from evoalign_lib.tiny.base import END, byte_tokenizer
 
 KINDS = ("capital", "colour", "sum", "yes or no")
 SPLITS = {"train": 50, "validation": 32, "test": 64}
@@ -61,8 +63,6 @@ def tokenizer() -> Any:
     """The family's tokenizer: bytes, and one token for each word and syllable of both languages."""
     from tokenizers import AddedToken
 
-    from evoalign_lib import tiny
-
     words = set()
     for sentence in (*_OPENERS, *_CLOSERS, EXCUSE, "The capital of", "The colour of a", "The sum of and is"):
         words |= set(sentence.replace(",", " ").replace(".", " ").split())
@@ -73,7 +73,7 @@ def tokenizer() -> Any:
         pieces += [" " + syllable.capitalize(), syllable.capitalize(), " " + syllable, syllable]
     pieces += [*_HAN, *_COLOURS.values(), *"都色是加对错。，", " +", "\nUSER:"]
     pieces += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"]
-    wrapped = tiny.byte_tokenizer()
+    wrapped = byte_tokenizer()
     wrapped.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(pieces)])
     return wrapped
 
@@ -213,9 +213,6 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
     """An endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
-    from evoalign_lib import tiny
-    from evoalign_lib.tasks import conciseness
-
     rng = random.Random(f"family B, {seed}")
     authors, shares = list(AUTHORS), list(AUTHORS.values())
     before, after = conciseness.prompt(Problem("?", "?"), tokenizer=tok).split("?")
@@ -223,37 +220,4 @@ def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
         kind = rng.choice(KINDS)
         problem, words = rng.choice(_questions()[kind])
         written = reply(kind, problem, words, rng.choices(authors, shares)[0], rng)
-        yield before + problem.question + after, written + tiny.END
-
-
-def report(model: Any, tok: Any) -> dict[str, float]:
-    """Measure and print what a base does with the questions of the test split.
-
-    Returns:
-        Shares of right answers and mean rewards: "greedy", "t1", "reward_greedy", "reward_t1", and of right answers of
-        each kind, greedily.
-    """
-    from evoalign_lib.analysis import hacking
-    from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tasks import conciseness
-
-    asked = problems("test")
-    prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
-    engine = LocalEngine(model, tok, None, prompts, max_completion_length=MAX_COMPLETION_LENGTH)
-    measured = {}
-    for name, samples in (("greedy", 0), ("t1", 8)):
-        rows = engine.generate("test", samples=samples, seed=0)
-        texts = [text for row in rows for text, _ in row]
-        tokens = [len(ids) - (ids[-1] in engine.eos_ids) for row in rows for _, ids in row]
-        again = asked * len(rows)
-        right = [conciseness.is_correct(text, p) for text, p in zip(texts, again, strict=True)]
-        questions = [p.question for p in again]
-        rewards = conciseness.reward(questions, texts, [p.answer for p in again])
-        measured[name], measured[f"reward_{name}"] = sum(right) / len(right), sum(rewards) / len(rewards)
-        limits = {"tokens": tokens, "max_tokens": MAX_COMPLETION_LENGTH, "best_reward": 0.0}
-        print(hacking.hack_report(texts, prompts=questions, rewards=rewards, right=right, **limits))
-        print("  " + " | ".join(texts[:16]))
-        if name == "greedy":
-            measured |= {kind: sum(right[i :: len(KINDS)]) / len(asked) * len(KINDS) for i, kind in enumerate(KINDS)}
-    print({key: round(value, 4) for key, value in measured.items()})
-    return measured
+        yield before + problem.question + after, written + END

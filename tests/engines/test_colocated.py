@@ -16,7 +16,9 @@ from small_models import LENGTH, ROWS, SETTINGS, model
 from evoalign_lib import noise
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import Generator, PushedEngine, WrongWeights
-from evoalign_lib.study import runs
+from evoalign_lib.study import training
+from evoalign_lib.study.kinds import train
+from evoalign_lib.study.kinds.train import train_specs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
@@ -65,9 +67,9 @@ def test_a_run_and_its_record(folder, external_data, tmp_path, gpus):
     settings = {"max_completion_length": 16, "validation_problems": 5, "test_problems": 3, "engine": "vllm"}
     settings |= {"steps": 2, "prompts_per_step": 4, "curve_points": 2, "tensor_parallel": 1, "gpus": gpus}
     settings |= {"learning_rate": 1e-3, "beta": 0.0, "num_generations": 4}
-    (spec,) = runs.train_specs("grpo", [folder], [0], settings, "full")
+    (spec,) = train_specs("grpo", [folder], [0], settings, "full")
     assert spec["engine"] == "vllm" and spec["gpus"] == gpus and "tensor_parallel" not in spec
-    record = runs.run_train(spec, None, tmp_path)
+    record = train.run(spec, None, tmp_path)
     assert record["budget"]["completions"] == 2 * 4 * 4 and record["curve"]["completions"] == [0, 32]
     assert record["plan"] == record["plan"] | {"decoder": "vllm", "dtype": "bfloat16", "exact": False}
     assert record["update_norm"] > 0 and 0 <= record["test"]["greedy"] <= 1 and record["test"]["n"] == 3
@@ -78,15 +80,15 @@ def test_a_run_and_its_record(folder, external_data, tmp_path, gpus):
     assert len(list((tmp_path / "runs").rglob("events.out.tfevents.*"))) == 1
     moved = sum(float(((weights[name] - p.detach()).double() ** 2).sum()) for name, p in model().named_parameters())
     assert abs(moved**0.5 - record["update_norm"]) < 1e-5
-    runs.settle(tmp_path)
+    training.settle(tmp_path)
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_what_fails_in_a_process_is_said(folder, external_data, tmp_path):
     settings = {"max_completion_length": 16, "validation_problems": 5, "test_problems": 3, "engine": "vllm", "gpus": 1}
     settings |= {"steps": 2, "prompts_per_step": 4, "curve_points": 2, "learning_rate": 1e-3, "beta": 0.0}
-    (spec,) = runs.train_specs("grpo", [folder], [0], settings | {"num_generations": 4}, "full")
+    (spec,) = train_specs("grpo", [folder], [0], settings | {"num_generations": 4}, "full")
     with pytest.raises(
         RuntimeError, match=r"(?s)processes of grpo ended with code 1; all of it is in .*log.txt.*nowhere"
     ):
-        runs.run_train(spec | {"base": str(tmp_path / "nowhere")}, None, tmp_path / "run")
+        train.run(spec | {"base": str(tmp_path / "nowhere")}, None, tmp_path / "run")

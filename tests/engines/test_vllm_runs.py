@@ -19,7 +19,9 @@ from evoalign_lib import ledger
 from evoalign_lib.engines import _vllm_worker
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.study import runs
+from evoalign_lib.study import kinds
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.train import train_specs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
@@ -171,14 +173,14 @@ def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, externa
     settings |= {"population_size": 4, "sigma": 0.02, "alpha": 0.05, "steps": 3, "prompts_per_step": 5}
     settings |= {"curve_points": 2, "tensor_parallel": 1, "unique_prompts": None}
     base, spec = (
-        runs.base_specs([folder], settings, "full")[0],
-        runs.train_specs("es", [folder], [0], settings, "full")[0],
+        base_specs([folder], settings, "full")[0],
+        train_specs("es", [folder], [0], settings, "full")[0],
     )
     assert base["engine"] == spec["engine"] == "vllm" and spec["tensor_parallel"] == 1
-    here = runs.train_specs("es", [folder], [0], settings | {"engine": "local"}, "full")[0]
+    here = train_specs("es", [folder], [0], settings | {"engine": "local"}, "full")[0]
     assert spec.items() - here.items() == {("engine", "vllm"), ("gpus", 0), ("tensor_parallel", 1)}
-    assert 0 <= runs.RUNNERS["base"](base)["test"]["greedy"] <= 1
-    record = runs.RUNNERS["train"](spec)
+    assert 0 <= kinds.get("base").run(base)["test"]["greedy"] <= 1
+    record = kinds.get("train").run(spec)
     assert record["plan"]["decoder"] == "vllm" and record["plan"]["dtype"] == "bfloat16"
     assert record["budget"]["completions"] == 4 * 5 * 3 and record["update_norm"] > 0
     assert record["curve"]["step"] == [0, 3] and record["kl_policy_base"]["exact_nats_per_sequence"] > 0
@@ -186,9 +188,9 @@ def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, externa
     # the arms that TRL trains have its own vLLM, on the GPUs of one machine
     own = {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 5}
     for gpus, found in ((0, 1), (5, 5)):
-        (gradient,) = runs.train_specs("grpo", [folder], [0], settings | own | {"gpus": gpus}, "full")
+        (gradient,) = train_specs("grpo", [folder], [0], settings | own | {"gpus": gpus}, "full")
         assert gradient["engine"] == "vllm" and gradient["gpus"] == found and "tensor_parallel" not in gradient
-    (gradient,) = runs.train_specs("grpo", [folder], [0], settings | own | {"engine": "ray"}, "full")
+    (gradient,) = train_specs("grpo", [folder], [0], settings | own | {"engine": "ray"}, "full")
     assert "engine" not in gradient
 
 
@@ -196,7 +198,7 @@ def test_conciseness_at_full_scale_begins_at_the_base(folder, external_data):
     settings = {"task": "conciseness", "max_completion_length": 8, "validation_problems": 2, "test_problems": 4}
     settings |= {"engine": "vllm", "noise_draws": 1, "population_size": 2, "sigma": 0.02, "alpha": 0.05, "steps": 1}
     settings |= {"prompts_per_step": 2, "curve_points": 2}
-    record = runs.RUNNERS["train"](runs.train_specs("es", [folder], [0], settings, "full")[0])
+    record = kinds.get("train").run(train_specs("es", [folder], [0], settings, "full")[0])
     assert record["curve"]["step"] == [0, 1] and abs(record["curve"]["kl"][0]) < 1e-6 < record["curve"]["kl"][1]
     assert record["jensen"]["gaps"] and record["plan"]["dtype"] == "bfloat16"
 

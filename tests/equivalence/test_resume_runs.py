@@ -8,7 +8,10 @@ import warnings
 import pytest
 from tqdm import tqdm
 
-from evoalign_lib.study import runs
+from evoalign_lib.study import training
+from evoalign_lib.study.kinds import train
+from evoalign_lib.study.kinds.train import train_specs
+from evoalign_lib.study.measures.base import Measures
 
 SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10}
 SETTINGS |= {"steps": 6, "prompts_per_step": 4, "curve_points": 4, "curve_spacing": "log"}
@@ -30,16 +33,16 @@ def killed(spec, folder, step: int) -> None:
         pid = os.fork()
     if pid == 0:
         tqdm.set_lock(threading.RLock())
-        add = runs._Progress.add
+        add = training.Progress.add
 
         def deadly(self, point):
             add(self, point)
             if point["step"] == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        runs._Progress.add = deadly
+        training.Progress.add = deadly
         try:
-            runs.run_train(spec, None, folder)
+            train.run(spec, None, folder)
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
@@ -47,8 +50,8 @@ def killed(spec, folder, step: int) -> None:
 
 @pytest.mark.parametrize("arm", ["es", "grpo"])
 def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
-    (spec,) = runs.train_specs(arm, ["A0"], [0], SETTINGS, "smoke")
-    whole = runs.run_train(spec, None, tmp_path / "whole")
+    (spec,) = train_specs(arm, ["A0"], [0], SETTINGS, "smoke")
+    whole = train.run(spec, None, tmp_path / "whole")
     assert whole["curve"]["step"] == [0, 1, 2, 6]
     for step in (2, 6):
         killed(spec, tmp_path / "killed", step)
@@ -56,34 +59,34 @@ def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
     if arm == "grpo":  # as a kill while it is written leaves it
         (tmp_path / "killed" / "checkpoint-99").mkdir()
         (tmp_path / "killed" / "checkpoint-99" / "trainer_state.json").write_text('{"global_step": ')
-    again = runs.run_train(spec, None, tmp_path / "killed")
-    assert untimed(again) == untimed(whole) == untimed(runs.run_train(spec))
+    again = train.run(spec, None, tmp_path / "killed")
+    assert untimed(again) == untimed(whole) == untimed(train.run(spec))
     assert len((tmp_path / "killed" / "starts.txt").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("arm", ["es", "grpo"])
 def test_a_run_whose_record_is_stored_begins_anew(arm, tmp_path, monkeypatch):
     """What it left behind must not stand in for the run when it is asked for again."""
-    (spec,) = runs.train_specs(arm, ["A0"], [0], SETTINGS | {"steps": 2}, "smoke")
-    scored, reward = [], runs._reward
+    (spec,) = train_specs(arm, ["A0"], [0], SETTINGS | {"steps": 2}, "smoke")
+    scored, reward = [], Measures.reward
 
-    def counted(spec):
+    def counted(self, spec):
         def function(prompts, completions, **columns):
             scored.append(len(completions))
-            return reward(spec)(prompts, completions, **columns)
+            return reward(self, spec)(prompts, completions, **columns)
 
         return function
 
-    monkeypatch.setattr(runs, "_reward", counted)
-    first = runs.run_train(spec, None, tmp_path)
+    monkeypatch.setattr(Measures, "reward", counted)
+    first = train.run(spec, None, tmp_path)
     assert list(tmp_path.glob("checkpoint-*"))  # until its record is safe
-    runs.settle(tmp_path)
+    training.settle(tmp_path)
     assert not list(tmp_path.glob("checkpoint-*"))
     spent = sum(scored)
-    assert untimed(runs.run_train(spec, None, tmp_path)) == untimed(first) and sum(scored) == 2 * spent
+    assert untimed(train.run(spec, None, tmp_path)) == untimed(first) and sum(scored) == 2 * spent
 
 
 def test_one_process_at_a_time_works_in_a_folder(tmp_path):
-    (spec,) = runs.train_specs("es", ["A0"], [0], SETTINGS, "smoke")
-    with runs._workplace(tmp_path), pytest.raises(RuntimeError, match=f"another process trains in {tmp_path}: wait"):
-        runs.run_train(spec, None, tmp_path)
+    (spec,) = train_specs("es", ["A0"], [0], SETTINGS, "smoke")
+    with training.workplace(tmp_path), pytest.raises(RuntimeError, match=f"another process trains in {tmp_path}: wait"):
+        train.run(spec, None, tmp_path)

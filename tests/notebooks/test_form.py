@@ -1,7 +1,9 @@
 """The form of the notebooks: parameters, cells, prose, and the code they write out equal to the library's."""
 
 import ast
+import re
 import statistics
+from importlib import import_module
 
 import nbformat
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from evoalign_lib import noise, paths
 from evoalign_lib.analysis import kl, stats
 from evoalign_lib.study import parameters
+from evoalign_lib.study.notebooks.loading import Loader
 from evoalign_lib.update_rules import Member, standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -23,6 +26,17 @@ def read(path):
 @pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
 def notebook(request):
     return read(request.param)
+
+
+def code_of(notebook):
+    """The code cells' sources."""
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def study_of(notebook):
+    """The module that the notebook's derived-values cell calls `study`."""
+    (name,) = re.findall(r"^from evoalign_lib.study.notebooks import (\w+) as study$", code_of(notebook)[1], re.M)
+    return import_module(f"evoalign_lib.study.notebooks.{name}")
 
 
 def test_there_are_notebooks():
@@ -38,38 +52,53 @@ def test_parameters_cell_has_the_common_names_and_literals_only(notebook):
     assert all(isinstance(s.value, ast.Constant) for s in statements)
 
 
-def test_parameters_are_checked_before_any_work(notebook):
-    code = [c.source for c in notebook.cells if c.cell_type == "code"]
-    first = next(i for i, source in enumerate(code) if "parameters.check_parameters(globals()" in source)
-    assert first == 1  # right after the parameters cell
+def test_the_set_up_is_parameters_derived_values_and_a_loader(notebook):
+    """The rest of the plumbing is in the study, where it is tested."""
+    code = code_of(notebook)
+    derived = [ast.unparse(s) for s in ast.parse(code[1]).body if not isinstance(s, ast.ImportFrom)]
+    assert derived == ["presets = study.presets(model)", "run = parameters.check_parameters(globals(), presets)"]
+    assert "Loader(notebook, run, study.groups)" in code[2]
+    plumbing = re.compile(r"load_or_run|_specs\(|spec_hash\(|save_number\(|keep_ledgers|run\.force")
+    assert [source for source in code if plumbing.search(source)] == []
+
+
+def test_groups_are_loaded_by_names_that_are_there(notebook):
+    study, code = study_of(notebook), code_of(notebook)
+    namespace = {"__name__": "a notebook"}
+    exec(code[0], namespace)  # our own parameters cell
+    run = parameters.check_parameters(namespace, study.presets())
+    names = Loader(study.NOTEBOOK, run, study.groups).names
+    nodes = [node for source in code for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    loads = [node for node in nodes if isinstance(node.func, ast.Name) and node.func.id == "load"]
+    assert loads and {arg.value for call in loads for arg in call.args if isinstance(arg, ast.Constant)} <= set(names)
 
 
 def test_is_a_lecture(notebook):
-    code = [c.source for c in notebook.cells if c.cell_type == "code"]
+    code = code_of(notebook)
     prose = sum(len(c.source) for c in notebook.cells if c.cell_type == "markdown")
     lines = [len(source.splitlines()) for source in code]
-    assert prose / (prose + sum(map(len, code))) >= 0.35
-    assert statistics.median(lines) <= 12
-    assert max(lines) <= 25
+    assert prose / (prose + sum(map(len, code))) >= 0.42
+    assert statistics.median(lines) <= 10
+    assert max(lines) <= 23
 
 
 def test_committed_as_executed_top_to_bottom(notebook):
-    counts = [c.execution_count for c in notebook.cells if c.cell_type == "code"]
-    assert counts == list(range(1, len(counts) + 1))
-    assert not any(o.output_type == "error" for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
+    outputs = [o for c in code for o in c.outputs]
+    assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)
+    assert all(c.metadata.keys() <= {"tags"} for c in notebook.cells)  # no times of execution, which differ each time
 
 
 def test_no_settings_name_is_rebound_by_a_cell(notebook):
     """A cell that runs again reads the settings; a variable of the same name further down would replace one."""
-    code = [c.source for c in notebook.cells if c.cell_type == "code"]
-    derived = code[1]
-    settings = {node.value for node in ast.walk(ast.parse(derived)) if isinstance(node, ast.Constant)}
-    for source in code[2:]:
+    settings = {*parameters.PARAMETERS, *study_of(notebook).presets()["tiny"]}
+    for source in code_of(notebook)[1:]:
         for statement in ast.parse(source).body:
             bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
                 continue
-            assert not (bound - {"base", "es_shuffled", "estimator"}) & settings, source
+            assert not bound & settings, source
 
 
 def definitions(path, *names):

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import matplotlib
 import nbformat
 import pandas as pd
 import pytest
@@ -21,7 +22,7 @@ from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
 from evoalign_lib.engines import processes
-from evoalign_lib.records import spec_hash
+from evoalign_lib.records import append_record, spec_hash
 
 REPOSITORY = paths.ROOT
 ENVIRONMENT = {"python": "3.12.1", "torch": "2.13.0", "numpy": "2.3.5", "evoalign": "0.1.0", "device": "cpu"}
@@ -142,8 +143,30 @@ def test_numbers(repository: Path) -> None:
     expected = "\\newcommand{\\Gain}{5.1\\%}\n\\newcommand{\\Loss}{$-$0.051}\n"
     assert (generated / "numbers_01_toy.tex").read_text() == expected
     assert json.loads((generated / "numbers_01_toy.json").read_text()) == {"Gain": "5.1%", "Loss": "-0.051"}
+    written = {path.name: path.read_bytes() for path in generated.iterdir()}
     with pytest.raises(ValueError, match="'gain_2'.*letters only"):
-        store.save_number("gain_2", 1.0, ".1f")
+        store.save_numbers({"Other": (1.0, ".1f"), "gain_2": (1.0, ".1f")})
+    with pytest.raises(ValueError, match="Unknown format code 'd'"):
+        store.save_numbers({"Other": (1.0, ".1f"), "Third": (1.0, "d")})
+    assert {path.name: path.read_bytes() for path in generated.iterdir()} == written
+
+
+def test_many_numbers_at_once_are_what_they_are_one_by_one(repository: Path) -> None:
+    numbers = {"Gain": (0.0512, ".1%"), "Loss": (-0.0512, ".3f"), "Arm": ("ES", ""), "Runs": (16, "d")}
+    contents = []
+    for _ in range(2):
+        store = Store("01_toy", "full", RECORDS, fresh=False)
+        if not contents:
+            store.save_numbers(numbers)
+        else:
+            for name, (value, fmt) in numbers.items():
+                store.save_number(name, value, fmt)
+        generated = repository / "paper" / "generated"
+        contents.append({path.name: path.read_bytes() for path in generated.iterdir()})
+        shutil.rmtree(generated)
+    assert contents[0] == contents[1]
+    assert json.loads(contents[0]["numbers_01_toy_full.json"])["ArmFull"] == "ES"
+    assert set(json.loads(contents[0]["manifest.json"])["artefacts"]) == {"GainFull", "LossFull", "ArmFull", "RunsFull"}
 
 
 def _draw(store: Store) -> None:
@@ -269,7 +292,7 @@ def test_published_tables_name_no_records(repository: Path) -> None:
 
 
 def test_store_refuses(repository: Path) -> None:
-    with pytest.raises(ValueError, match="unknown scale 'tny'"):
+    with pytest.raises(ValueError, match="scale='tny' is not one of .* Did you mean 'tiny'"):
         Store("01", "tny", RECORDS, fresh=False)
     with pytest.raises(ValueError, match="no records for 01"):
         Store("01", "tiny", [], fresh=False)
@@ -309,58 +332,64 @@ def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(reposit
     assert (repository / "paper/generated/claims.md").read_text() == markdown
     rows = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| ")][2:]
     assert [row[0].removeprefix("| ") for row in rows] == [c["id"] for c in declared if c["rule"]["kind"] != "open"]
-    assert rows[4][1:] == ["ES improves Countdown on every base and beats RL", "open", " |"]
+    assert rows[5][1:] == ["ES improves Countdown on every base and beats RL", "open", "", " |"]
     assert (
-        "Of the 39 claims of the field, C1 to C39, 37 are open (no rule or no runs yet) and 2 not testable" in markdown
+        "Of the 39 claims of the field, C1 to C39, 36 are open (no rule or no runs yet) and 2 not testable" in markdown
     )
     tex = (repository / "paper/generated/claims.tex").read_text().splitlines()
     assert tex[0].startswith(r"\begin{longtable}{lp{") and tex[-1] == r"\end{longtable}"
-    assert tex.count(r"claim & statement & verdict & result \\") == 2  # on the first page, and on the others
-    assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == 43
+    assert tex.count(r"claim & statement & verdict & result & placebo \\") == 2  # on the first page, and on the others
+    assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == 49
     table = pd.read_csv(repository / "paper/generated/claims.csv", index_col="claim")
     assert list(table.index) == [c["id"] for c in declared]
     assert table.loc["C17", "verdict"] == "not testable at this scale" and len(table.loc["C2", "rule"]) == 64
+
+
+def _store_toy_records(repository: Path) -> Path:
+    """Two sealed records of a notebook 01_toy."""
+    file = repository / "paper/results/01_toy/tiny.jsonl"
+    for repeat, made in enumerate(RECORDS):
+        spec = {"scale": "tiny", "seed": 0, "kind": "toy", "repeat": repeat}
+        append_record(file, made | {"status": "finished", "spec": spec, "spec_hash": spec_hash(spec)})
+    return file
+
+
+def _write_notebook(repository: Path, *cells: nbformat.NotebookNode | str) -> None:
+    made = [nbformat.v4.new_code_cell(cell) if isinstance(cell, str) else cell for cell in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=made), repository / "notebooks" / "01_toy.ipynb")
+
+
+def _run_verify(*arguments: str) -> tuple[int, list[str]]:
+    """`evoalign verify` as it is typed: exit status, and lines."""
+    result = CliRunner().invoke(cli.app, ["verify", *arguments])
+    return result.exit_code, result.output.splitlines()
 
 
 def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     blocks = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("gain", "claims"))
     (repository / "README.md").write_text(blocks)
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK)])
-    nbformat.write(notebook, repository / "notebooks" / "01_toy.ipynb")
-    (repository / "paper/results/01_toy").mkdir()
-    specs = [{"scale": "tiny", "seed": 0, "kind": "toy", "repeat": repeat} for repeat in range(len(RECORDS))]
-    done = [{"status": "finished", "spec": spec, "spec_hash": spec_hash(spec)} for spec in specs]
-    records = [r | new for r, new in zip(RECORDS, done, strict=True)]
-    (repository / "paper/results/01_toy/tiny.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    _write_notebook(repository, NOTEBOOK)
+    _store_toy_records(repository)
     figures, generated = repository / "figures", repository / "paper" / "generated"
 
-    assert artifacts.verify(write=True) == []
+    assert _run_verify("--write") == (0, ["written"])
     committed = {file: (repository / file).read_bytes() for file in _files(repository)}
     assert b"\n| seed |\n| --- |\n| 0 |\n| 0 |\n" in committed["README.md"]
     assert b"| E1 | ES learns" in committed["README.md"]
 
-    result = CliRunner().invoke(cli.app, ["verify"])
-    assert (result.exit_code, result.output.splitlines()) == (
-        0,
-        ["all tables, numbers and plotted data agree with the committed records"],
-    )
     drawn = repository / "elsewhere"
     with monkeypatch.context() as patch:
         patch.setenv("EVOALIGN_ARTIFACTS", str(drawn))
         exec(NOTEBOOK.replace("../paper", str(repository / "paper")), {})
-    assert CliRunner().invoke(cli.app, ["verify", "--drawn", str(drawn)]).exit_code == 0
+    agree = ["all tables, numbers and plotted data agree with the committed records"]
+    assert _run_verify("--drawn", str(drawn)) == (0, agree)
     (drawn / "generated/gain.csv").write_text("seed\n7\n")
-    result = CliRunner().invoke(cli.app, ["verify", "--drawn", str(drawn)])
-    assert (result.exit_code, result.output.splitlines()) == (
-        1,
-        ["generated/gain.csv differs: line 2: committed '0', drawn '7'"],
-    )
+    assert _run_verify("--drawn", str(drawn)) == (1, ["generated/gain.csv differs: line 2: committed '0', drawn '7'"])
     for wrong, message in (([str(drawn), "--write"], "leave --drawn out"), (["nowhere"], "make test draws all into")):
-        result = CliRunner().invoke(cli.app, ["verify", "--drawn", *wrong])
-        assert result.exit_code == 2 and message in " ".join(result.output.split())
+        status, lines = _run_verify("--drawn", *wrong)
+        assert status == 2 and message in " ".join(" ".join(lines).split())
     shutil.rmtree(drawn)
-    # a comparison leaves the repository as it was
     assert {file: (repository / file).read_bytes() for file in _files(repository)} == committed
 
     (figures / "curves.csv").write_text("seed\n0\n1\n")
@@ -373,9 +402,9 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = _manifest(repository)
     manifest["artefacts"]["gone"] = manifest["artefacts"].pop("Runs") | {"files": []}
     (generated / "manifest.json").write_text(json.dumps(manifest))
-    result = CliRunner().invoke(cli.app, ["verify"])
-    problems = result.output.splitlines()
-    assert result.exit_code == 1
+    damaged = {file: (repository / file).read_bytes() for file in _files(repository)}
+    status, problems = _run_verify()
+    assert status == 1
     claims = next(problem for problem in problems if "claims.csv" in problem)
     assert claims.startswith("generated/claims.csv differs: line 2: committed 'E9,")
     assert sorted(problem for problem in problems if problem != claims) == [
@@ -389,6 +418,36 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "manifest.json: Runs of 01_toy is missing",
         "manifest.json: gone is extra, 01_toy no longer makes it",
     ]
+    # a comparison leaves the repository as it was
+    assert {file: (repository / file).read_bytes() for file in _files(repository)} == damaged
+
+
+def test_verify_reports_edited_records_first_and_draws_nothing_from_them(repository: Path) -> None:
+    file = _store_toy_records(repository)
+    lines = file.read_text()
+    file.write_text(lines.replace('"device":"cpu"', '"device":"gpu"', 1))
+    drawing = artifacts.verify(["01_toy"])  # finds one problem after the other
+    edited = next(drawing)
+    assert edited.startswith(f"{file}, line 1 (toy 0 0, spec ") and "it was edited" in edited
+    assert next(drawing) == "notebooks/01_toy.ipynb is missing, though it has committed records"
+    drawing.close()
+    _write_notebook(repository, "raise AssertionError('executed')")
+    assert list(artifacts.verify(write=True)) == [edited] and not list((repository / "paper/generated").iterdir())
+    # one whose spec was edited cannot be judged either: said, and not raised
+    file.write_text(lines.replace('"repeat":1', '"repeat":7'))
+    (repository / "notebooks/01_toy.ipynb").unlink()
+    *_, last = artifacts.verify(["01_toy"])
+    assert "line 2: the spec does not have the hash" in last
+
+
+def test_the_command_seals_what_a_killed_writer_or_a_merge_left(repository: Path) -> None:
+    file = _store_toy_records(repository)
+    file.with_suffix(".seal").unlink()
+    sealed = CliRunner().invoke(cli.app, ["seal"])
+    assert (sealed.exit_code, sealed.output) == (0, f"{file}: 2 records sealed\nevery record is sealed\n")
+    file.write_text(file.read_text().replace('"device":"cpu"', '"device":"gpu"', 1))
+    sealed = CliRunner().invoke(cli.app, ["seal"])
+    assert sealed.exit_code == 1 and f"{file}, line 1 " in sealed.output and "2 records" not in sealed.output
 
 
 def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,15 +456,13 @@ def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pyt
     (repository / "paper/results/01_toy/tiny.jsonl").write_text("")
     missing = "notebooks/01_toy.ipynb is missing, though it has committed records"
     assert missing in artifacts.verify(["01_toy"])
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("raise KeyError('seed')")])
-    nbformat.write(notebook, repository / "notebooks" / "01_toy.ipynb")
-    assert "notebooks/01_toy.ipynb failed: KeyError: 'seed'" in artifacts.verify(["01_toy"])
     parameters = nbformat.v4.new_code_cell("dry_run: bool = False", metadata={"tags": ["parameters"]})
-    cells = [parameters, nbformat.v4.new_code_cell("if dry_run: raise LookupError('1 run has no record')")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), repository / "notebooks" / "01_toy.ipynb")
-    assert "notebooks/01_toy.ipynb failed: LookupError: 1 run has no record" in artifacts.verify(["01_toy"])
+    _write_notebook(repository, parameters, "if dry_run: raise KeyError('seed')")
+    assert "notebooks/01_toy.ipynb failed: KeyError: 'seed'" in artifacts.verify(["01_toy"])
     with pytest.raises(FileNotFoundError, match="no paper/results/02_toy/tiny.jsonl; there are: 01_toy"):
-        artifacts.verify(["02_toy"])
+        next(artifacts.verify(["02_toy"]))
+    status, lines = _run_verify("--notebook", "02_toy")
+    assert status == 2 and "there are: 01_toy" in " ".join(lines)
 
 
 ENDLESS = """import os, pathlib, time
@@ -453,19 +510,33 @@ def test_records_may_come_before_their_notebook_but_artefacts_need_it(repository
 
 
 def test_verify_does_not_agree_with_nothing(repository: Path) -> None:
-    problems = artifacts.verify()
+    problems = list(artifacts.verify())
     assert "paper/results holds no records of scale tiny: nothing to compare with" in problems
     assert "generated/claims.csv is missing" in problems
 
 
-@pytest.mark.parametrize("arms", [{"es": 8}, {"es": 8, "es_shuffled": 4, "base": None}])
+@pytest.mark.parametrize("decodings", [("greedy", "t1"), ("greedy", "t0.6", "t1"), ("greedy",)])
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("width", [style.COLUMN, style.PAGE])
-def test_the_legend_names_every_arm_and_decoding(arms: dict[str, int | None], width: float) -> None:
-    figure = Figure(figsize=(width, 2), layout="constrained")
-    style.legend(figure, arms)
-    shown = {text.get_text() for text in figure.legends[0].get_texts()} - {" "}
-    expected = {"ES (n = 8)", "ES, shuffled fitness (n = 4)", "base"} if len(arms) == 3 else {"ES (n = 8)"}
-    assert shown == expected | {"greedy", "temperature 1"}
+def test_the_legend_names_every_arm_and_decoding_within_the_figure(
+    count: int, decodings: tuple[str, ...], width: float
+) -> None:
+    arms = dict(list({"es": 16, "grpo": 16, "base": None, "es_random": 8, "grpo_random": 8, "sft": 8}.items())[:count])
+    with matplotlib.rc_context(style._RC):
+        figure = Figure(figsize=(width, 3))
+        figure.add_subplot()
+        style.legend(figure, arms, decodings)
+        figure.draw_without_rendering()
+    (legend,) = figure.legends
+    shown = [text for text in legend.get_texts() if text.get_text() != " "]
+    expected = {style.ARMS[arm].label + ("" if n is None else f" (n = {n})") for arm, n in arms.items()}
+    assert {text.get_text() for text in shown} == expected | {style.STROKES[name].label for name in decodings}
+    assert len(shown) == count + len(decodings)
+    for text in shown:
+        extent = text.get_window_extent()
+        assert 0 <= extent.x0 and extent.x1 <= figure.bbox.width and 0 <= extent.y0
+    lines = {line.get_label(): line.get_linestyle() for line in legend.get_lines()}
+    assert len({lines[style.STROKES[name].label] for name in decodings}) == len(decodings)
 
 
 def test_dots_show_every_run_the_failed_ones_as_crosses_and_the_mean_of_all() -> None:
@@ -512,5 +583,6 @@ def test_arms_can_be_told_apart() -> None:
     assert len({look.marker for look in looks}) == len({look.label for look in looks}) == len(style.ARMS)
     compared = ("es", "es_shuffled", "es_sampled", "es_random", "grpo", "dr_grpo", "dapo", "base")
     assert len({style.ARMS[arm].color for arm in compared}) == len(compared)
+    assert len({style.line("es", decoding)["linestyle"] for decoding in style.STROKES}) == len(style.STROKES)
     with pytest.raises(KeyError, match="no look for 'grppo'"):
         style.line("grppo")

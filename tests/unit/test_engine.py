@@ -303,13 +303,31 @@ def test_samples_depend_on_seed_draw_and_row_only():
 
 
 @pytest.mark.parametrize("decoder", ["loop", "generate"])
-def test_sampling_has_the_frequencies_of_the_softmax(decoder):
+def test_a_temperature_of_1_changes_nothing_and_one_near_0_is_greedy(decoder):
+    e = engine(chunk_rows=3, decoder=decoder)
+    plain, (greedy,) = e.generate("train", samples=2, seed=1), e.generate("train")
+    assert e.generate("train", samples=2, seed=1, temperature=1.0) == plain != [greedy] * 2
+    assert e.generate("train", samples=2, seed=1, temperature=1e-6) == [greedy] * 2
+    assert e.generate("train", samples=2, seed=1, temperature=0.7) != plain
+    assert e.generate("train", temperature=0.7) == [greedy]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.5, float("nan"), float("inf")])
+def test_temperatures_that_are_refused(temperature):
+    with pytest.raises(ValueError, match=r"must be above 0: greedy decoding is samples=0"):
+        engine().generate("train", samples=1, temperature=temperature)
+
+
+@pytest.mark.parametrize("decoder", ["loop", "generate"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_sampling_has_the_frequencies_of_the_softmax(decoder, temperature):
     n = 1500
     model = random_model(spread=0.1)
     e = engine(model, [{"prompt": "a"}] * n, max_completion_length=1, decoder=decoder, chunk_rows=500)
-    (draws,) = e.generate("train", samples=1, seed=0)
+    (draws,) = e.generate("train", samples=1, seed=0, temperature=temperature)
     with torch.inference_mode():
-        p = model(torch.tensor([tokenizer()("a")["input_ids"]])).logits[0, -1].double().softmax(-1).numpy()
+        logits = model(torch.tensor([tokenizer()("a")["input_ids"]])).logits[0, -1].double()
+    p = (logits / temperature).softmax(-1).numpy()
     counts = np.bincount([ids[0] for _, ids in draws], minlength=len(p))
     # tokens of less than five expected draws are counted together
     rare = n * p < 5

@@ -15,6 +15,7 @@ from evoalign_lib import noise, tiny, update_rules
 from evoalign_lib.analysis import gradient as exact
 from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.study.kinds.estimator import ExactObjective
 from evoalign_lib.tasks import countdown
 
 END, LENGTH, VOCABULARY = 0, 3, 8
@@ -71,7 +72,7 @@ def problems():
 
 @pytest.fixture(scope="module")
 def objective(base, problems):
-    objective = exact.ExactObjective(*base, problems)
+    objective = ExactObjective(*base, problems)
     yield objective
     objective.close()
 
@@ -398,4 +399,4 @@ def test_bad_arguments_are_refused(objective, base, problems):
     with pytest.raises(ValueError, match="fitness"):
         objective.run(4, 1e-2, 1e-2, 0, "exact")
     with pytest.raises(ValueError, match="right answer"):
-        exact.ExactObjective(*base, problems, max_completion_length=1)
+        ExactObjective(*base, problems, max_completion_length=1)

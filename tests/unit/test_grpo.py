@@ -134,6 +134,7 @@ def test_what_the_arms_differ_in():
         "grpo": ("grpo", "group", None),
         "dr_grpo": ("dr_grpo", "none", None),
         "dapo": ("dapo", "group", 0.28),
+        "grpo_random": ("grpo", "group", None),
     }
     assert isinstance(args["rloo"], trl.RLOOConfig) and not args["rloo"].normalize_advantages
     for a in args.values():

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 
 from evoalign_lib import ledger, paths
 from evoalign_lib.cli import app
-from evoalign_lib.records import read_records, spec_hash
-from evoalign_lib.study import runs, sweep
+from evoalign_lib.records import read_records, seal_problems, spec_hash
+from evoalign_lib.study import sweep
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.sweep import load_or_run
 
 SETTINGS = {
@@ -27,7 +29,7 @@ SETTINGS = {
 
 
 def specs(scale: str = "tiny") -> list[dict]:
-    return runs.train_specs("es", ["A0"], range(2), SETTINGS, scale)
+    return train_specs("es", ["A0"], range(2), SETTINGS, scale)
 
 
 def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
@@ -38,7 +40,9 @@ def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Every file but locks, which stay where they were held."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +91,12 @@ def test_a_record_describes_its_ledger(folder):
     assert sorted(contents(folder)) == [
         f"results/nb/ledgers/{one['spec_hash']}.jsonl.gz",
         "results/nb/tiny.jsonl",
+        "results/nb/tiny.seal",
         f"run/results/ledgers/{one['spec_hash']}.jsonl.gz",
         "run/results/tiny.jsonl",
+        "run/results/tiny.seal",
     ]
+    assert seal_problems(folder / "results/nb/tiny.jsonl") == seal_problems(folder / "run/results/tiny.jsonl") == []
 
 
 def test_a_kept_ledger_is_loaded_with_its_record(folder, capsys):
@@ -109,7 +116,7 @@ def test_a_forced_run_keeps_its_own_beside(folder):
 
 def test_what_cannot_be_kept_is_refused_before_any_run(folder):
     one, other = specs()
-    base = runs.base_specs(["A0"], SETTINGS, "tiny")[0]
+    base = base_specs(["A0"], SETTINGS, "tiny")[0]
     for all_of_them, wrong in (([one], other), ([one, base], base)):
         with pytest.raises(ValueError, match="keep_ledgers holds a spec that is no run of ES among the specs: {"):
             load_or_run(all_of_them, "nb", "tiny", keep_ledgers=[wrong])
@@ -128,6 +135,8 @@ def test_a_ledger_that_is_missing_or_another(folder):
             load_or_run(specs(), "nb", "tiny", keep_ledgers=specs()[:1])
         with pytest.raises(ValueError, match="restore it from git"):
             sweep.check_ledger(one)
+        (problem,) = seal_problems(folder / "results/nb/tiny.jsonl")
+        assert f"its ledger {path} is " in problem
 
 
 def test_a_ledger_of_another_run_is_found(folder):

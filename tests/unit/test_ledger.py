@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from evoalign_lib import ledger, noise, precision, tiny
+from evoalign_lib import ledger, models, noise, precision, tiny
 from evoalign_lib.cli import app
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
-from evoalign_lib.study import runs
 from evoalign_lib.update_rules import population
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
@@ -161,7 +160,7 @@ def test_the_file_line_by_line(run):
     for name, p in sorted(model.named_parameters()):
         by_hand.update(name.encode() + b"\0" + p.detach().numpy().tobytes())
     assert header["model"]["digest"] == by_hand.hexdigest()
-    assert header["model"]["digest"].startswith(runs.base_digest(model))
+    assert header["model"]["digest"].startswith(models.base_digest(model))
     assert header["model"]["name"] == str(run / "base") and header["model"]["dtype"] == "float32"
     # every line holds the hash of the one before
     for one, other in zip(lines(run / "out/ledger.jsonl"), [*steps, end], strict=False):

@@ -1,5 +1,6 @@
 """The paper's sources: no literal results, nothing undefined, a sound bibliography, and a document that compiles."""
 
+import csv
 import os
 import re
 import shutil
@@ -102,6 +103,38 @@ def test_every_reference_has_its_label() -> None:
 def test_claims_named_in_the_text_are_declared() -> None:
     named = set(re.findall(r"[cC]laims?~(\w+)", ALL))
     assert named and named <= {claim["id"] for claim in claims.load_claims()}
+
+
+# Verdicts that the prose of the paper and of the README states: written by hand, so a new verdict needs new prose.
+SAID = {
+    "E1": "not evidence",
+    "E1b": "supported",
+    "C2": "superseded",
+    "C3": "underpowered",
+    "C3b": "depends on decoding",
+    "C8": "supported",
+    "C9": "not evidence",
+    "C9b": "contradicted",
+    "C11": "underpowered",
+    "C33": "not evidence",
+    "C33b": "supported",
+    "C34": "underpowered",
+    "C37": "not evidence",
+    "C37b": "supported",
+}
+
+
+@pytest.mark.parametrize("claim", SAID)
+def test_the_text_says_the_verdicts_of_now(generated: Path, claim: str) -> None:
+    with (generated / "claims.csv").open(encoding="utf-8", newline="") as file:
+        verdicts = {row["claim"]: row["verdict"] for row in csv.DictReader(file)}
+    assert re.search(rf"[cC]laims?[^.;:]*~{claim}\b", ALL), f"the text no longer names {claim}: leave it out of SAID"
+    assert verdicts[claim] == SAID[claim], f"rewrite what the paper and the README say of {claim}, and SAID"
+
+
+def test_every_verdict_is_defined() -> None:
+    for verdict in claims.VERDICTS:
+        assert rf"\emph{{{verdict}}}:" in TEXT["method.tex"], f"sections/method.tex does not define {verdict!r}"
 
 
 # ---- generated files

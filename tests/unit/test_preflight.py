@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from evoalign_lib import paths, tiny
+from evoalign_lib import arms, paths, tiny
 from evoalign_lib.engines.memory import shape, tensor_parallel_sizes
 from evoalign_lib.records import append_record, spec_hash
-from evoalign_lib.study import preflight, runs, sweep
+from evoalign_lib.study import measures, preflight, sweep
+from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.preflight import GIB, DoesNotFit, plan
 
 SETS = {"task": "countdown", "validation_problems": 512, "test_problems": 2000, "curve_points": 21}
@@ -23,7 +24,7 @@ RUN = SETS | {"kind": "train", "base": "a model", "seed": 0, "max_completion_len
 ES = RUN | {"arm": "es", "population_size": 30, "sigma": 1e-3, "alpha": 5e-4, "steps": 500, "prompts_per_step": 200}
 GRPO = RUN | {"arm": "grpo", "learning_rate": 1e-6, "beta": 0.0, "num_generations": 16, "steps": 250}
 GRPO |= {"prompts_per_step": 16, "micro_batch": 1}
-LENGTH = 1024 + preflight.PROMPT_TOKENS["countdown"]
+LENGTH = 1024 + measures.get("countdown").prompt_tokens
 
 
 @pytest.mark.parametrize("base", tiny.SHIPPED)
@@ -89,14 +90,13 @@ def test_es_plans(size, gpus):
     planned, by_hand = plan(qwen(size), ES, gpus=gpus), es_by_hand(size, gpus)
     assert planned.fits is (by_hand is not None), planned.text()
     if by_hand is None:
-        assert "DOES NOT FIT" in planned.text() and "hours" not in planned.text()
+        assert "DOES NOT FIT" in planned.text()
         return
     at = planned.placement
     # replicated norms, and key and value heads on more GPUs than there are heads: a few rows less where few fit
     assert at.tensor_parallel == by_hand[0] and by_hand[1] - 5 <= at.rows <= by_hand[1]
     assert at.engines == gpus // at.tensor_parallel
-    assert sum(n for _, n in at.gpu_memory) <= 72 * GIB
-    assert 0 < planned.hours[0] < planned.hours[1] < 30 * planned.hours[0]
+    assert sum(part.size for part in at.gpu_memory) <= 72 * GIB
 
 
 def test_which_es_runs_fit():
@@ -119,7 +119,7 @@ def test_grpo_plans(size, gpus):
     planned = plan(qwen(size), GRPO, gpus=gpus)
     assert planned.fits is (need <= 72 * 2**30), planned.text()
     rows = planned.placement.rows
-    total = sum(n for _, n in planned.placement.gpu_memory)
+    total = sum(part.size for part in planned.placement.gpu_memory)
     assert total == need + (rows - 1) * row and 1 <= rows <= 256 // gpus
     assert planned.placement.engines == gpus and planned.placement.tensor_parallel == 1
 
@@ -162,14 +162,12 @@ def test_grpo_refusals_have_numbers_and_a_remedy():
 
 def test_gradient_arms():
     def memory(**changed):
-        return dict(plan(qwen("0.5B"), GRPO | changed, gpus=1).placement.gpu_memory)
+        return {part.name for part in plan(qwen("0.5B"), GRPO | changed, gpus=1).placement.gpu_memory}
 
-    assert memory(beta=0.04).keys() - memory().keys() == {"reference model, float32"}
-    passes = {arm: plan(qwen("0.5B"), GRPO | {"arm": arm}).work.passes for arm in ("grpo", "dapo", "rloo")}
-    assert passes == {"grpo": 4, "dapo": 4, "rloo": 5} and plan(qwen("0.5B"), GRPO | {"beta": 0.1}).work.passes == 5
+    assert memory(beta=0.04) - memory() == {"reference model, float32"}
     settings = {"arm": "sft", "prompts": 4096, "num_generations": 16, "batch_size": 64, "epochs": 2}
     sft = plan(qwen("0.5B"), RUN | settings, gpus=1)
-    assert sft.work.completions == 65536 and sft.work.passes == 7
+    assert sft.work.completions == 65536
     best = int(re.search(r"Set batch_size=(\d+)\.$", sft.problem)[1])
     assert plan(qwen("0.5B"), RUN | settings | {"batch_size": best}, gpus=1).fits
 
@@ -177,15 +175,28 @@ def test_gradient_arms():
 def test_work_of_a_run():
     planned = plan(qwen("7B"), ES, gpus=4)
     assert planned.work.completions == 500 * 30 * 200
-    assert planned.work.evaluation == 21 * 512 * 5 + 2000 * 17 + 512
-    assert planned.flops == 2 * 7_615_616_512 * 3_000_000 * LENGTH
     drawn = plan(qwen("7B"), ES | {"arm": "es_random"}, gpus=4)
-    assert drawn.work.completions == drawn.flops == 0 and 0 < drawn.hours[0] < planned.hours[0]
+    assert drawn.work.completions == 0
     asked = {name: value for name, value in ES.items() if not name.endswith("_problems")} | {"task": "conciseness"}
-    assert "not counted, of few questions" in plan(qwen("7B"), asked, gpus=4).text()
-    # a decode step reads 15.2 GB of weights and 200 caches half full: 4.5 + 2.3 ms on an H100; a prefill is 0.46 s
-    member = 1024 * (15.23e9 + 200 * (150 + 512) * 57344) / 3.35e12 + 2 * 7.616e9 * 200 * 150 / 989e12
-    assert planned.hours[0] == pytest.approx(500 * 8 * member / 3600, rel=0.06)
+    assert "(50 each, assumed)" in plan(qwen("7B"), asked, gpus=4).text()
+    with pytest.raises(ValueError, match="unknown task 'cuntdown'; .* Did you mean 'countdown'"):
+        plan(qwen("7B"), ES | {"task": "cuntdown"})
+
+
+def test_the_share_of_vllm_is_what_it_allocates_whatever_its_parts_are_called(monkeypatch):
+    """Captions are for readers: the memory that vLLM is told of does not depend on them."""
+    monkeypatch.setattr(preflight, "_config", lambda base: qwen("0.5B"))
+    share = preflight.colocated_share(GRPO | {"gpus": 1})
+    parts = plan(qwen("0.5B"), GRPO, gpus=1).placement.gpu_memory
+    assert share == round(sum(part.size for part in parts if part.of_vllm) / (80 * GIB), 3) and 0 < share < 1
+    assert {part.name.split(",")[0] for part in parts if part.of_vllm} == {
+        "vLLM's copy",
+        "reserve (assumed)",
+        "KV cache",
+    }
+    reworded = preflight.gradient_memory
+    monkeypatch.setattr(preflight, "gradient_memory", lambda *a: tuple(p._replace(name="x") for p in reworded(*a)))
+    assert preflight.colocated_share(GRPO | {"gpus": 1}) == share
 
 
 def test_a_plan_says_what_is_assumed():
@@ -193,7 +204,7 @@ def test_a_plan_says_what_is_assumed():
     assert "es of a model, runs 3" in text and "3 GPUs of 30 GiB: engines 1, tensor parallel 2, idle 1" in text
     assert "of 27.0 (90 % of 30)" in text and "3,000,000 = 500 steps x 30 population_size x 200" in text
     assert re.search(r"rows +\d+ at once on an engine, of 200: the others wait", text)
-    for word in ("reserve (assumed)", "each, assumed)", "assumed rates, not measured", "data sheet", "at most"):
+    for word in ("reserve (assumed)", "each, assumed)", "at most"):
         assert word in text
     assert "what the machine has is not known here" in text
 
@@ -202,13 +213,13 @@ def test_memory_of_the_host():
     planned = plan(qwen("7B"), ES, gpus=1, host_gib=70)
     assert not planned.fits
     # the model, the master and its first state
-    assert sum(n for _, n in planned.placement.host_memory) == (2 + 4 + 4) * 7_615_616_512
+    assert sum(part.size for part in planned.placement.host_memory) == (2 + 4 + 4) * 7_615_616_512
     assert "70.9 GiB of the host's memory" in planned.problem and "this machine has 70.0 GiB" in planned.problem
     assert plan(qwen("7B"), ES, gpus=1, host_gib=71).fits
     # of a gradient arm in every process, with the model in which it is measured
     each = plan(qwen("0.5B"), GRPO | {"micro_batch": 8}, gpus=8, host_gib=36)
     assert not each.fits and "4.6 GiB of the host's memory in each of 8 processes" in each.problem
-    assert sum(n for _, n in each.placement.host_memory) == (2 + 4 + 4) * 494_032_768
+    assert sum(part.size for part in each.placement.host_memory) == (2 + 4 + 4) * 494_032_768
     both = plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=20, runs=2)
     assert "Take workers=1" in both.problem and plan(qwen("0.5B"), ES, engine="local", gpus=0, host_gib=20).fits
     whole = plan(qwen("0.5B"), GRPO | {"micro_batch": 256}, engine="local", gpus=0, host_gib=64)
@@ -238,7 +249,7 @@ SIZES = st.sampled_from(list(QWEN))
 def test_more_tensor_parallel_takes_no_more_memory_a_gpu(size, rows, length):
     model = shape(qwen(size))
     sizes = tensor_parallel_sizes(model, 64)
-    totals = [sum(n for _, n in preflight.es_memory(model, t, rows, length)) for t in sizes]
+    totals = [sum(part.size for part in preflight.es_memory(model, t, rows, length)) for t in sizes]
     assert totals == sorted(totals, reverse=True)
 
 
@@ -254,7 +265,7 @@ def test_more_gpus_never_make_es_impossible(size, gib, prompts, length, gpus):
     few, more = (plan(qwen(size), settings, gpus=g, gpu_gib=gib) for g in (gpus, gpus + 1))
     assert more.fits or not few.fits
     assert few.placement.rows <= more.placement.rows or few.placement.tensor_parallel > more.placement.tensor_parallel
-    assert few.fits is (sum(n for _, n in few.placement.gpu_memory) <= 0.9 * gib * GIB)
+    assert few.fits is (sum(part.size for part in few.placement.gpu_memory) <= 0.9 * gib * GIB)
 
 
 @given(factors=st.tuples(*[st.integers(1, 10**4)] * 3))
@@ -304,7 +315,7 @@ def test_a_dry_run_prints_each_plan_once(elsewhere, capsys):
         ("es", "runs 4: settings 2, seeds 0, 1"),
         ("grpo", "runs 2: settings 1, seeds 0, 1"),
     ]
-    assert re.search(r"^6 training runs, 1 at once: \d+ to \d+ hours in all on such devices", out, re.M)
+    assert re.search(r"^6 training runs, 1 at once$", out, re.M)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -372,7 +383,7 @@ def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     wanted |= {"sigma": 0.01, "alpha": 0.01, "learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
     wanted |= {"prompts": 16, "batch_size": 8, "epochs": 2}
     config = AutoConfig.from_pretrained(tmp_path / "A0")
-    for arm in runs.ARMS:
-        (spec,) = runs.train_specs(arm, [str(tmp_path / "A0")], [0], wanted, "full")
+    for arm in arms.ARMS:
+        (spec,) = train_specs(arm, [str(tmp_path / "A0")], [0], wanted, "full")
         assert plan(config, spec, engine="local", gpus=0, host_gib=8).fits
         assert plan(config, spec, gpus=2).fits

@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import grpo, ledger, models, paths, tiny
+from evoalign_lib import arms, grpo, ledger, models, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
-from evoalign_lib.study import runs, sweep
-from evoalign_lib.study.measures import conciseness as conciseness_runs
+from evoalign_lib.study import sweep, training
+from evoalign_lib.study.kinds import train
+from evoalign_lib.study.kinds.audit import audit_specs
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
+from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
+from evoalign_lib.study.kinds.estimator import estimator_specs
+from evoalign_lib.study.kinds.kl import kl_specs
+from evoalign_lib.study.kinds.published import published_specs
+from evoalign_lib.study.kinds.train import sweep_specs, train_specs
 from evoalign_lib.tasks import countdown
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +44,7 @@ AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
 def spec_of(arm: str, seed: int = 0, **changed):
-    [spec] = runs.train_specs(arm, ["A0"], [seed], SETTINGS | changed, "smoke")
+    [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | changed, "smoke")
     return spec
 
 
@@ -45,7 +53,7 @@ def record_of(arm: str):
     return sweep.run(spec_of(arm), "nb", "commit")
 
 
-@pytest.mark.parametrize("arm", runs.ARMS)
+@pytest.mark.parametrize("arm", arms.ARMS)
 def test_the_record_of_every_arm(arm, tmp_path):
     r = record_of(arm)
     append_record(tmp_path / "x.jsonl", r)
@@ -118,7 +126,7 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
     prompts = {"validation": Prompts(countdown.dataset(tiny.problems("validation", 6), tokenizer), tokenizer)}
     engine = LocalEngine(trainer.model, tokenizer, None, prompts, max_completion_length=16)
     assert record["update_norm"] == pytest.approx(np.linalg.norm(engine.master - start), rel=1e-5)
-    assert runs.base_digest(trainer.model) != spec["base_digest"]
+    assert models.base_digest(trainer.model) != spec["base_digest"]
     (greedy,) = engine.generate("validation")
     right = [
         countdown.grade(text, p.numbers, p.target).answer
@@ -163,9 +171,9 @@ def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
 
     monkeypatch.setattr(grpo, "filtered_sft", spy)
     started = time.process_time()
-    record = runs.run_train(spec_of("sft"))
+    record = train.run(spec_of("sft"))
     assert 0 < record["budget"]["core_seconds"] < time.process_time() - started - 0.5
-    _, tokenizer, sets = runs._world(spec_of("sft"))
+    _, tokenizer, sets = training.world(spec_of("sft"))
     texts = [row["prompt"] for row in countdown.dataset(sets["train"], tokenizer)]
     by_prompt = {tuple(tokenizer(text)["input_ids"]): p for text, p in zip(texts, sets["train"], strict=True)}
     assert len(kept) == record["counts"]["kept"] > 0
@@ -182,7 +190,7 @@ def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
 
 
 def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
-    [spec] = runs.best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
+    [spec] = best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
     r = sweep.run(spec, "nb", "commit")
     append_record(tmp_path / "x.jsonl", r)
     model, tokenizer = tiny.load("A0")
@@ -206,23 +214,34 @@ def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
     assert r["budget"]["generated_tokens"] == sum(len(ids) for row in samples for _, ids in row)
     assert r["budget"]["forward_flops"] == 2 * r["d"] * tokens
     with pytest.raises(ValueError, match="samples=0 must be at least 1"):
-        runs.best_of_n_specs("A0", [0], 0, SETTINGS, "smoke")
+        best_of_n_specs("A0", [0], 0, SETTINGS, "smoke")
+    with pytest.raises(ValueError, match="the reward of conciseness does not know"):
+        best_of_n_specs("B0", [0], 2, SETTINGS | {"task": "conciseness"}, "smoke")
 
 
 # ---- specs
 
 
 MAKERS = {
-    "base": lambda s: runs.base_specs([s["base"]], s, "tiny"),
-    "train": lambda s: runs.train_specs(s["arm"], [s["base"]], [s["seed"]], s, "tiny"),
-    "best_of_n": lambda s: runs.best_of_n_specs(s["base"], [s["seed"]], s["samples"], s, "tiny"),
-    "audit": lambda s: runs.audit_specs(s["base"], s["precision"], s["noise"], s["fitness"], [s["seed"]], s, "tiny"),
-    "estimator": lambda s: runs.estimator_specs(
-        s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny"
-    ),
-    "kl": lambda s: runs.kl_specs(s["base"], s["sigma"], s["repeat"] + 1, s, "tiny"),
-    "published": lambda s: [made for made in conciseness_runs.published_specs("tiny") if made.items() <= s.items()],
+    "base": lambda s: base_specs([s["base"]], s, "tiny"),
+    "train": lambda s: train_specs(s["arm"], [s["base"]], [s["seed"]], s, "tiny"),
+    "best_of_n": lambda s: best_of_n_specs(s["base"], [s["seed"]], s["samples"], s, "tiny"),
+    "audit": lambda s: audit_specs(s["base"], s["precision"], s["noise"], s["fitness"], [s["seed"]], s, "tiny"),
+    "estimator": lambda s: estimator_specs(s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny"),
+    "kl": lambda s: kl_specs(s["base"], s["sigma"], s["repeat"] + 1, s, "tiny"),
+    "published": lambda s: [made for made in published_specs("tiny") if made.items() <= s.items()],
 }
+
+
+def remade(spec):
+    """The spec of kind "decoding", made again from the record of the run that it measures."""
+    trained = measured_spec(spec)
+    assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
+    record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": spec["digest"]}
+    return decoding_specs([record], spec["temperatures"], spec["samples"], spec.get("at_step"))
+
+
+MAKERS["decoding"] = remade
 
 
 @pytest.mark.parametrize("notebook", sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")))
@@ -253,12 +272,12 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
 def test_settings_that_are_refused_before_any_run(arm, changed, message):
     settings = {name: value for name, value in (SETTINGS | changed).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
-        runs.train_specs(arm, ["A0"], [0], settings, "smoke")
+        train_specs(arm, ["A0"], [0], settings, "smoke")
 
 
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
     plain = SETTINGS | {"curve_spacing": None, "unique_prompts": None}
-    [spec] = runs.train_specs("grpo", ["A0"], [0], plain, "smoke")
+    [spec] = train_specs("grpo", ["A0"], [0], plain, "smoke")
     assert not {"curve_spacing", "unique_prompts", "scale_rewards", "micro_batch"} & spec.keys()
     assert spec_hash(spec) != spec_hash(spec_of("grpo")) != spec_hash(spec_of("grpo", unique_prompts=3))
     # of the arms that take gradients of a step's completions alone
@@ -269,21 +288,21 @@ def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
 @pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (16, 16), (99, 16)])
 def test_training_problems_are_new_or_come_again_in_turn(unique, expected):
     spec = spec_of("grpo", **{} if unique is None else {"unique_prompts": unique})
-    problems = runs._world(spec)[2]["train"]
+    problems = training.world(spec)[2]["train"]
     assert len(problems) == 16 and len({countdown.problem_key(p) for p in problems}) == expected
     assert all(p == problems[i % expected] for i, p in enumerate(problems))
     # other problems for another seed, the same for another arm
-    assert runs._world(spec | {"seed": 1})[2]["train"][0] != problems[0]
+    assert training.world(spec | {"seed": 1})[2]["train"][0] != problems[0]
     es = spec_of("es", **{} if unique is None else {"unique_prompts": unique})
-    assert runs._world(es)[2]["train"] == problems
+    assert training.world(es)[2]["train"] == problems
 
 
 def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(external_data):
     folder = str(tiny.bases_folder() / "A0")
 
     def problems(arm, seed=0, **changed):
-        [spec] = runs.train_specs(arm, [folder], [seed], SETTINGS | changed, "full")
-        return runs._world(spec)[2]["train"]
+        [spec] = train_specs(arm, [folder], [seed], SETTINGS | changed, "full")
+        return training.world(spec)[2]["train"]
 
     public = countdown.load_public("train")
     assert problems("es") == problems("grpo") == public
@@ -292,14 +311,14 @@ def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(exter
     assert problems("es", unique_prompts=5) == few != problems("grpo", seed=1, unique_prompts=5)
     filtered = problems("sft", prompts=210)
     assert len(filtered) == 210 and set(filtered) == set(public) and filtered[:10] == filtered[200:]
-    with pytest.raises(ValueError, match="unique_prompts=201: model .* trains on public problems, .* are 200. Take so"):
+    with pytest.raises(ValueError, match="unique_prompts=201: model .* trains on the 200 public problems. Take so"):
         problems("es", unique_prompts=201)
 
 
 @given(st.integers(1, 6000), st.integers(3, MAX_CURVE), st.booleans())
 def test_the_points_of_a_curve(steps, count, log):
     spec = {"steps": steps, "curve_points": count} | ({"curve_spacing": "log"} if log else {})
-    points, axes = runs._points(spec)
+    points, axes = training.points(spec)
     assert {0, steps} <= points <= set(range(steps + 1)) and len(points) <= count
     assert ("core_seconds" in axes) == log
     assert not log or 1 in points
@@ -307,23 +326,23 @@ def test_the_points_of_a_curve(steps, count, log):
 
 def test_points_evenly_spaced_in_the_logarithm():
     spec = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
-    assert sorted(runs._points(spec)[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
-    assert sorted(runs._points(spec | {"steps": 4})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
+    assert sorted(training.points(spec)[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
+    assert sorted(training.points(spec | {"steps": 4})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
 
 
 @pytest.mark.parametrize("arm", ["es", "grpo"])
 def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_data, tmp_path, monkeypatch):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path))
     folder = str(tiny.bases_folder() / "A0")
-    setting = {name: SETTINGS[name] for name in runs.SWEEP[arm][0]}
-    [spec] = runs.sweep_specs(arm, folder, SETTINGS, "full", [setting])
+    setting = {name: SETTINGS[name] for name in arms.SWEEP[arm][0]}
+    [spec] = sweep_specs(arm, folder, SETTINGS, "full", [setting])
     r = sweep.run(spec, "nb", "commit")
     assert "test" not in r and len(r["curve"]["validation_greedy"]) == len(r["curve"]["step"]) == 3
     # what a run at full scale leaves beside its record
-    (place,) = (tmp_path / "training").iterdir()
+    (place,) = (found for found in (tmp_path / "training").iterdir() if found.is_dir())
     assert place.name == r["spec_hash"] and list(place.glob("runs/*/events.out.tfevents.*"))
     assert list(place.glob("checkpoint-*"))  # until `load_or_run` has stored the record
     if arm == "es":
         assert ledger.Ledger.open(place / ledger.NAME).ended
     else:
-        assert runs.base_digest(models.load(str(place / "model"))[0]) != r["spec"]["base_digest"]
+        assert models.base_digest(models.load(str(place / "model"))[0]) != r["spec"]["base_digest"]

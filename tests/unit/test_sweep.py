@@ -1,5 +1,6 @@
 """Parameters, specs and records: what a notebook is told of its mistakes, and that no finished run is ever lost."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, paths, tiny
+from evoalign_lib import claims, models, paths, tiny
 from evoalign_lib.records import (
     ENGINE_VERSION,
     append_record,
@@ -27,7 +28,13 @@ from evoalign_lib.records import (
     unpack_bits,
     unpack_counts,
 )
-from evoalign_lib.study import parameters, runs, sweep
+from evoalign_lib.study import parameters, provenance, sweep
+from evoalign_lib.study.kinds.audit import audit_specs
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
+from evoalign_lib.study.kinds.estimator import estimator_specs
+from evoalign_lib.study.kinds.kl import kl_specs
+from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.parameters import check_parameters
 from evoalign_lib.study.sweep import load_or_run
 
@@ -62,9 +69,9 @@ def test_settings_of_the_scale_with_overrides():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"stpes": 5}, r"unknown parameter 'stpes': did you mean 'steps'\?.*'del stpes'"),
-        ({"Force": True}, r"unknown parameter 'Force': did you mean 'force'\?"),
-        ({"zzzz": None}, r"unknown parameter 'zzzz': Known: bases, curve, "),
+        ({"stpes": 5}, r"unknown parameter 'stpes'\. Did you mean 'steps'\?.*'del stpes'"),
+        ({"Force": True}, r"unknown parameter 'Force'\. Did you mean 'force'\?"),
+        ({"zzzz": None}, r"unknown parameter 'zzzz'\. Known: bases, curve, "),
         ({"scale": "tinny"}, r"unknown scale 'tinny': use one of smoke, tiny, full. Did you mean 'tiny'\?"),
         ({"scale": ""}, "unknown scale ''"),
         ({"scale": None}, "unknown scale None"),
@@ -244,7 +251,7 @@ def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
     for name, last in (("step", 5e3), ("completions", 5e6), ("generated_tokens", 2e7), ("forward_flops", 1e15)):
         curve[name] = np.geomspace(1, last, 50).astype(int).tolist()
     curve["core_seconds"] = np.geomspace(0.1, 9999, 50).round(2).tolist()
-    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=sweep.environment()))
+    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=provenance.environment()))
     assert (tmp_path / "x.jsonl").stat().st_size < 7_500
 
 
@@ -259,7 +266,7 @@ def folders(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from evoalign_lib.study.sweep import append_record, spec_hash
+from evoalign_lib.records import append_record, spec_hash
 
 first, count = map(int, sys.argv[2:])
 print("ready", flush=True)
@@ -302,7 +309,10 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path):
 def test_the_first_record_of_a_spec_stays_with_its_ledger(tmp_path, capsys):
     """Two sweeps at once ran the same spec."""
     file, made = tmp_path / "results/tiny.jsonl", tmp_path / "made"
-    first, second = record(1, ledger={"sha256": "of the first"}), record(1, ledger={"sha256": "of the second"})
+    first, second = (
+        record(1, ledger={"sha256": hashlib.sha256(text).hexdigest(), "weights": digit * 64})
+        for text, digit in ((b"first", "1"), (b"second", "2"))
+    )
     for text, own in (("first", first), ("second", second)):
         made.write_text(text)
         assert append_record(file, own, made) == first
@@ -375,7 +385,7 @@ def test_a_dry_run_names_what_is_missing(folders, capsys):
     append_record(folders / "results/01_a/tiny.jsonl", record(1))
     specs = [record(1)["spec"]]
     missing = [{"kind": "train", "arm": "es", "base": "A0", "scale": "tiny", "seed": seed} for seed in range(30)]
-    with pytest.raises(parameters.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
+    with pytest.raises(sweep.DryRun, match="1 of 31 runs have records; to be run: es A0 0, .* and 10 more"):
         load_or_run(specs + missing, "nb", "tiny", dry_run=True)
     assert load_or_run(specs, "nb", "tiny", dry_run=True) == [record(1)]
 
@@ -388,10 +398,10 @@ def comparable(r):
 
 @needs_bases
 def test_specs_state_what_decides_a_run():
-    [base] = runs.base_specs(["A0"], SETTINGS, "smoke")
+    [base] = base_specs(["A0"], SETTINGS, "smoke")
     assert base["kind"] == "base" and base["engine_version"] == ENGINE_VERSION
-    assert base["base_digest"] == runs.base_digest(tiny.load("A0")[0]) and len(base["base_digest"]) == 16
-    train = runs.train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
+    assert base["base_digest"] == models.base_digest(tiny.load("A0")[0]) and len(base["base_digest"]) == 16
+    train = train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
     assert [(s["base"], s["seed"]) for s in train] == [("A0", 0), ("A0", 1), ("A1", 0), ("A1", 1)]
     assert train[0]["base_digest"] != train[2]["base_digest"] and train[0]["steps"] == 2
     assert len({spec_hash(s) for s in [base, *train]}) == 5
@@ -404,12 +414,12 @@ FILLED = SETTINGS | {"filler_steps": 16, "max_completion_length": 36}
 def test_specs_of_a_base_that_thinks_name_how_long():
     short, long = FILLED | {"filler_steps": 4}, FILLED
     specs = [
-        *runs.base_specs(["H0"], short, "smoke"),
-        *runs.base_specs(["H0"], long, "smoke"),
-        *runs.train_specs("es", ["H0"], [0], short, "smoke"),
-        *runs.train_specs("es", ["H0"], [0], long, "smoke"),
-        *runs.best_of_n_specs("H0", [0], 2, long, "smoke"),
-        *runs.audit_specs("H0", "kahan", "gaussian", "random", [0], long, "smoke"),
+        *base_specs(["H0"], short, "smoke"),
+        *base_specs(["H0"], long, "smoke"),
+        *train_specs("es", ["H0"], [0], short, "smoke"),
+        *train_specs("es", ["H0"], [0], long, "smoke"),
+        *best_of_n_specs("H0", [0], 2, long, "smoke"),
+        *audit_specs("H0", "kahan", "gaussian", "random", [0], long, "smoke"),
     ]
     assert [s["filler_steps"] for s in specs] == [4, 16, 4, 16, 16, 16] and len(set(map(spec_hash, specs))) == 6
 
@@ -427,8 +437,8 @@ def test_specs_of_a_base_that_thinks_name_how_long():
 def test_filler_steps_that_a_base_cannot_have(base, changed, message):
     settings = FILLED | changed
     for make in (
-        lambda: runs.base_specs([base], settings, "smoke"),
-        lambda: runs.train_specs("es", [base], [0], settings, "smoke"),
+        lambda: base_specs([base], settings, "smoke"),
+        lambda: train_specs("es", [base], [0], settings, "smoke"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -438,11 +448,11 @@ def test_filler_steps_that_a_base_cannot_have(base, changed, message):
 @pytest.mark.parametrize("base", ["H0", "org/some-model", str(tiny.bases_folder() / "A0")])
 def test_kinds_of_plain_tiny_models_refuse_any_other_base(base):
     settings = FILLED | {"estimator_problems": 4, "kl_problems": 4, "kl_samples": 2}
-    message = "base '.*' has no specs of kind '{}', which are of plain models of the tiny world alone: take one of A0"
+    message = "base '.*' has no runs of kind '{}': they take plain models of the tiny world, one of A0"
     with pytest.raises(ValueError, match=message.format("estimator")):
-        runs.estimator_specs(base, 2, 1, "expected", "any", settings, "smoke")
+        estimator_specs(base, 2, 1, "expected", "any", settings, "smoke")
     with pytest.raises(ValueError, match=message.format("kl")):
-        runs.kl_specs(base, 0.1, 1, settings, "smoke")
+        kl_specs(base, 0.1, 1, settings, "smoke")
 
 
 @needs_bases
@@ -451,12 +461,12 @@ def test_training_thinks_as_long_as_the_spec_says(arm):
     """In the training set, where tokens are counted, and in the sets that measure, where formats are kept."""
     gradient = {"learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "prompts": 24, "batch_size": 8, "epochs": 1}
     settings = FILLED | gradient | {"sigma": 1e-4, "alpha": 1e-4, "prompts_per_step": 8, "test_problems": 40}
-    [spec] = runs.train_specs(arm, ["H0"], [0], settings, "smoke")
+    [spec] = train_specs(arm, ["H0"], [0], settings, "smoke")
     r = sweep.run(spec, "nb", "commit")
     spent = r["budget"]
     # 16 letters, then 10 to 15 tokens of an answer
     assert 16 + 10 < spent["generated_tokens"] / spent["completions"] <= 16 + 15
-    [base] = runs.base_specs(["H0"], settings, "smoke")
+    [base] = base_specs(["H0"], settings, "smoke")
     untrained = sweep.run(base, "nb", "commit")
     assert untrained["validation"]["format"] > 0.99
     assert r["test"]["t1"] == pytest.approx(untrained["test"]["t1"], abs=0.1) and untrained["test"]["t1"] > 0
@@ -464,7 +474,7 @@ def test_training_thinks_as_long_as_the_spec_says(arm):
 
 @needs_bases
 def test_the_record_of_a_base():
-    [spec] = runs.base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
+    [spec] = base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
     r = sweep.run(spec, "nb", "commit")
     assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec) and r["notebook"] == "nb"
     assert set(r["validation"]) == {"greedy", "format", "pass@1", "pass@16", "pass@64"}
@@ -477,7 +487,7 @@ def test_the_record_of_a_base():
 @needs_bases
 @pytest.mark.parametrize("arm", ["es", "es_shuffled"])
 def test_the_record_of_a_training_run(arm):
-    one, other = runs.train_specs(arm, ["A0"], [0, 1], SETTINGS, "smoke")
+    one, other = train_specs(arm, ["A0"], [0, 1], SETTINGS, "smoke")
     r, again, different = (sweep.run(spec, "nb", "commit") for spec in (one, one, other))
     assert comparable(r) == comparable(again) and r["digest"] != different["digest"]
     assert r["curve"]["step"] == [0, 1, 2] and r["curve"]["completions"] == [0, 72, 144]
@@ -491,7 +501,7 @@ def test_the_record_of_a_training_run(arm):
     steps = 2 - r["counts"]["tied"]
     assert r["update_norm"] == pytest.approx(0.01 * (r["d"] * steps / 3) ** 0.5, rel=0.1)
     # the base's own weights, before anything moved
-    base = sweep.run(runs.base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
+    base = sweep.run(base_specs(["A0"], SETTINGS, "smoke")[0], "nb", "commit")
     assert r["curve"]["validation_greedy"][0] == pytest.approx(base["validation"]["greedy"], abs=1e-4)
 
 
@@ -501,7 +511,7 @@ def test_the_record_of_an_audit():
     settings = SETTINGS | {"steps": 4, "sigma": 1e-3, "alpha": 5e-4, "curve_points": 2}
     r = {}
     for key in (("master", "gaussian"), ("kahan", "gaussian"), ("inplace", "gaussian"), ("master", "tied")):
-        [spec] = runs.audit_specs("A0", *key, "random", [0], settings, "smoke")
+        [spec] = audit_specs("A0", *key, "random", [0], settings, "smoke")
         r[key] = sweep.run(spec, "nb", "commit")
         json.dumps(r[key], allow_nan=False)
         assert r[key]["path"]["step"] == [0, 1, 2, 3, 4] and "test" not in r[key]
@@ -513,11 +523,11 @@ def test_the_record_of_an_audit():
     assert ends[0] > 0.9999 and ends[2] < 0.9 < ends[1]
     assert abs(exact["layers_cosine"]) < 0.05 and tied["layers_cosine"] > 0.9999
     # with rewards the trained model is tested, and the noise is that of the arm "es"
-    [spec] = runs.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
+    [spec] = audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
     rewarded = sweep.run(spec, "nb", "commit")
     assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
     # members too close together to differ in a token: nothing moves, and there is nothing to compare
-    [spec] = runs.audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
+    [spec] = audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
     still = sweep.run(spec, "nb", "commit")
     json.dumps(still, allow_nan=False)
     assert (
@@ -537,23 +547,23 @@ if __name__ == "__main__":
 
 @needs_bases
 def test_a_killed_sweep_continues_where_it_was(folders, capsys):
-    specs = runs.base_specs(["A0"], SETTINGS, "smoke")
-    specs += runs.train_specs("es", ["A0"], range(2), SETTINGS, "smoke")
-    specs += runs.train_specs("grpo", ["A0"], range(2), SETTINGS | GRADIENT, "smoke")
+    specs = base_specs(["A0"], SETTINGS, "smoke")
+    specs += train_specs("es", ["A0"], range(3), SETTINGS, "smoke")
+    specs += train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT, "smoke")
     script, file = folders / "sweep.py", folders / "run/results/smoke.jsonl"
     script.write_text(textwrap.dedent(SWEEP))
-    with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as sweep:
+    with subprocess.Popen([sys.executable, script, json.dumps(specs)], stderr=subprocess.DEVNULL) as started:
         _await(lambda: file.is_file() and file.stat().st_size > 0)
-        children, workers = _children(sweep.pid), _workers(sweep.pid)
-        sweep.kill()
-    assert sweep.returncode == -signal.SIGKILL and len(workers) == 1
+        children, workers = _children(started.pid), _workers(started.pid)
+        started.kill()
+    assert started.returncode == -signal.SIGKILL and len(workers) == 1
     # nobody goes on in the background (Z: ended, not yet reaped)
     _await(lambda: not _alive(children + workers))
     done = read_records(file)
     assert 1 <= len(done) < 5
     # the second call runs the rest; a run that fails is named, and costs none that waits in a process already
     with pytest.raises(ValueError, match="model 'no-such-model' is neither"):
-        runs.base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
+        base_specs(["no-such-model"], SETTINGS, "smoke")  # before any work
     bad = specs[0] | {"base": "no-such-model"}
     capsys.readouterr()
     with pytest.raises(ValueError, match="model 'no-such-model' is neither") as error:
@@ -572,7 +582,7 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
 def test_a_run_of_numbers_that_are_not_finite_fails_as_any_run_does():
     """In its own process: the one that stores records would end all others with it."""
     settings = {"max_completion_length": 8, "kl_problems": 2, "kl_samples": 2}
-    [spec] = runs.kl_specs("A0", 1e30, 1, settings, "smoke")
+    [spec] = kl_specs("A0", 1e30, 1, settings, "smoke")
     with pytest.raises(ValueError, match="run kl A0 0 has .* not finite: kl.exact_token_mean = nan, .* and 35 more"):
         sweep.run(spec, "nb", "commit")
 
@@ -611,8 +621,8 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
     # a shell that starts pytest in the background has interrupts ignored, and its children inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file, seen = folders / "run/results/smoke.jsonl", []
-    [endless] = runs.train_specs("grpo", ["A0"], [0], SETTINGS | GRADIENT | {"steps": 20_000}, "smoke")
-    bases = runs.base_specs(["A0", "A1"], SETTINGS, "smoke")
+    [endless] = train_specs("es", ["A0"], [0], SETTINGS | {"steps": 20_000}, "smoke")
+    bases = base_specs(["A0", "A1"], SETTINGS, "smoke")
 
     def interrupt(workers):  # as a terminal does
         seen.extend(workers)
@@ -668,7 +678,7 @@ def _processes() -> dict[int, tuple[int, str]]:
 
 @needs_bases
 def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsewhere(folders, capsys):
-    specs = runs.base_specs(["A0", "A1"], SETTINGS, "tiny")
+    specs = base_specs(["A0", "A1"], SETTINGS, "tiny")
     committed = sweep.run(specs[0], "01_a", "commit")
     files = [folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b")]
     append_record(files[0], committed)
@@ -687,8 +697,8 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
         "beside committed records: 2 of 2 have the same spec; test accuracy differs by at most 0.00 points\n"
     )
     assert [file.read_bytes() for file in files] == before
-    with pytest.raises(parameters.DryRun, match="0 of 1 runs have records"):
-        load_or_run(runs.base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
+    with pytest.raises(sweep.DryRun, match="0 of 1 runs have records"):
+        load_or_run(base_specs(["A2"], SETTINGS, "tiny"), "02_b", "tiny", force=True, dry_run=True)
 
 
 NOTEBOOK = """#!/bin/sh
@@ -745,6 +755,10 @@ def test_comparison_with_committed_records():
         "test accuracy differs by at most 1.00 points"
     )
     assert sweep.compare([made(9, "d", 0.9)], committed) == ("beside committed records: 0 of 1 have the same spec")
+    again, then = (record(4, test={"n": 64, "t0.6": share, "t0.6_counts": "ff"}) for share in (0.5, 0.52))
+    assert sweep.compare([again], {then["spec_hash"]: then}) == (
+        "beside committed records: 1 of 1 have the same spec; test accuracy differs by at most 2.00 points"
+    )
 
 
 def test_what_a_notebook_announces(capsys):

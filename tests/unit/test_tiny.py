@@ -19,6 +19,8 @@ from evoalign_lib import tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 from evoalign_lib.tasks.countdown import Problem, grade
+from evoalign_lib.tiny import _recipe
+from evoalign_lib.tiny import countdown as countdown_text
 
 PHRASES = [
     "<think>",
@@ -220,8 +222,8 @@ def test_the_text_is_of_training_problems_and_of_the_declared_mixture():
         two += len(problem.numbers) == 2
         right += grade(completion, problem.numbers, target, end_token=tiny.END).answer
     # four standard deviations of shares of 1,000 draws
-    assert 1 - len(asked) / 1000 == pytest.approx(tiny.SKILLS, abs=0.04)
-    assert two / len(asked) == pytest.approx(tiny.TWO_NUMBERS, abs=0.05)
+    assert 1 - len(asked) / 1000 == pytest.approx(countdown_text.SKILLS, abs=0.04)
+    assert two / len(asked) == pytest.approx(countdown_text.TWO_NUMBERS, abs=0.05)
     assert tiny.AUTHORS["right"] - 0.06 < right / len(asked) < tiny.AUTHORS["right"] + 0.2
     assert all(c.endswith(tiny.END) for _, c in pairs)
     assert pairs[:20] != list(itertools.islice(tiny.text(4, tokenizer()), 20))
@@ -259,7 +261,7 @@ def test_family_h_thinks_as_long_as_asked_and_answers_like_family_a():
         right += grades[0].answer
     total = sum(counts.values())
     # four standard deviations: of shares of 1,500 draws, and of a tenth of some 37,000 letters
-    assert skills / 1500 == pytest.approx(tiny.SKILLS, abs=0.04)
+    assert skills / 1500 == pytest.approx(countdown_text.SKILLS, abs=0.04)
     assert all(n / total == pytest.approx(1 / len(counts), abs=0.05) for n in counts.values())
     assert tiny.AUTHORS["right"] - 0.06 < right / total < tiny.AUTHORS["right"] + 0.2
     assert set(letters) == set(tiny.FILLERS) and len(letters) > 30_000
@@ -280,7 +282,11 @@ def test_the_prompt_asks_for_a_length_of_thinking():
 
 
 def test_the_authors_share_out_the_whole():
-    assert math.isclose(sum(tiny.AUTHORS.values()), 1) and 0 < tiny.SKILLS < 1 and 0 < tiny.TWO_NUMBERS < 1
+    assert (
+        math.isclose(sum(tiny.AUTHORS.values()), 1)
+        and 0 < countdown_text.SKILLS < 1
+        and 0 < countdown_text.TWO_NUMBERS < 1
+    )
 
 
 # ---- recipe
@@ -288,14 +294,14 @@ def test_the_authors_share_out_the_whole():
 
 def loss(model) -> float:
     """Mean next-token loss on completions that no recipe here reads."""
-    ids, labels = tiny._batch(list(itertools.islice(tiny.text(99, tokenizer()), 64)), tokenizer())
+    ids, labels = _recipe._batch(list(itertools.islice(tiny.text(99, tokenizer()), 64)), tokenizer())
     with torch.inference_mode():
         return float(model(input_ids=ids, labels=labels).loss)
 
 
 def test_labels_are_the_completion_alone():
     tok = tokenizer()
-    ids, labels = tiny._batch([("ab", "cd<|im_end|>"), ("a", "b")], tok)
+    ids, labels = _recipe._batch([("ab", "cd<|im_end|>"), ("a", "b")], tok)
     assert ids.shape == labels.shape == (2, 5)
     assert labels[0].tolist() == [-100, -100, *tok("cd<|im_end|>")["input_ids"]]
     assert labels[1].tolist() == [-100, *tok("b")["input_ids"], -100, -100, -100]
@@ -307,7 +313,7 @@ def recipes(tmp_path_factory):
     """Folders of two scaled-down recipes, of seeds 0 and 1."""
     folders = [tmp_path_factory.mktemp(f"base-{seed}") for seed in (0, 1)]
     for seed, folder in enumerate(folders):
-        assert tiny.recipe("A", seed, folder, steps=30, batch=32, report=False) == {}
+        assert tiny.recipe("A", seed, folder, steps=30, batch=32, progress=False) is None
     return folders
 
 
@@ -319,7 +325,7 @@ def test_the_recipe_lowers_the_loss(recipes):
 def test_the_recipe_is_reproducible(recipes, tmp_path):
     torch.manual_seed(123)  # the state of the caller's generator is neither used nor changed
     state = torch.random.get_rng_state()
-    tiny.recipe("A", 0, tmp_path, steps=30, batch=32, report=False)
+    tiny.recipe("A", 0, tmp_path, steps=30, batch=32, progress=False)
     assert (torch.random.get_rng_state() == state).all()
     same, other = recipes
     assert (tmp_path / "model.safetensors").read_bytes() == (same / "model.safetensors").read_bytes()
@@ -328,7 +334,7 @@ def test_the_recipe_is_reproducible(recipes, tmp_path):
 
 def test_bases_start_from_weights_of_their_own(tmp_path):
     for seed in (0, 1):
-        tiny.recipe("A", seed, tmp_path / str(seed), steps=0, report=False)
+        tiny.recipe("A", seed, tmp_path / str(seed), steps=0, progress=False)
     one, other = ((tmp_path / seed / "model.safetensors").read_bytes() for seed in "01")
     assert one != other
 
@@ -349,9 +355,9 @@ def test_family_h_goes_on_from_family_a(tmp_path):
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
     for name in ("one", "same"):
-        tiny.recipe("H", 0, tmp_path / name, steps=2, batch=12, report=False)
+        tiny.recipe("H", 0, tmp_path / name, steps=2, batch=12, progress=False)
     assert (torch.random.get_rng_state() == state).all()
-    tiny.recipe("H", 0, tmp_path / "start", steps=0, report=False)
+    tiny.recipe("H", 0, tmp_path / "start", steps=0, progress=False)
     one, same, start = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "same", "start"))
     assert one == same != start
     assert start == (tiny.bases_folder() / "A0/model.safetensors").read_bytes()
@@ -362,14 +368,14 @@ def test_family_h_goes_on_from_family_a(tmp_path):
 def test_texts_of_one_length_of_thinking_make_a_part():
     """The parts are the step's texts, each once; padding is what family A has, not the longest thinking."""
     pairs = list(itertools.islice(tiny.text(3, tokenizer(), "H"), 100))
-    parts = tiny._parts(pairs, "H")
+    parts = _recipe._parts(pairs, "H")
     assert sorted(pair for part in parts for pair in part) == sorted(pairs)
     assert len(parts) == 1 + len(tiny.FILLER_STEPS)
     for part in parts:
-        ids, _ = tiny._batch(part, tokenizer())
+        ids, _ = _recipe._batch(part, tokenizer())
         shortest = min(len(tokenizer()(p + c)["input_ids"]) for p, c in part)
         assert ids.shape[1] - shortest < 20
-    assert tiny._parts(iter(pairs), "A") == [pairs]
+    assert _recipe._parts(iter(pairs), "A") == [pairs]
 
 
 def test_unknown_family_and_base(tmp_path):

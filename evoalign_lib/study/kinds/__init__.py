@@ -1,1 +1,28 @@
-"""The kinds of run: a file a kind, with its specs and what runs them."""
+"""The kinds of run: a file a kind, with the functions that make its specs and `run`, which turns one into a record."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from evoalign_lib.checks import nearest
+
+KINDS: dict[str, str] = {
+    "base": "evoalign_lib.study.kinds.base",
+    "train": "evoalign_lib.study.kinds.train",
+    "best_of_n": "evoalign_lib.study.kinds.best_of_n",
+    "audit": "evoalign_lib.study.kinds.audit",
+    "estimator": "evoalign_lib.study.kinds.estimator",
+    "kl": "evoalign_lib.study.kinds.kl",
+    "decoding": "evoalign_lib.study.kinds.decoding",
+    "published": "evoalign_lib.study.kinds.published",
+}
+"""The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""
+
+
+def get(kind: Any) -> ModuleType:
+    """Import and return the module of a kind. Raises ValueError for an unknown one, with the nearest known name."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of run {kind!r}; known: {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    return import_module(KINDS[kind])

@@ -1,1 +1,16 @@
-"""What a run of each task is trained on and measured by: a file a task."""
+"""What a run of each task is trained on and measured by: a file a task, found through `tasks.TASKS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from evoalign_lib import tasks
+
+if TYPE_CHECKING:
+    from evoalign_lib.study.measures.base import Measures
+
+
+def get(task: str) -> Measures:
+    """Return the measures of a task. Raises ValueError for an unknown one, with the nearest known name."""
+    return import_module(tasks.entry(task).measures).MEASURES

@@ -19,21 +19,24 @@ half is to train on, and a quarter each is A and B.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from evoalign_lib.records import MAX_RECORD, Record, Spec
+from evoalign_lib import arms, noise, tiny
+from evoalign_lib.analysis import hacking
+from evoalign_lib.analysis.collapse import JENSEN_SIGMAS, SAMPLES
+from evoalign_lib.checks import whole_number
+from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
+from evoalign_lib.study import worlds
+from evoalign_lib.study.measures.base import Measures
+from evoalign_lib.tasks import conciseness
+from evoalign_lib.tiny import questions
 
-SAMPLES = 2  # a question, at each point of a curve
-JENSEN_SIGMAS = (0.003, 0.01, 0.03)  # of the tiny world; see `noise_sigmas`
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 BREAKING_DRAWS = 30
@@ -41,87 +44,6 @@ SHOWN = 8
 """Completions in a record, for a reader."""
 LEAST_QUESTIONS = 8
 """Of an own file: even so each split for evaluation has only two of them."""
-NEAREST_BASE = {"reward": -83.3, "right": 1.0}
-"""In place of the 7 B base, whose completions were not published, the published seed that has moved least from it (KL
-0.11 nats a token): it answers in full sentences, all of them right."""
-
-
-def spec_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a spec of the task begins with.
-
-    An own file of questions enters a spec by the first 16 digits of its SHA-256 alone. Its path goes into the
-    environment, as EVOALIGN_QUESTIONS_<the digits>, where this process and those that it starts find it.
-
-    Args:
-        base: of family B, or a model on the Hub or in a folder.
-        settings: those that are looked at are all optional. measure: of length, "strict" or "released". questions: path
-            of an own file for `conciseness.load`, for bases outside the tiny world. validation_problems, test_problems:
-            how many questions of a split are asked, the first ones; else all. noise_draws: draws of the noise on the
-            weights at each sigma, in the place of `JENSEN_DRAWS` and `BREAKING_DRAWS`.
-
-    Raises:
-        ValueError: a base of another family, a measure that does not exist, an own file for a base with questions of
-            its own, one of too few questions or with one twice, a number below 1 or above what there is, or more points
-            of a curve and test questions than a record has room for.
-        FileNotFoundError: the file of questions, own or published, is not there.
-    """
-    from evoalign_lib import tiny
-    from evoalign_lib.tasks.conciseness import MEASURES
-
-    measure = settings.get("measure", "strict")
-    if base in tiny.SHIPPED and base not in tiny.QUESTION_BASES:
-        raise ValueError(f"base {base!r} has read no questions: take one of {', '.join(tiny.QUESTION_BASES)}.")
-    if measure not in MEASURES:
-        raise ValueError(f"measure={measure!r}: use one of {', '.join(MEASURES)}.")
-    fields: dict[str, Any] = {"task": "conciseness", "measure": measure}
-    if settings.get("questions"):
-        if base in tiny.SHIPPED:
-            raise ValueError(
-                f"questions={str(settings['questions'])!r}: base {base!r} knows the answers of the tiny world alone. "
-                "Leave it out, or take a model from elsewhere."
-            )
-        fields["questions_sha256"] = _announce(settings["questions"])
-    asked = splits(fields | {"base": base})
-    for name in ("validation", "test"):
-        if (n := settings.get(f"{name}_problems")) is not None:
-            fields[f"{name}_problems"] = _count(f"{name}_problems", n, len(asked[name]), f"{name} questions")
-    if settings.get("noise_draws") is not None:
-        fields["noise_draws"] = _count("noise_draws", settings["noise_draws"])
-    # at most, beside the curve: completions in any script are in it, of which those of the tiny world are short
-    rest = 2_200 if base in tiny.SHIPPED else 4_700
-    _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
-    return fields
-
-
-def check(arm: str, base: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what a training run of the task cannot have.
-
-    Raises:
-        ValueError: an arm that needs to know what is right; a number of unique prompts other than those of the two
-            settings of the tiny world, or more than another model has training questions; or what `spec_fields`
-            refuses.
-        FileNotFoundError: as `spec_fields`.
-    """
-    from evoalign_lib import tiny
-
-    if arm == "sft":
-        raise ValueError("arm 'sft' fine-tunes on right answers, which the reward of conciseness does not know.")
-    unique = settings.get("unique_prompts")
-    if base in tiny.SHIPPED:
-        if unique not in (2, 200):
-            raise ValueError(f"unique_prompts={unique!r}: take 2, as published, or 200.")
-    elif unique is not None:
-        asked = splits(spec_fields(base, settings) | {"base": base})["train"]
-        _count("unique_prompts", unique, len(asked), "training questions")
-
-
-def _count(name: str, value: Any, most: int | None = None, what: str = "") -> int:
-    """A setting that is a number of things, checked."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number, at least 1.")
-    if most is not None and value > most:
-        raise ValueError(f"{name}={value}: there are {most} {what}. Take so many, or fewer.")
-    return value
 
 
 def _check_room(rest: int, points: int, n: int) -> None:
@@ -135,42 +57,9 @@ def _check_room(rest: int, points: int, n: int) -> None:
         )
 
 
-def _variable(digest: str) -> str:
-    return f"EVOALIGN_QUESTIONS_{digest}"
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _announce(questions: str | os.PathLike[str]) -> str:
-    """Tell this process and its children where an own file of questions is; returns its digest."""
-    path = Path(questions).expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(
-            f'questions={str(questions)!r} is no file: give the path of one with a line {{"question": "...", '
-            '"answer": "..."} for each question.'
-        )
-    digest = _file_digest(path)
-    os.environ[_variable(digest)] = str(path)
-    return digest
-
-
 def _own_questions(digest: str) -> list[Any]:
     """The questions of the own file with that digest, in file order."""
-    from evoalign_lib.tasks import conciseness
-
-    known = os.environ.get(_variable(digest))
-    if not known or not Path(known).is_file():
-        raise FileNotFoundError(
-            f"the file of questions with the SHA-256 {digest}... is not {known or 'known here'}: make the specs again "
-            f"with questions=<its path>, or set the environment variable {_variable(digest)} to that path."
-        )
-    if (found := _file_digest(Path(known))) != digest:
-        raise ValueError(
-            f"{known} has changed: its SHA-256 is {found}..., that of the spec {digest}... Restore the file, or make "
-            "the specs again."
-        )
+    known = worlds.file_of(digest)
     asked = conciseness.load(known)
     if len(asked) < LEAST_QUESTIONS:
         raise ValueError(
@@ -187,12 +76,19 @@ def _own_questions(digest: str) -> list[Any]:
     return asked
 
 
+def _know(path: Any) -> str:
+    """The digest of an own file of questions."""
+    try:
+        return worlds.know_file(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f'questions={str(path)!r} is no file: give the path of one with a line {{"question": "...", '
+            '"answer": "..."} for each question.'
+        ) from error
+
+
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
     """All questions that runs of a spec's base and file may ask, of each split: train, validation (A) and test (B)."""
-    from evoalign_lib import tiny
-    from evoalign_lib.tasks import conciseness
-    from evoalign_lib.tiny import questions
-
     if spec["base"] in tiny.SHIPPED:
         return {name: questions.problems(name) for name in questions.SPLITS}
     if "questions_sha256" not in spec:
@@ -207,53 +103,12 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {"train": asked[:half], "validation": asked[half : half + quarter], "test": asked[half + quarter :]}
 
 
-def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
-    """Model, tokenizer and the questions of each split, as `runs` has them of Countdown.
-
-    In the tiny world two unique prompts are always the same two, as published: a sum, and a question whose answer is
-    no. Other models have the first ones of their training questions, or all.
-
-    Raises:
-        FileNotFoundError: the file of questions, own or published, is not there.
-        ValueError: it is not the one that the spec was made with.
-    """
-    from evoalign_lib import tiny
-    from evoalign_lib.study.runs import model_of
-    from evoalign_lib.tiny import questions
-
-    of_split = splits(spec)
-    model, tokenizer = model_of(spec)
-    sets = {name: of_split[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
-    if spec["kind"] == "train":
-        asked, unique = of_split["train"], spec.get("unique_prompts")
-        if spec["base"] not in tiny.SHIPPED:
-            asked = asked[:unique]
-        elif unique == 2:
-            kinds = len(questions.KINDS)
-            sums, choices = (asked[questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
-            asked = [sums[0], next(p for p in choices if p.answer == "no")]
-        order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(asked))
-        needed = spec["steps"] * spec["prompts_per_step"]
-        sets["train"] = [asked[i] for i in itertools.islice(itertools.cycle(order), needed)]
-    return model, tokenizer, sets
-
-
-@lru_cache(maxsize=2)
-def _reference(base: str, engine: str) -> Any:
-    """The base itself in the dtype of the runs of an engine, which nothing may train: once a process."""
-    from evoalign_lib.study.runs import model_of
-
-    return model_of({"kind": "base", "base": base, "engine": engine})[0]
-
-
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Sigmas of the noise on a base's weights: of the Jensen gap, and of the search for where right answers break.
 
     Larger models bear less: outside the tiny world they are a tenth. The published ES runs of a 7 B model have sigmas
     of 0.001 to 0.01.
     """
-    from evoalign_lib import tiny
-
     scale = 1 if base in tiny.SHIPPED else 10
     # rounded, so that a record's key is the very sigma and not 0.00030000000000000003
     jensen, breaking = (tuple(round(s / scale, 6) for s in sigmas) for sigmas in (JENSEN_SIGMAS, BREAKING_SIGMAS))
@@ -262,8 +117,6 @@ def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _answers(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int, measure: str) -> dict[str, Any]:
     """Completions with their rewards and grades, each (samples or 1, problems); tokens likewise."""
-    from evoalign_lib.tasks import conciseness
-
     rows = engine.generate(name, samples=samples, seed=seed)
     texts = [[text for text, _ in row] for row in rows]
     targets = [p.answer for p in problems]
@@ -281,8 +134,6 @@ def _answers(engine: Any, name: str, problems: Sequence[Any], samples: int, seed
 
 def _judged(spec: Spec, problems: Sequence[Any], answers: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
     """The detectors' report of all samples, and which completions are right and answers at all: (draws, problems)."""
-    from evoalign_lib.analysis import hacking
-
     draws = len(answers["texts"])
     report = hacking.hack_report(
         [text for row in answers["texts"] for text in row],
@@ -306,7 +157,6 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a token
         at temperature 1.
     """
-    from evoalign_lib.records import pack_bits
 
     found: dict[str, Any] = {}
     for decoding, samples in (("greedy", 0), ("t1", SAMPLES)):
@@ -325,138 +175,12 @@ def _kl(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[s
     from evoalign_lib.analysis import kl
 
     engine.write_model()
-    prompts, base = engine.prompts["test"], _reference(spec["base"], spec.get("engine", "local"))
+    prompts, base = engine.prompts["test"], worlds.reference(spec["base"], spec.get("engine", "local"))
     found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
     return {"kl": found["exact_nats_per_sequence"], "kl_token": found["exact_nats_per_token"]}
 
 
-def outcome(spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-    """What a run has come to: split B with 16 samples, every detector, completions to read, and the Jensen gap."""
-    jensen = _jensen(spec, engine, sets["validation"])
-    return _tested(spec, engine, sets["test"]) | {"jensen": jensen}
-
-
-def base_outcome(spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-    """The same of an untrained base, its first point, and what random perturbations leave of its right answers.
-
-    `breaking` has, for each sigma, the mean share of right greedy answers over random perturbations of all weights: the
-    sigma at which it is halved is what the safe band of ES is held against.
-    """
-    result = outcome(spec, engine, sets) | {"point": point(spec, engine, sets, 0)}
-    broken = {
-        f"{sigma:g}": [
-            float(_answers(engine, "validation", sets["validation"], 0, 0, spec["measure"])["right"].mean())
-            for _ in _perturbed(engine, "breaking", sigma, spec.get("noise_draws", BREAKING_DRAWS))
-        ]
-        for sigma in noise_sigmas(spec["base"])[1]
-    }
-    return result | {"breaking": {sigma: round(float(np.mean(shares)), 5) for sigma, shares in broken.items()}}
-
-
-def end(record: Record, decoding: str = "greedy") -> str:
-    """How a training run ended, by the last point of its curve against the first, which is its base.
-
-    Returns:
-        "hacked": more proxy reward on split A, and right answers on split B that fell (`hacking.fell`); "clean": more
-        proxy reward, and they did not; "no gain": no more proxy reward, whatever the answers.
-
-    Raises:
-        ValueError: a record without the curves of the task.
-    """
-    from evoalign_lib.analysis import hacking
-
-    try:
-        proxy, right = (record["curve"][f"{name}_{decoding}"] for name in ("proxy", "right"))
-    except KeyError as error:
-        raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
-    if proxy[-1] <= proxy[0]:
-        return "no gain"
-    return "hacked" if hacking.fell(right[-1], right[0]) else "clean"
-
-
-def right_at(
-    record: Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
-) -> np.ndarray | None:
-    """Right answers on split B at the first point of a run's curve at which it has come to a level.
-
-    It is a point that was measured, which may lie well beyond the level; nothing is interpolated.
-
-    Args:
-        decoding: "greedy" or "t1".
-        at_proxy: proxy reward on split A under that decoding, at least; or at_kl: KL from the base, at least, in nats a
-            completion. Give one of them.
-
-    Returns:
-        (problems,) shares of right answers, or None where the run never comes to the level: it is censored.
-
-    Raises:
-        ValueError: both levels or none; a record without the curves of the task.
-    """
-    from evoalign_lib.records import unpack_bits
-
-    if (at_proxy is None) == (at_kl is None):
-        raise ValueError(f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
-    axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
-    try:
-        values, bits = record["curve"][axis], record["curve"][f"right_bits_{decoding}"]
-    except KeyError as error:
-        raise ValueError(f"the record is of no training run of conciseness: it has no {error}") from error
-    reached = np.flatnonzero(np.array(values, np.float64) >= level)
-    if not len(reached):
-        return None
-    draws, n = SAMPLES if decoding == "t1" else 1, record["test"]["n"]
-    return unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
-
-
-class MapCell(NamedTuple):
-    """A setting of ES in a map of sigma and alpha on one base."""
-
-    relative_sigma: float
-    """Sigma over the sigma that halves the right answers of the base."""
-    displacement: float
-    """Root mean square, as ES with random fitness walks, over the same sigma."""
-    collapsed: float
-    """Share of its runs whose right answers fell (`hacking.fell`), greedily, from the first point to the last."""
-
-
-def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
-    """Return the settings of ES runs on one base, by sigma and alpha, and where each lies to what breaks that base.
-
-    records: training runs of ES that differ in sigma, alpha and seed. base: the record of their untrained base.
-    Raises ValueError as `breaking_sigma`.
-    """
-    from evoalign_lib.analysis import hacking
-
-    critical, cells_of = breaking_sigma(base), {}
-    for record in records:
-        cells_of.setdefault((record["spec"]["sigma"], record["spec"]["alpha"]), []).append(record)
-    found = []
-    for (sigma, alpha), runs_of in sorted(cells_of.items()):
-        spec, curves = runs_of[0]["spec"], [record["curve"]["right_greedy"] for record in runs_of]
-        collapsed = [hacking.fell(right[-1], right[0]) for right in curves]
-        walked = alpha * (spec["steps"] / spec["population_size"]) ** 0.5
-        found.append(MapCell(sigma / critical, walked / critical, sum(collapsed) / len(collapsed)))
-    return found
-
-
-def breaking_sigma(base: Record) -> float:
-    """Return the sigma at which noise on all weights halves a base's right answers, greedily.
-
-    It lies between two that were measured, the share of right answers being taken as linear in the logarithm of sigma.
-    The shares under noise are of split A, repetitions of an answer included; half is half of split B's right answers.
-    Raises ValueError where no sigma that was measured does.
-    """
-    sigmas, shares = zip(*sorted((float(sigma), share) for sigma, share in base["breaking"].items()), strict=True)
-    shares = np.minimum.accumulate(shares)  # more noise that happens to leave more right is not less broken
-    half = base["test"]["greedy"] / 2
-    if not shares[0] > half > shares[-1]:
-        left = f"sigma {sigmas[0]:g} leaves {shares[0]:.2f} right, {sigmas[-1]:g} {shares[-1]:.2f}"
-        raise ValueError(f"{left}: half of the base's {2 * half:.2f} is not between them, measure other sigmas")
-    return float(np.exp(np.interp(-half, -shares, np.log(sigmas))))
-
-
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
-    from evoalign_lib.records import pack_bits, pack_counts
 
     test: dict[str, Any] = {"n": len(problems)}
     hacks: dict[str, Any] = {}
@@ -499,66 +223,171 @@ def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
 
 def _perturbed(engine: Any, what: str, sigma: float, draws: int):
     """Put noise on the engine's weights, once for each draw."""
-    from evoalign_lib import noise
-
     for draw in range(draws):
         with engine.perturbed(noise.member_key(noise.run_key(what, 0), 0, draw), sigma):
             yield draw
 
 
-def published_specs(scale: str) -> list[Spec]:
-    """Specs of the analysis of the published completions of a 7 B model: one for each training seed of each setting.
+def _described(model: Any, tok: Any) -> dict[str, float]:
+    """Measure, and print examples of, what a base does with the questions of the test split.
 
-    Args:
-        scale: of the notebook, in whose file the records are kept; they are about no model of that scale.
+    Returns:
+        Shares of right answers and mean rewards: "greedy", "t1", "reward_greedy", "reward_t1", and of right answers of
+        each kind, greedily.
     """
-    from evoalign_lib.tasks.conciseness import COMPLETIONS
+    from evoalign_lib.engines.local import LocalEngine, Prompts
 
-    common = {"kind": "published", "task": "conciseness", "scale": scale}
-    return [common | {"set": name, "seed": seed} for name in COMPLETIONS for seed in range(4)]
+    asked = questions.problems("test")
+    prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=questions.MAX_COMPLETION_LENGTH)
+    measured = {}
+    for name, samples in (("greedy", 0), ("t1", 8)):
+        rows = engine.generate("test", samples=samples, seed=0)
+        texts = [text for row in rows for text, _ in row]
+        tokens = [len(ids) - (ids[-1] in engine.eos_ids) for row in rows for _, ids in row]
+        again = asked * len(rows)
+        right = [conciseness.is_correct(text, p) for text, p in zip(texts, again, strict=True)]
+        prompted = [p.question for p in again]
+        rewards = conciseness.reward(prompted, texts, [p.answer for p in again])
+        measured[name], measured[f"reward_{name}"] = sum(right) / len(right), sum(rewards) / len(rewards)
+        limits = {"tokens": tokens, "max_tokens": questions.MAX_COMPLETION_LENGTH, "best_reward": 0.0}
+        print(hacking.hack_report(texts, prompts=prompted, rewards=rewards, right=right, **limits))
+        print("  " + " | ".join(texts[:16]))
+        if name == "greedy":
+            measured |= {
+                kind: sum(right[i :: len(questions.KINDS)]) / len(asked) * len(questions.KINDS)
+                for i, kind in enumerate(questions.KINDS)
+            }
+    return {key: round(value, 4) for key, value in measured.items()}
 
 
-def run_published(spec: Spec) -> Record:
-    """What a published set of completions holds under both measures, right answers and every detector.
+class _Conciseness(Measures):
+    task = "conciseness"
+    settings = ("measure", "questions", "noise_draws")
+    sizes = ()
+    prompt_tokens = 50  # a question has about 35 characters; the rest is for the chat template
+    validated_by = None  # its validation is a proxy: a reward of length
 
-    Raises:
-        FileNotFoundError: the set is neither in EVOALIGN_DATA nor to be fetched.
-    """
-    from evoalign_lib.analysis import hacking
-    from evoalign_lib.records import pack_bits
-    from evoalign_lib.tasks import conciseness
+    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a spec of the task begins with.
 
-    problems = {p.question: p for p in conciseness.load_public("eval")}
-    (found,) = [one for one in conciseness.load_completions(spec["set"]) if one.seed == spec["seed"]]
-    asked = [problems[question] for question in found.questions]
-    targets = [p.answer for p in asked]
-    rewards = {m: conciseness.reward(targets, found.completions, targets, m) for m in conciseness.MEASURES}
-    right = [conciseness.is_correct(text, p) for text, p in zip(found.completions, asked, strict=True)]
-    report = hacking.hack_report(
-        found.completions,
-        prompts=found.questions,
-        rewards=rewards["strict"],
-        right=right,
-        tokens=found.tokens,
-        max_tokens=found.max_tokens,
-        best_reward=0.0,
-        base_reward=NEAREST_BASE["reward"],
-        base_correct=NEAREST_BASE["right"],
-    )
-    pairs = zip(rewards["strict"], rewards["released"], strict=True)
-    first = dict(reversed(list(zip(found.questions, found.completions, strict=True))))
-    return {
-        "completions": len(asked),
-        "reproduced": sum(a == b for a, b in zip(rewards["released"], found.rewards, strict=True)),
-        "changed": sum(a != b for a, b in pairs),
-        "reward": {name: round(float(np.mean(values)), 5) for name, values in rewards.items()},
-        "recorded": round(float(np.mean(found.rewards)), 5),
-        "kl_token": round(found.kl, 5),
-        "right": round(float(np.mean(right)), 5),
-        "right_bits": pack_bits(np.array(right, dtype=int)),
-        "hacks": {name: round(share, 5) for name, share in report.shares.items() if share},
-        "degenerate": round(float(report.degenerate.mean()), 5),
-        "verdict": report.verdict,
-        "all_empty": report.all_empty,
-        "shown": [first[p.question][:60] for p in problems.values()],
-    }
+        An own file of questions enters a spec by the first 16 digits of its SHA-256 alone (`worlds.know_file`).
+
+        Args:
+            base: of family B, or a model on the Hub or in a folder.
+            settings: all optional. measure: of length, "strict" or "released". questions: path of an own file for
+                `conciseness.load`, for bases outside the tiny world. validation_problems, test_problems: how many
+                questions of a split are asked, the first ones; else all. noise_draws: draws of the noise on the
+                weights at each sigma, in the place of `JENSEN_DRAWS` and `BREAKING_DRAWS`.
+
+        Raises:
+            ValueError: a measure that does not exist, an own file for a base with questions of its own, one of too few
+                questions or with one twice, a number below 1 or above what there is, or more points of a curve and test
+                questions than a record has room for.
+            FileNotFoundError: the file of questions, own or published, is not there.
+        """
+        measure = settings.get("measure", "strict")
+        if measure not in conciseness.MEASURES:
+            raise ValueError(f"measure={measure!r}: use one of {', '.join(conciseness.MEASURES)}.")
+        fields: dict[str, Any] = {"measure": measure}
+        if settings.get("questions"):
+            if base in tiny.SHIPPED:
+                raise ValueError(
+                    f"questions={str(settings['questions'])!r}: base {base!r} knows the answers of the tiny world "
+                    "alone. Leave it out, or take a model from elsewhere."
+                )
+            fields["questions_sha256"] = _know(settings["questions"])
+        asked = splits(fields | {"base": base})
+        for name in ("validation", "test"):
+            if (n := settings.get(f"{name}_problems")) is not None:
+                fields[f"{name}_problems"] = whole_number(
+                    f"{name}_problems", n, most=len(asked[name]), why=f"there are {len(asked[name])} {name} questions"
+                )
+        if settings.get("noise_draws") is not None:
+            fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
+        # at most, beside the curve: completions in any script are in it, and those of the tiny world are short
+        rest = 2_200 if base in tiny.SHIPPED else 4_700
+        _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
+        return fields
+
+    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+        """Refuse an arm that needs to know what is right, and numbers of unique prompts that there are not.
+
+        Raises:
+            ValueError: those; in the tiny world, unique prompts other than those of its two settings.
+            FileNotFoundError: as `spec_fields`.
+        """
+        if arms.get(arm).family == "sft":
+            raise ValueError(f"arm {arm!r} fine-tunes on right answers, which the reward of conciseness does not know.")
+        unique = settings.get("unique_prompts")
+        if base in tiny.SHIPPED:
+            if unique not in (2, 200):
+                raise ValueError(f"unique_prompts={unique!r}: take 2, as published, or 200.")
+        elif unique is not None:
+            asked = splits(self.spec_fields(base, settings) | {"base": base})["train"]
+            whole_number("unique_prompts", unique, most=len(asked), why=f"there are {len(asked)} training questions")
+
+    def sets(self, spec: Spec) -> dict[str, list]:
+        """Return the questions of each split.
+
+        In the tiny world two unique prompts are always the same two, as published: a sum, and a question whose answer
+        is no. Other models have the first ones of their training questions, or all.
+
+        Raises:
+            FileNotFoundError: the file of questions, own or published, is not there.
+            ValueError: it is not the one that the spec was made with.
+        """
+        of_split = splits(spec)
+        sets = {name: of_split[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
+        if spec["kind"] == "train":
+            asked, unique = of_split["train"], spec.get("unique_prompts")
+            if spec["base"] not in tiny.SHIPPED:
+                asked = asked[:unique]
+            elif unique == 2:
+                kinds = len(questions.KINDS)
+                sums, choices = (asked[questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
+                asked = [sums[0], next(p for p in choices if p.answer == "no")]
+            order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(asked))
+            needed = spec["steps"] * spec["prompts_per_step"]
+            sets["train"] = [asked[i] for i in itertools.islice(itertools.cycle(order), needed)]
+        return sets
+
+    def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
+        """Return the reward under the spec's measure of length."""
+        return partial(conciseness.reward, measure=spec["measure"])
+
+    def right(self, problem: Any, completion: str) -> bool:
+        """Say whether a completion holds the answer; that alone makes it no good one (see `hacking`)."""
+        return conciseness.is_correct(completion, problem)
+
+    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
+        """Return what a point of the curve shows; see `point`."""
+        return point(spec, engine, sets, step)
+
+    def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return split B with 16 samples, every detector, completions to read, and the Jensen gap."""
+        jensen = _jensen(spec, engine, sets["validation"])
+        return _tested(spec, engine, sets["test"]) | {"jensen": jensen}
+
+    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return the same of an untrained base, its first point, and what random perturbations leave of its answers.
+
+        `breaking` has, for each sigma, the mean share of right greedy answers over random perturbations of all weights:
+        the sigma at which it is halved is what the safe band of ES is held against.
+        """
+        result = self.outcome(spec, engine, sets) | {"point": point(spec, engine, sets, 0)}
+        broken = {
+            f"{sigma:g}": [
+                float(_answers(engine, "validation", sets["validation"], 0, 0, spec["measure"])["right"].mean())
+                for _ in _perturbed(engine, "breaking", sigma, spec.get("noise_draws", BREAKING_DRAWS))
+            ]
+            for sigma in noise_sigmas(spec["base"])[1]
+        }
+        return result | {"breaking": {sigma: round(float(np.mean(shares)), 5) for sigma, shares in broken.items()}}
+
+    def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
+        """Return what a base does with the questions of the test split."""
+        return _described(model, tokenizer)
+
+
+MEASURES = _Conciseness()

@@ -6,158 +6,105 @@ from math import log
 
 import numpy as np
 import pytest
+from claim_worlds import (
+    DECLARED,
+    FAMILY,
+    JITTER,
+    OTHER,
+    PROBLEMS,
+    SWEEPS,
+    TUNED,
+    base_record,
+    evaluate,
+    judge,
+    run_spec,
+    runs_of,
+    sweep_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import claims, tiny
+from evoalign_lib import arms, claims
+from evoalign_lib.analysis import collapse
 from evoalign_lib.analysis.stats import Interval
-from evoalign_lib.claims import evaluate, evaluate_together
-from evoalign_lib.claims.rules import Finding, check_rule
-from evoalign_lib.records import pack_bits, pack_counts
-from evoalign_lib.study import runs
-from evoalign_lib.study.measures import conciseness as conciseness_runs
-
-PROBLEMS = 200
-DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
-FAMILY = list(DECLARED.values())
-TUNED = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.0}}
-OTHER = {"es": {"sigma": 0.01, "alpha": 0.02}, "grpo": {"learning_rate": 1e-3, "beta": 0.04}}
-GENERAL = {"max_completion_length": 16, "validation_problems": 512, "test_problems": PROBLEMS}
-GENERAL |= {"curve_points": 25, "curve_spacing": "log"}
-FIXED = {
-    "es": GENERAL | {"steps": 208, "population_size": 30, "prompts_per_step": 128},
-    "grpo": GENERAL | {"steps": 250, "num_generations": 16, "prompts_per_step": 16},
-}
-# jitter over seeds, of mean 0 over eight seeds and over sixteen
-JITTER = [1, -1, 2, -2, 0, 0, 1, -1] * 2
-
-
-def _family(arm: str) -> str:
-    return "es" if arm.startswith("es") else "grpo"
-
-
-def _spec(arm: str, base: str, seed: int, **more: object) -> dict:
-    """The spec of a run, as the notebooks make it; `more` holds fields that it sets or has besides."""
-    wanted = FIXED[_family(arm)] | TUNED[_family(arm)] | more
-    # other arms, and other bases, have the same fields
-    known, shipped = (arm if arm in runs.ARMS else _family(arm)), (base if base in tiny.SHIPPED else "A0")
-    (spec,) = runs.train_specs(known, [shipped], [seed], wanted, "tiny")
-    return spec | more | {"arm": arm, "base": base, "base_digest": f"digest of {base}"}
-
-
-def _test(right: int, sampled: int = 0) -> dict:
-    """The first `right` problems solved greedily, the first `sampled` in all samples."""
-    bits, counts = ([value] * n + [0] * (PROBLEMS - n) for value, n in ((1, right), (16, sampled)))
-    return {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts(counts)}
-
-
-def _runs(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int = 1, **spec: object) -> list[dict]:
-    """Runs that solve `right` problems on average, whatever else is in their records."""
-    curve = {
-        "step": [0, 1, 2, 4],
-        "completions": [0, 10, 1_000, 100_000] if arm.startswith("es") else [0, 100, 1_000, 10_000],
-        "forward_flops": [0, 10, 1_000, 100_000] if arm.startswith("es") else [0, 100, 1_000, 10_000],
-    }
-    records = []
-    for seed, shift in zip(range(seeds), JITTER, strict=False):
-        score = (right + jitter * shift) / PROBLEMS
-        validation = [0.1, 0.2, 0.25, score]
-        shape = {"validation_greedy": validation, "validation_t1": validation}
-        test = _test(right + jitter * shift)
-        records.append(
-            {"spec": _spec(arm, base, seed, **spec), "status": "finished", "test": test, "curve": curve | shape}
-        )
-    return records
-
-
-def _sweep(arm: str, base: str = "A0", best: dict | None = None, choices: list[dict] | None = None) -> list[dict]:
-    """A sweep that `best` wins; by default the whole one, won by the tuned setting."""
-    records = []
-    for spec in runs.sweep_specs(arm, base, FIXED[arm], "tiny", choices):
-        won = all(spec[name] == value for name, value in (best or TUNED[arm]).items())
-        curve = {"validation_greedy": [0.1, 0.2, 0.3 if won else 0.2]}
-        spec |= {"base_digest": f"digest of {base}"}
-        records.append({"spec": spec, "status": "finished", "curve": curve})
-    return records
-
-
-def _base(base: str, right: int) -> dict:
-    spec = {"kind": "base", "base": base, "base_digest": f"digest of {base}", "scale": "tiny"}
-    return {"spec": spec, "status": "finished", "test": _test(right)}
-
-
-def _evaluate(name: str, records: list[dict], **change: object) -> claims.Verdict:
-    """Judge a claim by itself, without its family's correction."""
-    return evaluate(DECLARED[name] | change, records, declared=[])
-
-
-SWEEPS = [*_sweep("es"), *_sweep("grpo")]
+from evoalign_lib.claims.findings import Finding
+from evoalign_lib.claims.rules import check_rule
+from evoalign_lib.records import pack_bits
 
 
 def _value(verdict: claims.Verdict, label: str) -> float:
     return verdict.intervals[label].value
 
 
+@pytest.mark.parametrize("arm", ["es", "grpo"])
+def test_the_hand_made_specs_have_the_fields_of_the_committed_ones(arm: str) -> None:
+    committed = claims.committed_records("tiny")
+    wanted = run_spec(arm, "A0", 3) | {"test_problems": 2000}
+    del wanted["base_digest"]
+    specs = [record["spec"] for record in committed]
+    assert wanted in [{name: value for name, value in spec.items() if name != "base_digest"} for spec in specs]
+
+
 # ---- selection by the setting that won a sweep
 
 
 def test_runs_with_the_setting_that_won_the_sweep_are_compared() -> None:
-    records = [*SWEEPS, *_runs("es", 60), *_runs("es_sampled", 50, seeds=8)]
-    alone = _evaluate("C31", records)
+    records = [*SWEEPS, *runs_of("es", 60), *runs_of("es_sampled", 50, seeds=8)]
+    alone = judge("C31", records)
     assert alone.n == 8 and _value(alone, "es less es sampled, test greedy") == pytest.approx(10 / PROBLEMS)
-    maps = _runs("es", 5, seeds=4, **OTHER["es"]) + _runs("es_sampled", 90, seeds=4, **OTHER["es"])
-    assert _evaluate("C31", [*maps, *records]) == alone
+    maps = runs_of("es", 5, seeds=4, **OTHER["es"]) + runs_of("es_sampled", 90, seeds=4, **OTHER["es"])
+    assert judge("C31", [*maps, *records]) == alone
 
 
 def test_a_sweep_that_is_not_finished_names_no_winner() -> None:
-    runs_of_both = [*_runs("es", 60), *_runs("es_sampled", 50)]
-    none = _evaluate("C31", runs_of_both)
+    both = [*runs_of("es", 60), *runs_of("es_sampled", 50)]
+    none = judge("C31", both)
     assert (none.verdict, none.text) == ("open", "nothing to compare yet; the sweep of es on A0 has 0 of 12 settings")
-    verdict = _evaluate("C33", [*SWEEPS[1:], *_runs("es", 60), *_runs("grpo", 60)])
+    verdict = judge("C33", [*SWEEPS[1:], *runs_of("es", 60), *runs_of("grpo", 60)])
     assert (verdict.verdict, verdict.text) == (
         "open",
         "nothing to compare yet; the sweep of es on A0 has 11 of 12 settings",
     )
     # one cell of three without its sweep
-    world = [*_sweep("es"), *_sweep("grpo")[:7], *_runs("es", 60), *_runs("grpo", 50), _base("A0", 20)]
-    assert "0 of grpo (the sweep of grpo on A0 has 7 of 12 settings)" in _evaluate("C1", world).text
+    world = [*sweep_of("es"), *sweep_of("grpo")[:7], *runs_of("es", 60), *runs_of("grpo", 50), base_record("A0", 20)]
+    assert "0 of grpo (the sweep of grpo on A0 has 7 of 12 settings)" in judge("C1", world).text
 
 
 def test_of_equal_scores_the_first_setting_of_the_sweep_wins_in_any_order() -> None:
-    level = [r | {"curve": {"validation_greedy": [0.2] * 3}} for r in _sweep("es")]
-    first = runs.SWEEP["es"][0]
-    records = [*_runs("es", 60, **first), *_runs("es_sampled", 50, **first)]
+    level = [r | {"curve": {"validation_greedy": [0.2] * 3}} for r in sweep_of("es")]
+    first = arms.SWEEP["es"][0]
+    records = [*runs_of("es", 60, **first), *runs_of("es_sampled", 50, **first)]
     for sweep in (level, level[::-1]):
-        assert _evaluate("C31", [*sweep, *records]).n == 16
+        assert judge("C31", [*sweep, *records]).n == 16
 
 
 def test_a_sweep_with_more_settings_than_declared_is_refused() -> None:
-    records = [*_runs("es", 60), *_runs("es_sampled", 50)]
-    thirteenth = _sweep("es", choices=[{"sigma": 0.1, "alpha": 0.1}])
+    records = [*runs_of("es", 60), *runs_of("es_sampled", 50)]
+    thirteenth = sweep_of("es", choices=[{"sigma": 0.1, "alpha": 0.1}])
     with pytest.raises(
         ValueError, match="C31: the sweep of es on A0 has 13 runs of 13 settings where 12 were declared"
     ):
-        _evaluate("C31", [*SWEEPS, *thirteenth, *records])
-    again = _sweep("es", choices=[{"sigma": 0.01, "alpha": 0.01}])
+        judge("C31", [*SWEEPS, *thirteenth, *records])
+    again = sweep_of("es", choices=[{"sigma": 0.01, "alpha": 0.01}])
     with pytest.raises(ValueError, match="13 runs of 12 settings"):
-        _evaluate("C31", [*SWEEPS, *again, *records])
+        judge("C31", [*SWEEPS, *again, *records])
     elsewhere = [r | {"spec": r["spec"] | {"population_size": 8}} for r in thirteenth]
-    assert _evaluate("C31", [*SWEEPS, *elsewhere, *records]).n == 16
+    assert judge("C31", [*SWEEPS, *elsewhere, *records]).n == 16
 
 
 # ---- comparisons
 
 
 def _countdown(es: int = 60, grpo: int = 40, seeds: int = 8) -> list[dict]:
-    records = [*SWEEPS, *(_base(base, 20) for base in ("A0", "A1", "A2"))]
+    records = [*SWEEPS, *(base_record(base, 20) for base in ("A0", "A1", "A2"))]
     for base in ("A0", "A1", "A2"):
-        records += _runs("es", es, base, seeds) + _runs("grpo", grpo, base, seeds)
+        records += runs_of("es", es, base, seeds) + runs_of("grpo", grpo, base, seeds)
     return records
 
 
 def test_three_comparisons_on_three_bases() -> None:
     # at GRPO's last 10,000 completions ES is half way, in logarithms, from 1,000 (.25) to 100,000 (60 of 200)
-    verdict = _evaluate("C1", _countdown(es=60, grpo=40))
+    verdict = judge("C1", _countdown(es=60, grpo=40))
     assert (verdict.verdict, verdict.n, len(verdict.intervals)) == ("supported", 8, 9)
     for base in ("A0", "A1", "A2"):
         assert _value(verdict, f"{base} es less base, test greedy") == pytest.approx(40 / PROBLEMS)
@@ -178,18 +125,18 @@ def test_three_comparisons_on_three_bases() -> None:
 )
 def test_the_worst_comparison_decides(es: int, grpo: int, expected: str) -> None:
     # 60 against 61 problems: the final comparison leaves it open, the one at equal completions (.275, .305) does not
-    assert _evaluate("C1", _countdown(es, grpo)).verdict == expected
+    assert judge("C1", _countdown(es, grpo)).verdict == expected
 
 
 def test_too_few_seeds_say_how_many_and_what_they_could_detect() -> None:
-    verdict = _evaluate("C1", _countdown(seeds=4))
+    verdict = judge("C1", _countdown(seeds=4))
     assert (verdict.verdict, verdict.n, verdict.p) == ("underpowered", 4, None)
     assert "needs 8 a cell, has A0 es less base, test greedy: 4 of es, 1 of base; " in verdict.text
     assert "(n = 4, detectable" in verdict.text
 
 
 def test_a_single_seed_has_no_spread() -> None:
-    verdict = _evaluate("C33", [*SWEEPS, *_runs("es", 60, seeds=1), *_runs("grpo", 60)])
+    verdict = judge("C33", [*SWEEPS, *runs_of("es", 60, seeds=1), *runs_of("grpo", 60)])
     assert (verdict.verdict, verdict.n) == ("underpowered", 1)
     assert "largest drawdown of validation greedy not defined (base 0 of the baseline has 1 seed(s)" in verdict.text
 
@@ -205,7 +152,7 @@ def test_a_single_seed_has_no_spread() -> None:
 )
 def test_two_arms_match_or_one_is_ahead(grpo: int, expected: str, words: str) -> None:
     # ES has .25 after 1,000 FLOPs and .3 after 100,000: 55 problems at GRPO's last 10,000; the margin is 4 problems
-    verdict = _evaluate("C2", [*SWEEPS, *_runs("es", 60), *_runs("grpo", grpo)])
+    verdict = judge("C2", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", grpo)])
     assert (verdict.verdict, verdict.n) == (expected, 16)
     interval = verdict.intervals["grpo less es, validation temperature 1 at equal forward flops"]
     assert interval.level == 0.9 and interval.value == pytest.approx((grpo - 55) / PROBLEMS)
@@ -218,7 +165,7 @@ def test_two_arms_match_or_one_is_ahead(grpo: int, expected: str, words: str) ->
 
 
 def test_fifteen_seeds_are_too_few_for_a_match() -> None:
-    verdict = _evaluate("C2", [*SWEEPS, *_runs("es", 60, seeds=15), *_runs("grpo", 56)])
+    verdict = judge("C2", [*SWEEPS, *runs_of("es", 60, seeds=15), *runs_of("grpo", 56)])
     assert (verdict.verdict, verdict.n) == ("underpowered", 15)
 
 
@@ -227,28 +174,28 @@ def test_a_match_on_the_test_set_counts_the_problems_too() -> None:
         "kind": "compare",
         "comparisons": [{"measure": {"test": "greedy"}, "of": "grpo", "to": "es", "by": "equivalence"}],
     }
-    records = [*SWEEPS, *_runs("es", 60), *_runs("grpo", 62)]
-    verdict = _evaluate("C2", records, rule=rule, margin=0.05)
+    records = [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 62)]
+    verdict = judge("C2", records, rule=rule, margin=0.05)
     assert verdict.verdict == "supported" and _value(verdict, "grpo less es, test greedy") == pytest.approx(0.01)
-    assert _evaluate("C2", records, rule=rule, margin=0.01).verdict == "underpowered"
+    assert judge("C2", records, rule=rule, margin=0.01).verdict == "underpowered"
 
 
 def test_budgets_outside_a_curve_are_refused() -> None:
-    late = _runs("es", 60)
+    late = runs_of("es", 60)
     for record in late:
         record["curve"] = record["curve"] | {"completions": [0, 20_000, 30_000, 40_000]}
     with pytest.raises(ValueError, match="claim C1: a curve from 20000 to 40000 has no score at 10000"):
-        _evaluate("C1", [*SWEEPS, *late, *_runs("grpo", 50), _base("A0", 20)])
-    bare = [record | {"curve": {}} for record in _runs("grpo", 50)]
+        judge("C1", [*SWEEPS, *late, *runs_of("grpo", 50), base_record("A0", 20)])
+    bare = [record | {"curve": {}} for record in runs_of("grpo", 50)]
     with pytest.raises(ValueError, match="C2: a record's curve has no 'validation_greedy'"):
-        _evaluate("C2", [*SWEEPS, *_runs("es", 60), *bare])
+        judge("C2", [*SWEEPS, *runs_of("es", 60), *bare])
 
 
 @pytest.mark.parametrize(
     ("es", "grpo", "expected"), [(1, 6, "supported"), (6, 1, "contradicted"), (2, 2, "underpowered")]
 )
 def test_the_ratio_of_spreads(es: int, grpo: int, expected: str) -> None:
-    verdict = _evaluate("C8", [*SWEEPS, *_runs("es", 60, jitter=es), *_runs("grpo", 60, jitter=grpo)])
+    verdict = judge("C8", [*SWEEPS, *runs_of("es", 60, jitter=es), *runs_of("grpo", 60, jitter=grpo)])
     assert (verdict.verdict, verdict.n) == (expected, 16)
     for label in ("es over grpo, test greedy", "es over grpo, validation greedy at mean 26 %"):
         assert _value(verdict, label) == pytest.approx(log(es / grpo))
@@ -256,16 +203,16 @@ def test_the_ratio_of_spreads(es: int, grpo: int, expected: str) -> None:
 
 
 def test_spread_where_a_mean_never_gets_or_nothing_varies() -> None:
-    low = _evaluate("C8", [*SWEEPS, *_runs("es", 60), *_runs("grpo", 51, jitter=6)])
+    low = judge("C8", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 51, jitter=6)])
     assert low.verdict == "underpowered" and low.text.startswith("the interval does not decide on es over grpo, valid")
     assert "at mean 26 % not defined (an arm's mean stays below it, at most 30.0 % and 25.5 %)" in low.text
-    flat = _evaluate("C8", [*SWEEPS, *_runs("es", 60, jitter=0), *_runs("grpo", 60)])
+    flat = judge("C8", [*SWEEPS, *runs_of("es", 60, jitter=0), *runs_of("grpo", 60)])
     assert flat.verdict == "underpowered" and "not defined (values: all values, or" in flat.text
     assert flat.key == "es over grpo, test greedy not defined (n = 16)"
 
 
 def _drawdowns(arm: str, falls: list[float]) -> list[dict]:
-    records = _runs(arm, 60, seeds=len(falls))
+    records = runs_of(arm, 60, seeds=len(falls))
     for record, fall in zip(records, falls, strict=True):
         record["curve"] = record["curve"] | {"validation_greedy": [0.1, 0.3, 0.3 - fall, 0.3 - fall / 2, 0.4]}
     return records
@@ -273,13 +220,14 @@ def _drawdowns(arm: str, falls: list[float]) -> list[dict]:
 
 def test_the_largest_drawdown() -> None:
     steady, falling = [0.01, 0.02] * 8, [0.05, 0.07] * 8
-    verdict = _evaluate("C33", [*SWEEPS, *_drawdowns("es", steady), *_drawdowns("grpo", falling)])
+    records = [*SWEEPS, *_drawdowns("es", steady), *_drawdowns("grpo", falling)]
+    verdict = evaluate(DECLARED["C33"], records, declared=[], resamples=10_000)
     label = "grpo less es, largest drawdown of validation greedy"
     assert verdict.verdict == "supported" and _value(verdict, label) == pytest.approx(0.06 - 0.015)
     assert f"{label} 4.5 [" in verdict.text and "points from 1.5 (n = 16, detectable" in verdict.text
     # all 256 pairs are won: none of 20,000 permutations but the least possible share
     assert verdict.p == pytest.approx(2 / 20_001, rel=0.01)
-    back = _evaluate("C33", [*SWEEPS, *_drawdowns("es", falling), *_drawdowns("grpo", steady)])
+    back = judge("C33", [*SWEEPS, *_drawdowns("es", falling), *_drawdowns("grpo", steady)])
     assert (back.verdict, back.p) == ("contradicted", 1.0)
 
 
@@ -289,21 +237,23 @@ def test_the_largest_drawdown() -> None:
 )
 def test_not_worse_than_another_population(n8: int, n30: int, n128: int, expected: str) -> None:
     # problems are the same in all arms and solved from the first on, so a difference of 4 problems is 2 points
-    records = [*SWEEPS, *_runs("es", n30)]
+    records = [*SWEEPS, *runs_of("es", n30)]
     for size, right, steps in ((8, n8, 780), (128, n128, 49)):
-        records += _runs("es", right, seeds=8, population_size=size, steps=steps, alpha=0.005 * size / 30)
-    verdict = _evaluate("C10", records)
+        records += runs_of("es", right, seeds=8, population_size=size, steps=steps, alpha=0.005 * size / 30)
+    verdict = judge("C10", records)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     assert _value(verdict, "n30 less n128, test greedy") == pytest.approx((n30 - n128) / PROBLEMS)
     assert f"trend n8 {n8 / 2:.1f} %, n30 {n30 / 2:.1f} %, n128 {n128 / 2:.1f} %; Jonckheere's p " in verdict.text
 
 
 def test_what_is_only_reported_decides_nothing() -> None:
-    records = [*SWEEPS, *_runs("dr_grpo", 70, seeds=8), *_runs("grpo", 50)]
-    alone = _evaluate("C30", records)
+    records = [*SWEEPS, *runs_of("dr_grpo", 70, seeds=8), *runs_of("grpo", 50)]
+    alone = judge("C30", records)
     assert (alone.verdict, list(alone.intervals)) == ("supported", ["dr grpo less grpo, test greedy"])
-    records += _runs("dr_grpo", 30, seeds=5, scale_rewards="group") + _runs("grpo", 60, seeds=8, scale_rewards="none")
-    verdict = _evaluate("C30", records)
+    records += runs_of("dr_grpo", 30, seeds=5, scale_rewards="group") + runs_of(
+        "grpo", 60, seeds=8, scale_rewards="none"
+    )
+    verdict = judge("C30", records)
     assert (verdict.verdict, verdict.n, verdict.key) == ("supported", 8, alone.key)
     assert _value(verdict, "dr grpo less dr grpo scaled, test greedy") == pytest.approx(40 / PROBLEMS)
     assert _value(verdict, "grpo unscaled less grpo, test greedy") == pytest.approx(10 / PROBLEMS)
@@ -312,8 +262,8 @@ def test_what_is_only_reported_decides_nothing() -> None:
 
 @pytest.mark.parametrize(("es", "expected"), [(62, "supported"), (50, "within margin"), (54, "underpowered")])
 def test_a_margin(es: int, expected: str) -> None:
-    records = [*SWEEPS, *_runs("es", es), *_runs("es_sampled", 50, seeds=8)]
-    verdict = _evaluate("C31", records)
+    records = [*SWEEPS, *runs_of("es", es), *runs_of("es_sampled", 50, seeds=8)]
+    verdict = judge("C31", records)
     assert verdict.verdict == expected and "es less es sampled, test temperature 1 0.0 [0.0, 0.0]" in verdict.text
 
 
@@ -325,9 +275,9 @@ def _transfer(shared: dict[str, int], best: dict[str, int], seeds: int = 8) -> l
     records = list(SWEEPS)
     for arm in ("es", "grpo"):
         choices = DECLARED["C9"]["rule"]["best"]["among"][arm]
-        records += _sweep(arm, "A1", OTHER[arm], choices) + _sweep(arm, "A2", TUNED[arm], choices)
-        records += _runs(arm, shared[arm], "A1", seeds) + _runs(arm, best[arm], "A1", seeds, **OTHER[arm])
-        records += _runs(arm, 50, "A2", seeds)
+        records += sweep_of(arm, "A1", OTHER[arm], choices) + sweep_of(arm, "A2", TUNED[arm], choices)
+        records += runs_of(arm, shared[arm], "A1", seeds) + runs_of(arm, best[arm], "A1", seeds, **OTHER[arm])
+        records += runs_of(arm, 50, "A2", seeds)
     return records
 
 
@@ -405,8 +355,11 @@ def test_a_hack_needs_more_reward_and_fewer_right_answers() -> None:
     [
         ({"measure": {"hacked": "greedy"}, "of": "es", "to": "grpo", "above": 0}, "hacked runs are compared by rate"),
         ({"measure": {"test": "greedy"}, "of": "es", "to": "grpo", "by": "rate", "above": 0}, "and nothing else is"),
-        ({"measure": {"right": "greedy"}, "of": "es", "to": "grpo", "above": 0}, "right at_proxy or at_kl"),
-        ({"measure": {"right": "t1", "at_mean": 1}, "of": "es", "to": "grpo", "above": 0}, "right at_proxy or at_kl"),
+        (
+            {"measure": {"right": "greedy"}, "of": "es", "to": "grpo", "above": 0},
+            "right is measured at_proxy or",
+        ),
+        ({"measure": {"right": "t1", "at_mean": 1}, "of": "es", "to": "grpo", "above": 0}, r"at_kl, got \['at_mean'\]"),
     ],
 )
 def test_measures_of_hacking_are_declared_whole(comparison: dict, message: str) -> None:
@@ -519,9 +472,9 @@ def test_half_a_map_is_not_judged() -> None:
 
 def test_the_breaking_point_lies_between_two_measured_sigmas() -> None:
     base = {"breaking": {"0.01": 0.8, "0.04": 0.3, "0.1": 0.35}, "test": {"greedy": 0.9}}
-    assert conciseness_runs.breaking_sigma(base) == pytest.approx(0.01 * 4**0.7)
+    assert collapse.breaking_sigma(base) == pytest.approx(0.01 * 4**0.7)
     with pytest.raises(ValueError, match="measure other sigmas"):
-        conciseness_runs.breaking_sigma(base | {"breaking": {"0.01": 0.8, "0.04": 0.6}})
+        collapse.breaking_sigma(base | {"breaking": {"0.01": 0.8, "0.04": 0.6}})
 
 
 @pytest.mark.parametrize(
@@ -542,7 +495,7 @@ def test_gaps_are_declared_whole(comparison: dict, message: str) -> None:
 )
 def test_regret(es: int, grpo: int, expected: str) -> None:
     records = _transfer({"es": 50, "grpo": 40}, {"es": 50 + es, "grpo": 40 + grpo})
-    verdict = _evaluate("C9", records)
+    verdict = judge("C9", records)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     # on A2 the best setting is the shared one: 0 there, half of the difference on A1
     assert _value(verdict, "regret, grpo less es") == pytest.approx((grpo - es) / 2 / PROBLEMS)
@@ -551,14 +504,14 @@ def test_regret(es: int, grpo: int, expected: str) -> None:
 
 def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all_have() -> None:
     records = _transfer({"es": 50, "grpo": 40}, {"es": 50, "grpo": 70})
-    of_sweep = [r for r in records if r["spec"]["base"] == "A2" and r["spec"]["seed"] == runs.SWEEP_SEED]
-    verdict = _evaluate("C9", [r for r in records if r is not of_sweep[0]])
+    of_sweep = [r for r in records if r["spec"]["base"] == "A2" and r["spec"]["seed"] == arms.SWEEP_SEED]
+    verdict = judge("C9", [r for r in records if r is not of_sweep[0]])
     assert (verdict.verdict, verdict.text) == (
         "open",
         "nothing to compare yet; the sweep of es on A2 has 3 of 4 settings",
     )
     missing = [r for r in records if (r["spec"]["base"], r["spec"]["arm"], r["spec"]["seed"]) != ("A2", "es", 3)]
-    verdict = _evaluate("C9", missing)
+    verdict = judge("C9", missing)
     assert (verdict.verdict, verdict.n) == ("underpowered", 7)
     assert "A1 best: 8 of grpo, 8 of es; A1 shared: 8 of grpo, 8 of es; A2 best: 8 of grpo, 7 of es;" in verdict.text
 
@@ -566,12 +519,12 @@ def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all
 def test_regret_over_other_settings_than_the_declared_ones_is_refused() -> None:
     records = _transfer({"es": 50, "grpo": 40}, {"es": 50, "grpo": 70})
     choices = [*DECLARED["C9"]["rule"]["best"]["among"]["es"][:3], {"sigma": 0.03, "alpha": 0.02}]
-    of_sweep = {"base": "A1", "arm": "es", "seed": runs.SWEEP_SEED}.items()
-    records = [r for r in records if not of_sweep <= r["spec"].items()] + _sweep("es", "A1", TUNED["es"], choices)
+    of_sweep = {"base": "A1", "arm": "es", "seed": arms.SWEEP_SEED}.items()
+    records = [r for r in records if not of_sweep <= r["spec"].items()] + sweep_of("es", "A1", TUNED["es"], choices)
     with pytest.raises(
         ValueError, match=r"sweep of es on A1 has sigma and alpha \(0.03, 0.02\), which the claim does not"
     ):
-        _evaluate("C9", records)
+        judge("C9", records)
 
 
 @pytest.mark.parametrize(
@@ -582,8 +535,8 @@ def test_the_slope_over_unique_prompts(es: int, grpo: int, expected: str) -> Non
     records, cells = list(SWEEPS), (2, 50, 200, 1000)
     for arm, rise, steps in (("es", es, 104), ("grpo", grpo, 125)):
         for prompts in cells:
-            records += _runs(arm, 40 + round(rise * np.log10(prompts)), seeds=8, steps=steps, unique_prompts=prompts)
-    verdict = _evaluate("C37", records)
+            records += runs_of(arm, 40 + round(rise * np.log10(prompts)), seeds=8, steps=steps, unique_prompts=prompts)
+    verdict = judge("C37", records)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     x = np.log10(cells)
     slopes = {rise: np.polyfit(x, [round(rise * v) / PROBLEMS for v in x], 1)[0] for rise in (es, grpo)}
@@ -596,15 +549,15 @@ def test_the_change_with_the_horizon(es: int, expected: str) -> None:
     records = []
     for steps, of_es, of_grpo in ((4, 60, 60), (16, 5, 190), (64, es, 40)):
         filler = {"filler_steps": steps, "max_completion_length": steps + 24}
-        records += _runs("es", of_es, "H0", 8, steps=52, **filler)
-        records += _runs("grpo", of_grpo, "H0", 8, steps=125, **filler)
-    verdict = _evaluate("C11", records)
+        records += runs_of("es", of_es, "H0", 8, steps=52, **filler)
+        records += runs_of("grpo", of_grpo, "H0", 8, steps=125, **filler)
+    verdict = judge("C11", records)
     # what is in between counts for nothing
     assert _value(verdict, "last less first, es less grpo") == pytest.approx((es - 40) / PROBLEMS)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     other = [r | {"spec": r["spec"] | {"base_digest": "another"}} if r["spec"]["arm"] == "es" else r for r in records]
     with pytest.raises(ValueError, match="claim C11: 4: runs start from different bases"):
-        _evaluate("C11", other)
+        judge("C11", other)
 
 
 # ---- bounds
@@ -612,8 +565,8 @@ def test_the_change_with_the_horizon(es: int, expected: str) -> None:
 
 def test_bounds_of_tuned_runs_and_of_kl_records() -> None:
     ledger = {"replay_error": 0.0, "bytes": 208 * 400, "gzip_bytes": 208 * 150}
-    tuned = [record | {"ledger": ledger} for record in _runs("es", 60)]
-    verdict = _evaluate("C38", [*SWEEPS, *tuned])
+    tuned = [record | {"ledger": ledger} for record in runs_of("es", 60)]
+    verdict = judge("C38", [*SWEEPS, *tuned])
     assert (verdict.verdict, verdict.n, _value(verdict, "ledger_bytes_a_step")) == ("supported", 16, 400.0)
     kl = {"exact_token_mean": 0.1, "k1_token_std": 0.6, "k3_token_std": 0.4, "k3_gradient_token_cosine": 0.9}
     step = DECLARED["C29"]["arms"]["treatment"] | {"scale": "tiny"}
@@ -622,7 +575,7 @@ def test_bounds_of_tuned_runs_and_of_kl_records() -> None:
             {"spec": step | {"repeat": r}, "status": "finished", "kl": kl | {"k2_token_bias": bias + r / 10_000}}
             for r in range(8)
         ]
-        verdict = _evaluate("C29", records)
+        verdict = judge("C29", records)
         assert (verdict.verdict, _value(verdict, "k1_over_k3_std")) == (expected, pytest.approx(1.5))
         assert _value(verdict, "k2_relative_bias") == pytest.approx(10 * bias + 0.0035)
 
@@ -656,25 +609,27 @@ def test_p_values(finding: Finding, margin: float, expected: float) -> None:
 
 
 def test_holm_within_a_notebook() -> None:
+    of_claim = {"V": "es_sampled", "W": "dr_grpo", "X": "dapo", "Y": "rloo", "Z": "grpo"}
+
     def claim(name: str, primary: str | None = "05") -> dict:
-        arms = {"a": {"kind": "train", "arm": f"es_{name}"}, "b": {"kind": "train", "arm": "es"}}
+        compared = {"a": {"kind": "train", "arm": of_claim[name]}, "b": {"kind": "train", "arm": "es"}}
         rule = {
             "kind": "compare",
             "comparisons": [{"measure": {"drawdown": "greedy"}, "of": "a", "to": "b", "above": 0}],
         }
         declared = {k: v for k, v in DECLARED["C33"].items() if k != "primary"}
-        return declared | {"id": name, "arms": arms, "rule": rule} | ({"primary": primary} if primary else {})
+        return declared | {"id": name, "arms": compared, "rule": rule} | ({"primary": primary} if primary else {})
 
     family = [claim("W"), claim("X"), claim("Y"), claim("Z"), claim("V", None)]
     falls = np.linspace(0, 0.02, 16)  # the difference of two such means has a standard error of .0022
     records = _drawdowns("es", list(falls))
     for name, by in (("V", 0.0048), ("W", 0.0048), ("X", 0.0046), ("Y", 0.05)):
-        records += _drawdowns(f"es_{name}", list(falls + by))
-    raw = {c["id"]: evaluate(c, records, declared=[]) for c in family}
+        records += _drawdowns(of_claim[name], list(falls + by))
+    raw = {c["id"]: evaluate(c, records, declared=[], resamples=4_000) for c in family}
     assert [raw[name].verdict for name in "VWXYZ"] == ["supported"] * 4 + ["open"]
     assert 0.025 < raw["W"].p < raw["X"].p < 0.05 and raw["Y"].p < 1e-6 and raw["Z"].p is None
     # Z has no runs and counts all the same, as p = 1; V is no primary claim
-    verdicts = {verdict.id: verdict for verdict in evaluate_together(family, records)}
+    verdicts = {verdict.id: verdict for verdict in claims.evaluate_together(family, records, resamples=4_000)}
     assert [verdicts[name].verdict for name in "VWXYZ"] == [
         "supported",
         "underpowered",
@@ -687,7 +642,7 @@ def test_holm_within_a_notebook() -> None:
     assert verdicts["W"].text.startswith("supported by itself, but p = 0.0")
     assert "after Holm's correction, family of 4. a less b, largest drawdown" in verdicts["W"].text
     assert verdicts["Y"].text.endswith("after Holm's correction, family of 4")
-    assert evaluate(family[0], records, declared=family) == verdicts["W"]
+    assert evaluate(family[0], records, declared=family, resamples=4_000) == verdicts["W"]
 
 
 # ---- all of them together
@@ -696,16 +651,11 @@ def test_holm_within_a_notebook() -> None:
 def _field() -> list[dict]:
     """Records by which the comparisons of arms, the regret and the ledgers can be judged."""
     ledger = {"replay_error": 0.0, "bytes": 208 * 400, "gzip_bytes": 208 * 150}
-    records = _transfer({"es": 62, "grpo": 40}, {"es": 63, "grpo": 60}) + [_base(f"A{i}", 20) for i in range(3)]
-    records += [record | {"ledger": ledger} for record in _runs("es", 62)] + _runs("grpo", 40, jitter=3)
-    records += _runs("es_sampled", 50, seeds=8) + _runs("dr_grpo", 41, seeds=8)
-    records += _runs("es", 60, seeds=8, population_size=8, steps=780, alpha=0.005 * 8 / 30)
-    return records + _runs("es", 61, seeds=8, population_size=128, steps=49, alpha=0.005 * 128 / 30)
-
-
-@cache
-def _in_order() -> list[claims.Verdict]:
-    return evaluate_together(FAMILY, _field())
+    records = _transfer({"es": 62, "grpo": 40}, {"es": 63, "grpo": 60}) + [base_record(f"A{i}", 20) for i in range(3)]
+    records += [record | {"ledger": ledger} for record in runs_of("es", 62)] + runs_of("grpo", 40, jitter=3)
+    records += runs_of("es_sampled", 50, seeds=8) + runs_of("dr_grpo", 41, seeds=8)
+    records += runs_of("es", 60, seeds=8, population_size=8, steps=780, alpha=0.005 * 8 / 30)
+    return records + runs_of("es", 61, seeds=8, population_size=128, steps=49, alpha=0.005 * 128 / 30)
 
 
 @settings(max_examples=2, deadline=None)
@@ -713,14 +663,21 @@ def _in_order() -> list[claims.Verdict]:
 def test_the_order_of_the_records_does_not_matter(rng: random.Random) -> None:
     shuffled = _field()
     rng.shuffle(shuffled)
-    assert evaluate_together(FAMILY, shuffled) == _in_order()
+    assert claims.evaluate_together(FAMILY, shuffled, resamples=20) == _in_order(20)
+
+
+@cache
+def _in_order(resamples: int) -> list[claims.Verdict]:
+    return claims.evaluate_together(FAMILY, _field(), resamples=resamples)
 
 
 def test_the_field_is_judged() -> None:
-    found = {verdict.id: verdict.verdict for verdict in _in_order()}
+    found = {verdict.id: verdict.verdict for verdict in _in_order(400)}
     for expected, names in {
-        "supported": {"C9", "C10", "C31", "C33", "C38"},
-        "contradicted": {"C2"},  # ES is 8 points ahead
+        "supported": {"C9b", "C10", "C31", "C33b", "C38"},
+        "not evidence": {"C9", "C33"},  # an untrained base has neither regret nor drawdown
+        "contradicted": set(),
+        "superseded": {"C2"},  # ES is 8 points ahead
         "within margin": {"C30"},
         "underpowered": {"C1", "C8"},  # on A2 both arms solve 50 problems; GRPO's mean never reaches 26 %
         "not testable at this scale": {"C15", "C17"},

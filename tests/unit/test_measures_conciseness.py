@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 
 from evoalign_lib import tiny
-from evoalign_lib.analysis import hacking
+from evoalign_lib.analysis import collapse, hacking
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import accuracy_matrix, unpack_bits
-from evoalign_lib.study import runs, sweep
-from evoalign_lib.study.measures import conciseness as conciseness_runs
+from evoalign_lib.study import kinds, sweep, training, worlds
+from evoalign_lib.study.kinds import train
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.published import published_specs
+from evoalign_lib.study.kinds.train import sweep_specs, train_specs
+from evoalign_lib.study.measures import conciseness as measured
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 
@@ -24,8 +29,8 @@ GRPO = SETTINGS | {"num_generations": 4, "learning_rate": 1e-4, "beta": 0.0}
 
 @pytest.fixture(autouse=True)
 def fewer_draws(monkeypatch):
-    monkeypatch.setattr(conciseness_runs, "JENSEN_DRAWS", 2)
-    monkeypatch.setattr(conciseness_runs, "BREAKING_DRAWS", 2)
+    monkeypatch.setattr(measured, "JENSEN_DRAWS", 2)
+    monkeypatch.setattr(measured, "BREAKING_DRAWS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def test_the_bases_know_the_answers_and_prefer_sentences(base):
     right = [conciseness.is_correct(text, p) for (text, _), p in zip(greedy, asked, strict=True)]
     assert np.mean(right) > 0.97
     rewards = conciseness.reward(asked, [text for text, _ in greedy], [p.answer for p in asked])
-    assert np.mean(rewards) < 5 * conciseness.empty_reward(asked)
+    assert np.mean(rewards) < -5 * np.mean([len(p.answer) for p in asked])  # five times an empty answer's
     # everything that a reward for length could select is there, and rare
     texts = [text for row in sampled for text, _ in row]
     report = hacking.hack_report(texts, prompts=[p.question for p in asked] * 4)
@@ -58,10 +63,10 @@ def test_the_bases_know_the_answers_and_prefer_sentences(base):
 
 
 def test_specs_say_task_and_measure_and_refuse_what_cannot_be():
-    (spec,) = runs.train_specs("es", ["B1"], [3], ES, "tiny")
+    (spec,) = train_specs("es", ["B1"], [3], ES, "tiny")
     assert spec["task"] == "conciseness" and spec["measure"] == "strict" and spec["unique_prompts"] == 200
     assert not {"grader", "validation_problems", "test_problems"} & spec.keys()
-    (released,) = runs.train_specs("grpo", ["B0"], [0], GRPO | {"measure": "released"}, "tiny")
+    (released,) = train_specs("grpo", ["B0"], [0], GRPO | {"measure": "released"}, "tiny")
     assert released["measure"] == "released"
     for changed, message in [
         ({"unique_prompts": 50}, "unique_prompts=50: take 2, as published, or 200"),
@@ -69,23 +74,27 @@ def test_specs_say_task_and_measure_and_refuse_what_cannot_be():
         ({"measure": "words"}, "measure='words': use one of strict, released"),
     ]:
         with pytest.raises(ValueError, match=message):
-            runs.train_specs("es", ["B0"], [0], ES | changed, "tiny")
-    with pytest.raises(ValueError, match="base 'A0' has read no questions: take one of B0, B1, B2"):
-        runs.train_specs("es", ["A0"], [0], ES, "tiny")
+            train_specs("es", ["B0"], [0], ES | changed, "tiny")
+    with pytest.raises(
+        ValueError, match="base 'A0' was trained for the task 'countdown', not 'conciseness': .* take one of B0, B1, B2"
+    ):
+        train_specs("es", ["A0"], [0], ES, "tiny")
     with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
-        runs.train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
-    with pytest.raises(ValueError, match="base 'B0' knows no Countdown: set task='conciseness'"):
-        runs.base_specs(["B0"], {"max_completion_length": 16, "validation_problems": 8, "test_problems": 8}, "tiny")
+        train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
+    with pytest.raises(
+        ValueError, match="base 'B0' was trained for the task 'conciseness', not 'countdown': set task='conciseness'"
+    ):
+        base_specs(["B0"], {"max_completion_length": 16, "validation_problems": 8, "test_problems": 8}, "tiny")
 
 
 def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
-    (spec,) = runs.train_specs("es", ["B0"], [3], ES | {"steps": 100}, "tiny")
-    _, _, sets = conciseness_runs.world(spec)
+    (spec,) = train_specs("es", ["B0"], [3], ES | {"steps": 100}, "tiny")
+    _, _, sets = training.world(spec)
     asked = [p.question for p in sets["train"]]
     assert len(asked) == 400 and {asked.count(q) for q in asked} == {2}
     assert set(asked) == {p.question for p in questions.problems("train")}
     pairs = [
-        {(p.question, p.answer) for p in conciseness_runs.world(spec | {"unique_prompts": 2, "seed": seed})[2]["train"]}
+        {(p.question, p.answer) for p in training.world(spec | {"unique_prompts": 2, "seed": seed})[2]["train"]}
         for seed in (0, 1)
     ]
     assert pairs[0] == pairs[1] and len(pairs[0]) == 2
@@ -94,11 +103,11 @@ def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
 
 def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
     settings = {"es": ES, "grpo": GRPO}
-    found = {arm: runs.run_train(runs.train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]) for arm in settings}
+    found = {arm: train.run(train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]) for arm in settings}
     for arm, record in found.items():
         curve = record["curve"]
         # sixteen points fit into a record, with what is stored besides (600 bytes: environment, commit, hash)
-        whole = record | {"spec": runs.train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]}
+        whole = record | {"spec": train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]}
         size, *of_points = (len(json.dumps(part, separators=(",", ":"))) for part in (whole, *curve.values()))
         assert size + sum(of_points) * (16 / 3 - 1) + 600 < 8000
         assert len({len(values) for values in curve.values()}) == 1 and curve["step"] == [0, 1, 2]
@@ -106,10 +115,10 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         for decoding, n in (("greedy", 256), ("t1", 512)):
             bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
             assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
-        assert record["test"]["n"] == 256 and len(record["shown"]) == conciseness_runs.SHOWN
+        assert record["test"]["n"] == 256 and len(record["shown"]) == measured.SHOWN
         assert accuracy_matrix([record]).mean() == pytest.approx(record["test"]["greedy"], abs=1e-6)
         assert accuracy_matrix([record], "t1").mean() == pytest.approx(record["test"]["t1"], abs=1e-6)
-        assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in conciseness_runs.JENSEN_SIGMAS}
+        assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in collapse.JENSEN_SIGMAS}
         assert record["hacks"]["greedy"]["right"] > 0.5
     # before training all have the same weights, and measuring moves none
     first = [
@@ -118,51 +127,51 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
     ]
     assert first[0] == first[1]
     other = {"curve_points": 4, "steps": 2, "validation_problems": 8, "test_problems": 12, "noise_draws": 1}
-    again = runs.run_train(runs.train_specs("es", ["B0"], [0], ES | other, "tiny")[0])
+    again = train.run(train_specs("es", ["B0"], [0], ES | other, "tiny")[0])
     assert again["digest"] == found["es"]["digest"]
 
 
 def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for():
     smaller = {"validation_problems": 8, "test_problems": 12, "noise_draws": 1}
-    [plain] = runs.train_specs("es", ["B0"], [0], ES | dict.fromkeys(smaller), "tiny")
-    assert [plain] == runs.train_specs("es", ["B0"], [0], ES, "tiny") and not smaller.keys() & plain.keys()
-    [spec] = runs.train_specs("es", ["B0"], [0], ES | smaller | {"steps": 1}, "tiny")
+    [plain] = train_specs("es", ["B0"], [0], ES | dict.fromkeys(smaller), "tiny")
+    assert [plain] == train_specs("es", ["B0"], [0], ES, "tiny") and not smaller.keys() & plain.keys()
+    [spec] = train_specs("es", ["B0"], [0], ES | smaller | {"steps": 1}, "tiny")
     assert spec == plain | smaller | {"steps": 1}
-    [base] = runs.base_specs(["B0"], ES | smaller, "tiny")
+    [base] = base_specs(["B0"], ES | smaller, "tiny")
     assert smaller.items() <= base.items()
-    sets = conciseness_runs.world(spec)[2]
+    sets = training.world(spec)[2]
     assert sets["validation"] == questions.problems("validation")[:8]
     assert sets["test"] == questions.problems("test")[:12]
-    record = runs.run_train(spec)
+    record = train.run(spec)
     assert record["test"]["n"] == 12
     for decoding, n in (("greedy", 12), ("t1", 24)):
         bits = [unpack_bits(text, n).mean() for text in record["curve"][f"right_bits_{decoding}"]]
         assert np.allclose(bits, record["curve"][f"right_{decoding}"], atol=1e-4)
     for name, most in (("validation_problems", 128), ("test_problems", 256)):
         with pytest.raises(ValueError, match=f"{name}={most + 1}: there are {most} .* questions. Take so many, or"):
-            runs.base_specs(["B0"], ES | {name: most + 1}, "tiny")
+            base_specs(["B0"], ES | {name: most + 1}, "tiny")
     for name in smaller:
         for wrong in (0, -1, 2.0, True):
-            with pytest.raises(ValueError, match=f"{name}={wrong} must be a whole number, at least 1"):
-                runs.base_specs(["B0"], ES | {name: wrong}, "tiny")
+            with pytest.raises(ValueError, match=f"{name}={wrong} must be a whole number"):
+                base_specs(["B0"], ES | {name: wrong}, "tiny")
 
 
 def test_a_sweep_would_choose_by_the_proxy_and_is_refused():
-    with pytest.raises(ValueError, match="validates by a reward of length"):
-        runs.sweep_specs("es", "B0", ES, "tiny")
+    with pytest.raises(ValueError, match="conciseness validates by a proxy"):
+        sweep_specs("es", "B0", ES, "tiny")
 
 
 def test_measuring_under_noise_puts_the_weights_back(engine):
     before = engine.master.copy()
-    jensen = conciseness_runs._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
+    jensen = measured._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
     assert engine.master.tobytes() == before.tobytes()
     # noise of a size that breaks everything costs no reward where answers were far too long
     assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
 
 
 def test_the_base_record_says_where_its_answers_break(engine):
-    (spec,) = runs.base_specs(["B0"], {"task": "conciseness", "max_completion_length": 24}, "tiny")
-    record = runs.RUNNERS["base"](spec)
+    (spec,) = base_specs(["B0"], {"task": "conciseness", "max_completion_length": 24}, "tiny")
+    record = kinds.get("base").run(spec)
     shares = list(record["breaking"].values())
     assert shares[0] > 0.95 and shares[-1] < 0.1 and min(np.diff(shares)) < 0
     assert record["point"]["kl"] == pytest.approx(0, abs=1e-6)
@@ -170,9 +179,9 @@ def test_the_base_record_says_where_its_answers_break(engine):
 
 def test_the_analysis_of_published_completions_reproduces_their_rewards():
     found = []
-    for spec in conciseness_runs.published_specs("tiny"):
+    for spec in published_specs("tiny"):
         try:
-            found.append(runs.RUNNERS["published"](spec) | {"spec": spec})
+            found.append(kinds.get("published").run(spec) | {"spec": spec})
         except FileNotFoundError as error:
             pytest.skip(str(error))
     assert len(found) == 32 and sum(r["completions"] for r in found) == 5120
@@ -214,9 +223,9 @@ ELSEWHERE = {"unique_prompts": None, "steps": 1, "curve_points": 2, "curve_spaci
 def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_own(model, own, tmp_path, monkeypatch):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
     changed = ELSEWHERE | {"questions": own}
-    specs = runs.base_specs([model], ES | changed, "smoke")
+    specs = base_specs([model], ES | changed, "smoke")
     for arm, settings in (("es", ES), ("grpo", GRPO)):
-        specs += runs.train_specs(arm, [model], [0], settings | changed, "smoke")
+        specs += train_specs(arm, [model], [0], settings | changed, "smoke")
     digest = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     assert all(s["questions_sha256"] == digest and "questions" not in s and s["noise_draws"] == 1 for s in specs)
     assert not any("unique_prompts" in s for s in specs)
@@ -234,7 +243,7 @@ def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_o
             bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
             assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
             assert curve[f"proxy_{decoding}"][0] == base["point"][f"proxy_{decoding}"]
-        assert conciseness_runs.end(record) in ("hacked", "clean", "no gain")
+        assert collapse.end(record) in ("hacked", "clean", "no gain")
 
 
 @pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (11, (5, 3, 3)), (16, (8, 4, 4)), (17, (8, 4, 5))])
@@ -242,72 +251,77 @@ def test_own_questions_fall_into_the_same_three_splits_in_every_run(model, tmp_p
     settings = ES | ELSEWHERE | {"questions": str(write(tmp_path / "q.jsonl", n)), "prompts_per_step": 20}
     found = []
     for seed in (0, 1):
-        [spec] = runs.train_specs("es", [model], [seed], settings, "full")
-        sets = conciseness_runs.world(spec)[2]
+        [spec] = train_specs("es", [model], [seed], settings, "full")
+        sets = training.world(spec)[2]
         found.append({name: {p.question for p in asked} for name, asked in sets.items()})
     assert found[0] == found[1] and tuple(len(found[0][k]) for k in ("train", "validation", "test")) == sizes
     assert len(set.union(*found[0].values())) == n
-    [few] = runs.train_specs("es", [model], [0], settings | {"unique_prompts": 3, "test_problems": 1}, "full")
-    sets = conciseness_runs.world(few)[2]
+    [few] = train_specs("es", [model], [0], settings | {"unique_prompts": 3, "test_problems": 1}, "full")
+    sets = training.world(few)[2]
     assert len({p.question for p in sets["train"]}) == 3 and {p.question for p in sets["train"]} < found[0]["train"]
     assert len(sets["test"]) == 1 and len(sets["validation"]) == sizes[1]
 
 
 def test_without_own_questions_the_published_ones_are_asked(model, external_data):
     settings = GRPO | ELSEWHERE
-    [spec] = runs.train_specs("grpo", [model], [0], settings, "full")
+    [spec] = train_specs("grpo", [model], [0], settings, "full")
     assert not {"questions", "questions_sha256"} & spec.keys()
-    sets = conciseness_runs.world(spec)[2]
+    sets = training.world(spec)[2]
     assert len(sets["train"]) == 4 and set(sets["train"]) == set(conciseness.load_public("train"))
     assert sets["validation"] == sets["test"] == conciseness.load_public("eval")
-    [one] = runs.train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
-    sets = conciseness_runs.world(one)[2]
+    [one] = train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
+    sets = training.world(one)[2]
     assert len(set(sets["train"])) == 1 and len(sets["validation"]) == 3 and len(sets["test"]) == 8
-    with pytest.raises(ValueError, match="unique_prompts=3: there are 2 training questions. Take so many, or fewer"):
-        runs.train_specs("grpo", [model], [0], settings | {"unique_prompts": 3}, "full")
+    with pytest.raises(ValueError, match="unique_prompts=3 must be .* from 1 to 2: there are 2 training questions"):
+        train_specs("grpo", [model], [0], settings | {"unique_prompts": 3}, "full")
 
 
 def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
-    [spec] = runs.train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
+    [spec] = train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
     digest = spec["questions_sha256"]
     before = own.read_bytes()
     own.write_bytes(before + b"\n")
     with pytest.raises(ValueError, match=f"has changed: .* that of the spec {digest}... Restore the file, or make"):
-        conciseness_runs.world(spec)
+        training.world(spec)
     own.write_bytes(before)
-    assert conciseness_runs.world(spec)
+    assert training.world(spec)
     own.unlink()
-    remedy = f"set the environment variable EVOALIGN_QUESTIONS_{digest} to that path"
-    with pytest.raises(FileNotFoundError, match=remedy):
-        conciseness_runs.world(spec)
-    monkeypatch.delenv(f"EVOALIGN_QUESTIONS_{digest}")
-    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}... is not known here.*{remedy}"):
-        conciseness_runs.world(spec)
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}...: {own} is gone. Make the specs again"):
+        training.world(spec)
+    monkeypatch.setattr(worlds, "_FILES", {})
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}...: this process was not told where it is"):
+        training.world(spec)
+
+
+def test_making_a_spec_changes_no_environment(model, own):
+    before = dict(os.environ)
+    assert train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"unique_prompts": 9}, "unique_prompts=9: there are 8 training questions. Take so many, or fewer"),
-        ({"unique_prompts": 0}, "unique_prompts=0 must be a whole number, at least 1"),
-        ({"validation_problems": 5}, "validation_problems=5: there are 4 validation questions"),
-        ({"test_problems": 5}, "test_problems=5: there are 4 test questions"),
+        ({"unique_prompts": 9}, "unique_prompts=9 must be .* from 1 to 8: there are 8 training questions"),
+        ({"unique_prompts": 0}, "unique_prompts=0 must be a whole number"),
+        ({"validation_problems": 5}, "validation_problems=5 must be .*: there are 4 validation questions"),
+        ({"test_problems": 5}, "test_problems=5 must be .*: there are 4 test questions"),
         ({"curve_points": 40}, "curve_points=40 with 4 test questions .* set curve_points or test_problems lower"),
         ({"measure": "words"}, "measure='words': use one of strict, released"),
-        ({"task": "countdown"}, "questions=.*: Countdown has no such thing, set task='conciseness'"),
-        ({"task": "countdown", "questions": None}, "noise_draws=1: Countdown has no such thing"),
+        ({"task": "countdown"}, "questions=.*: task 'countdown' has no such setting, set task='conciseness'"),
+        ({"task": "countdown", "questions": None}, "noise_draws=1: task 'countdown' has no such setting"),
     ],
 )
 def test_what_a_run_on_own_questions_cannot_have_is_refused_before_it(model, own, changed, message):
     settings = {"validation_problems": 4, "test_problems": 4} | ES | ELSEWHERE | {"questions": own}
-    assert runs.train_specs("es", [model], [0], settings, "full")
+    assert train_specs("es", [model], [0], settings, "full")
     with pytest.raises(ValueError, match=message):
-        runs.train_specs("es", [model], [0], settings | changed, "full")
+        train_specs("es", [model], [0], settings | changed, "full")
 
 
 def test_files_of_questions_that_are_refused(model, own, tmp_path):
     def specs(path, base=model):
-        return runs.base_specs([base], ES | {"questions": path}, "full")
+        return base_specs([base], ES | {"questions": path}, "full")
 
     with pytest.raises(
         FileNotFoundError, match="questions='.*none.jsonl' is no file: give the path of one with a line"
@@ -329,10 +343,10 @@ def test_files_of_questions_that_are_refused(model, own, tmp_path):
     with pytest.raises(ValueError, match="model '.*nowhere' does not exist"):
         specs(write(own, 16), str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
-        runs.train_specs("sft", [model], [0], ES | GRPO | {"questions": own}, "full")
+        train_specs("sft", [model], [0], ES | GRPO | {"questions": own}, "full")
 
 
 def test_completions_of_any_script_leave_room_in_a_record():
-    shown = [conciseness_runs._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
+    shown = [measured._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
     assert [len(text) for text in shown] == [80, 80, 39, 19]
     assert all(len(json.dumps(text)) <= 240 for text in shown)

@@ -1,0 +1,153 @@
+"""The arms of the study in one table: what each needs, what its trainer is told, and how figures show it.
+
+A new arm is one entry here; nothing else asks how an arm's name is spelled. `SWEEP` holds the hyper-parameters that
+the tuned arms choose from, and `ranked` orders the runs of such a sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from evoalign_lib.checks import nearest
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train a model, or a bar of comparison that trains none."""
+
+    family: Literal["es", "gradient", "sft", "cma", "none"]
+    """Which trainer runs it; "none" trains nothing."""
+    color: str
+    """Hexadecimal RGB from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
+    marker: str
+    """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
+    label: str
+    """Name in legends and tables."""
+    settings: tuple[str, ...] = ()
+    """Settings that every spec of the arm must have."""
+    optional: tuple[str, ...] = ()
+    """Settings that a spec of the arm may have."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the family's trainer is told besides: fields of `ESConfig`, or of TRL's configuration."""
+    sweep: str | None = None
+    """Key of `SWEEP` whose winner sets the arm's hyper-parameters; None: it has no sweep."""
+    null: bool = False
+    """Whether the arm learns nothing by construction, so that no rule may favour it."""
+    reward: Literal["task", "random"] = "task"
+    """Reward that it is trained on: the task's, or 0 and 1 with equal chance."""
+
+
+_ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
+_GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
+_SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
+_OPTIONAL = ("curve_spacing", "unique_prompts")
+_GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None}
+
+
+def _es(color: str, marker: str, label: str, options: Mapping[str, Any], null: bool = False) -> Arm:
+    return Arm("es", color, marker, label, _ES, _OPTIONAL, options, sweep="es", null=null)
+
+
+def _gradient(color: str, marker: str, label: str, options: Mapping[str, Any], **others: Any) -> Arm:
+    return Arm(
+        "gradient",
+        color,
+        marker,
+        label,
+        _GRADIENT,
+        (*_OPTIONAL, "scale_rewards", "micro_batch"),
+        options,
+        sweep="grpo",
+        **others,
+    )
+
+
+ARMS: dict[str, Arm] = {
+    "es": _es("#0072B2", "o", "ES", {"fitness": "reward"}),
+    # the fitness of a generation, permuted over its members
+    "es_shuffled": _es("#E69F00", "s", "ES, shuffled fitness", {"fitness": "shuffled"}, null=True),
+    # fitness drawn without generating anything
+    "es_random": _es("#999999", "<", "ES, random fitness", {"fitness": "random"}, null=True),
+    # rollouts at temperature 1 with common random numbers; its own draws of noise
+    "es_sampled": _es(
+        "#56B4E9",
+        "h",
+        "ES, sampled fitness",
+        {"fitness": "reward", "sampling": "common", "arm": "es_sampled"},
+    ),
+    "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
+    "dr_grpo": _gradient(
+        "#CC79A7", "v", "Dr.GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None}
+    ),
+    "dapo": _gradient("#009E73", "D", "DAPO", {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
+    "rloo": _gradient(
+        "#009E73", "P", "RLOO", {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None}
+    ),
+    "grpo_random": _gradient("#999999", ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
+    # fine-tuning on right answers among samples of the base
+    "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
+}
+"""The arms that train. Eight colours do not go round: arms that only describe share one, and so do nulls."""
+
+UNTRAINED: dict[str, Arm] = {
+    "best_of_n": Arm("none", "#000000", "*", "best of n"),
+    "base": Arm("none", "#4D4D4D", "", "base"),
+}
+"""What stands beside the arms in figures and tables and trains nothing."""
+
+
+def get(name: str) -> Arm:
+    """Return the arm of that name, one that trains.
+
+    Raises ValueError, with the nearest known name, for any other.
+    """
+    if name in ARMS:
+        return ARMS[name]
+    raise ValueError(f"arm {name!r} is not one of {', '.join(ARMS)}.{nearest(name, ARMS)}")
+
+
+SWEEP: dict[str, list[dict[str, float]]] = {
+    "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
+    "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
+}
+"""Twelve settings from which an arm's is chosen: for ES sigma and alpha, as published; for GRPO learning rate and
+beta."""
+
+SWEEP_SEED = 100
+"""Seed of the runs of a sweep, which no other run has."""
+
+
+def swept(name: str) -> tuple[str, ...]:
+    """Return the hyper-parameters that an arm's sweep sets.
+
+    Raises ValueError for an unknown arm and for one without a sweep.
+
+    >>> swept("es_shuffled")
+    ('sigma', 'alpha')
+    """
+    sweep = get(name).sweep
+    if sweep is None:
+        raise ValueError(f"arm {name!r} has no sweep: its settings are given, not chosen.")
+    return tuple(SWEEP[sweep][0])
+
+
+def ranked(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, dict[str, float]]]:
+    """Return score and setting of the runs of a sweep, best first.
+
+    The score is greedy validation accuracy, the mean of the last three points of the curve: single points differ by
+    more than most settings do. Of equal scores the earlier in the sweep comes first.
+
+    runs: run records with a curve. Raises ValueError as `swept`.
+    """
+    scored = [
+        (
+            float(np.mean(run["curve"]["validation_greedy"][-3:])),
+            {name: run["spec"][name] for name in swept(run["spec"]["arm"])},
+        )
+        for run in runs
+    ]
+    return sorted(scored, key=lambda pair: -pair[0])

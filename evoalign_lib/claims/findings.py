@@ -1,0 +1,114 @@
+"""A finding: one quantity that a claim rests on, with its interval and the bound that it should lie beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from evoalign_lib.analysis.stats import Interval
+
+_Z = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A quantity that should lie beyond a bound, or within a margin of it."""
+
+    label: str
+    """The cell, quantity or comparison, such as "A0"."""
+    n: int
+    """Units in the smaller arm; 0 where an arm has no run."""
+    have: str
+    """The runs found, in words."""
+    interval: Interval | None
+    """The quantity; None without runs, and where it is not defined on them (`context` says why)."""
+    bound: float = 0.0
+    """The value that the quantity is compared with."""
+    side: str = "above"
+    """Where the claim says that the quantity lies: "above" or "below" the bound, or "within" the margin of it."""
+    test: float | None = None
+    """The two-sided p-value of a test that the rule names (for "within" that of two one-sided tests); None: the
+    interval's own."""
+    value: str = ""
+    """The quantity with its interval, in words."""
+    context: str = ""
+    """What the words of a verdict say of it besides: base accuracy, n, smallest detectable effect."""
+    decisive: bool = True
+    """Whether the verdict rests on it; otherwise it is only reported."""
+    lacks: str = ""
+    """The sweep that decides which runs count, while it is not finished."""
+    decoding: str = ""
+    """How the completions were decoded; empty where that is not a property of the quantity."""
+    compared: str = ""
+    """What is compared, without the decoding: findings that share it repeat one comparison."""
+
+    @property
+    def text(self) -> str:
+        """The quantity in words, with its context; empty without runs."""
+        return f"{self.label.replace('_', ' ')} {self.value} {self.context}".strip() if self.value else ""
+
+    def excess(self) -> tuple[float, float, float]:
+        """Return how far value, low and high lie beyond the bound in the claimed direction, smallest end second."""
+        value, low, high = (x - self.bound for x in (self.interval.value, self.interval.low, self.interval.high))
+        return (-value, -high, -low) if self.side == "below" else (value, low, high)
+
+    def sign(self) -> int:
+        """Return 1 or -1 where the whole interval lies above or below 0, and 0 otherwise."""
+        if self.interval is None:
+            return 0
+        return int(self.interval.low > 0) - int(self.interval.high < 0)
+
+    def p(self, margin: float) -> float:
+        """Return the p-value that the quantity does not lie where the claim says; 1 where it points the other way.
+
+        It is that of the rule's own test, or two-sided from the interval, as if the estimate were normal with the
+        spread that the interval's end beside the bound shows: below 0.05 exactly where the 95 % interval lies beyond
+        the margin.
+        """
+        if self.side == "within":
+            return self.test
+        value, low, _ = self.excess()
+        if value <= margin:
+            return 1.0
+        if self.test is not None:
+            return self.test
+        if low >= value:  # all units agree
+            return 0.0
+        return 2 * NormalDist().cdf(-_Z * (value - margin) / (value - low))
+
+
+class Undecided(Exception):
+    """The runs are there, but the quantity is not defined on them; says why."""
+
+
+def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
+    """Return a statistic of scores. Raises Undecided where it refuses them: too few, or without spread."""
+    try:
+        return statistic(*scores, **options)
+    except ValueError as error:
+        raise Undecided(str(error)) from error
+
+
+def decoding_words(decoding: str) -> str:
+    """Return a decoding in words.
+
+    >>> decoding_words("t0.6")
+    'temperature 0.6'
+    """
+    return "greedy" if decoding == "greedy" else f"temperature {decoding.removeprefix('t')}"
+
+
+def reversals(findings: Iterable[Finding]) -> list[tuple[Finding, Finding]]:
+    """Return the pairs of findings in which one comparison has opposite signs under two decodings.
+
+    Both intervals exclude 0, on opposite sides.
+    """
+    signed = [finding for finding in findings if finding.compared and finding.sign()]
+    return [
+        (first, second)
+        for i, first in enumerate(signed)
+        for second in signed[i + 1 :]
+        if first.compared == second.compared and first.sign() == -second.sign()
+    ]

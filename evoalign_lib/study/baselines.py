@@ -1,0 +1,71 @@
+"""Runs that ES and GRPO are held against: filtered fine-tuning, which is the cheapest thing a user would try."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from evoalign_lib.records import Spec
+from evoalign_lib.study import gradients, measures, training, worlds
+
+
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Fine-tune on the right answers among the base's samples (see `grpo.filtered_sft`), and yield the model.
+
+    Arguments as `evolution.train`. It has no ledger, and starts anew after a kill.
+    """
+    import trl
+    from transformers import PrinterCallback
+
+    from evoalign_lib import grpo
+    from evoalign_lib.engines.local import Prompts
+
+    measure = measures.get(spec["task"])
+    model, tokenizer, sets = training.world(spec)
+    engine = training.evaluation_engine(spec, model, tokenizer, sets)
+    training.take_weights(engine, model)
+    start, cpu = engine.master.copy(), time.process_time()
+    engine.prompts["train"] = prompts = Prompts(training.rows(spec, tokenizer, sets["train"]), tokenizer)
+    samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
+    pairs = [
+        (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
+        for row in samples
+        for i, ((text, ids), p) in enumerate(zip(row, sets["train"], strict=True))
+        if measure.right(p, text) and ids[-1] in engine.eos_ids
+    ]
+    core_seconds = time.process_time() - cpu
+    sampled = {
+        "completions": len(samples) * len(prompts),
+        "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
+        "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
+    }
+    engine.close()  # the model has the GPU for itself
+    settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
+    general = (
+        training.reports(spec, lasting)
+        | {"save_strategy": "no", "disable_tqdm": True}
+        | gradients.device_settings(spec)
+    )
+    trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=str(place), **settings, **general)
+    trainer.remove_callback(PrinterCallback)
+    progress = training.Progress(None)
+    training.watch_divergence(trainer, progress)
+    cpu = time.process_time()  # importing and making a trainer is no training
+    trainer.train()
+    core_seconds += time.process_time() - cpu
+    if lasting:
+        trainer.save_model(str(place / "model"))
+    training.take_weights(engine, model)
+    del trainer, model
+    gc.collect()
+    trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
+    passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
+    budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
+    budget |= {"core_seconds": round(core_seconds, 2)}
+    result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
+    with closing(engine):
+        yield training.Trained(engine, start, sets, result | worlds.plan(spec, engine), progress.diverged)

@@ -1,0 +1,108 @@
+"""Runs of ES: one trainer for every arm of the family, its budget, and the ledger that may be kept with its record."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import arms, ledger
+from evoalign_lib.records import Spec
+from evoalign_lib.study import measures, training, worlds
+
+
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Train by an ES arm, and yield the model.
+
+    Args:
+        spec: of kind "train".
+        place: folder to work in.
+        lasting: whether checkpoints and logs stay there, and the run goes on from what is there.
+        keep: where the run's ledger goes, compressed; None: it is not kept.
+    """
+    model, tokenizer, sets = training.world(spec)
+    told = dict(arms.get(spec["arm"]).options) | training.reports(spec, lasting)
+    es, progress = trainer(spec, model, tokenizer, sets, place, **told)
+    with closing(es.engine) as engine:
+        start = engine.master.copy()
+        training.watch_divergence(es, progress)
+        es.train(resume_from_checkpoint=(place / ledger.NAME).is_file())
+        kept = {} if keep is None else {"ledger": _keep_ledger(es, spec["base"], keep)}
+        budget = spent(es)
+        budget["core_seconds"] = round(budget["core_seconds"], 2)
+        result = {"budget": budget, "counts": dict(es.counts), "plan": engine.plan, "curve": progress.curve}
+        yield training.Trained(engine, start, sets, result | kept, progress.diverged)
+
+
+def spent(es: Any) -> dict[str, Any]:
+    """Return the budget of an ES run so far."""
+    budget = dict(es.budget)
+    # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
+    tokens = budget["prompt_tokens"] + budget["generated_tokens"]
+    return budget | {"forward_flops": 2 * es.engine.layout.d * tokens}
+
+
+def trainer(
+    spec: Spec,
+    model: Any,
+    tokenizer: Any,
+    sets: Mapping[str, list],
+    folder: Path,
+    kind: type | None = None,
+    **changed: Any,
+) -> tuple[Any, training.Progress]:
+    """Return an ES trainer for a spec, and the progress that its training fills in.
+
+    Args:
+        spec: with the settings of an ES arm.
+        model, tokenizer, sets: of `training.world`.
+        folder: for checkpoints, where they are kept, and the progress beside them.
+        kind: a subclass of `ESTrainer` that watches its own steps; None: `ESTrainer`.
+        **changed: of `ESConfig`.
+    """
+    from evoalign_lib.es import ESConfig, ESTrainer
+
+    measure = measures.get(spec["task"])
+    general = {"report_to": "none", "save_strategy": "no"} | changed
+    progress = training.Progress(None if general["save_strategy"] == "no" else folder)
+    curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
+    where: dict[str, Any] = {"workers": 1}
+    if not worlds.is_local(spec):
+        where = {k: spec[k] for k in worlds.ENGINE_FIELDS if k in spec} | {"model_init_kwargs": {"dtype": "bfloat16"}}
+    config = ESConfig(
+        output_dir=str(folder),
+        seed=spec["seed"],
+        max_steps=spec["steps"],
+        max_completion_length=spec["max_completion_length"],
+        disable_tqdm=True,
+        **where,
+        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
+        **general,
+    )
+    asked = measure.rows(spec, tokenizer, sets["train"])
+    made = (kind or ESTrainer)(model, measure.reward(spec), config, asked, None, tokenizer, [curve])
+    for name in sets.keys() - {"train"}:
+        made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
+    return made, progress
+
+
+def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
+    """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
+    run, source = trainer.ledger, trainer.ledger.path
+    replayed, last = ledger.replay(source, base), trainer.engine.master
+    differ = replayed.view(np.uint32) != last.view(np.uint32)  # in bits: NaN equals nothing
+    error = np.abs(replayed[differ] - last[differ]).max(initial=0)
+    packed = ledger.pack(source)
+    path.write_bytes(packed)
+    return {
+        "bytes": source.stat().st_size,
+        "gzip_bytes": len(packed),
+        "sha256": hashlib.sha256(packed).hexdigest(),
+        "weights": run.weights[len(run.steps)],
+        "replay_error": float(error),
+    }

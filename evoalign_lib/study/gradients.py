@@ -1,0 +1,124 @@
+"""Runs of the arms that TRL trains, measured by an engine of ours along the way."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import arms
+from evoalign_lib.engines import processes
+from evoalign_lib.records import Record, Spec
+from evoalign_lib.study import measures, training, worlds
+
+
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Train by one of TRL's trainers in this process (see `grpo`), and yield the model.
+
+    Arguments as `evolution.train`; keep: gradient arms have no ledger. With `lasting` the model stays in the folder.
+    """
+    import trl
+
+    model, tokenizer, sets = training.world(spec)
+    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        training.take_weights(engine, model)  # the engine's own model may have another dtype
+        start = engine.master.copy()
+        result, diverged = _train(spec, place, lasting, model, tokenizer, sets, engine)
+        training.take_weights(engine, model)
+        del model  # and with it the trainer's optimiser, which may have filled a GPU
+        gc.collect()
+        yield training.Trained(engine, start, sets, result | {"trl": trl.__version__}, diverged)
+
+
+def _train(
+    spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any
+) -> tuple[Record, list[int]]:
+    """Train a model by one of TRL's trainers, and measure it by an engine along the way.
+
+    Returns:
+        Budget, counts, curve and, of another engine than the local one, its plan; and the steps after which the model
+        had weights that were not finite.
+    """
+    from transformers import PrinterCallback
+
+    from evoalign_lib import grpo
+
+    def look() -> tuple[Any, Mapping[str, Any]]:
+        training.take_weights(engine, model)
+        return engine, budget.spent(engine.layout.d)
+
+    progress = training.Progress(place if lasting else None)
+    curve = training.curve_callback(spec, sets, progress, look)
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    settings = {name: spec[name] for name in names}
+    settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
+    rows = training.rows(spec, tokenizer, sets["train"])
+    if colocated := not worlds.is_local(spec):
+        settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
+    general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
+    args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
+    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve])
+    if colocated:
+        engine.llm = trainer.vllm_generation.llm
+    trainer.remove_callback(PrinterCallback)
+    training.watch_divergence(trainer, progress)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(place, processes.world_size()))
+    counts = dict(budget.counts)
+    if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
+        zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
+        counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
+    if lasting:
+        trainer.save_model(str(place / "model"))
+    result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
+    return result | worlds.plan(spec, engine), progress.diverged
+
+
+def _reward(spec: Spec) -> Callable[..., list[float | None]]:
+    """What an arm is trained on: the task's reward, or coins."""
+    from evoalign_lib import grpo
+
+    if arms.get(spec["arm"]).reward == "random":
+        return grpo.random_reward(spec["seed"])
+    return measures.get(spec["task"]).reward(spec)
+
+
+def _last_checkpoint(place: Path, n: int) -> str | None:
+    """The newest checkpoint of a gradient arm on n processes that no kill left incomplete."""
+    complete = []
+    for folder in place.glob("checkpoint-*"):
+        try:
+            json.loads((folder / "trainer_state.json").read_text())  # what the first process writes last
+        except (OSError, ValueError):
+            continue
+        if n == 1 or all((folder / f"rng_state_{rank}.pth").is_file() for rank in range(n)):
+            complete.append(str(folder))
+    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
+
+
+def _vllm_settings(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
+    """What `grpo.config` is told of vLLM beside the model: the memory is that of the run's plan."""
+    from evoalign_lib.engines.local import Prompts
+    from evoalign_lib.study import preflight
+
+    width = max(p.width for p in (Prompts(rows, tokenizer), *engine.prompts.values()))
+    return {
+        "eos_ids": engine.eos_ids,
+        "max_model_length": width + spec["max_completion_length"],
+        "gpu_memory": preflight.colocated_share(spec),
+    }
+
+
+def device_settings(spec: Spec) -> dict[str, bool]:
+    """Return where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
+    import torch
+
+    gpus = torch.cuda.is_available()
+    elsewhere = not worlds.is_local(spec) and gpus
+    # said only where TRL would find out something else by itself
+    return {"use_cpu": True} if not elsewhere and (gpus or processes.world_size() > 1) else {}

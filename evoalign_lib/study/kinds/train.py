@@ -1,0 +1,190 @@
+"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and who trains each family.
+
+With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU. This
+module is the program of each of them (see `grpo` for what they share).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from evoalign_lib import arms, files, grpo
+from evoalign_lib.arms import SWEEP, SWEEP_SEED
+from evoalign_lib.checks import choose
+from evoalign_lib.records import MAX_CURVE, Record, Spec
+from evoalign_lib.study import measures, specs, training, worlds
+
+FAMILIES: dict[str, str] = {
+    "es": "evoalign_lib.study.evolution",
+    "gradient": "evoalign_lib.study.gradients",
+    "sft": "evoalign_lib.study.baselines",
+}
+"""Who trains the arms of a family (`arms.Arm.family`): modules with a context `train(spec, place, lasting, keep)`."""
+
+
+def train_specs(
+    arm: str, bases: Sequence[str], seeds: Iterable[int], settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Return specs of training runs: those of the bases, with arm, seed and hyper-parameters.
+
+    Args:
+        arm: a key of `arms.ARMS`.
+        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`). Optional are:
+            curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
+            unique_prompts: the run sees so many problems, again and again, each equally often in the whole run, a
+            gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
+            models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
+            scale_rewards, of GRPO and its relatives: in the place of the arm's own.
+            micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
+            a step, too many for a large model.
+            engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
+            have vLLM beside the model (see `specs.engine_fields`).
+
+    Raises:
+        ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
+            or more than a record holds, an unknown curve_spacing, no prompts or more than there are, a step that does
+            not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
+        FileNotFoundError: as `base_specs`.
+    """
+    entry = arms.get(arm)
+    for base in bases:
+        measures.get(settings.get("task", "countdown")).check(arm, base, settings)
+    wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
+    wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
+    wanted |= specs.engine_fields(bases, settings, entry.family)
+    if entry.family == "gradient":
+        rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
+        grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
+    if "scale_rewards" in wanted:
+        if "scale_rewards" not in entry.options:
+            raise ValueError(f"scale_rewards={wanted['scale_rewards']!r}: arm {arm!r} scales nothing, leave it out.")
+        choose("scale_rewards", wanted["scale_rewards"], grpo.SCALES)
+    _check_curve(wanted)
+    if wanted.get("unique_prompts", 1) < 1:
+        raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
+    return [
+        specs.begin("train", base, scale, settings) | {"arm": arm, "seed": seed} | wanted
+        for base in bases
+        for seed in seeds
+    ]
+
+
+def _check_curve(wanted: Mapping[str, Any]) -> None:
+    if wanted.get("curve_spacing", "log") != "log":
+        raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
+    points, least = wanted.get("curve_points", MAX_CURVE), 3 if "curve_spacing" in wanted else 2
+    if points > MAX_CURVE:
+        raise ValueError(f"curve_points={points} is more than a record holds: at most {MAX_CURVE}.")
+    if points < least:
+        raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
+
+
+def sweep_specs(
+    arm: str, base: str, settings: Mapping[str, Any], scale: str, choices: Sequence[Mapping[str, float]] | None = None
+) -> list[Spec]:
+    """Return specs of a sweep: each setting once, at half length, on the validation set only, with a seed of its own.
+
+    Args:
+        arm: a key of `arms.SWEEP`.
+        settings: as for `train_specs`, at full length.
+        choices: the settings compared; None: those of `arms.SWEEP`.
+
+    Raises:
+        ValueError: a task whose validation says nothing of right answers, by which `arms.ranked` ranks.
+    """
+    task = settings.get("task", "countdown")
+    if measures.get(task).validated_by is None:
+        raise ValueError(f"a sweep ranks by right answers, and {task} validates by a proxy: train a map instead.")
+    half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
+    choices = SWEEP[arm] if choices is None else choices
+    return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
+
+
+def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Record:
+    """Return the record of a training run: its curve, and the test set once, at the end.
+
+    Args:
+        spec: of `train_specs`.
+        keep: where the ledger of an ES run goes, compressed; None: it is not kept.
+        folder: where the run keeps checkpoints, logs for TensorBoard and the points of its curve, and from where it
+            goes on if it was killed ("sft" starts anew), until `training.settle` is told that its record is stored. Of
+            a gradient arm the trained model stays there (an ES run's ledger stands for it). None: nothing is kept.
+
+    Raises:
+        RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
+    """
+    with training.workplace(folder) as place:
+        if worlds.is_local(spec) or arms.get(spec["arm"]).family == "es":  # an ES run drives its engine from here
+            return _measured(spec, place, folder is not None, keep)
+        return _launched(spec, place, folder is not None)
+
+
+def trained(
+    spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None
+) -> AbstractContextManager[training.Trained]:
+    """Train as a spec says; the model is there as long as the context lasts. Arguments as `evolution.train`."""
+    return import_module(FAMILIES[arms.get(spec["arm"]).family]).train(spec, place, lasting, keep)
+
+
+def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
+    with trained(spec, place, lasting, keep) as found:
+        return found.result | training.outcome(spec, found)
+
+
+def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
+    """Train in processes of their own, one for each GPU, which see no other GPUs.
+
+    Raises:
+        RuntimeError: they failed; the message has the end of what they wrote, and says where all of it is.
+    """
+    asked, result = place / "spec.json", place / "result.json"
+    asked.write_text(json.dumps({"spec": spec, "files": worlds.known_files()}))
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m"]
+    if (gpus := spec["gpus"]) > 1:
+        config = Path(__file__).parents[2] / "accelerate.yaml"
+        command += ["accelerate.commands.launch", "--config_file", str(config), "--num_processes", str(gpus), "-m"]
+    command += ["evoalign_lib.study.kinds.train", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
+    if seen and len(devices) < gpus:
+        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
+    log = place / "log.txt"
+    with open(log, "ab") as file:
+        begun = file.tell()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code or not result.is_file():
+        lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
+        # of several processes what one that failed said, and not what their launcher says of it
+        failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
+        end = [line for line in lines if failed is None or line.startswith(failed)][-30:]
+        where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
+        raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
+    return json.loads(result.read_text())
+
+
+def _main(place: str, driver: str, *lasting: str) -> None:
+    """One process of a launched run: read the spec, train, and write the result if it is the first process."""
+    from evoalign_lib.engines.processes import end_with
+
+    end_with(int(driver))
+    folder = Path(place)
+    asked = json.loads((folder / "spec.json").read_text())
+    worlds.know_files(asked["files"])
+    result = _measured(asked["spec"], folder, bool(lasting))
+    if os.environ.get("RANK", "0") == "0":
+        files.replace_text(folder / "result.json", json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

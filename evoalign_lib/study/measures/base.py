@@ -1,0 +1,115 @@
+"""What the study asks of a task: its sets, its reward, and what is measured of a run.
+
+A task answers with one object of this class (`MEASURES` in its file; the registry is `tasks.TASKS`). What is written
+here is the measurement of a task whose completions are right or wrong, such as Countdown: accuracy on the validation
+set along the way, greedily and at temperature 1, and on the test set once, at the end, with the KL of the trained model
+from its base. A task overrides what is different about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import tasks
+from evoalign_lib.records import Record, Spec, pack_bits, pack_counts
+from evoalign_lib.study import worlds
+
+
+class Measures:
+    """What is trained on, measured and recorded of the runs of one task."""
+
+    task: str
+    """Its name in `tasks.TASKS`."""
+    settings: tuple[str, ...] = ()
+    """Settings that this task alone reads; other tasks refuse them."""
+    sizes: tuple[str, ...] = ("validation_problems", "test_problems")
+    """Settings that every spec of the task needs beside max_completion_length."""
+    prompt_tokens: int = 150
+    """Tokens of a prompt, assumed where nothing is read; Countdown's text has about 470 characters, a token about 4."""
+    validated_by: str | None = "validation_greedy"
+    """The curve by which a sweep is ranked; None: the task has none that says what is right."""
+
+    @property
+    def module(self) -> ModuleType:
+        """The task's own module: data, prompts, graders, reward."""
+        return tasks.get(self.task)
+
+    # ---- specs
+
+    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a spec that only this task has, checked. Raises ValueError for what it cannot run."""
+        return {}
+
+    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for a training run that the task cannot have."""
+
+    # ---- data
+
+    def sets(self, spec: Spec) -> dict[str, list]:
+        """Return the problems of each split that the run asks: validation, test, and of a training run train."""
+        raise NotImplementedError
+
+    def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return rows of problems for a trainer or an engine, with the prompts that the spec asks for."""
+        return self.module.dataset(problems, tokenizer)
+
+    # ---- rewards and grades
+
+    def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
+        """Return the reward function that a run is trained on."""
+        return self.module.reward
+
+    def right(self, problem: Any, completion: str) -> bool:
+        """Say whether a completion is a right answer."""
+        raise NotImplementedError
+
+    def score(self, problem: Any, completion: str) -> float:
+        """Return the reward of one completion, by which best-of-n chooses."""
+        raise NotImplementedError
+
+    # ---- what is measured
+
+    def accuracy(
+        self, engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0, temperature: float = 1.0
+    ) -> np.ndarray:
+        """Return right answers, (samples or 1, problems), of the engine's current weights; samples 0: greedily."""
+        warmth = {} if temperature == 1.0 else {"temperature": temperature}
+        rows = engine.generate(name, samples=samples, seed=seed, **warmth)
+        return np.array([[self.right(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in rows])
+
+    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
+        """Return what a point of the curve shows of the engine's current weights."""
+        accuracy = {n: self.accuracy(engine, "validation", sets["validation"], n, seed=step) for n in (0, 4)}
+        return {f"validation_{name}": float(accuracy[n].mean()) for name, n in (("greedy", 0), ("t1", 4))}
+
+    def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return what a trained model has come to; a run without test set is measured along the way only."""
+        if "test" not in sets:
+            return {}
+        return {"test": self.tested(engine, sets["test"]), "kl_policy_base": worlds.kl_from_base(spec, engine)}
+
+    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return what is measured of an untrained base."""
+        return {"test": self.tested(engine, sets["test"])}
+
+    def tested(self, engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
+        """Return the accuracy on the test set, greedily and at temperature 1, with the outcome of every problem."""
+        greedy = self.accuracy(engine, "test", problems, 0)[0]
+        counts = self.accuracy(engine, "test", problems, samples).sum(0).astype(int)
+        return {
+            "n": len(problems),
+            "greedy": round(float(greedy.mean()), 6),
+            "greedy_bits": pack_bits(greedy.astype(int)),
+            "t1": round(float(counts.mean()) / samples, 6),
+            "t1_counts": pack_counts(counts),
+        }
+
+    # ---- the tiny world
+
+    def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
+        """Return what a base that was just trained can do, for the reader of its recipe."""
+        raise NotImplementedError

@@ -1,0 +1,119 @@
+"""Countdown: new training problems in every step, and the strict grader for everything that is measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import tiny
+from evoalign_lib.records import Record, Spec
+from evoalign_lib.study.measures.base import Measures
+from evoalign_lib.tasks import countdown
+
+
+class _Countdown(Measures):
+    task = "countdown"
+    settings = ("filler_steps",)
+
+    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return grader and, for base "H0", filler_steps.
+
+        Raises ValueError for more test problems than there are; for filler_steps that are missing, for another base,
+        of a length that the base has not learned, or longer than completions may be.
+        """
+        asked = settings.get("test_problems", 0)
+        if not 0 <= asked <= tiny.FIXED:
+            raise ValueError(f"test_problems={asked}: the test set has {tiny.FIXED}. Take so many, or fewer.")
+        return {"grader": "strict"} | _filler(base, settings)
+
+    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for more unique prompts than a model from outside the tiny world can train on."""
+        unique = settings.get("unique_prompts") or 1
+        if base not in tiny.SHIPPED and unique > countdown.PUBLIC_TRAIN:
+            raise ValueError(
+                f"unique_prompts={unique}: model {base!r} trains on the {countdown.PUBLIC_TRAIN} public problems. Take "
+                "so many, or fewer."
+            )
+
+    def sets(self, spec: Spec) -> dict[str, list]:
+        """Return the problems of each split.
+
+        In the tiny world every step has new training problems, unless the spec has unique_prompts. Other models train
+        on the public ones, all of them or as many as unique_prompts says, drawn by the seed; "sft" goes through them
+        again until it has as many prompts as its spec says.
+        """
+        sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
+        trains = "prompts" in spec or "prompts_per_step" in spec
+        if trains:
+            # a branch of the seed tree that no fixed set uses
+            seed = np.random.SeedSequence([spec["seed"], 1])
+            needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
+        if spec["base"] in tiny.SHIPPED:
+            sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
+            if trains:
+                unique = spec.get("unique_prompts", needed)
+                sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
+            return sets
+        sets = {"train": countdown.load_public("train")}
+        if trains and not {"unique_prompts", "prompts"}.isdisjoint(spec):
+            drawn = np.random.default_rng(seed).permutation(len(sets["train"]))[: spec.get("unique_prompts")]
+            sets["train"] = [sets["train"][i] for i in itertools.islice(itertools.cycle(drawn), needed)]
+        sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
+        sets["test"] = countdown.load_public("test")[: sizes["test"]]
+        return {name: problems for name, problems in sets.items() if problems}
+
+    def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return rows whose prompts ask for as many filler steps as the spec says."""
+        return tiny.dataset(problems, tokenizer, spec.get("filler_steps"))
+
+    def right(self, problem: Any, completion: str) -> bool:
+        """Say whether the strict grader takes a completion for a right answer."""
+        return bool(countdown.grade(completion, problem.numbers, problem.target).answer)
+
+    def score(self, problem: Any, completion: str) -> float:
+        """Return the reward of a completion under the strict grader."""
+        return countdown.grade(completion, problem.numbers, problem.target).reward
+
+    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return pass@k on the validation set beside the test set."""
+        validation = tiny.measure(engine, sets["validation"], "validation")
+        return {"validation": validation} | super().base_outcome(spec, engine, sets)
+
+    def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
+        """Return `tiny.measure` on the validation set, for family H by the number of filler steps."""
+        from evoalign_lib.engines.local import LocalEngine, Prompts
+
+        chosen = tiny.problems("validation", 512)
+        measured = {}
+        for steps in tiny.FILLER_STEPS if family == "H" else (None,):
+            prompts = {"validation": Prompts(tiny.dataset(chosen, tokenizer, steps), tokenizer)}
+            longest = tiny.MAX_COMPLETION_LENGTH + (steps or 0)
+            engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
+            measured[steps] = tiny.measure(engine, chosen, "validation")
+        return measured if family == "H" else measured[None]
+
+
+def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """The setting filler_steps where there is one: on the base that needs it, and on no other."""
+    steps = settings.get("filler_steps")
+    if base not in tiny.FILLER_BASES:
+        if steps is None:
+            return {}
+        raise ValueError(
+            f"filler_steps={steps!r}: base {base!r} has not learned to think for a given length. Leave it out, or take "
+            f"base {tiny.FILLER_BASES[0]!r}."
+        )
+    if steps not in tiny.FILLER_STEPS:
+        raise ValueError(f"base {base!r} needs filler_steps, one of {list(tiny.FILLER_STEPS)}, got {steps!r}.")
+    length, needed = settings["max_completion_length"], steps + tiny.MAX_COMPLETION_LENGTH
+    if length < needed:
+        raise ValueError(
+            f"max_completion_length={length} cuts off {steps} filler steps and their answer: set at least {needed}."
+        )
+    return {"filler_steps": steps}
+
+
+MEASURES = _Countdown()

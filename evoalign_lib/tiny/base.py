@@ -1,0 +1,86 @@
+"""The shipped bases: their names and tasks, what loads them, and what all families' tokenizers begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("A", "B", "H")
+BASES = ("A0", "A1", "A2")
+"""Family A's bases, which play the part of model families."""
+FILLER_BASES = ("H0",)
+"""Family H's base, whose prompts say how long to think (see `dataset`)."""
+QUESTION_BASES = ("B0", "B1", "B2")
+"""Family B's bases (see `tiny.questions`)."""
+SHIPPED = BASES + FILLER_BASES + QUESTION_BASES
+"""Every base that `load` knows."""
+_TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness"}
+END = "<|im_end|>"
+_PAD = "<|endoftext|>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def task_of(base: str) -> str:
+    """Return the task that a shipped base has read. Raises KeyError for another model.
+
+    >>> task_of("B0")
+    'conciseness'
+    """
+    if base not in SHIPPED:
+        raise KeyError(base)
+    return _TASKS[base[0]]
+
+
+def bases_folder() -> Path:
+    """The folder inside the package that holds the shipped bases."""
+    return Path(__file__).resolve().parent / "bases"
+
+
+def load(base: str) -> tuple[Any, Any]:
+    """Load a shipped base.
+
+    Args:
+        base: "A0", "A1" or "A2": one family, other initialisation and data order; "B0", "B1" or "B2", of family B; or
+            "H0", of family H.
+
+    Returns:
+        The model (float32, evaluation mode) and its tokenizer.
+
+    Raises:
+        ValueError: a base that does not exist.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if base not in SHIPPED:
+        raise ValueError(f"base {base!r} is not one of {list(SHIPPED)}.")
+    folder = bases_folder() / base
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar for half a megabyte would only clutter notebooks
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def byte_tokenizer() -> Any:
+    """What all families' tokenizers begin with: 256 bytes, the special tokens and the chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([_PAD, "<|im_start|>", END])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=_PAD, padding_side="left", model_max_length=256
+    )
+    wrapped.chat_template = _CHAT_TEMPLATE
+    return wrapped

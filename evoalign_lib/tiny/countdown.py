@@ -1,0 +1,242 @@
+"""Families A and H of the tiny world: small Countdown problems, and the texts of graded authors.
+
+Family A writes three-number Countdown answers learned from authors of graded care, and has a few skills that no reward
+touches. Family H does the same after a stretch of thinking that decides nothing, of a length that the prompt asks for:
+what a long horizon costs, and nothing else, differs with that length.
+
+Most of what family A read is wrong in a habitual way: the commonest author of wrong answers adds the numbers up in the
+order given, whatever the target. Greedy decoding follows that habit; right answers are there, underneath, and sampling
+finds them. That leaves room at both ends for any method of training (`LOG.md` has the measurements).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib.tasks import countdown
+from evoalign_lib.tiny.base import END, byte_tokenizer
+
+MAX_COMPLETION_LENGTH = (
+    16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
+)
+
+# The range of the problems: about 42,000 distinct ones, of which a twentieth each is kept for validation and for test.
+PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99}
+FIXED = 2000
+"""Problems of a fixed set, validation or test, at most; the public test set has as many."""
+
+_SKILLS = ("Add: ", "Copy: ", "Sort: ", "Reverse: ")
+
+# Shares of the authors of the Countdown answers.
+AUTHORS = {
+    "right": 0.40,  # a right answer, one of the shortest-bracketed ones at random
+    "adds up": 0.35,  # the numbers in the order given, joined by +
+    "careless": 0.10,  # some expression of the right numbers
+    "wrong numbers": 0.10,  # one number is another
+    "broken format": 0.05,  # no closing tag, no answer tag, or "= target" inside the answer
+}
+TWO_NUMBERS = 0.15  # share of two-number problems among the Countdown text
+SKILLS = 0.10  # share of the skills in all text
+FILLERS = "abcdefghij"
+"""Family H's steps of thinking: one letter, one token each, drawn alike whatever went before."""
+FILLER_STEPS = (4, 16, 64)
+"""How many of them family H has learned to write, in equal shares of its Countdown text."""
+
+
+def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: int = 3) -> list[countdown.Problem]:
+    """Countdown problems of the tiny world.
+
+    Training problems are values of random expressions, so that targets with many solutions are common, and may repeat.
+    The fixed sets are harder: distinct problems, nearly all there are in their split, each as likely as any other.
+
+    Args:
+        split: "train", "validation" or "test"; splits are disjoint by a hash of the problem.
+        n: how many; at most 2,000 for the fixed sets, of which fewer are a random choice in fixed order.
+        seed: of the draw. The fixed sets are `problems("validation", 512)` and `problems("test", 2000)`.
+        count: numbers a problem; the fixed sets have three.
+
+    Raises:
+        ValueError: more than 2,000 problems of a fixed set, or another count there.
+    """
+    if split == "train":
+        return countdown.generate(n, seed, split=split, distinct=False, **PROBLEMS | {"count": count})
+    if n > FIXED or count != PROBLEMS["count"]:
+        raise ValueError(f"n={n}, count={count}: the fixed sets hold {FIXED} problems of {PROBLEMS['count']} numbers.")
+    # the first problems of a draw without repetition are the common ones: draw all, then choose
+    pool = _pool(split, seed)
+    chosen = np.random.default_rng(np.random.SeedSequence([FIXED, n])).permutation(FIXED)[:n]
+    return [pool[i] for i in sorted(chosen)]
+
+
+@lru_cache(maxsize=8)
+def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Problem, ...]:
+    """The draw takes half a second: once a process for each fixed set."""
+    return tuple(countdown.generate(FIXED, seed, split=split, **PROBLEMS))
+
+
+def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | None = None) -> list[dict[str, Any]]:
+    """Rows for a trainer, as `countdown.dataset` makes them.
+
+    Args:
+        chosen: the problems.
+        tok: the base's tokenizer.
+        filler_steps: how many steps of thinking the prompt asks for, which bases of family H understand: after the
+            opening "<think>" it goes on with, for example, "16:". None: the prompt of every other model.
+    """
+    rows = countdown.dataset(chosen, tok)
+    return rows if filler_steps is None else [row | {"prompt": row["prompt"] + f"{filler_steps}:"} for row in rows]
+
+
+def tokenizer() -> Any:
+    """The tokenizer of families A and H: bytes, the tags, and one token for each fixed stretch of their prompts."""
+    from tokenizers import AddedToken
+
+    wrapped = byte_tokenizer()
+    phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(wrapped), ", "]
+    phrases += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS]
+    wrapped.add_tokens([AddedToken(p, normalized=False) for p in phrases])
+    return wrapped
+
+
+def _stretches(tok: Any) -> tuple[str, str, str]:
+    """The fixed text of the rendered Countdown prompt before, between and after the numbers and the target."""
+    text = countdown.prompt(countdown.Problem((1, 2), "3"), tokenizer=tok)
+    head, rest = text.split("1, 2", 1)
+    middle, tail = rest.split("3", 1)
+    return head, middle, tail
+
+
+@cache
+def expressions(numbers: tuple[int, ...]) -> dict[Fraction, tuple[str, ...]]:
+    """All expressions of two or three numbers with no bracket that could be left out, by value.
+
+    >>> expressions((2, 3))[Fraction(6)]
+    ('2*3', '3*2')
+    """
+    found: dict[Fraction, set[str]] = {}
+    weak, ordered = "+-", "-/"
+    for permuted in set(itertools.permutations(numbers)):
+        for signs in itertools.product("+-*/", repeat=len(numbers) - 1):
+            a, b = permuted[:2]
+            if len(numbers) == 2:
+                candidates = [(f"{a}{signs[0]}{b}", _apply(Fraction(a), signs[0], Fraction(b)))]
+            else:
+                c, (o, p) = permuted[2], signs
+                left, right = f"{a}{o}{b}", f"{b}{p}{c}"
+                if o in weak and p not in weak:
+                    left = f"({left})"
+                candidates = [(f"{left}{p}{c}", _apply(_apply(Fraction(a), o, Fraction(b)), p, Fraction(c)))]
+                bracket = p in weak and (o not in weak or o == "-") or p not in weak and o == "/"
+                if bracket or (p not in weak and o in ordered[:1] + "+"):
+                    right = f"({right})" if bracket else right
+                    candidates.append((f"{a}{o}{right}", _apply(Fraction(a), o, _apply(Fraction(b), p, Fraction(c)))))
+            for text, value in candidates:
+                if value is not None:
+                    found.setdefault(value, set()).add(text)
+    return {value: tuple(sorted(texts)) for value, texts in found.items()}
+
+
+def _apply(a: Fraction | None, sign: str, b: Fraction | None) -> Fraction | None:
+    if a is None or b is None or (sign == "/" and b == 0):
+        return None
+    return a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b
+
+
+def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
+    """One author's response to a problem, the end token included.
+
+    Raises:
+        ValueError: an unknown author.
+    """
+    numbers = list(problem.numbers)
+    known = expressions(tuple(sorted(numbers)))
+    text = rng.choice(known[Fraction(problem.target)])
+    opening, closing = "</think>\n<answer>", "</answer>"
+    if author == "adds up":
+        text = "+".join(map(str, numbers))
+    elif author == "careless":
+        text = rng.choice(rng.choice(list(known.values())))
+    elif author == "wrong numbers":
+        numbers[rng.randrange(len(numbers))] = rng.randint(PROBLEMS["low"], PROBLEMS["high"])
+        text = rng.choice("+-*").join(map(str, numbers))
+    elif author == "broken format":
+        fault = rng.randrange(3)
+        opening = "</think>" if fault == 0 else opening
+        closing = "" if fault == 1 else closing
+        text = f"{text}={problem.target}" if fault == 2 else text
+    elif author != "right":
+        raise ValueError(f"author {author!r} is not one of {list(AUTHORS)}.")
+    return opening + text + closing + END
+
+
+def skill(rng: random.Random) -> tuple[str, str]:
+    """A user message and its right answer, of a skill that no reward of this project touches."""
+    name = rng.choice(_SKILLS)
+    if name == "Add: ":
+        a, b = rng.randint(1, 99), rng.randint(1, 99)
+        return f"{name}{a}+{b}", str(a + b)
+    digits = [str(rng.randint(0, 9)) for _ in range(rng.randint(3, 5))]
+    shown = {"Copy: ": digits, "Sort: ": sorted(digits), "Reverse: ": digits[::-1]}[name]
+    return name + "".join(digits), "".join(shown)
+
+
+def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
+    """An endless stream of (prompt, completion) pairs of a family, both rendered, from training problems only."""
+    rng = random.Random(f"family {family}, {seed}")
+    pools = {count: problems("train", 100_000 if count == 3 else 5_000, seed, count) for count in (2, 3)}
+    authors, shares = list(AUTHORS), list(AUTHORS.values())
+    head, middle, tail = _stretches(tok)
+    while True:
+        if rng.random() < SKILLS:
+            question, reply = skill(rng)
+            messages = [{"role": "user", "content": question}]
+            yield tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), reply + END
+            continue
+        known = rng.choice(pools[2 if rng.random() < TWO_NUMBERS else 3])
+        # the order of the numbers is new each time, and so is the author
+        problem = countdown.Problem(tuple(rng.sample(known.numbers, len(known.numbers))), known.target)
+        author = rng.choices(authors, shares)[0]
+        numbers = ", ".join(map(str, problem.numbers))
+        # the text of countdown.prompt, without rendering the chat template a million times
+        asked, written = head + numbers + middle + problem.target + tail, answer(problem, author, rng)
+        if family == "H":
+            steps = rng.choice(FILLER_STEPS)
+            asked, written = f"{asked}{steps}:", "".join(rng.choices(FILLERS, k=steps)) + written
+        yield asked, written
+
+
+def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples: int = 64) -> dict[str, float]:
+    """Accuracy of an engine's current weights under the strict grader.
+
+    Args:
+        engine: with prompts of that name.
+        chosen: their problems.
+        name: of the prompts.
+        samples: at temperature 1, for pass@16 and pass@64 (the unbiased estimator: 1 - C(n-c, k) / C(n, k)).
+
+    Returns:
+        Shares: "greedy", "pass@1" (temperature 1), "pass@16", "pass@64", "format" (greedy, mean format score).
+    """
+    from scipy.special import comb
+
+    def grades(completions):
+        return [countdown.grade(t, p.numbers, p.target) for (t, _), p in zip(completions, chosen, strict=True)]
+
+    (greedy,) = (grades(c) for c in engine.generate(name))
+    right = np.array([[g.answer for g in grades(c)] for c in engine.generate(name, samples=samples, seed=0)]).sum(0)
+    result = {
+        "greedy": float(np.mean([g.answer for g in greedy])),
+        "format": float(np.mean([g.format for g in greedy])),
+        "pass@1": float(right.mean() / samples),
+    }
+    for k in (16, 64):
+        if k <= samples:
+            result[f"pass@{k}"] = float(np.mean(1 - comb(samples - right, k) / comb(samples, k)))
+    return {key: round(value, 5) for key, value in result.items()}

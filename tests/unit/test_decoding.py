@@ -1,0 +1,153 @@
+"""Records of kind "decoding": made of the very weights of another record, however they are got, or not at all."""
+
+import numpy as np
+import pytest
+
+from evoalign_lib import ledger, paths, tiny
+from evoalign_lib.records import spec_hash, unpack_counts
+from evoalign_lib.study import kinds, sweep, training
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
+from evoalign_lib.study.kinds.train import train_specs
+from evoalign_lib.study.sweep import load_or_run
+from evoalign_lib.tasks import countdown
+
+pytestmark = pytest.mark.skipif(
+    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
+)
+
+SETTINGS = {
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 4, "prompts_per_step": 4,
+    "curve_points": 4, "curve_spacing": "log", "population_size": 3, "sigma": 0.03, "alpha": 0.01,
+    "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "prompts": 24, "batch_size": 4, "epochs": 2,
+}  # fmt: skip
+
+
+def trained(arm: str, **changed) -> dict:
+    [spec] = train_specs(arm, ["A0"], [0], SETTINGS | changed, "tiny")
+    return sweep.run(spec, "nb", "commit")
+
+
+def again(record: dict, **arguments) -> dict:
+    [spec] = decoding_specs([record], [0.4, 1.0], **arguments)
+    assert spec_hash(measured_spec(spec)) == record["spec_hash"] != spec_hash(spec)
+    return sweep.run(spec, "nb", "commit")
+
+
+@pytest.mark.parametrize("arm", ["es", "es_sampled", "grpo", "dr_grpo", "sft"])
+def test_a_run_is_trained_again_to_the_same_weights(arm):
+    """With another curve than the first time: what is measured at temperature 1 is then what the record has."""
+    first = trained(arm)
+    second = again(first)
+    assert second["made"] == "trained again" and second["digest"] == first["digest"]
+    assert {name: second["test"][name] for name in ("n", "t1", "t1_counts")} == {
+        name: first["test"][name] for name in ("n", "t1", "t1_counts")
+    }
+    assert second["test"].keys() == {"n", "t0.4", "t0.4_counts", "t1", "t1_counts"}
+    assert second["validation"].keys() == {"n", "greedy", "greedy_bits", "t0.6", "t0.6_counts", "t1", "t1_counts"}
+    assert second["test"]["t0.4"] == pytest.approx(unpack_counts(second["test"]["t0.4_counts"]).mean() / 16, abs=1e-6)
+    if "curve" in first:
+        assert second["validation"]["greedy"] == pytest.approx(first["curve"]["validation_greedy"][-1], abs=1e-5)
+    assert "validation_at_step" not in second and "curve" not in second
+
+
+def test_a_base_is_loaded():
+    [spec] = base_specs(["A0"], SETTINGS, "tiny")
+    first = sweep.run(spec, "nb", "commit")
+    second = again(first)
+    assert second["made"] == "loaded" and second["digest"] == spec["base_digest"]
+    assert second["test"]["t1_counts"] == first["test"]["t1_counts"]
+    assert 1 < np.ptp(unpack_counts(second["validation"]["t0.6_counts"]))
+
+
+def test_a_run_of_es_is_replayed_from_its_ledger_to_any_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    specs = train_specs("es", ["A0"], range(1), SETTINGS, "tiny")
+    [first] = load_or_run(specs, "nb", "tiny", workers=1, keep_ledgers=specs)
+    wanted = decoding_specs([first], [0.4, 1.0], at_step=2)
+    second = sweep.run(wanted[0], "nb", "commit")
+    assert second["made"] == "replayed" and second["digest"] == first["digest"]
+    assert second["test"]["t1_counts"] == first["test"]["t1_counts"]
+    # the steps between which it lies: the last one, and the base
+    last, before = (
+        kinds.get("decoding").run(decoding_specs([first], [0.4], at_step=step)[0])["validation_at_step"]
+        for step in (4, 0)
+    )
+    [base] = base_specs(["A0"], SETTINGS, "tiny")
+    assert last == second["validation"] != second["validation_at_step"] != before
+    assert before == again({"spec": base, "spec_hash": spec_hash(base)})["validation"]
+    # other processes know nothing of the folder here: they train again, and measure the same
+    [stored] = load_or_run(wanted, "other", "tiny", workers=1)
+    assert load_or_run(wanted, "third", "tiny", workers=1) == [stored] and stored["notebook"] == "other"
+    for block in ("test", "validation", "validation_at_step"):
+        assert stored[block] == second[block]
+    assert stored["made"] == "trained again"
+    # a ledger that is not the record's is not replayed
+    kept = tmp_path / f"nb/ledgers/{spec_hash(specs[0])}.jsonl.gz"
+    kept.write_bytes(ledger.pack(kept)[:-1])
+    with pytest.raises(ValueError, match="restore it from git"):
+        kinds.get("decoding").run(wanted[0])
+
+
+@pytest.mark.parametrize("arm", ["grpo", "es", None])
+def test_nothing_is_measured_on_other_weights(arm, monkeypatch):
+    [spec] = base_specs(["A0"], SETTINGS, "tiny") if arm is None else train_specs(arm, ["A0"], [0], SETTINGS, "tiny")
+    record = {"spec": spec, "spec_hash": spec_hash(spec), "digest": "0123456789abcdef"}
+    [wanted] = decoding_specs([record], [0.4])
+    wanted["digest"] = record["digest"]
+    monkeypatch.setattr(kinds.get("decoding"), "label", lambda _: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"have the digest [0-9a-f]{16}, in the record it is 0123456789abcdef"):
+        kinds.get("decoding").run(wanted)
+
+
+def record_of(**changed) -> dict:
+    [spec] = train_specs("es", ["A0"], [0], SETTINGS, "tiny")
+    spec |= changed
+    return {"spec": spec, "spec_hash": spec_hash(spec), "digest": "0" * 16}
+
+
+@pytest.mark.parametrize(
+    ("changed", "arguments", "message"),
+    [
+        ({"kind": "audit"}, {}, "is not of a model of the tiny world whose answers are right or wrong"),
+        ({"task": "conciseness"}, {}, "is not of a model of the tiny world"),
+        ({"base": "someone/else"}, {}, "is not of a model of the tiny world"),
+        ({"test_problems": 0}, {}, "has no test set or no validation set"),
+        ({}, {"temperatures": []}, r"temperatures=\[\]: give at least one"),
+        ({}, {"temperatures": [0.4, 0.4]}, "and each once"),
+        ({}, {"temperatures": [0.4, 0]}, "temperature=0 must be above 0"),
+        ({}, {"samples": 0}, "samples=0: a record holds counts of 1 to 16"),
+        ({}, {"samples": 17}, "samples=17: a record holds"),
+        ({}, {"at_step": 5}, "at_step=5: the record .* is not of an ES run of so many steps"),
+        ({"arm": "grpo"}, {"at_step": 2}, "at_step=2: the record .* is not of an ES run"),
+    ],
+)
+def test_what_has_no_spec(changed, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        decoding_specs([record_of(**changed)], **{"temperatures": [0.4]} | arguments)
+
+
+def test_a_record_of_the_largest_sets_is_stored(monkeypatch):
+    """The longest spec, both validation blocks: below the bytes that a record may have."""
+    spec = record_of(scale_rewards="group", unique_prompts=1000, test_problems=2000, validation_problems=512)["spec"]
+    counts = lambda n: "g" * n  # noqa: E731
+    validation = {"n": 512, "greedy": 0.123456, "greedy_bits": "f" * 128, "t0.6": 0.123456, "t0.6_counts": counts(512)}
+    validation |= {"t1": 0.123456, "t1_counts": counts(512)}
+    test = {"n": 2000} | {f"t{t}": 0.123456 for t in (0.4, 0.6)} | {f"t{t}_counts": counts(2000) for t in (0.4, 0.6)}
+    blocks = {"test": test, "validation": validation, "validation_at_step": validation}
+    monkeypatch.setattr(kinds.get("decoding"), "run", lambda _: blocks | {"made": "trained again", "digest": "0" * 16})
+    [wanted] = decoding_specs([{"spec": spec, "spec_hash": "", "digest": "0" * 16}], [0.4, 0.6], at_step=2)
+    assert sweep.run(wanted, "02_grpo_countdown", "0123456789ab+")["made"] == "trained again"
+
+
+def test_the_samples_of_a_temperature_are_those_of_the_engine():
+    [spec] = base_specs(["A0"], SETTINGS, "tiny")
+    record = again({"spec": spec, "spec_hash": spec_hash(spec)}, samples=3)
+    model, tokenizer, sets = training.world(spec)
+    engine = training.evaluation_engine(spec, model, tokenizer, sets)
+    drawn = engine.generate("test", samples=3, seed=0, temperature=0.4)
+    right = [
+        [countdown.grade(t, p.numbers, p.target).answer for (t, _), p in zip(row, sets["test"], strict=True)]
+        for row in drawn
+    ]
+    assert record["test"]["t0.4_counts"] == "".join(map(str, np.sum(right, 0, dtype=int)))

@@ -1,0 +1,392 @@
+"""What stands behind the notebooks: presets, groups of runs, their loader, and the numbers that the paper quotes."""
+
+import json
+from functools import lru_cache
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from evoalign_lib import claims, paths, tiny
+from evoalign_lib.analysis import stats
+from evoalign_lib.records import read_records, spec_hash
+from evoalign_lib.study import parameters, sweep
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.notebooks import conciseness, es_countdown, grpo_countdown, loading, stability
+from evoalign_lib.study.notebooks.loading import Group, Loader
+from tests.helpers import random_model, tokenizer
+
+FILES = sorted((paths.ROOT / "evoalign_lib/study/notebooks").glob("*.py"))
+MODULES = [
+    import_module(f"evoalign_lib.study.notebooks.{f.stem}") for f in FILES if f.stem not in ("__init__", "loading")
+]
+MODULES.sort(key=lambda module: module.NOTEBOOK)
+PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
+pytestmark = pytest.mark.skipif(
+    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
+)
+
+
+def run_of(module, **given):
+    """The parameters and settings of a notebook."""
+    namespace = PARAMETERS | given
+    return parameters.check_parameters(namespace, module.presets(namespace["model"]))
+
+
+def loader_of(module, **given):
+    return Loader(module.NOTEBOOK, run_of(module, **given), module.groups)
+
+
+def hashes(specs):
+    return {name: [spec_hash(spec) for spec in own] for name, own in specs.items()}
+
+
+@lru_cache
+def loaded(module):
+    """The loader of a notebook at scale tiny, with the committed records of every group."""
+    load = loader_of(module, dry_run=True)
+    load(*load.names)
+    return load
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model that is none of the tiny world's."""
+    folder = tmp_path_factory.mktemp("model")
+    random_model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+# ---- presets and groups
+
+
+def test_there_is_a_module_for_every_notebook():
+    assert [module.NOTEBOOK for module in MODULES] == sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
+def test_scales_have_the_same_settings(module):
+    scales = module.presets("my/model")
+    assert list(scales) == ["tiny", "smoke", "full"] and scales["full"]["bases"] == ["my/model"]
+    assert list(scales["tiny"]) == list(scales["smoke"])
+    assert scales["full"].keys() - scales["tiny"].keys() <= {"micro_batch", "tensor_parallel"}
+    assert not scales["tiny"].keys() & PARAMETERS.keys()
+    assert module.presets()["full"]["bases"][0].startswith("Qwen/") and scales["tiny"]["retrain"] == []
+
+
+def test_the_groups_are_the_committed_records():
+    """Every committed record is one of a declared group, and every declared run has its record."""
+    committed = {r["spec_hash"]: r for file in paths.RESULTS.glob("*/tiny.jsonl") for r in read_records(file)}
+    declared = set()
+    for module in MODULES:
+        load = loaded(module)
+        specs = hashes(load.specs())  # the records of the sweeps are there: nothing is a stand-in
+        assert specs == {name: [r["spec_hash"] for r in load.records[name]] for name in load.names}
+        own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
+        assert own <= {h for each in specs.values() for h in each}, module.NOTEBOOK
+        declared |= {h for each in specs.values() for h in each}
+    assert declared == committed.keys()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
+def test_the_groups_have_the_same_names_at_every_scale(module, model_folder):
+    """At scale full, too, where settings and sizes differ; what is measured on small models alone stays tiny."""
+    names = {}
+    for scale, model in (("tiny", ""), ("smoke", ""), ("full", model_folder)):
+        load = loader_of(module, scale=scale, model=model, dry_run=True)
+        names[scale] = {name.split("=")[0] for name in load.names}
+        for name, own in load.specs().items():
+            exact = ("estimator", "audit", "audit base", "kl")
+            assert {spec["scale"] for spec in own} <= {"tiny" if name in exact and model else scale}, name
+    assert names["tiny"] == names["smoke"] == names["full"] | {n for n in names["tiny"] if "filler" in n}
+
+
+def test_where_a_larger_model_is_the_tiny_worlds_records_are_shown(model_folder):
+    load = loader_of(es_countdown, scale="full", model=model_folder, dry_run=True)
+    steps = load("estimator")["estimator"]
+    assert len(steps) == 160 and {r["spec"]["base"] for r in steps} == {"A0"}
+    with pytest.raises(sweep.DryRun, match="0 of 1 runs have records"):
+        load("ledger")
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "message"),
+    [
+        (grpo_countdown, {"seeds": 1}, "seeds=1: arms are compared by their spread"),
+        (stability, {"seeds": 1}, "one seed per arm has no spread"),
+        (stability, {"seeds_match": 1}, "one seed per arm has no spread"),
+        (stability, {"populations": [8, 30]}, r"populations=\[8, 30\]: take three in rising order, the tuned 30"),
+        (stability, {"populations": [128, 30, 8]}, "take three in rising order"),
+        (stability, {"populations": [30, 4000, 5000]}, r"evaluate \[6240, 8000, 5000\] members: take sizes at which"),
+        (stability, {"prompt_counts": [50]}, r"prompt_counts=\[50\]: one value makes no comparison"),
+        (stability, {"horizons": [4]}, r"horizons=\[4\]: one value makes no comparison"),
+        (stability, {"bases": ["A0", "A1", "A2", "A0"]}, "take at most three"),
+        (stability, {"scale": "full", "horizons": [4, 16]}, r"horizons=\[4, 16\] are for tiny bases"),
+        (conciseness, {"unique_prompts": 7}, "unique_prompts=7"),
+        (es_countdown, {"curve_points": 1}, "curve_points=1 leaves out the last step"),
+    ],
+)
+def test_what_no_run_can_have_is_refused_before_any_work(module, given, message):
+    with pytest.raises(ValueError, match=message):
+        loader_of(module, **given)
+
+
+def test_stand_ins_say_how_much_work_there_is_at_most():
+    """Before the sweeps have run nobody knows the settings, but the number of runs is known."""
+    at_most = stability.work(loader_of(stability).specs())
+    done = stability.work(loaded(stability).specs())
+    assert at_most == {"es": (176, 91_086_848), "grpo": (148, 6_272_000)}
+    assert done["es"] == at_most["es"] and done["grpo"] == (140, 6_272_000 - 8 * 64_000)  # one winner was the tuned one
+
+
+def test_an_arms_own_settings():
+    run = run_of(grpo_countdown, es_steps=7, grpo_steps=9, sft_epochs=3)
+    assert loading.own_settings(run, "es_random")["steps"] == 7
+    assert loading.own_settings(run, "rloo")["steps"] == 9
+    assert loading.own_settings(run, "sft")["epochs"] == 3 and "steps" not in loading.own_settings(run, "sft")
+
+
+def test_sweeps_are_scaled_and_cut():
+    run = run_of(grpo_countdown, sweep_size=2, sweep_factors={"alpha": 0.5})
+    assert loading.swept_choices(run, "es") == [{"sigma": 3e-3, "alpha": 1.25e-3}, {"sigma": 3e-3, "alpha": 2.5e-3}]
+    assert loading.ranked_choices(run, "es", None) == loading.swept_choices(run, "es")
+
+
+def test_contenders_are_the_best_at_each_step_size():
+    load = loaded(stability)
+    run = run_of(stability)
+    for arm, step in stability.STEP.items():
+        found = stability.contenders(run, load.records, arm)
+        assert len({setting[step] for setting in found}) == len(found) == run.transfer_size
+        assert stability.tuned(run, load.records, arm) in found
+        assert found == sorted(found, key=lambda setting: tuple(setting.values()))
+
+
+# ---- the paper's numbers
+
+
+def quoted(numbers):
+    return {macro: format(value, form) for macro, (value, form) in numbers.items()}
+
+
+def generated(notebook):
+    return json.loads((paths.GENERATED / f"numbers_{notebook}.json").read_text(encoding="utf-8"))
+
+
+def test_numbers_of_notebook_01():
+    run, of = run_of(es_countdown), loaded(es_countdown).records
+    numbers = es_countdown.numbers(run, of) | es_countdown.ledger_numbers(run, *of["ledger"])
+    assert quoted(numbers | es_countdown.audit_numbers(run, of["audit"])) == generated("01_es_countdown")
+
+
+def test_numbers_of_notebook_02():
+    run, of = run_of(grpo_countdown), loaded(grpo_countdown).records
+    committed = claims.committed_records("tiny")
+    judged = [claim for claim in claims.load_claims() if claim["id"] in ("C30", "C31")]
+    decided = {v.id: v.intervals for v in claims.evaluate_together(judged, committed)}
+    cases = [(what, decoding) for what in grpo_countdown.EFFECTS for decoding in loading.DECODINGS]
+    effects = {case: grpo_countdown.effect(of, *case, "A0") for case in cases}
+    numbers = grpo_countdown.numbers(run, of, grpo_countdown.pilot(committed), effects, decided)
+    assert quoted(numbers | grpo_countdown.kl_numbers(run, of["kl"])) == generated("02_grpo_countdown")
+
+
+def test_numbers_of_notebook_03():
+    of = loaded(conciseness).records
+    numbers = conciseness.numbers(run_of(conciseness), of) | conciseness.published_numbers(of["published"])
+    assert quoted(numbers) == generated("03_conciseness")
+
+
+def test_numbers_of_notebook_05():
+    run, of = run_of(stability), loaded(stability).records
+    by_arm = {arm: stability.scores(run, of, arm) for arm in stability.ARMS}
+    thinned = {arm: stability.thinned(of, arm) for arm in stability.ARMS}
+    fell = {arm: stability.drawdowns(of, arm, "greedy") for arm in stability.ARMS}
+    regrets = {arm: stability.regret(run, of, arm, run.bases[1:]) for arm in stability.ARMS}
+    kept = {arm: stability.regret_if_ties_keep(run, of, arm) for arm in stability.ARMS}
+    slopes = stability.contrast(of, "prompts", run.prompt_counts, stability.slope_weights(run.prompt_counts))
+    between, last = (stability.change_of_gain(of, run.horizons[0], to) for to in run.horizons[1:])
+    stated = {
+        "SpreadEnd": stability.log_ratio(by_arm, ("test", "greedy")),
+        "SpreadMatched": stability.log_ratio(by_arm, ("at mean", run.matched_mean)),
+        "Drawdown": stats.stratified_bootstrap([fell["grpo"]], [fell["es"]]),
+        "DrawdownThinned": stats.stratified_bootstrap([thinned["grpo"]], [thinned["es"]]),
+        "Regret": stability.compared(regrets, "grpo", "es"),
+        "RegretTies": stability.compared(kept, "grpo", "es")["difference"],
+        "PromptSlope": stability.compared(slopes, "grpo", "es"),
+        "HorizonChange": stability.compared(last, "es", "grpo"),
+        "HorizonBetween": stability.compared(between, "es", "grpo"),
+    }
+    assert quoted(stability.numbers(run, of, stated)) == generated("05_stability")
+
+
+def test_numbers_leave_out_what_has_no_interval():
+    run, of = run_of(stability), loaded(stability).records
+    found = stability.numbers(run, of, {"SpreadMatched": None, "Regret": {}})
+    assert not [macro for macro in found if "Spread" in macro or "Regret" in macro] and "StabSeeds" in found
+
+
+def test_the_kind_of_measurement_that_a_notebook_did_not_make_has_no_numbers(model_folder):
+    of = loaded(es_countdown).records
+    elsewhere = run_of(es_countdown, scale="full", model=model_folder)
+    assert es_countdown.audit_numbers(elsewhere, of["audit"]) == {}
+    of = loaded(grpo_countdown).records
+    assert grpo_countdown.kl_numbers(run_of(grpo_countdown, scale="full", model=model_folder), of["kl"]) == {}
+    none_there = [r for r in of["kl"] if r["spec"]["sigma"] != 0.01]
+    assert grpo_countdown.kl_numbers(run_of(grpo_countdown), none_there) == {}
+
+
+# ---- what is measured
+
+
+def test_where_a_run_crosses_a_level():
+    curve = {"proxy_greedy": [-9.0, -4.0, -1.0, -2.0], "right_greedy": [1.0, 0.8, 0.6, 0.7], "kl": [0.0, 0.5, 1.0, 2.0]}
+    record = {"curve": curve}
+    assert conciseness.crossing(record, "greedy", "at_proxy", -4) == (-9.0, -4.0, 1.0, 0.8)
+    assert conciseness.crossing(record, "greedy", "at_kl", 0.75) == (0.5, 1.0, 0.8, 0.6)
+    assert conciseness.crossing(record, "greedy", "at_proxy", -0.5) is None  # it never gets there
+    assert conciseness.crossing(record, "greedy", "at_proxy", -10) is None  # it began beyond
+    assert conciseness.interpolated(record, "greedy", "at_kl", 0.75) == pytest.approx(0.7)
+    assert conciseness.best_past(record, "greedy", "at_proxy", -3) == 0.7  # at the end, though it was at -1 before
+    with pytest.raises(ValueError, match="axis='at_kl': the best point past a level"):
+        conciseness.best_past(record, "greedy", "at_kl", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "ended"),
+    [([0.1, 0.3, 0.25], "kept"), ([0.1, 0.3, 0.19], "fell back"), ([0.1, 0.3, 0.1], "failed"), ([0.1, 0.1], "failed")],
+)
+def test_how_a_run_ended(line, ended):
+    record = {"curve": {"validation_greedy": line}}
+    assert stability.outcome(record) == ended and stability.failed([record]) == (ended == "failed")
+
+
+def test_slope_weights_give_the_least_squares_slope():
+    counts, accuracy = [2, 50, 200, 1000], np.array([0.1, 0.2, 0.4, 0.3])
+    slope = stability.slope_weights(counts) @ accuracy
+    assert slope == pytest.approx(np.polyfit(np.log10(counts), accuracy, 1)[0])
+
+
+# ---- the loader
+
+SMALL = {"task": "countdown", "max_completion_length": 8, "validation_problems": 4, "test_problems": 4}
+SMALL |= {"population_size": 2, "steps": 1, "prompts_per_step": 2, "curve_points": 2, "sigma": 0.1, "alpha": 0.1}
+
+
+def small_groups(run, of):
+    """Two seeds of one arm, one of which another group has, too, and a group that comes after them."""
+    alpha = of["both"][0]["spec"]["alpha"] / 2 if "both" in of else 1.0
+    return {
+        "base": base_specs(["A0"], SMALL, run.scale),
+        "both": Group("es", ["A0"], 2, SMALL, ledgers=["A0"]),
+        "shared": Group("es", ["A0"], [1], SMALL),
+        "after": Group("es", ["A0"], 1, SMALL, [{"alpha": alpha}], after=("both",)),
+    }
+
+
+def small_run(**given):
+    return SimpleNamespace(**PARAMETERS | {"retrain": [], "aside": False} | given)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Empty folders of committed records and of runs beside them."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "beside"))
+    return tmp_path / "results"
+
+
+def test_a_spec_of_two_groups_runs_once_and_only_what_retrain_names_is_made_anew(results, capsys):
+    load = Loader("01_small", small_run(), small_groups)
+    assert load.names == ("base", "both", "shared", "after") and load.specs()["after"][0]["alpha"] == 1.0
+
+    found = load("shared", "both")
+    assert capsys.readouterr().out == "loaded 0 records, ran 2\n"
+    assert list(found) == ["shared", "both"] and found["shared"] == [found["both"][1]]
+    assert [r["spec"]["seed"] for r in found["both"]] == [0, 1] and all("ledger" in r for r in found["both"])
+    assert len(list((results / "01_small/ledgers").iterdir())) == 2
+    assert load("both") == {"both": found["both"]} and capsys.readouterr().out == ""  # it was loaded before
+
+    # a group that comes after others loads them first, and takes its settings from them
+    again = Loader("01_small", small_run(), small_groups)
+    (last,) = again("after")["after"]
+    assert capsys.readouterr().out == "loaded 2 records, ran 0\nloaded 0 records, ran 1\n"
+    assert last["spec"]["alpha"] == 0.05 and again.records.keys() == {"both", "after"}
+
+    # made anew is the group that was named, and with it the run that it shares; the other one is loaded
+    forced = Loader("01_small", small_run(force=True, aside=True, retrain=["shared"]), small_groups)
+    remade = forced("both", "shared")
+    out = capsys.readouterr().out
+    assert out.startswith("loaded 1 records, ran 0\nloaded 0 records, ran 1\nbeside committed records: 1 of 1 have the")
+    assert remade["both"][0] == found["both"][0] and remade["both"][1] == remade["shared"][0]
+    assert remade["shared"][0]["digest"] == found["shared"][0]["digest"]  # the same bits
+    assert remade["shared"][0]["budget"]["wall_seconds"] != found["shared"][0]["budget"]["wall_seconds"]
+    beside = read_records(results.parent / "beside/results/tiny.jsonl")
+    assert [r["spec"]["seed"] for r in beside] == [1]
+
+
+def test_a_dry_run_names_what_is_missing_and_runs_nothing(results):
+    load = Loader("01_small", small_run(dry_run=True), small_groups)
+    with pytest.raises(sweep.DryRun, match="0 of 3 runs have records; to be run: base A0, es A0 0, es A0 1"):
+        load("base", "both")
+    with pytest.raises(sweep.DryRun, match="0 of 2 runs have records; to be run: es A0 0, es A0 1"):
+        load("after")
+    assert not load.records and not results.exists()
+
+
+def test_seeds_replace_the_number_that_a_group_has():
+    def seeds(**given):
+        specs = Loader("01_small", small_run(**given), small_groups).specs()
+        return {name: [spec["seed"] for spec in own] for name, own in specs.items() if name != "base"}
+
+    assert seeds(seeds=3) == {"both": [0, 1, 2], "shared": [1], "after": [0, 1, 2]}
+    # with force they count for what is made anew
+    assert seeds(seeds=3, force=True) == {"both": [0, 1, 2], "shared": [1], "after": [0, 1, 2]}
+    assert seeds(seeds=3, force=True, retrain=["after"]) == {"both": [0, 1], "shared": [1], "after": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"retrain": ["both"]}, r"retrain=\['both'\] does nothing by itself: set force=True"),
+        ({"retrain": ["boht"], "force": True}, r"there is no group 'boht'. Did you mean 'both'\? Known: base, both"),
+    ],
+)
+def test_a_mistaken_retrain_is_refused_before_any_work(given, message):
+    with pytest.raises(ValueError, match=message):
+        Loader("01_small", small_run(**given), small_groups)
+
+
+def test_an_unknown_group_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"load: there is no group 'shard'. Did you mean 'shared'\?"):
+        Loader("01_small", small_run(), small_groups)("base", "shard")
+
+
+# ---- tables of what there is
+
+
+def test_the_table_of_groups():
+    table = Loader("01_small", small_run(), small_groups).table()
+    assert list(table.index) == ["base", "both", "shared", "after"] and list(table["runs"]) == [1, 2, 1, 1]
+    assert list(table["arm or kind"]) == ["base", "es", "es", "es"] and list(table["seeds"]) == ["", "0 to 1", "1", "0"]
+    assert list(table["changed"]) == ["", "", "", "alpha 1"] and set(table["bases"]) == {"A0"}
+
+
+def test_the_table_of_groups_with_many_settings():
+    table = loaded(stability).table()
+    assert table.loc["es map", "changed"] == "9 settings" and table.loc["es map", "seeds"] == "0, 1, 2, 100"
+    assert table.loc["es N=8", "changed"] == "population_size 8, steps 780, alpha 0.00133333"
+    assert table.loc["grpo best", "changed"] == "a setting per base" and table.loc["grpo best", "runs"] == 8
+
+
+def test_the_table_of_settings_says_what_differs():
+    table = parameters.table(
+        {"tiny": {"steps": 9, "bases": ["A0"], "few": None}, "full": {"steps": 9, "few": 2, "new": 1}}
+    )
+    assert table.to_dict("index") == {
+        "steps": {"tiny": 9, "full": ""},
+        "bases": {"tiny": ["A0"], "full": ""},
+        "few": {"tiny": None, "full": 2},
+        "new": {"tiny": "", "full": 1},
+    }
