@@ -1,5 +1,8 @@
 """One engine of vLLM beside one of transformers: the same tokens, the same weights, byte for byte."""
 
+import itertools
+import signal
+
 import numpy as np
 import pytest
 from small_models import ROWS, engine, members, move
@@ -113,3 +116,25 @@ def test_a_failing_reward_names_the_member(pair):
     with pytest.raises(RewardError, match="member 0"):
         ours.evaluate(members(1), 0.01, "train", np.arange(2))
     ours.rewards = kept
+
+
+def test_an_interrupt_leaves_no_requests_behind(pair, monkeypatch):
+    """Ctrl-C while vLLM decodes: it would go on with what was cut off."""
+    ours, theirs = pair
+    ours.generate("train")
+    engine, steps = ours.generator.llm.llm_engine, itertools.count()
+    step = engine.step
+
+    def interrupted():
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours.evaluate(members(1), 0.05, "train", np.arange(len(ROWS)))
+    move(pair, seed=3)
+    rows = np.arange(len(ROWS))
+    first, second = ([e.scored.rewards.tolist() for e in one.evaluate(members(2), 0.05, "train", rows)] for one in pair)
+    assert first == second
+    assert ours.generate("train") == theirs.generate("train")
