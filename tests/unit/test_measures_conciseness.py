@@ -148,7 +148,7 @@ def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for()
         bits = [unpack_bits(text, n).mean() for text in record["curve"][f"right_bits_{decoding}"]]
         assert np.allclose(bits, record["curve"][f"right_{decoding}"], atol=1e-4)
     for name, most in (("validation_problems", 128), ("test_problems", 256)):
-        with pytest.raises(ValueError, match=f"{name}={most + 1}: there are {most} .* questions. Take so many, or"):
+        with pytest.raises(ValueError, match=f"{name}={most + 1} must be .* from 1 to {most}: there are {most}"):
             base_specs(["B0"], ES | {name: most + 1}, "tiny")
     for name in smaller:
         for wrong in (0, -1, 2.0, True):
