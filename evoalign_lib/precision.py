@@ -25,7 +25,7 @@ Weights are told apart by these digests, all SHA-256, most of them shortened to 
 | `digest` | names and the whole state, sorted by name | ledgers, checkpoints; actors of a cluster |
 | `models.base_digest` | the same of a model's parameters in float32; 16 digits | `base_digest` of specs |
 | `models.origin_digest` | files of a user's folder, or the Hub's commit; 16 digits | `base_digest` of specs |
-| of the bare buffer | the float32 master as it lies, padding included, without names; 16 digits | `digest` of records |
+| `models.flat_digest` | the float32 master as it lies, padded and without names; 16 digits | `digest` of records |
 | `matrix_digest` | one matrix, without a name | vLLM's workers, tensor by tensor |
 """
 

@@ -351,7 +351,7 @@ def test_chaos(tmp_path, capsys):
         tested.engine.close()
     with capsys.disabled():
         kinds = {kind: killed.count(kind) for kind in ("working", "starting")}
-        print(f"\nkilled {kinds} in {time.monotonic() - started:.0f} s, mended {tested.engine.repairs}")
+        print(f"\nkilled {kinds} in {time.monotonic() - started:.0f} s, repairs {tested.engine.repairs}")
     assert len(killed) == KILLS and killed.count("working") >= 3
     assert tested.engine.repairs["actors/rebuilt"] == 0
     assert tested.engine.repairs["actors/restarted"] >= KILLS - 1  # the last one may not be missed any more

@@ -356,7 +356,7 @@ def test_edited_modes_are_found(tmp_path):
             ledger.read(path)
         path.write_bytes(before)
     with pytest.raises(
-        LedgerError, match="precision='inplace' computed in bfloat16, this model is float32: load it in bfloat16"
+        LedgerError, match=r"computed in bfloat16 \(precision='inplace'\), this model is float32: load it in bfloat16"
     ):
         ledger.replay(path, random_model())
 
