@@ -120,6 +120,8 @@ def test_a_failing_reward_names_the_member(pair):
 
 def test_an_interrupt_leaves_no_requests_behind(pair, monkeypatch):
     """Ctrl-C while vLLM decodes: it would go on with what was cut off."""
+    # a shell that starts pytest in the background has interrupts ignored, and its children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ours, theirs = pair
     ours.generate("train")
     engine, steps = ours.generator.llm.llm_engine, itertools.count()
