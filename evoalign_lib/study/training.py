@@ -177,6 +177,11 @@ def points(spec: Spec) -> tuple[set[int], list[str]]:
     return set(spaced.round().astype(int).tolist()), axes
 
 
+def rounded(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a point of a curve shows, as it is recorded."""
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in measured.items()}
+
+
 def curve_callback(
     spec: Spec, sets: Mapping[str, list], progress: Progress, look: Callable[[], tuple[Any, Mapping[str, Any]]]
 ) -> Any:
@@ -192,9 +197,7 @@ def curve_callback(
         engine, budget = look()
         point = {"step": step} | {axis: round(budget[axis], 2) for axis in axes}
         measured = measures.get(spec["task"]).point(spec, engine, sets, step)
-        for name, value in (measured | {"reward": reward}).items():
-            point[name] = round(value, 5) if isinstance(value, float) else value
-        progress.add(point)
+        progress.add(point | rounded(measured | {"reward": reward}))
 
     class Curve(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):

@@ -89,6 +89,51 @@ def test_a_run_of_es_is_replayed_from_its_ledger_to_any_step(tmp_path, monkeypat
         kinds.get("decoding").run(wanted[0])
 
 
+@pytest.mark.parametrize("arm", ["es", "grpo"])
+def test_the_curve_is_measured_again_at_a_temperature(arm):
+    """At temperature 1 it is what the record has; at another it has other answers, and nothing else."""
+    first = trained(arm)
+    hot, warm = (again(first, curve_temperature=t)["curve"] for t in (1.0, 0.6))
+    assert hot == {name: first["curve"][name] for name in ("step", "validation_t1")}
+    assert warm.keys() == {"step", "validation_t0.6"} and warm["step"] == hot["step"]
+    assert warm["validation_t0.6"] != hot["validation_t1"]
+
+
+def test_a_replayed_run_has_the_curve_of_one_trained_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    specs = train_specs("es", ["A0"], range(1), SETTINGS, "tiny")
+    [first] = load_or_run(specs, "nb", "tiny", workers=1, keep_ledgers=specs)
+    replayed = again(first, curve_temperature=0.6)
+    (tmp_path / "nb/tiny.jsonl").unlink()
+    anew = again(first, curve_temperature=0.6)
+    assert (replayed["made"], anew["made"]) == ("replayed", "trained again")
+    assert replayed["curve"] == anew["curve"] and replayed["test"] == anew["test"]
+
+
+@pytest.mark.skipif(not (tiny.bases_folder() / "B0").is_dir(), reason="the base has not been trained yet")
+@pytest.mark.parametrize("arm", ["es", None])
+def test_conciseness_is_measured_again_by_its_own_measures(arm):
+    settings = {"task": "conciseness", "max_completion_length": 24, "validation_problems": 4, "test_problems": 12}
+    settings |= {name: SETTINGS[name] for name in ("steps", "prompts_per_step", "population_size", "sigma", "alpha")}
+    settings |= {"curve_points": 3, "unique_prompts": 2, "noise_draws": 1}
+    made = base_specs(["B0"], settings, "tiny") if arm is None else train_specs(arm, ["B0"], [0], settings, "tiny")
+    first = sweep.run(made[0], "nb", "commit")
+    [spec] = decoding_specs([first], [0.6, 1.0], **({} if arm is None else {"curve_temperature": 1.0}))
+    second = sweep.run(spec, "nb", "commit")
+    for name in ("t1", "t1_counts", "reward_t1"):
+        assert second["test"][name] == first["test"][name]
+    assert second["test"].keys() >= {"t0.6", "t0.6_counts", "reward_t0.6"} and "validation" not in second
+    if arm is not None:
+        names = ("proxy_t1", "reward_t1", "right_t1", "degenerate_t1", "right_bits_t1")
+        assert second["curve"] == {name: first["curve"][name] for name in ("step", *names)}
+
+
+def test_what_has_no_curve_is_not_measured_along_it():
+    [spec] = base_specs(["A0"], SETTINGS, "tiny")
+    with pytest.raises(ValueError, match="curve_temperature=0.6: the record .* has no curve"):
+        decoding_specs([{"spec": spec, "spec_hash": spec_hash(spec)}], [0.6], curve_temperature=0.6)
+
+
 @pytest.mark.parametrize("arm", ["grpo", "es", None])
 def test_nothing_is_measured_on_other_weights(arm, monkeypatch):
     [spec] = base_specs(["A0"], SETTINGS, "tiny") if arm is None else train_specs(arm, ["A0"], [0], SETTINGS, "tiny")
@@ -109,8 +154,10 @@ def record_of(**changed) -> dict:
 @pytest.mark.parametrize(
     ("changed", "arguments", "message"),
     [
-        ({"kind": "audit"}, {}, "is not of a model of the tiny world whose answers are right or wrong"),
-        ({"task": "conciseness"}, {}, "is not of a model of the tiny world"),
+        ({"kind": "audit"}, {}, "is not of a model of the tiny world"),
+        ({"task": "conciseness"}, {"at_step": 2}, "is not of an ES run of so many steps that is validated"),
+        ({}, {"curve_temperature": 0}, "temperature=0 must be above 0"),
+        ({"kind": "base"}, {"at_step": 2}, "is not of an ES run"),
         ({"base": "someone/else"}, {}, "is not of a model of the tiny world"),
         ({"test_problems": 0}, {}, "has no test set or no validation set"),
         ({}, {"temperatures": []}, r"temperatures=\[\]: give at least one"),

@@ -15,35 +15,42 @@ from typing import Any
 
 from evoalign_lib import arms, ledger, models, paths, tiny
 from evoalign_lib.engines.base import check_temperature
-from evoalign_lib.records import Record, Spec, ledger_file, pack_bits, pack_counts, read_records, spec_hash
+from evoalign_lib.records import Record, Spec, ledger_file, pack_bits, read_records, spec_hash
 from evoalign_lib.study import measures, training
 from evoalign_lib.study.kinds import train
+from evoalign_lib.study.measures.base import label
 
-_OWN_FIELDS = ("digest", "temperatures", "samples", "at_step")
+_OWN_FIELDS = ("digest", "temperatures", "samples", "at_step", "curve_temperature")
 VALIDATED_AT = (0.6, 1.0)
 """Temperatures at which the validation set is measured again."""
 
 
 def decoding_specs(
-    records: Iterable[Record], temperatures: Sequence[float], samples: int = 16, at_step: int | None = None
+    records: Iterable[Record],
+    temperatures: Sequence[float],
+    samples: int = 16,
+    *,
+    at_step: int | None = None,
+    curve_temperature: float | None = None,
 ) -> list[Spec]:
     """Return specs that measure models again, under more sampling temperatures than their records have.
 
     A spec is that of the record, of kind "decoding", with the digest of the weights that are measured, `temperatures`,
-    `samples` and, where it is given, `at_step`. `measured_spec` takes these away again.
+    `samples` and, where they are given, `at_step` and `curve_temperature`. `measured_spec` takes these away again.
 
     Args:
-        records: of training runs by any arm, or of untrained bases, in the tiny world, of a task whose completions are
-            right or wrong (`Measures.validated_by`).
+        records: of training runs by any arm, or of untrained bases, in the tiny world.
         temperatures: of the samples of the test problems.
         samples: of each problem at each temperature, 1 to 16.
         at_step: an earlier step of ES runs, at which the validation set is measured, too.
+        curve_temperature: of the samples by which every point of the run's curve is measured again.
 
     Raises:
         ValueError: a record of something else, or without a test set; temperatures that are none, are there twice or
-            are not above 0; too many samples; a step that a run has not, or of a run that is not of ES.
+            are not above 0; too many samples; a step that a run has not, or of a run that is not of ES, or of a task
+            that validates by a proxy; a curve of a run that has none.
     """
-    for temperature in temperatures:
+    for temperature in [*temperatures, *([] if curve_temperature is None else [curve_temperature])]:
         check_temperature(temperature)
     if not temperatures or len({label(t) for t in temperatures}) < len(temperatures):
         raise ValueError(f"temperatures={list(temperatures)}: give at least one, and each once.")
@@ -52,17 +59,21 @@ def decoding_specs(
     made = []
     for record in records:
         spec, name = record["spec"], f"the record {record['spec_hash']}"
-        known = spec["kind"] in ("base", "train") and spec["base"] in tiny.SHIPPED
-        if not known or measures.get(spec["task"]).validated_by is None:
-            raise ValueError(f"{name} is not of a model of the tiny world whose answers are right or wrong.")
-        if not (spec["test_problems"] and spec["validation_problems"]):
+        if spec["kind"] not in ("base", "train") or spec["base"] not in tiny.SHIPPED:
+            raise ValueError(f"{name} is not of a model of the tiny world.")
+        # a task without these settings asks all its questions
+        if not (spec.get("test_problems", 1) and spec.get("validation_problems", 1)):
             raise ValueError(f"{name} has no test set or no validation set: only complete runs are measured again.")
         digest = spec["base_digest"] if spec["kind"] == "base" else record["digest"]
         own = {"kind": "decoding", "digest": digest, "temperatures": list(temperatures), "samples": samples}
         if at_step is not None:
-            if not _is_es(spec) or not 0 <= at_step <= spec["steps"]:
-                raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps.")
+            if not (_is_es(spec) and _validates(spec) and 0 <= at_step <= spec["steps"]):
+                raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps that is validated.")
             own["at_step"] = at_step
+        if curve_temperature is not None:
+            if "curve_points" not in spec:
+                raise ValueError(f"curve_temperature={curve_temperature}: {name} has no curve.")
+            own["curve_temperature"] = curve_temperature
         made.append(spec | own)
     return made
 
@@ -73,17 +84,17 @@ def measured_spec(spec: Spec) -> Spec:
     return {name: value for name, value in spec.items() if name not in _OWN_FIELDS} | {"kind": kind}
 
 
-def label(temperature: float) -> str:
-    """Return what a temperature is called in records: "t1", "t0.6"."""
-    return f"t{temperature:g}"
-
-
 def _is_es(spec: Spec) -> bool:
     return spec["kind"] == "train" and arms.get(spec["arm"]).family == "es"
 
 
+def _validates(spec: Spec) -> bool:
+    """Return whether the task's validation says what is right; else it is a proxy, which curves alone measure."""
+    return measures.get(spec["task"]).validated_by is not None
+
+
 def run(spec: Spec) -> Record:
-    """Return the accuracy of the model of another record, sampled at more temperatures.
+    """Return what the model of another record does, sampled at more temperatures.
 
     Raises:
         ValueError: the weights that there are now are not those of the record. Nothing is measured then.
@@ -91,13 +102,7 @@ def run(spec: Spec) -> Record:
     measure = measures.get(spec["task"])
 
     def sampled(name: str, temperatures: Sequence[float]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for temperature in temperatures:
-            right = measure.accuracy(engine, name, sets[name], spec["samples"], temperature=temperature)
-            counts = right.sum(0).astype(int)
-            found[label(temperature)] = round(float(counts.mean()) / spec["samples"], 6)
-            found[f"{label(temperature)}_counts"] = pack_counts(counts)
-        return found
+        return measure.sampled(spec, engine, sets, name, temperatures, spec["samples"])
 
     def validation() -> dict[str, Any]:
         greedy = measure.accuracy(engine, "validation", sets["validation"], 0)[0]
@@ -108,48 +113,64 @@ def run(spec: Spec) -> Record:
         }
         return found | sampled("validation", VALIDATED_AT)
 
-    with tempfile.TemporaryDirectory() as folder, _made_again(measured_spec(spec), Path(folder)) as again:
-        made, engine, sets, source = again
+    with tempfile.TemporaryDirectory() as folder, _made_again(spec, Path(folder)) as again:
+        made, engine, sets, source, curve = again
         digest = models.base_digest(engine.model) if made == "loaded" else models.flat_digest(engine.master)
         if digest != spec["digest"]:
             raise ValueError(
                 f"the weights, {made}, have the digest {digest}, in the record it is {spec['digest']}: this machine "
                 "trains otherwise, or the record is of other code. Nothing is measured on other weights."
             )
-        test = {"n": len(sets["test"])} | sampled("test", spec["temperatures"])
-        result = {"made": made, "digest": digest, "test": test, "validation": validation()}
+        result = {"made": made, "digest": digest}
+        result["test"] = {"n": len(sets["test"])} | sampled("test", spec["temperatures"])
+        if _validates(spec):
+            result["validation"] = validation()
         if "at_step" in spec:
             engine.master[:] = ledger.replay(source, spec["base"], spec["at_step"])
             result["validation_at_step"] = validation()
-        return result
+        return result | curve
 
 
 @contextmanager
-def _made_again(spec: Spec, place: Path) -> Iterator[tuple[str, Any, Mapping[str, list], Path | None]]:
-    """The model that a spec's run ended with, in an engine.
+def _made_again(
+    wanted: Spec, place: Path
+) -> Iterator[tuple[str, Any, Mapping[str, list], Path | None, dict[str, Any]]]:
+    """The model that a run ended with, in an engine.
 
     A base is loaded. A run of ES whose committed record has a ledger is replayed. Any other run is trained again, with
-    one point of its curve, since evaluation leaves no trace in training.
+    no more points of its curve than are wanted, since evaluation leaves no trace in training.
 
     Args:
-        spec: of kind "base" or "train".
+        wanted: of kind "decoding".
         place: where trainers write.
 
     Yields:
-        How it was made, "loaded", "replayed" or "trained again"; the engine; the problems of each split; and, of a run
-        of ES, its ledger.
+        How it was made, "loaded", "replayed" or "trained again"; the engine; the problems of each split; of a run of ES
+        its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
     """
+    spec = measured_spec(wanted)
+    warm = {name: wanted[name] for name in ("curve_temperature",) if name in wanted}
     source = None if spec["kind"] == "base" else _kept_ledger(spec)
     if spec["kind"] == "base" or source is not None:
         model, tokenizer, sets = training.world(spec | {"kind": "base"})
         with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
-            if source is not None:
-                engine.master[:] = ledger.replay(source, spec["base"])
-            yield "loaded" if source is None else "replayed", engine, sets, source
+            progress, kept = training.Progress(None), None if source is None else ledger.read(source)
+            for step in sorted(training.points(spec)[0]) if warm else ():
+                engine.master[:] = ledger.replay(kept, spec["base"], step)
+                measured = measures.get(spec["task"]).point(spec | warm, engine, sets, step)
+                progress.add({"step": step} | training.rounded(measured))
+            if kept is not None:
+                engine.master[:] = ledger.replay(kept, spec["base"])
+            made = "loaded" if source is None else "replayed"
+            yield made, engine, sets, source, {"curve": progress.curve} if warm else {}
         return
-    few = {"curve_points": 1} if "curve_points" in spec else {}
-    with train.trained(spec | few, place) as found:
-        yield "trained again", found.engine, found.sets, place / ledger.NAME
+    few = {} if warm or "curve_points" not in spec else {"curve_points": 1}
+    with train.trained(spec | few | warm, place) as found:
+        curve = {}
+        if warm:
+            end, every = f"_{label(warm['curve_temperature'])}", found.result["curve"]
+            curve = {"curve": {name: each for name, each in every.items() if name == "step" or name.endswith(end)}}
+        yield "trained again", found.engine, found.sets, place / ledger.NAME, curve
 
 
 def _kept_ledger(spec: Spec) -> Path | None:

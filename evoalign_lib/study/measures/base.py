@@ -19,6 +19,21 @@ from evoalign_lib.records import Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import worlds
 
 
+def label(temperature: float) -> str:
+    """Return what a temperature is called in records: "t1", "t0.6"."""
+    return f"t{temperature:g}"
+
+
+def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]:
+    """Return how a point of a run's curve decodes: the names, samples (0: greedily) and temperatures.
+
+    Greedily and at temperature 1; where the spec has `curve_temperature` (`kinds.decoding`), at that one alone.
+    """
+    if "curve_temperature" in spec:
+        return [(label(spec["curve_temperature"]), samples, spec["curve_temperature"])]
+    return [("greedy", 0, 1.0), ("t1", samples, 1.0)]
+
+
 class Measures:
     """What is trained on, measured and recorded of the runs of one task."""
 
@@ -83,8 +98,11 @@ class Measures:
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Return what a point of the curve shows of the engine's current weights."""
-        accuracy = {n: self.accuracy(engine, "validation", sets["validation"], n, seed=step) for n in (0, 4)}
-        return {f"validation_{name}": float(accuracy[n].mean()) for name, n in (("greedy", 0), ("t1", 4))}
+        problems, found = sets["validation"], {}
+        for name, samples, temperature in decodings_of_point(spec, 4):
+            right = self.accuracy(engine, "validation", problems, samples, seed=step, temperature=temperature)
+            found[f"validation_{name}"] = float(right.mean())
+        return found
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return what a trained model has come to; a run without test set is measured along the way only."""
@@ -107,6 +125,17 @@ class Measures:
             "t1": round(float(counts.mean()) / samples, 6),
             "t1_counts": pack_counts(counts),
         }
+
+    def sampled(
+        self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
+    ) -> dict[str, Any]:
+        """Return the accuracy on one of the sets at each temperature, with how many samples of a problem are right."""
+        found: dict[str, Any] = {}
+        for temperature in temperatures:
+            counts = self.accuracy(engine, name, sets[name], samples, temperature=temperature).sum(0).astype(int)
+            found[label(temperature)] = round(float(counts.mean()) / samples, 6)
+            found[f"{label(temperature)}_counts"] = pack_counts(counts)
+        return found
 
     # ---- the tiny world
 

@@ -33,7 +33,7 @@ from evoalign_lib.analysis.collapse import JENSEN_SIGMAS, SAMPLES
 from evoalign_lib.checks import whole_number
 from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import worlds
-from evoalign_lib.study.measures.base import Measures
+from evoalign_lib.study.measures.base import Measures, decodings_of_point, label
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 
@@ -115,9 +115,12 @@ def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return jensen, breaking
 
 
-def _answers(engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int, measure: str) -> dict[str, Any]:
+def _answers(
+    engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int, measure: str, temperature: float = 1.0
+) -> dict[str, Any]:
     """Completions with their rewards and grades, each (samples or 1, problems); tokens likewise."""
-    rows = engine.generate(name, samples=samples, seed=seed)
+    warmth = {} if temperature == 1.0 else {"temperature": temperature}
+    rows = engine.generate(name, samples=samples, seed=seed, **warmth)
     texts = [[text for text, _ in row] for row in rows]
     targets = [p.answer for p in problems]
     return {
@@ -155,18 +158,17 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         For both decodings d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
         "degenerate_d" (shares; no completion counts as both) and "right_bits_d" (which questions, hexadecimal; at
         temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a token
-        at temperature 1.
+        at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no KL.
     """
-
     found: dict[str, Any] = {}
-    for decoding, samples in (("greedy", 0), ("t1", SAMPLES)):
-        a = _answers(engine, "validation", sets["validation"], samples, step, spec["measure"])
-        b = _answers(engine, "test", sets["test"], samples, step, spec["measure"])
+    for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
+        a = _answers(engine, "validation", sets["validation"], samples, step, spec["measure"], temperature)
+        b = _answers(engine, "test", sets["test"], samples, step, spec["measure"], temperature)
         report, right = _judged(spec, sets["test"], b)
         found |= {f"proxy_{decoding}": float(a["rewards"].mean()), f"reward_{decoding}": float(b["rewards"].mean())}
         found |= {f"right_{decoding}": float(right.mean()), f"degenerate_{decoding}": report.degenerate.mean()}
         found |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
-    kl = _kl(spec, engine, b["ids"][0])
+    kl = {} if "curve_temperature" in spec else _kl(spec, engine, b["ids"][0])
     numbers = {name: value if isinstance(value, str) else round(float(value), 4) for name, value in found.items()}
     return numbers | {name: None if value is None else float(f"{value:.4g}") for name, value in kl.items()}
 
@@ -181,7 +183,6 @@ def _kl(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[s
 
 
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
-
     test: dict[str, Any] = {"n": len(problems)}
     hacks: dict[str, Any] = {}
     for decoding, samples in (("greedy", 0), ("t1", 16)):
@@ -363,6 +364,22 @@ class _Conciseness(Measures):
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Return what a point of the curve shows; see `point`."""
         return point(spec, engine, sets, step)
+
+    def sampled(
+        self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
+    ) -> dict[str, Any]:
+        """Return right answers to the questions of a split at each temperature, and the reward.
+
+        A completion that is no answer (`hacking`) is not right.
+        """
+        found: dict[str, Any] = {}
+        for temperature in temperatures:
+            answers = _answers(engine, name, sets[name], samples, 0, spec["measure"], temperature)
+            counts, decoding = _judged(spec, sets[name], answers)[1].sum(0).astype(int), label(temperature)
+            found[decoding] = round(float(counts.mean()) / samples, 6)
+            found |= {f"{decoding}_counts": pack_counts(counts)}
+            found[f"reward_{decoding}"] = round(float(answers["rewards"].mean()), 5)
+        return found
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B with 16 samples, every detector, completions to read, and the Jensen gap."""
