@@ -207,6 +207,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
             "verdict": v.verdict,
             "result": v.text,
             "placebo": v.placebo,
+            "decodings": v.decodings,
             "n": v.n,
             "rule": v.rule_hash,
         }
@@ -220,8 +221,13 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result", "placebo"]]
-    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    cells["checks"] = [
+        ". ".join(f"{what}: {found}" for what, found in (("Placebo", v.placebo), ("Decoding", v.decodings)) if found)
+        for v in verdicts
+    ]
+    of_checks = " Decoding: whether the arms keep their order under decodings that the claim does not declare."
+    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption + of_checks, columns))
     short = [
         {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key, "placebo": v.placebo}
         for v in verdicts

@@ -338,7 +338,7 @@ def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(reposit
     )
     tex = (repository / "paper/generated/claims.tex").read_text().splitlines()
     assert tex[0].startswith(r"\begin{longtable}{lp{") and tex[-1] == r"\end{longtable}"
-    assert tex.count(r"claim & statement & verdict & result & placebo \\") == 2  # on the first page, and on the others
+    assert tex.count(r"claim & statement & verdict & result & checks \\") == 2  # on the first page, and on the others
     assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == 49
     table = pd.read_csv(repository / "paper/generated/claims.csv", index_col="claim")
     assert list(table.index) == [c["id"] for c in declared]
