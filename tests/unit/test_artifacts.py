@@ -376,7 +376,7 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run_verify("--write") == (0, ["written"])
     committed = {file: (repository / file).read_bytes() for file in _files(repository)}
     assert b"\n| seed |\n| --- |\n| 0 |\n| 0 |\n" in committed["README.md"]
-    assert b"| E1 | ES learns" in committed["README.md"]
+    assert b"| C1 ES improves" in committed["README.md"]
 
     drawn = repository / "elsewhere"
     with monkeypatch.context() as patch:
