@@ -38,25 +38,22 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
         for name in measures.get(other).settings:
             if settings.get(name) and name not in measure.settings:
                 raise ValueError(f"{name}={settings[name]!r}: task {task!r} has no such setting, set task={other!r}.")
-    return _common(kind, task, base, scale) | measure.spec_fields(base, settings)
+    spec = {"kind": kind, "task": task, "base": base, "scale": scale, "engine_version": ENGINE_VERSION}
+    return spec | {"base_digest": worlds.base_digest(base)} | measure.spec_fields(base, settings)
 
 
-def begin_tiny(kind: str, base: str, scale: str) -> Spec:
-    """Return what a spec of Countdown begins with that only plain models of the tiny world can run.
+def begin_tiny(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec:
+    """Return what a spec of Countdown begins with that only plain models of the tiny world can run, locally.
 
-    Raises ValueError for any other base.
+    Raises ValueError for any other base, task or engine, and what `begin` refuses.
     """
     if base not in tiny.BASES:
         raise ValueError(
             f"base {base!r} has no runs of kind {kind!r}: they take plain models of the tiny world, one of "
             f"{', '.join(tiny.BASES)}."
         )
-    return _common(kind, "countdown", base, scale) | {"grader": "strict"}
-
-
-def _common(kind: str, task: str, base: str, scale: str) -> Spec:
-    spec = {"kind": kind, "task": task, "base": base, "scale": scale, "engine_version": ENGINE_VERSION}
-    return spec | {"base_digest": worlds.base_digest(base)}
+    engine_fields([base], settings)  # refuses any but the local one
+    return begin(kind, base, scale, settings)
 
 
 def sizes(settings: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:

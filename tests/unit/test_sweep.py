@@ -456,6 +456,29 @@ def test_kinds_of_plain_tiny_models_refuse_any_other_base(base):
 
 
 @needs_bases
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"task": "conciseness"}, "base 'A0' was trained for the task 'countdown', not 'conciseness': set task="),
+        ({"task": "cuntdown"}, "Did you mean 'countdown'"),
+        ({"measure": "strict"}, "measure='strict': task 'countdown' has no such setting"),
+        ({"filler_steps": 16}, "filler_steps=16: base 'A0' has not learned to think"),
+        ({"engine": "vllm"}, "engine='vllm' is for models of the Hub or of a folder; 'A0' is one of the tiny world's"),
+    ],
+)
+def test_kinds_of_plain_tiny_models_refuse_what_they_would_ignore(changed, message):
+    settings = SETTINGS | {"estimator_problems": 4, "kl_problems": 4, "kl_samples": 2}
+    makers = (
+        lambda s: estimator_specs("A0", 2, 1, "expected", "any", s, "smoke"),
+        lambda s: kl_specs("A0", 0.1, 1, s, "smoke"),
+    )
+    for make in makers:
+        assert len(make(settings)) == 1
+        with pytest.raises(ValueError, match=message):
+            make(settings | changed)
+
+
+@needs_bases
 @pytest.mark.parametrize("arm", ["es", "grpo", "sft"])
 def test_training_thinks_as_long_as_the_spec_says(arm):
     """In the training set, where tokens are counted, and in the sets that measure, where formats are kept."""
