@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evoalign_lib import tasks, tiny
+from evoalign_lib import arms, tasks, tiny
+from evoalign_lib.checks import nearest
 from evoalign_lib.records import ENGINE_VERSION, Spec
 from evoalign_lib.study import measures, worlds
 
@@ -54,6 +55,30 @@ def begin_tiny(kind: str, base: str, scale: str, settings: Mapping[str, Any]) ->
         )
     engine_fields([base], settings)  # refuses any but the local one
     return begin(kind, base, scale, settings)
+
+
+def settings_of_runs() -> set[str]:
+    """Return the names of all settings that the specs of some arm, task or engine are made from."""
+    found = {"task", "max_completion_length", *worlds.ENGINE_FIELDS}
+    for measure in map(measures.get, tasks.TASKS):
+        found.update(measure.settings, measure.sizes)
+    for arm in arms.ARMS.values():
+        found.update(arm.settings, arm.optional)
+    return found
+
+
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the nearest known name, for a setting that no run reads.
+
+    One that another arm reads is accepted, so that several arms can be given the same settings.
+    """
+    known = settings_of_runs()
+    for name in settings:
+        if name not in known:
+            raise ValueError(
+                f"unknown setting {name!r}: no run reads it, remove it.{nearest(name, known)} Known: "
+                f"{', '.join(sorted(known))}."
+            )
 
 
 def sizes(settings: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:

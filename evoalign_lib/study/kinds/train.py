@@ -38,7 +38,8 @@ def train_specs(
 
     Args:
         arm: a key of `arms.ARMS`.
-        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`). Optional are:
+        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms are left
+            out. Optional are:
             curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
             unique_prompts: the run sees so many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
@@ -50,12 +51,13 @@ def train_specs(
             have vLLM beside the model (see `specs.engine_fields`).
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
-            or more than a record holds, an unknown curve_spacing, no prompts or more than there are, a step that does
-            not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
+        ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
+            first step and the last or more than a record holds, an unknown curve_spacing, no prompts or more than there
+            are, a step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)
+    specs.check_names(settings)
     for base in bases:
         measures.get(settings.get("task", "countdown")).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
