@@ -35,7 +35,8 @@ def estimator_specs(
             engine than the local one.
     """
     wanted = specs.take(settings, ("sigma", "alpha", "estimator_problems"), "the estimator")
-    spec = specs.begin_tiny("estimator", base, scale, settings) | wanted | {"fitness": fitness, "targets": targets, "N": N}
+    spec = specs.begin_tiny("estimator", base, scale, settings) | wanted
+    spec |= {"fitness": fitness, "targets": targets, "N": N}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
