@@ -19,7 +19,6 @@ from typing import Any
 
 from evoalign_lib import arms, files, grpo
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
-from evoalign_lib.checks import choose
 from evoalign_lib.records import MAX_CURVE, Record, Spec
 from evoalign_lib.study import measures, specs, training, worlds
 
@@ -67,9 +66,7 @@ def train_specs(
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
     if "scale_rewards" in wanted:
-        if "scale_rewards" not in entry.options:
-            raise ValueError(f"scale_rewards={wanted['scale_rewards']!r}: arm {arm!r} scales nothing, leave it out.")
-        choose("scale_rewards", wanted["scale_rewards"], grpo.SCALES)
+        grpo.check_scale(arm, wanted["scale_rewards"])
     _check_curve(wanted)
     if wanted.get("unique_prompts", 1) < 1:
         raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
