@@ -238,7 +238,8 @@ def remade(spec):
     trained = measured_spec(spec)
     assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
     record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": spec["digest"]}
-    return decoding_specs([record], spec["temperatures"], spec["samples"], spec.get("at_step"))
+    more = {name: spec[name] for name in ("at_step", "curve_temperature") if name in spec}
+    return decoding_specs([record], spec["temperatures"], spec["samples"], **more)
 
 
 MAKERS["decoding"] = remade
