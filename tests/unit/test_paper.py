@@ -124,7 +124,7 @@ SAID = {
     "E1": "not evidence",
     "E1b": "supported",
     "C2": "superseded",
-    "C3": "underpowered",
+    "C3": "depends on decoding",
     "C3b": "depends on decoding",
     "C8": "supported",
     "C9": "not evidence",
