@@ -241,8 +241,8 @@ def remade(spec):
     trained = measured_spec(spec)
     assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
     record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": spec["digest"]}
-    points = {name: spec.get(name) for name in ("at_step", "curve_temperature")}
-    return decoding_specs([record], spec["temperatures"], spec["samples"], **points)
+    more = {name: spec[name] for name in ("at_step", "curve_temperature") if name in spec}
+    return decoding_specs([record], spec["temperatures"], spec["samples"], **more)
 
 
 MAKERS["decoding"] = remade

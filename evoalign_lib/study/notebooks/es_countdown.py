@@ -32,6 +32,8 @@ TINY = {
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
     "validation_problems": 512,
     "test_problems": 2000,
+    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+    "decoded": [],  # groups that are: "es" and "es_shuffled"; none yet
     "estimator_problems": 128,  # of the single steps in section 6
     "populations": [4, 8, 30, 128],
     "repeats": 16,
@@ -75,7 +77,7 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name; none depends on others' records."""
+    """Return the runs by name; "decodings" needs the records of what it measures."""
     settings, here = loading.of_runs(vars(run)), run.bases[:1]
     scale, exact = of_tiny_world(run)
     audited = loading.of_runs(exact)
@@ -84,6 +86,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     return {
         "es": Group("es", run.bases, run.n_seeds, settings, ledgers=here),
         "base": base_specs(run.bases, settings, run.scale),
+        "decodings": loading.decodings(run, of, run.decoded),
         "es_shuffled": Group("es_shuffled", [b for b in run.bases if b in run.null_bases], run.n_seeds, settings),
         "estimator": [
             spec

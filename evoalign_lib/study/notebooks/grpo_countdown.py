@@ -11,10 +11,10 @@ import numpy as np
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Equivalence, Interval
-from evoalign_lib.records import Record, Spec, accuracy_matrix, spec_hash
+from evoalign_lib.records import Record, accuracy_matrix, spec_hash
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
-from evoalign_lib.study.kinds.decoding import decoding_specs, label, measured_spec
+from evoalign_lib.study.kinds.decoding import label, measured_spec
 from evoalign_lib.study.kinds.kl import kl_specs
 from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import loading
@@ -51,6 +51,9 @@ TINY = {
     "curve_points": 25,
     "curve_spacing": "log",
     "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
+    "decoded": ["es_random"],  # groups that are, besides the base, ES and GRPO
+    "curve_temperature": 0.6,  # at which whole curves are measured again
+    "decoded_curves": [],  # groups whose curves are
     "kl_sigmas": [0.003, 0.01, 0.03],  # of the noise that moves the base in section 4
     "kl_problems": 128,
     "kl_samples": 16,
@@ -72,6 +75,8 @@ SMOKE = TINY | {
     "seeds_describe": 1,
     "seeds_long": 1,
     "sweep_size": 2,
+    "decoded": [],
+    "decoded_curves": ["grpo"],
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
@@ -137,20 +142,28 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "best_of_n": best_of_n_specs(
             here[0], range(loading.seed_count(run, "best_of_n", few)), run.best_of, settings, run.scale
         ),
-        "decodings": After(_decodings(run, of), DECODED),
+        "decodings": _decodings(run, of),
     }
 
 
+def _decodings(run: SimpleNamespace, of: Records) -> After:
+    """Runs that measure models again; those of ES also at the FLOPs of GRPO, for claim C2b, and both along curves."""
+    es: dict[str, Any] = {"groups": ["es"], "temperatures": run.temperatures}
+    if "es" in of and "grpo" in of:
+        es["at_step"] = equal_flops_step(of["es"], of["grpo"])
+    along = [
+        {
+            "groups": [group],
+            "temperatures": [run.curve_temperature] if group in DECODED else run.temperatures,
+            "curve_temperature": run.curve_temperature,
+        }
+        for group in run.decoded_curves
+    ]
+    return loading.decodings(run, of, ["base", "grpo", *run.decoded], es, *along)
+
+
 DECODED = ("base", "es", "grpo")
-"""Groups whose models are measured again, at the temperatures between greedy decoding and 1."""
-
-
-def _decodings(run: SimpleNamespace, of: Records) -> list[Spec]:
-    """Specs that measure the models of `DECODED` again; those of ES also at the FLOPs of GRPO, for claim C2b."""
-    if not all(of.get(group) for group in DECODED) or run.bases[0] not in tiny.SHIPPED:
-        return []
-    again = decoding_specs([*of["base"], *of["grpo"]], run.temperatures)
-    return again + decoding_specs(of["es"], run.temperatures, at_step=equal_flops_step(of["es"], of["grpo"]))
+"""Groups that are measured at all temperatures, whatever else is."""
 
 
 def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
@@ -167,15 +180,21 @@ def by_temperature(of: Records) -> list[dict[str, Any]]:
     A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
     (of one model over problems), as fractions; and n, the runs.
     """
-    measured, rows = {spec_hash(measured_spec(r["spec"])): r for r in of["decodings"]}, []
-    for group in DECODED:
+    measured: dict[str, dict[str, Any]] = {}
+    for r in of["decodings"]:
+        tests = measured.setdefault(spec_hash(measured_spec(r["spec"])), {"n": r["test"]["n"]})
+        tests |= {f"{label(t)}_counts": r["test"][f"{label(t)}_counts"] for t in r["spec"]["temperatures"]}
+    rows = []
+    for group in (group for group in of if group != "decodings"):
         for base in dict.fromkeys(r["spec"]["base"] for r in of[group]):
             runs = [r for r in of[group] if r["spec"]["base"] == base and r["spec_hash"] in measured]
             if not runs:
                 continue
-            again = [measured[r["spec_hash"]] for r in runs]
+            again = [{"test": measured[r["spec_hash"]]} for r in runs]
             matrices = {0.0: accuracy_matrix(runs, "greedy"), 1.0: accuracy_matrix(runs, "t1")}
-            matrices |= {t: accuracy_matrix(again, label(t)) for t in again[0]["spec"]["temperatures"]}
+            asked = sorted({t for r in of["decodings"] for t in r["spec"]["temperatures"]})
+            asked = [t for t in asked if all(f"{label(t)}_counts" in r["test"] for r in again)]
+            matrices |= {t: accuracy_matrix(again, label(t)) for t in asked}
             for temperature in sorted(matrices):
                 found = stats.crossed_bootstrap(matrices[temperature])
                 row = {"group": group, "base": base, "temperature": temperature, "accuracy": found.value}

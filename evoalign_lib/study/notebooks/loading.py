@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from evoalign_lib import arms, tiny
 from evoalign_lib.checks import nearest
 from evoalign_lib.records import Record, Spec, spec_hash
+from evoalign_lib.study.kinds.decoding import decoding_specs
 from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.specs import settings_of_runs
 from evoalign_lib.study.sweep import load_or_run
@@ -156,6 +157,30 @@ class Loader:
             for change in _changes(group, base)
             for spec in train_specs(group.arm, [base], seeds, dict(group.settings) | dict(change), self._run.scale)
         ]
+
+
+def decodings(run: SimpleNamespace, of: Records, names: Sequence[str], *also: Mapping[str, Any]) -> After:
+    """Return runs that measure the models of groups again, under more temperatures than their records have.
+
+    Only models of the tiny world are measured again. A run that several groups have is measured once.
+
+    Args:
+        names: groups, measured at `run.temperatures`.
+        *also: further measurements: `groups`, and arguments of `decoding_specs` in the place of these.
+    """
+    wanted = [{"groups": names, "temperatures": run.temperatures}, *also]
+    asked = tuple(dict.fromkeys(name for one in wanted for name in one["groups"]))
+    if run.bases[0] not in tiny.SHIPPED or any(name not in of for name in asked):
+        return After([], asked)
+    specs = [
+        spec
+        for one in wanted
+        for spec in decoding_specs(
+            [record for name in one["groups"] for record in of[name]],
+            **{name: value for name, value in one.items() if name != "groups"},
+        )
+    ]
+    return After(list({spec_hash(spec): spec for spec in specs}.values()), asked)
 
 
 def made_anew(run: SimpleNamespace, group: str) -> bool:

@@ -21,6 +21,7 @@ from evoalign_lib.study.notebooks.loading import (
     Group,
     Groups,
     Records,
+    decodings,
     of_runs,
     own_settings,
     ranked_choices,
@@ -62,6 +63,8 @@ TINY = {
     "horizon_base": "H0",
     "horizon_steps": {"es": 52, "grpo": 125},
     "few_points": 5,  # of the curves of sections 8 and 9
+    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+    "decoded": [],  # groups whose names have one of these are: "best", "N=", "prompts=", "filler="; none yet
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
     "validation_problems": 512,
     "test_problems": 2000,
@@ -91,6 +94,7 @@ SMOKE = TINY | {
     "horizons": [4, 16],
     "horizon_steps": {"es": 2, "grpo": 2},
     "few_points": 3,
+    "decoded": ["prompts="],
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
@@ -149,7 +153,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     for arm in ARMS:
         after = (f"{arm} sweep", f"{arm} transfer")
         found[f"{arm} best"] = train[arm](elsewhere, seeds, changes=_winning(run, of, arm), after=after)
-    return found
+    again = [name for name in found if any(part in name for part in run.decoded)]
+    return found | {"decodings": decodings(run, of, again)}
 
 
 def check(run: SimpleNamespace) -> None:
