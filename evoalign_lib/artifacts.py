@@ -243,7 +243,7 @@ def render_readme_block(name: str, markdown: str) -> bool:
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
 
-    Returns the README's table, which has a line for each claim with a rule, and the number of the others.
+    Returns the README's table.
     """
     from pandas import DataFrame
 
@@ -263,9 +263,10 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     ]
     replace_text(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
     caption = (
-        "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
-        "scale tiny (tiny models, trained from scratch). Placebo: whether the rule holds as well for arms that learned "
-        "nothing."
+        "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
+        "trained from scratch). A letter marks a rule that was declared after the data of the first were seen. "
+        "Placebo: whether the rule holds as well for arms that learned nothing. Decoding: whether the arms keep their "
+        "order under decodings that the claim does not declare."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
@@ -274,22 +275,27 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
         ". ".join(f"{what}: {found}" for what, found in (("Placebo", v.placebo), ("Decoding", v.decodings)) if found)
         for v in verdicts
     ]
-    of_checks = " Decoding: whether the arms keep their order under decodings that the claim does not declare."
-    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption + of_checks, columns))
-    short = [
-        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key, "placebo": v.placebo}
-        for v in verdicts
-        if v.rule != "open"
-    ]
-    of_field = [v.verdict for v in verdicts if v.id[0] == "C" and v.id[1:].isdigit()]  # C2b is another rule for C2
-    rest = (
-        f" Of the {len(of_field)} claims of the field, C1 to C{len(of_field)}, {of_field.count('open')} are open (no "
-        f"rule or no runs yet) and {of_field.count('not testable at this scale')} not testable at this scale; the "
-        "paper's table has all."
-    )
-    markdown = _render.markdown_table(DataFrame(short), caption + rest)
+    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
+    markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown
+
+
+def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
+    """Return the README's table: of each claim of the field that has a rule, the last rule and its verdict."""
+    from pandas import DataFrame
+
+    of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine
+    first = [v for v in of_field if v.id[1:].isdigit()]
+    last = {v.id.rstrip("abcdefgh"): v for v in of_field if v.rule != "open"}  # C2b is another rule for C2
+    rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in last.values()]
+    waiting = sum(v.verdict in ("open", "not testable at this scale") for v in first)
+    caption = (
+        f"{len(last)} of {len(first)} claims of the field have a rule, and a verdict that code computed from the "
+        f"committed records of tiny models; {waiting} wait for their notebook or for larger models. A letter marks a "
+        "rule that was declared after the data of the first were seen."
+    )
+    return _render.markdown_table(DataFrame(rows), caption)
 
 
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:

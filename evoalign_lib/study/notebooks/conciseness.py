@@ -17,7 +17,7 @@ from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.measures import conciseness as measure
 from evoalign_lib.study.notebooks import loading
-from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, own_settings
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "03_conciseness"
 ARMS = ("es", "grpo")
@@ -53,7 +53,7 @@ TINY = {
     "beta": [0.0, 0.04, 0.4],
     "temperatures": [0.6],  # between greedy decoding and 1, at which the declared runs are measured again
     "curve_temperature": 0.6,  # of samples along their curves
-    "decoded": ["es", "grpo"],  # groups that are measured again, and the first base
+    "decoded": [],  # groups that are, with the first base: "es" and "grpo"; none yet
     "shown": 3,  # published completions of each set that are printed
     "questions_shown": 4,
 }
@@ -111,7 +111,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         for name in ("alpha", "beta")
     )
     return {
-        "base": base_specs(run.bases, vars(run), run.scale),
+        "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es": train("es", here, judge),
         "grpo": train("grpo", here, judge),
         "es_map": train("es", here, some, _cells(run, "es")),
@@ -129,6 +129,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 def _decodings(run: SimpleNamespace, of: Records) -> After:
     """Runs that measure the first base and the declared runs again."""
+    if not run.decoded:
+        return After([], ())
     along = {"temperatures": run.temperatures, "curve_temperature": run.curve_temperature}
     bases = {"groups": ["first base"], "temperatures": run.temperatures}
     known = {"first base": [r for r in of["base"] if r["spec"]["base"] == run.bases[0]]} if "base" in of else {}

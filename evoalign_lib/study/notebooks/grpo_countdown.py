@@ -51,11 +51,9 @@ TINY = {
     "curve_points": 25,
     "curve_spacing": "log",
     "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
-    "curve_temperature": 0.6,  # of samples along the curves of ES and GRPO
-    "decoded": [  # groups that are measured again besides the base, ES and GRPO
-        *("es_elsewhere", "grpo_elsewhere", "dr_grpo", "grpo_unscaled", "dr_grpo_scaled", "es_sampled"),
-        *("es_random", "grpo_random", "dapo", "rloo", "sft"),
-    ],
+    "decoded": ["es_random"],  # groups that are, besides the base, ES and GRPO
+    "curve_temperature": 0.6,  # at which whole curves are measured again
+    "decoded_curves": [],  # groups whose curves are
     "kl_sigmas": [0.003, 0.01, 0.03],  # of the noise that moves the base in section 4
     "kl_problems": 128,
     "kl_samples": 16,
@@ -78,6 +76,7 @@ SMOKE = TINY | {
     "seeds_long": 1,
     "sweep_size": 2,
     "decoded": [],
+    "decoded_curves": ["grpo"],
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
@@ -106,7 +105,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     """
     if run.seeds == 1:
         raise ValueError("seeds=1: arms are compared by their spread over seeds, take 2 or more.")
-    here, elsewhere, settings = run.bases[:1], run.bases[1:], vars(run)
+    here, elsewhere, settings = run.bases[:1], run.bases[1:], loading.of_runs(vars(run))
     many, some, few = run.seeds_match, run.seeds_compare, run.seeds_describe
     scale, exact = of_tiny_world(run)
     sweeps = {
@@ -149,14 +148,22 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 def _decodings(run: SimpleNamespace, of: Records) -> After:
     """Runs that measure models again; those of ES also at the FLOPs of GRPO, for claim C2b, and both along curves."""
-    elsewhere = [group for group in run.decoded if group in ("es_elsewhere", "grpo_elsewhere")]
-    others = ["base", "grpo", *(group for group in run.decoded if group not in elsewhere)]
-    curves_ = {"temperatures": [run.curve_temperature], "curve_temperature": run.curve_temperature}
     es: dict[str, Any] = {"groups": ["es"], "temperatures": run.temperatures}
     if "es" in of and "grpo" in of:
         es["at_step"] = equal_flops_step(of["es"], of["grpo"])
-    along = [{"groups": ["es", "grpo"]} | curves_, {"groups": elsewhere} | curves_ | {"temperatures": run.temperatures}]
-    return loading.decodings(run, of, others, es, *along)
+    along = [
+        {
+            "groups": [group],
+            "temperatures": [run.curve_temperature] if group in DECODED else run.temperatures,
+            "curve_temperature": run.curve_temperature,
+        }
+        for group in run.decoded_curves
+    ]
+    return loading.decodings(run, of, ["base", "grpo", *run.decoded], es, *along)
+
+
+DECODED = ("base", "es", "grpo")
+"""Groups that are measured at all temperatures, whatever else is."""
 
 
 def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
