@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import arms, tiny
+from evoalign_lib import arms, style, tiny
 from evoalign_lib.analysis import curves, power, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record, accuracy_matrix
@@ -30,6 +30,9 @@ from evoalign_lib.study.notebooks.loading import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
     from pandas import DataFrame
 
 NOTEBOOK = "05_stability"
@@ -62,8 +65,8 @@ PUBLISHED_SPREAD = (
 Conciseness with Qwen2.5-7B-Instruct. Qiu et al.: arXiv 2509.24372 v2, Table 2. Evolutionary Alignment: the evaluation
 reports of the repository.
 """
-_WORDS = {"greedy": "greedy", "t1": "temperature 1"}
-_LABELS = {arm: arms.ARMS[arm].label for arm in ARMS}
+_WORDS = {name: style.DECODINGS[name].label for name in DECODINGS}
+_LABELS = {arm: style.ARMS[arm].label for arm in ARMS}
 _FIELDS = ("arm", "base", "seed", "sigma", "alpha", "learning_rate", "beta")
 _FIELDS += ("population_size", "unique_prompts", "filler_steps")
 TINY = {
@@ -1063,6 +1066,207 @@ def horizon_runs(run: SimpleNamespace, of: Records) -> DataFrame:
         starts = {length: 100 * of[f"base filler={length}"][0]["test"][decoding] for length in run.horizons}
         found[decoding] -= found["filler_steps"].map(starts)
     return found
+
+
+# ---- the figures
+
+
+def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw every tuned run, the spread over seeds against the mean, and the ends; return the plotted data, too."""
+    from matplotlib import pyplot as plt
+    from pandas import concat
+
+    lines, ends = seed_curves(of), frame(of, ARMS)
+    points = lines.groupby(["arm", "completions"])["accuracy"].agg(["mean", "std"]).reset_index()
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1.2, 1.1, 0.9])
+    for (arm, _), part in lines[lines["completions"] > 0].groupby(["arm", "seed"]):
+        axes[0].plot(part["completions"], part["accuracy"], color=style.ARMS[arm].color, lw=0.5, alpha=0.7)
+    for arm, part in points.groupby("arm"):
+        axes[1].plot(part["mean"], part["std"], **style.line(arm) | {"markevery": 1, "lw": 0.5})
+    _draw_ends(axes[2], ends)
+    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
+    axes[1].axvline(100 * run.matched_mean, color="black", lw=0.6, ls=":")
+    axes[1].set(xlabel="mean over seeds, %", ylabel="std over seeds, points")
+    axes[2].set_ylabel("test accuracy, %")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS}, decodings=())
+    return fig, concat([lines.assign(panel="curves"), points.assign(panel="spread"), ends.assign(panel="test")])
+
+
+def figure_drawdowns(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the worst run of each arm below its running maximum, and every drawdown; return the plotted data, too."""
+    from matplotlib import pyplot as plt
+    from pandas import concat
+
+    fell, worst = falls(of), concat([worst_run(of, arm) for arm in ARMS])
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
+    for arm, one in worst[worst["completions"] > 0].groupby("arm"):  # 0 has no place on a logarithmic axis
+        axes[0].plot(one["completions"], one["accuracy"], **style.line(arm))
+        axes[0].plot(one["completions"], one["maximum"], color=style.ARMS[arm].color, lw=0.6)
+        style.band(axes[0], one["completions"], one["accuracy"], one["maximum"], style.ARMS[arm].color)
+    _draw_ends(axes[1], fell)
+    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
+    axes[1].set(ylim=(0, None), ylabel="largest drawdown, points")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS}, decodings=())
+    return fig, concat([worst.assign(panel="worst run"), fell.assign(panel="drawdown")])
+
+
+def _draw_ends(ax: Axes, found: DataFrame) -> None:
+    """Draw runs as dots, both arms side by side for each decoding."""
+    for (i, arm), (j, decoding) in product(enumerate(ARMS), enumerate(DECODINGS)):
+        part = found[found["arm"] == arm]
+        style.dots(ax, 3 * j + i, part[decoding], part["outcome"] == "failed", arm, width=0.6)
+    ax.set_xticks([3 * j + 0.5 for j in range(len(DECODINGS))], [_WORDS[name] for name in DECODINGS])
+    ax.set_xlim(-0.9, 3 * len(DECODINGS) - 1.1)
+
+
+def figure_maps(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the maps, the step size to the right in both, and every run by the rank of its setting; return the runs."""
+    from matplotlib import pyplot as plt
+    from pandas import concat
+
+    cells = {arm: map_cells(of, arm) for arm in ARMS}
+    runs = {arm: frame(of, [f"{arm} map"]) for arm in ARMS}
+    every = concat(cells.values())["mean"]
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), width_ratios=[1.4, 1.4, 0.9])
+    for ax, arm, side in zip(axes, ARMS, (-0.2, 0.2), strict=False):
+        picture = _draw_map(ax, arm, cells[arm], tuned(run, of, arm), (every.min(), every.max()))
+        settings = [part for _, part in runs[arm].groupby(list(arms.swept(arm)))]
+        for rank, part in enumerate(sorted(settings, key=lambda part: -part["score"].mean()), 1):
+            style.dots(axes[2], rank + side, part["score"], part["outcome"] == "failed", arm, width=0.3)
+    fig.colorbar(
+        picture, ax=axes[:2], location="bottom", shrink=0.6, aspect=30, label="mean greedy validation accuracy, %"
+    )
+    axes[2].axhline(100 * of["base"][0]["validation"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
+    axes[2].set_xticks(range(1, max(map(len, cells.values())) + 1))
+    axes[2].set(xlabel="rank of the setting", ylabel="greedy validation accuracy, %")
+    style.legend(fig, dict.fromkeys(ARMS, len(map_seeds(run))) | {"base": None}, decodings=())
+    return fig, concat(runs.values())
+
+
+def _draw_map(
+    ax: Axes, arm: str, cells: DataFrame, chosen: Mapping[str, float], limits: tuple[float, float]
+) -> AxesImage:
+    """Draw the means of an arm's settings in grey, with words; the chosen setting is framed."""
+    from matplotlib.patches import Rectangle
+
+    x, y = STEP[arm], next(name for name in chosen if name != STEP[arm])
+    table = cells.pivot(index=y, columns=x, values="mean")
+    picture = ax.imshow(table, cmap="Greys", vmin=limits[0], vmax=limits[1], aspect="auto", origin="lower")
+    for _, cell in cells.iterrows():
+        at = table.columns.get_loc(cell[x]), table.index.get_loc(cell[y])
+        text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
+        text += f"\n{cell['failed']:.0f} failed" if cell["failed"] else ""
+        color = "white" if cell["mean"] > np.mean(limits) else "black"  # whichever stands out from the grey below
+        ax.text(*at, text, ha="center", va="center", fontsize=6, color=color)
+        if chosen == {x: cell[x], y: cell[y]}:
+            for width, edge in ((5, "white"), (2.5, style.ARMS[arm].color)):
+                ax.add_patch(Rectangle((at[0] - 0.46, at[1] - 0.46), 0.92, 0.92, fill=False, lw=width, color=edge))
+    ax.set_xticks(range(table.shape[1]), [f"{v:g}" for v in table.columns])
+    ax.set_yticks(range(table.shape[0]), [f"{v:g}" for v in table.index])
+    ax.set(xlabel=f"{x.replace('_', ' ')} (step size)", ylabel=y, title=f"{_LABELS[arm]}, tuned setting framed")
+    ax.grid(False)
+    return picture
+
+
+def figure_populations(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the curves of ES with each population in shades of its blue, and every run by N; return the data, too."""
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import to_rgb
+    from pandas import concat
+
+    blue = np.array(to_rgb(style.ARMS["es"].color))
+    shades = ((1 - 0.45 * (1 - blue), "v", ":"), (blue, "o", "-"), (0.35 * blue, "s", "--"))
+    bands, ends = population_curves(run, of), frame(of, of_sizes(run).values(), panel="test")
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1, 1, 0.8])
+    axes[1].sharey(axes[0])
+    for (N, group), (color, marker, dash) in zip(of_sizes(run).items(), shades, strict=True):
+        for ax, decoding in zip(axes, DECODINGS, strict=False):
+            part = bands[(bands["panel"] == decoding) & (bands["population_size"] == N) & (bands["completions"] > 0)]
+            look = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
+            ax.plot(part["completions"], part["mean"], markevery=0.2, **look)
+            style.band(ax, part["completions"], part["low"], part["high"], color)
+            ax.set(xscale="log", xlabel="completions", title=_WORDS[decoding])
+    _draw_levels(axes[2], ends, "population_size", "greedy")
+    axes[0].set_ylabel("validation accuracy, %")
+    axes[0].legend()
+    axes[2].set(xlabel="N", ylabel="test accuracy, %", title="greedy, at the end")
+    return fig, concat([bands, ends])
+
+
+def _draw_levels(ax: Axes, found: DataFrame, field: str, column: str) -> None:
+    """Draw runs over the levels of a field, on a logarithmic axis, two arms a little apart; a line joins the means."""
+    levels = sorted({float(level) for level in found[field]})
+    unit = np.ptp(np.log10(levels)) / 25
+    for arm, of_arm in found.groupby("arm"):
+        side = 0 if found["arm"].nunique() == 1 else unit if arm == "grpo" else -unit
+        for level, part in of_arm.groupby(field):
+            at, failed = np.log10(float(level)) + side, part["outcome"] == "failed"
+            style.dots(ax, at, part[column], failed, arm, width=1.4 * unit)
+        means = of_arm.groupby(field)[column].mean()
+        ax.plot(np.log10(means.index.to_numpy(float)) + side, means, color=style.ARMS[arm].color, lw=0.8)
+    ax.set_xticks(np.log10(levels), [f"{level:,g}" for level in levels])
+
+
+def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the contenders by step size on each base, and full runs elsewhere; return the plotted data, too."""
+    from matplotlib import pyplot as plt
+    from pandas import concat
+
+    tries, finals = contender_scores(run, of), transfer_runs(run, of)
+    dashes = dict(zip(run.bases, ("-", "--", ":"), strict=False))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=[1, 1.5])
+    for (arm, base), part in tries.groupby(["arm", "base"]):
+        axes[0].plot(part["step"], part["score"], **style.line(arm) | {"markevery": 1, "linestyle": dashes[base]})
+    axes[0].set(xscale="log", xlabel="step size / tuned step size", ylabel="greedy validation accuracy, %")
+    axes[0].set_xticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
+    axes[0].minorticks_off()
+    ticks, places = [], {"shared": 0, "best": 0.6}
+    for i, (arm, base) in enumerate(winners(run, of)):
+        for which, apart in places.items():
+            part = finals[(finals["arm"] == arm) & (finals["base"] == base) & (finals["which"] == which)]
+            style.dots(axes[1], 1.6 * i + apart, part["greedy"], part["outcome"] == "failed", arm, width=0.35)
+            ticks.append((1.6 * i + apart, f"{which}\n{base.split('/')[-1]}"))
+    axes[1].set_xticks(*zip(*ticks, strict=True))
+    axes[1].set(ylabel="greedy test accuracy, %")
+    n = finals.groupby(["arm", "base", "which"]).size().min()
+    handles = [plt.Line2D([], [], **style.line(arm) | {"label": f"{_LABELS[arm]} (right: n = {n})"}) for arm in ARMS]
+    short = {base.split("/")[-1]: dash for base, dash in dashes.items()}
+    handles += [plt.Line2D([], [], color="black", ls=dash, label=f"base {name}") for name, dash in short.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return fig, concat([tries, finals])
+
+
+def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw test accuracy and training reward of every run by its number of unique problems; return the runs, too."""
+    from matplotlib import pyplot as plt
+
+    found = frame(of, [f"{arm} prompts={n}" for arm in ARMS for n in run.prompt_counts])
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
+    for ax, column in zip(axes, [*DECODINGS, "reward"], strict=True):
+        _draw_levels(ax, found, "unique_prompts", column)
+        ax.set(xlabel="unique problems", ylabel="reward", title="training, last step")
+    for ax, (decoding, words) in zip(axes, _WORDS.items(), strict=False):
+        ax.axhline(100 * of["base"][0]["test"][decoding], lw=0.8, color=style.ARMS["base"].color)
+        ax.set(ylabel="accuracy, %", title=f"test, {words}")
+    n = int(found.groupby(["arm", "unique_prompts"]).size().min())
+    style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
+    return fig, found
+
+
+def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the gain of every run by its steps of thinking before the answer; return the runs, too."""
+    from matplotlib import pyplot as plt
+
+    found = horizon_runs(run, of)
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), sharey=True)
+    for ax, (decoding, words) in zip(axes, _WORDS.items(), strict=True):
+        _draw_levels(ax, found, "filler_steps", decoding)
+        ax.axhline(0, lw=0.8, color=style.ARMS["base"].color)
+        ax.set(xlabel="steps of thinking before the answer", title=words)
+    axes[0].set_ylabel("gain over the base, points")
+    n = int(found.groupby(["arm", "filler_steps"]).size().min())
+    style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
+    return fig, found
 
 
 # ---- the paper's numbers
