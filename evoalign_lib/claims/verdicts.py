@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import nearest
 from evoalign_lib.claims import decodings, placebos
 from evoalign_lib.claims.declarations import check_claim, load_claims, rule_hash
 from evoalign_lib.claims.findings import Finding
@@ -57,8 +58,10 @@ class Verdict:
     decodings: str
     """Under which other decodings its comparisons keep their order. Empty where there is nothing to decode otherwise,
     or to judge."""
+    findings: tuple[Finding, ...]
+    """Every comparison: those that the claim declares, then those under other decodings."""
     intervals: dict[str, Interval]
-    """The interval of each finding, by its label, in the unit of the quantity."""
+    """The interval of each finding that the claim declares, by its label, in the unit of the quantity."""
     n: int
     """Units (seeds, repeats) in the smallest cell."""
     p: float | None
@@ -116,6 +119,23 @@ def evaluate_together(
         if name in judgeable
     }
     return [_verdict(*each, corrections.get(each[0]["id"]), scale) for each in judged]
+
+
+def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "tiny") -> list[Verdict]:
+    """Judge the claims of these ids in paper/claims.yaml, in this order, each with its family (see `evaluate`).
+
+    Raises ValueError as `evaluate`, and for an id that is not declared.
+    """
+    declared = {claim["id"]: claim for claim in load_claims()}
+    for name in ids:
+        if name not in declared:
+            raise ValueError(
+                f"no claim {name!r} in claims.yaml.{nearest(name, declared)} Known: {', '.join(declared)}."
+            )
+    families = {declared[name]["primary"] for name in ids if "primary" in declared[name]}
+    judged = [c for c in declared.values() if c["id"] in ids or c.get("primary") in families]
+    found = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
+    return [found[name] for name in ids]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
@@ -180,6 +200,7 @@ def _verdict(
         key=key,
         placebo=placebo,
         decodings=decoded,
+        findings=(*findings, *elsewhere),
         intervals={finding.label: finding.interval for finding in findings if finding.interval is not None},
         n=min((finding.n for finding in decisive), default=0),
         p=correction[0] if correction else p,

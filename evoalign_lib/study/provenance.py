@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from pathlib import Path
@@ -50,14 +51,33 @@ _DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "fig
 
 
 def commit() -> str:
-    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git."""
+    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git.
+
+    The code of a notebook is its code cells: text and outputs may change.
+    """
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
+        return done.stdout
 
     try:
-        return git("rev-parse", "--short=12", "HEAD").strip() + (
-            "+" if git("status", "--porcelain", "-uno", "--", ".", *_DRAWN).strip() else ""
-        )
+        changed = git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
+        same = all(n.endswith(".ipynb") and _code(git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _code(notebook: str) -> list[str]:
+    """The sources of the code cells of a notebook's JSON."""
+    cells = json.loads(notebook)["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def _code_now(name: str) -> list[str] | None:
+    path = paths.ROOT / name
+    try:
+        return _code(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # removed, or a conflict that is not resolved
+        return None

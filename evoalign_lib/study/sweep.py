@@ -196,8 +196,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
 
     if not specs:
         return
-    # one thread a process; set before the children import torch
-    os.environ["OMP_NUM_THREADS"] = "1"
+    _set_environment(specs)
     if not all(map(worlds.is_local, specs)):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
@@ -239,6 +238,27 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
             raise
     if failure is not None:
         raise failure
+
+
+_INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""What PyTorch and oneDNN may use of the CPU in a run of the local engine. The committed records were made with AVX2;
+left to themselves both take AVX-512 where a CPU has it, whose kernels round differently, and a gradient run ends with
+other weights."""
+
+
+def _set_environment(specs: Sequence[Spec]) -> None:
+    """Set what the processes of a sweep, and the server that they are copies of, have before they import torch.
+
+    One thread per process; for runs of the local engine AVX2, if the CPU has it and the user has not set another.
+    """
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # asked before the variables are set: this process keeps the kernels that it has
+    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if has_avx2 and any(map(worlds.is_local, specs)):
+        for name, value in _INSTRUCTIONS.items():
+            os.environ.setdefault(name, value)
 
 
 def _server() -> multiprocessing.context.BaseContext:

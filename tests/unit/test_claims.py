@@ -558,3 +558,34 @@ def test_the_command_locks(repository: Path) -> None:
     result = CliRunner().invoke(cli.app, ["claims", "--lock"])
     assert (result.exit_code, result.output.split()[0]) == (0, "E1")
     assert claims.lock_problems() == []
+
+
+def test_claims_are_judged_by_name_with_their_families() -> None:
+    records = _world({"A0": 12, "A1": 12, "A2": 12}) + _ledgers()
+    named = claims.evaluate_named(["E4", "E1"], records)
+    assert [verdict.id for verdict in named] == ["E4", "E1"]
+    assert named == [evaluate(DECLARED[name], records) for name in ("E4", "E1")]
+    with pytest.raises(ValueError, match=r"no claim 'E1c' in claims.yaml. Did you mean 'E1b'\?"):
+        claims.evaluate_named(["E1", "E1c"], records)
+
+
+def test_verdicts_as_tables() -> None:
+    records = _world({"A0": 12, "A1": 12, "A2": 12})
+    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], records)
+    table = claims.table_of_verdicts(verdicts)
+    assert list(table["claim"]) == ["E1b", "E2", "C17"] and list(table["verdict"]) == [v.verdict for v in verdicts]
+    assert list(table["closest comparison"]) == [v.key for v in verdicts]
+    assert list(table["placebo"]) == [v.placebo for v in verdicts] and verdicts[0].placebo
+    assert list(table["other decodings"]) == [v.decodings for v in verdicts] and verdicts[0].decodings
+
+    rows = claims.table_of_comparisons(verdicts)
+    assert not rows.duplicated(["claim", "comparison", "decoding"]).any()
+    decisive = rows[rows["decides"] == "yes"]
+    first = decisive[decisive["claim"] == "E1b"]
+    assert list(first["decoding"]) == ["greedy"] * 3 and list(first["n"]) == [8] * 3
+    assert list(first["estimate [95 %]"]) == [f.value for f in verdicts[0].findings if f.decisive]
+    assert all("[" in value and "points" in value for value in decisive["estimate [95 %]"])
+    others = rows[(rows["claim"] == "E2") & (rows["decides"] == "no")]
+    assert set(others["decoding"]) == {"temperature 0.6", "temperature 1"}
+    assert set(others[others["decoding"] == "temperature 0.6"]["estimate [95 %]"]) == {"not measured"}
+    assert "C17" not in set(rows["claim"])

@@ -19,7 +19,6 @@ from typing import Any
 
 from evoalign_lib import arms, files, grpo
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
-from evoalign_lib.checks import choose
 from evoalign_lib.records import MAX_CURVE, Record, Spec
 from evoalign_lib.study import measures, specs, training, worlds
 
@@ -38,7 +37,8 @@ def train_specs(
 
     Args:
         arm: a key of `arms.ARMS`.
-        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`). Optional are:
+        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms are left
+            out. Optional are:
             curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
             unique_prompts: the run sees so many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
@@ -50,12 +50,13 @@ def train_specs(
             have vLLM beside the model (see `specs.engine_fields`).
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
-            or more than a record holds, an unknown curve_spacing, no prompts or more than there are, a step that does
-            not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
+        ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
+            first step and the last or more than a record holds, an unknown curve_spacing, no prompts or more than there
+            are, a step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)
+    specs.check_names(settings)
     for base in bases:
         measures.get(settings.get("task", "countdown")).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
@@ -65,9 +66,7 @@ def train_specs(
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
     if "scale_rewards" in wanted:
-        if "scale_rewards" not in entry.options:
-            raise ValueError(f"scale_rewards={wanted['scale_rewards']!r}: arm {arm!r} scales nothing, leave it out.")
-        choose("scale_rewards", wanted["scale_rewards"], grpo.SCALES)
+        grpo.check_scale(arm, wanted["scale_rewards"])
     _check_curve(wanted)
     if wanted.get("unique_prompts", 1) < 1:
         raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")

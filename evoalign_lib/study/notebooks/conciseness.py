@@ -17,7 +17,7 @@ from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.measures import conciseness as measure
 from evoalign_lib.study.notebooks import loading
-from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, own_settings
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "03_conciseness"
 ARMS = ("es", "grpo")
@@ -111,7 +111,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         for name in ("alpha", "beta")
     )
     return {
-        "base": base_specs(run.bases, vars(run), run.scale),
+        "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es": train("es", here, judge),
         "grpo": train("grpo", here, judge),
         "es_map": train("es", here, some, _cells(run, "es")),

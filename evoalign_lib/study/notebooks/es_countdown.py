@@ -78,9 +78,10 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
     """Return the runs by name; "decodings" needs the records of what it measures."""
-    settings, here = vars(run), run.bases[:1]
+    settings, here = loading.of_runs(vars(run)), run.bases[:1]
     scale, exact = of_tiny_world(run)
-    small = exact | PUBLISHED | {"curve_points": 2}  # generates nothing in training, so there is no curve to show
+    audited = loading.of_runs(exact)
+    small = audited | PUBLISHED | {"curve_points": 2}  # generates nothing in training, so there is no curve to show
     seeds = range(exact["audit_seeds"])
     return {
         "es": Group("es", run.bases, run.n_seeds, settings, ledgers=here),
@@ -97,10 +98,10 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
             spec
             for *arithmetic, fitness in ARITHMETICS
             for spec in audit_specs(
-                exact["bases"][0], *arithmetic, fitness, seeds, exact if fitness == "reward" else small, scale
+                exact["bases"][0], *arithmetic, fitness, seeds, audited if fitness == "reward" else small, scale
             )
         ],
-        "audit base": base_specs(exact["bases"][:1], exact, scale),
+        "audit base": base_specs(exact["bases"][:1], audited, scale),
     }
 
 

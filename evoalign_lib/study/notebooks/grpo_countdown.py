@@ -111,7 +111,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     """
     if run.seeds == 1:
         raise ValueError("seeds=1: arms are compared by their spread over seeds, take 2 or more.")
-    here, elsewhere, settings = run.bases[:1], run.bases[1:], vars(run)
+    here, elsewhere, settings = run.bases[:1], run.bases[1:], loading.of_runs(vars(run))
     many, some, few = run.seeds_match, run.seeds_compare, run.seeds_describe
     scale, exact = of_tiny_world(run)
     sweeps = {
