@@ -359,7 +359,7 @@ def answers(
     here = run.bases[0]
     gains = {decoding: _gains(run, of, decoding) for decoding in loading.DECODINGS}
     found = {
-        "Does ES learn?": f"On test problems it gains {gains['greedy']} greedily, and {gains['t1']} at temperature 1.",
+        "Does ES learn?": f"On test problems ES - base is {gains['greedy']}, and {gains['t1']}.",
         "Does tuned GRPO match it?": _ahead_in_words(decided.get("C2b", {})),
         "Does the answer depend on the budget?": _axes_in_words(run, of, before),
         "Would something simpler do?": _filtering_in_words(of, here),
@@ -375,8 +375,8 @@ def answers(
     both = [_decision(decided, name) for name in ("GreedyFitnessEffect", "GreedyFitnessSampled")]
     if all(both):
         found["Should ES be rewarded for greedy or for sampled answers?"] = (
-            f"Greedy - sampled fitness is {_points(both[0])} when the model is then read greedily, and "
-            f"{_points(both[1])} when it is sampled at temperature 1 (n = {both[0].n})."
+            f"Greedy - sampled fitness is {_points(both[0])} of test accuracy when the trained model answers greedily, "
+            f"and {_points(both[1])} when it samples at temperature 1 (n = {both[0].n})."
         )
     if of_kl := decided.get("C29"):
         k2, spread, cosine = (of_kl.get(name) for name in _KL_FINDINGS)
@@ -389,7 +389,7 @@ def answers(
 
 
 _KL_FINDINGS = ("k2_relative_bias", "k1_over_k3_std", "k3_gradient_cosine")
-_DECODED = {"greedy": "greedily", "t0.6": "at temperature 0.6", "t1": "at temperature 1"}
+_READ = {"greedy": "greedily", "t0.6": "at temperature 0.6", "t1": "at temperature 1"}
 
 
 def _points(interval: Interval) -> str:
@@ -410,17 +410,17 @@ def _gains(run: SimpleNamespace, of: Records, decoding: str) -> str:
         group = "es" if base == run.bases[0] else "es_elsewhere"
         after = accuracies(of, group, decoding, base)
         gain = stats.crossed_bootstrap(after, accuracies(of, "base", decoding, base)[0])
-        named.append(f"{_points(gain)} on {base}")
-    return ", ".join(named)
+        named.append(f"{gain.format()} on {base} (n = {len(after)})")
+    return f"{', '.join(named)} points {_READ[decoding]}"
 
 
 def _ahead_in_words(decided: Mapping[str, Interval]) -> str:
     """GRPO - ES at equal FLOPs, under each decoding that claim C2b was judged by; empty before it was judged."""
     named = []
-    for words in _DECODED.values():
+    for words in _READ.values():
         ending = f"problems {words.removeprefix('at ').replace('greedily', 'greedy')} at equal forward flops"
         named += [
-            f"{_points(found)} {words}" for label, found in decided.items() if label.replace("_", " ").endswith(ending)
+            f"{found.format()} {words}" for label, found in decided.items() if label.replace("_", " ").endswith(ending)
         ]
     if not named:
         return ""
@@ -430,7 +430,9 @@ def _ahead_in_words(decided: Mapping[str, Interval]) -> str:
     elif all(found.high < 0 for found in decided.values()):
         head = "It is behind"
     n = min(found.n for found in decided.values())
-    return f"{head}. At equal forward FLOPs GRPO - ES is {', '.join(named)} of validation accuracy (n = {n})."
+    return (
+        f"{head}. At equal forward FLOPs GRPO - ES is {', '.join(named)}, in points of validation accuracy (n = {n})."
+    )
 
 
 def _axes_in_words(run: SimpleNamespace, of: Records, before: Sequence[Record]) -> str:
@@ -443,8 +445,9 @@ def _axes_in_words(run: SimpleNamespace, of: Records, before: Sequence[Record]) 
     head = (
         "The size of the difference does, its sign does not." if one_side else "Even the sign of the difference does."
     )
-    named = [f"{_points(test.interval)} at equal {AXES[axis]}" for axis, test in tests.items()]
-    found = f"{head} Greedily GRPO - ES is {', '.join(named)} (90 % intervals, n = {len(of['es'])})."
+    named = [f"{test.interval.format()} at equal {AXES[axis]}" for axis, test in tests.items()]
+    found = f"{head} In points of greedy validation accuracy GRPO - ES is {', '.join(named)} "
+    found += f"(90 % intervals, n = {len(of['es'])})."
     if (larger := larger_alpha(of, before)) is not None:
         found += (
             f" The tuned step of ES suits long runs: with alpha {before[0]['spec']['alpha']:g} ES is "
