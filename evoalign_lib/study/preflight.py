@@ -31,7 +31,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evoalign_lib import arms
+from evoalign_lib import arms, tiny
 from evoalign_lib.engines.memory import (
     USABLE,
     CannotCount,
@@ -434,7 +434,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         DoesNotFit: a run needs more memory than there is; raised when all plans are printed.
         ValueError: as `plan`; or a gradient arm with more GPUs than are visible.
     """
-    from evoalign_lib.engines.processes import default_workers
+    from evoalign_lib.engines.processes import default_workers  # here: with it comes torch, which no plan needs
 
     trained = [spec for spec in specs if spec["kind"] == "train"]
     if not trained:
@@ -498,8 +498,6 @@ def colocated_share(spec: Mapping[str, Any]) -> float:
 @lru_cache(maxsize=8)
 def _config(base: str) -> Any:
     from transformers import AutoConfig
-
-    from evoalign_lib import tiny
 
     place = tiny.bases_folder() / base if base in tiny.SHIPPED else base
     return AutoConfig.from_pretrained(place, trust_remote_code=False)

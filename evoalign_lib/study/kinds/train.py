@@ -19,6 +19,7 @@ from typing import Any
 
 from evoalign_lib import arms, files, grpo
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
+from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
 from evoalign_lib.study import measures, specs, training, worlds
 
@@ -174,8 +175,6 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
 
 def _main(place: str, driver: str, *lasting: str) -> None:
     """One process of a launched run: read the spec, train, and write the result if it is the first process."""
-    from evoalign_lib.engines.processes import end_with
-
     end_with(int(driver))
     folder = Path(place)
     asked = json.loads((folder / "spec.json").read_text())
