@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import arms, ledger, paths
+from evoalign_lib import ledger, paths
 from evoalign_lib.engines.processes import default_workers, start_worker
 from evoalign_lib.records import (
     Record,
@@ -35,7 +35,7 @@ from evoalign_lib.records import (
     spec_hash,
     without_nonfinite,
 )
-from evoalign_lib.study import kinds, preflight, provenance, training, worlds
+from evoalign_lib.study import families, kinds, preflight, provenance, training, worlds
 
 
 class DryRun(Exception):
@@ -97,7 +97,7 @@ def load_or_run(
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train" or arms.get(spec["arm"]).family != "es":
+        if h not in hashes or spec["kind"] != "train" or not families.of(spec["arm"]).has_members:
             raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))

@@ -15,12 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, models, tiny
+from evoalign_lib import models, tiny
 from evoalign_lib.analysis import kl
 from evoalign_lib.engines import open_engine
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import PushedEngine
 from evoalign_lib.records import Spec
+from evoalign_lib.study import families
 
 ENGINE_FIELDS = ("engine", "gpus", "tensor_parallel")
 """Fields of a spec that say who generates; a spec without them is the local engine's."""
@@ -48,7 +49,7 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
     trained = spec["kind"] == "train"
-    if is_local(spec) or (trained and arms.get(spec["arm"]).family != "es"):
+    if is_local(spec) or (trained and not families.of(spec["arm"]).has_members):
         return models.load(spec["base"])
     if trained:
         return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
