@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from evoalign_lib import claims, paths, tiny
+from evoalign_lib._render import csv_text
 from evoalign_lib.analysis import stats
 from evoalign_lib.records import read_records, spec_hash
 from evoalign_lib.study import parameters, sweep
@@ -266,6 +267,105 @@ def test_slope_weights_give_the_least_squares_slope():
     counts, accuracy = [2, 50, 200, 1000], np.array([0.1, 0.2, 0.4, 0.3])
     slope = stability.slope_weights(counts) @ accuracy
     assert slope == pytest.approx(np.polyfit(np.log10(counts), accuracy, 1)[0])
+
+
+# ---- notebook 05: answers, tables and figures
+
+
+def test_the_answers_of_notebook_05_have_the_papers_numbers():
+    run, of = run_of(stability), loaded(stability).records
+    stated = stability.stated(run, of)
+    macros = quoted(stability.numbers(run, of, stated))
+    assert macros == generated("05_stability")
+    seeds, curves, settings, population, bases, problems, horizon, replay = stability.answers(run, of, stated).values()
+
+    def interval(stem):
+        value, low, high = (macros[f"Stab{stem}{end}"] for end in ("Value", "Low", "High"))
+        return f"{value} [{low}, {high}]"
+
+    assert interval("SpreadEnd") in seeds and interval("SpreadMatched") in seeds and "(n = 16 seeds per arm)" in seeds
+    assert interval("Drawdown") in curves and "ES gains" in curves
+    for arm in ("Es", "Grpo"):
+        assert f"{macros[f'StabMapNear{arm}']} of {macros[f'StabMapSettings{arm}']} settings" in settings
+        assert f"{macros[f'StabMapFailed{arm}']} of {macros[f'StabMapRuns{arm}']} runs" in settings
+    assert "30 members - 8 members" in population and "30 members - 128 members" in population
+    for stem, answer in (("Regret", bases), ("PromptSlope", problems), ("HorizonChange", horizon)):
+        for side in ("Es", "Grpo", "Difference"):
+            assert interval(f"{stem}{side}") in answer
+    assert replay.startswith("16 of 16 ")
+    without = stability.answers(run, of, stated | {"Regret": {}, "PromptSlope": {}, "HorizonChange": {}})
+    assert len(without) == 5  # at scales that have no such runs
+
+
+def test_the_tables_of_notebook_05_are_those_of_the_paper():
+    load = loaded(stability)
+    run, of = run_of(stability), {name: load.records[name] for name in load.names}
+    tables = {
+        "spread": stability.spread_table(run, of),
+        "drawdown": stability.drawdown_table(of, stability.drawdown_gaps(of)),
+        "sensitivity": stability.sensitivity_table(of),
+        "population": stability.population_table(run, of),
+        "transfer": stability.transfer_table(run, of),
+        "prompts": stability.prompts_table(run, of),
+        "horizon": stability.horizon_table(run, of),
+        "budgets": stability.budgets(of),
+    }
+    for name, table in tables.items():
+        committed = (paths.GENERATED / f"stability_{name}.csv").read_text(encoding="utf-8")
+        assert csv_text(table) == committed, name
+
+
+def test_the_figures_of_notebook_05_draw_their_data():
+    run, of = run_of(stability), loaded(stability).records
+    drawn = {
+        "seeds": stability.figure_seeds(run, of),
+        "drawdown_runs": stability.figure_drawdowns(of),
+        "maps": stability.figure_maps(run, of),
+        "population_curves": stability.figure_populations(run, of),
+        "transfer_runs": stability.figure_transfer(run, of),
+        "prompts_runs": stability.figure_prompts(run, of),
+        "horizon_runs": stability.figure_horizon(run, of),
+    }
+    for name, (_, data) in drawn.items():
+        assert csv_text(data) == (paths.FIGURES / f"stability_{name}.csv").read_text(encoding="utf-8"), name
+
+    def dots(ax):
+        """Heights of all runs that are drawn."""
+        return sorted(float(y) for found in ax.collections for y in found.get_offsets()[:, 1])
+
+    figure, data = drawn["horizon_runs"]
+    for ax, decoding in zip(figure.axes, loading.DECODINGS, strict=True):
+        assert dots(ax) == pytest.approx(sorted(data[decoding]))
+    figure, data = drawn["maps"]
+    es, grpo, runs, _ = figure.axes
+    # the step size is to the right in both, and grows; so does the other setting, upwards
+    assert [ax.get_xlabel().split(" (")[0] for ax in (es, grpo)] == ["alpha", "learning rate"]
+    for ax in (es, grpo):
+        for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+            values = [float(label.get_text()) for label in axis.get_ticklabels()]
+            assert values == sorted(values) and low < high
+    for ax, arm in ((es, "es"), (grpo, "grpo")):
+        frame = ax.patches[-1].get_bbox()
+        setting = stability.tuned(run, of, arm)
+        x, y = (int(round((low + high) / 2)) for low, high in (frame.intervalx, frame.intervaly))
+        framed = {ax.get_xticklabels()[x].get_text(), ax.get_yticklabels()[y].get_text()}
+        assert framed == {f"{value:g}" for value in setting.values()}
+    assert dots(runs) == pytest.approx(sorted(data["score"]))
+
+
+def test_failed_runs_are_named():
+    load = loaded(stability)
+    found = stability.failures(load.records).set_index("group")
+    assert {"es", "grpo"} <= set(found.index)  # the tuned ones in any case
+    for group, row in found.iterrows():
+        assert row["runs"] == len(load.records[group]) and row["failed"] == stability.failed(load.records[group])
+        named = [
+            seed
+            for part in row["failed runs"].split("; ")
+            if "seeds" in part
+            for seed in part.split(": seeds ")[1].split(", ")
+        ]
+        assert len(named) == row["failed"]
 
 
 # ---- the loader
