@@ -1,15 +1,24 @@
-"""Verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
+"""Claims and verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from evoalign_lib.claims.declarations import load_claims
 from evoalign_lib.claims.findings import MISSING, decoding_words
 from evoalign_lib.claims.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+def table_of_statements(ids: Iterable[str]) -> DataFrame:
+    """Return the claims of these ids as paper/claims.yaml declares them. Columns, both text: claim, what is claimed."""
+    from pandas import DataFrame
+
+    declared = {claim["id"]: " ".join(claim["statement"].split()) for claim in load_claims()}
+    return DataFrame([{"claim": name, "what is claimed": declared[name]} for name in ids])
 
 
 def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:

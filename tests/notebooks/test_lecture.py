@@ -18,7 +18,7 @@ from PIL import Image
 
 from evoalign_lib import execution, paths, style
 
-TO_DO = {"01_es_countdown", "02_grpo_countdown", "03_conciseness", "05_stability"}
+TO_DO = {"02_grpo_countdown", "03_conciseness", "05_stability"}
 """Notebooks that are not written by these rules yet; one that `evoalign execute` has written is."""
 
 FILES = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -90,8 +90,10 @@ def wrong_links(notebook):
     contents = [c.source for c in notebook.cells[:3] if c.cell_type == "markdown" and c.source.count("](#") > 2]
     if len(contents) != 1 or re.findall(r"\]\((#[^)]+)\)", contents[0]) != sections:
         problems.append("the contents, near the top, do not link every section, in order")
-    odd = [a for a in anchors if not re.fullmatch(r"[\w.,·-]+", a)]
-    return problems + [f"heading {a!r}: letters, digits and spaces make a link that works everywhere" for a in odd[1:]]
+    odd = [text for level, text in headings(notebook) if level > 1 and not re.fullmatch(r"[\w ]+", text)]
+    return problems + [
+        f"heading {text!r}: letters, digits and spaces make a link that works everywhere" for text in odd
+    ]
 
 
 def only_displays(source):
@@ -171,6 +173,8 @@ def unproven_numbers(notebook):
         for sentence in re.split(r"(?<=[.:;!?])\s+(?=[A-Z*\[(])|\n", prose):
             if "arxiv.org" in sentence:
                 continue
+            if re.search("interval|band", sentence):  # their level is no result
+                sentence = re.sub(r"\b9[05] %", "", sentence)
             for written, value, _ in quantities(sentence):
                 if value not in held:
                     problems.append(f"cell {number}: no output holds {written!r}")
@@ -295,7 +299,7 @@ def test_links_that_lead_nowhere_are_found():
     ]
     problems = wrong_links(new_notebook(cells=cells))
     assert problems[:3] == ["no heading #2-Rest", "no heading #3-None", "no file 99.ipynb"]
-    assert problems[3].startswith("the contents") and problems[4].startswith("heading '2-Rest?'")
+    assert problems[3].startswith("the contents") and problems[4].startswith("heading '2 Rest?'")
     cells[0].source = "# 01 · What?\n[a](#1-Answer) [b](#2-Rest) [e](01_es_countdown.ipynb) [a](#1-Answer)"
     cells[2].source = "## 2 Rest"
     assert wrong_links(new_notebook(cells=cells)) == ["the contents, near the top, do not link every section, in order"]
@@ -346,6 +350,8 @@ def test_printed_tables_and_saved_ones_that_are_not_shown_are_found():
         ("A population of thirty members takes two steps.", None),
         ("Qiu et al. ([arXiv](https://arxiv.org/abs/2509.24372)) gain 99.9 points.", None),
         ("Take $N = 99$ members, `99 points` or\n\n    99 points\n", None),
+        ("Brackets are 95 % intervals.", None),
+        ("It solves 95 %.", "no output holds '95 %'"),
         ("## 4 Learning curves", None),
     ],
 )
