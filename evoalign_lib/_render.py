@@ -40,7 +40,7 @@ def _column_text(column: Series, fmt: str | None) -> Series:
 
     def text(cell: Any) -> str:
         if isinstance(cell, list):
-            return str(cell)
+            return f"[{', '.join(map(str, cell))}]"
         return "" if pd.isna(cell) else format(cell, fmt or "")
 
     return column.map(text).astype(object)
@@ -94,15 +94,14 @@ def html_table(cells: DataFrame, caption: str) -> str:
 
     It has no identifiers and no style sheet: the same cells give the same text, which checks compare.
     """
-    # the attribute is for viewers that strip styles, the style for those that align everything by a sheet of theirs
-    sides = ["right" if _numeric(cells[c]) else "left" for c in cells]
-    how = [f'align="{side}" style="text-align: {side}; vertical-align: top"' for side in sides]
+    # Jupyter sets all cells flush right unless a style says otherwise; other viewers strip styles, and set them left
+    how = ['align="right"' if _numeric(cells[c]) else 'style="text-align: left"' for c in cells]
     head = "".join(f"<th {attributes}>{_breakable(name)}</th>" for name, attributes in zip(cells, how, strict=True))
     rows = [
         "".join(f"<td {attributes}>{_breakable(cell)}</td>" for cell, attributes in zip(row, how, strict=True))
         for row in cells.itertuples(index=False)
     ]
-    lines = ["<table>", f'<caption align="left" style="text-align: left">{escape(caption)}</caption>']
+    lines = ["<table>", f'<caption style="text-align: left">{escape(caption)}</caption>']
     lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]
     return "\n".join([*lines, "</table>"])
 

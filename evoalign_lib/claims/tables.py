@@ -35,7 +35,7 @@ def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
 
 
 def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
-    """Return a row per comparison, those of one claim together.
+    """Return a row per comparison, those of one claim together and the decisive ones first.
 
     Columns: claim, comparison, estimate with its interval and unit, n, decides ("yes" where the verdict rests on it),
     decoding. n is an integer, all else text. A comparison without runs says so.
@@ -45,7 +45,7 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
     columns = ["claim", "comparison", "estimate [95 %]", "n", "decides", "decoding"]
     rows = {}
     for verdict in verdicts:
-        for finding in verdict.findings:
+        for finding in sorted(verdict.findings, key=lambda finding: not finding.decisive):
             what = (finding.compared or finding.label).replace("_", " ")
             words = decoding_words(finding.decoding) if finding.decoding else ""
             value = "not measured" if finding.value == MISSING else finding.value or "no runs"

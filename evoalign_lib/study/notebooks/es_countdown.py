@@ -300,7 +300,7 @@ def arithmetic_rows(of: Records) -> DataFrame:
         row = {"arithmetic": style.ARITHMETICS[precision, noise].label, "sigma": f"{found[0]['spec']['sigma']:g}"}
         row |= {"changed, %": f"{100 * mean['restore_changed']:.1f}", "drift": f"{mean['restore_drift']:.1e}"}
         row |= {"update": f"{mean.get('update_cosine', np.nan):.3f}"}
-        row |= {"path": f"{mean['path']:.3f}", "layers": f"{mean.get('layers_cosine', np.nan):.2f}"}
+        row |= {"path": f"{mean['path']:.3f}", "layers": f"{round(mean.get('layers_cosine', np.nan), 2) + 0.0:.2f}"}
         gain = "no rewards"
         if fitness == "reward":
             untrained = accuracy_matrix([base], "greedy")[0]
