@@ -9,6 +9,7 @@ FORCE ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE := $(VENV)/.installed-site
 CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
 PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
 FORCED := runs/reproduce/.forced
@@ -22,7 +23,7 @@ export HF_HUB_OFFLINE = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart reproduce test test-engines smoke bench paper lint
+.PHONY: quickstart reproduce test test-engines smoke bench paper site lint
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -116,6 +117,19 @@ paper:
 		echo "SKIPPED: latexmk is not installed, so the paper's PDF was not built."; \
 		echo "On Debian and Ubuntu: apt-get install latexmk texlive-latex-extra texlive-fonts-recommended"; \
 	fi
+
+$(SITE): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[site]"
+	@touch $@
+
+# The notebooks as committed, figures, claims, user pages and the reference as one static site, its links checked. No
+# notebook is executed, and nothing is fetched: neither now nor when a page is viewed.
+site: $(SITE)
+	@rm -rf runs/site
+	$(BIN)/python site/pages.py runs/site/source
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c site -d runs/site/doctrees runs/site/source runs/site/html
+	$(BIN)/python site/check.py runs/site/html
+	@echo "Site: runs/site/html/index.html"
 
 # Style of code and notebooks, the directions of imports, and the notebooks' size.
 lint: $(STAMP)

@@ -22,6 +22,17 @@ def tex_escape(text: str) -> str:
     return "".join(_TEX.get(character, character) for character in text)
 
 
+def tex_plain(text: str) -> str:
+    r"""Return the plain text that `tex_escape` made LaTeX of; a minus sign stays one.
+
+    >>> tex_plain(r"$-$3.1 \% of A\_0 at $\sigma$ $\le$ 0.1")
+    '−3.1 % of A_0 at σ ≤ 0.1'
+    """
+    plain = {tex: character for character, tex in _TEX.items()}
+    pattern = "|".join(re.escape(tex) for tex in sorted(plain, key=len, reverse=True))
+    return re.sub(pattern, lambda found: plain[found[0]], text)
+
+
 def cell_text(frame: DataFrame, formats: dict[str, str]) -> DataFrame:
     """Return a table as text, every cell as it is printed."""
     unknown = [column for column in formats if column not in frame]

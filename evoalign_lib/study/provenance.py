@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evoalign_lib import paths
+from evoalign_lib import __version__, paths
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
@@ -22,14 +22,12 @@ def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
         import torch
         import transformers
 
-    import evoalign_lib
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
         "numpy": np.__version__,
-        "evoalign": evoalign_lib.__version__,
+        "evoalign": __version__,
         "device": f"{gpus} x {torch.cuda.get_device_name()}"
         if engine != "local" and torch.cuda.is_available()
         else _device(),

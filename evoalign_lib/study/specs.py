@@ -11,7 +11,7 @@ from typing import Any
 from evoalign_lib import arms, tasks, tiny
 from evoalign_lib.checks import nearest
 from evoalign_lib.records import ENGINE_VERSION, Spec
-from evoalign_lib.study import measures, worlds
+from evoalign_lib.study import families, measures, worlds
 
 
 def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec:
@@ -98,11 +98,13 @@ def take(settings: Mapping[str, Any], names: Sequence[str], whose: str) -> dict[
     return {name: settings[name] for name in names}
 
 
-def engine_fields(bases: Sequence[str], settings: Mapping[str, Any], family: str = "es") -> dict[str, Any]:
+def engine_fields(
+    bases: Sequence[str], settings: Mapping[str, Any], family: families.Family | None = None
+) -> dict[str, Any]:
     """Return the fields of an engine that is not the local one; the local one has none in a spec.
 
-    family: of the arm that trains (`arms.Arm`). The arms that TRL trains have vLLM beside the model, on GPUs of one
-    machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
+    family: of the arm that trains; None: nothing is trained. The arms that TRL trains have vLLM beside the model, on
+    GPUs of one machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
     """
     if worlds.is_local(settings):
         return {}
@@ -113,9 +115,9 @@ def engine_fields(bases: Sequence[str], settings: Mapping[str, Any], family: str
                 "world's, for which engine='local' is there."
             )
     given = {name: settings[name] for name in worlds.ENGINE_FIELDS if settings.get(name) is not None}
-    if family == "es":
+    if family is None or family.has_members:
         return given
     if given["engine"] == "ray" and not given.get("gpus"):
         return {}  # a cluster without GPUs: vLLM would be alone on one of its machines
-    gpus = 1 if family == "sft" else given.get("gpus") or given.get("tensor_parallel") or 1
+    gpus = 1 if family.samples_first else given.get("gpus") or given.get("tensor_parallel") or 1
     return {"engine": "vllm", "gpus": gpus}

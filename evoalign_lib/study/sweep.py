@@ -21,7 +21,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import arms, ledger, paths
+from evoalign_lib import ledger, paths
+from evoalign_lib.engines.processes import default_workers, start_worker
 from evoalign_lib.records import (
     Record,
     Spec,
@@ -34,7 +35,7 @@ from evoalign_lib.records import (
     spec_hash,
     without_nonfinite,
 )
-from evoalign_lib.study import kinds, provenance, training, worlds
+from evoalign_lib.study import families, kinds, preflight, provenance, training, worlds
 
 
 class DryRun(Exception):
@@ -96,7 +97,7 @@ def load_or_run(
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train" or arms.get(spec["arm"]).family != "es":
+        if h not in hashes or spec["kind"] != "train" or not families.of(spec["arm"]).has_members:
             raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
@@ -108,8 +109,6 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if missing and scale == "full":
-        from evoalign_lib.study import preflight
-
         preflight.check(missing, workers=workers)
     if dry_run and missing:
         names = ", ".join(map(run_name, missing[:20]))
@@ -191,8 +190,6 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         RuntimeError: a process was killed.
     """
     from tqdm import tqdm
-
-    from evoalign_lib.engines.processes import default_workers
 
     if not specs:
         return
@@ -301,8 +298,6 @@ def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapp
 
     import datasets
     from transformers.utils import logging
-
-    from evoalign_lib.engines.processes import start_worker
 
     start_worker(parent)
     # one bar for the sweep, and none for the loading of each run's files

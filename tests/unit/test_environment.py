@@ -114,7 +114,7 @@ def test_direct_dependency_is_a_range_with_one_pin_inside(requirement: Requireme
 
 
 def test_pins_cover_everything_that_the_requirements_install() -> None:
-    waiting, seen = _requirements_of(["notebooks", "dev"]), set()
+    waiting, seen = _requirements_of(["notebooks", "dev", "site"]), set()
     while waiting:
         requirement = waiting.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
@@ -233,7 +233,7 @@ def _tracked() -> tuple[Path, ...]:
     return tuple(path for path in files if path.is_file())
 
 
-BINARY = {".gz", ".pdf", ".png", ".safetensors"}
+BINARY = {".gz", ".pdf", ".png", ".safetensors", ".woff2"}
 # Split so that this file does not name them itself.
 MACHINE_PATHS = ["/wor" + "k/", "/hom" + "e/", "/roo" + "t/", "/User" + "s/", "file:" + "///"]
 REGISTRIES = ["pypi" + ".org", "python" + "hosted.org", "extra-index" + "-url", "download.py" + "torch.org"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import arms, noise, precision
+from evoalign_lib.es import ESTrainer, coefficients
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import evolution, measures, specs, training, worlds
 
@@ -57,8 +58,6 @@ def run(spec: Spec) -> Record:
     displacements of two layers' tensors of equal name, which independent noise leaves near 0.
     """
     import torch
-
-    from evoalign_lib.es import ESTrainer, coefficients
 
     model, tokenizer, sets = training.world(spec)
     updates: list[tuple[float, float]] = []

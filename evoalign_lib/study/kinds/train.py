@@ -1,4 +1,4 @@
-"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and who trains each family.
+"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and where they are trained.
 
 With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU. This
 module is the program of each of them (see `grpo` for what they share).
@@ -19,15 +19,9 @@ from typing import Any
 
 from evoalign_lib import arms, files, grpo
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
+from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
-from evoalign_lib.study import measures, specs, training, worlds
-
-FAMILIES: dict[str, str] = {
-    "es": "evoalign_lib.study.evolution",
-    "gradient": "evoalign_lib.study.gradients",
-    "sft": "evoalign_lib.study.baselines",
-}
-"""Who trains the arms of a family (`arms.Arm.family`): modules with a context `train(spec, place, lasting, keep)`."""
+from evoalign_lib.study import families, measures, specs, training, worlds
 
 
 def train_specs(
@@ -61,8 +55,8 @@ def train_specs(
         measures.get(settings.get("task", "countdown")).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
-    wanted |= specs.engine_fields(bases, settings, entry.family)
-    if entry.family == "gradient":
+    wanted |= specs.engine_fields(bases, settings, families.of(arm))
+    if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
     if "scale_rewards" in wanted:
@@ -122,7 +116,7 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
     with training.workplace(folder) as place:
-        if worlds.is_local(spec) or arms.get(spec["arm"]).family == "es":  # an ES run drives its engine from here
+        if worlds.is_local(spec) or families.of(spec["arm"]).has_members:  # it drives its engine from here
             return _measured(spec, place, folder is not None, keep)
         return _launched(spec, place, folder is not None)
 
@@ -131,7 +125,7 @@ def trained(
     spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None
 ) -> AbstractContextManager[training.Trained]:
     """Train as a spec says; the model is there as long as the context lasts. Arguments as `evolution.train`."""
-    return import_module(FAMILIES[arms.get(spec["arm"]).family]).train(spec, place, lasting, keep)
+    return import_module(families.of(spec["arm"]).trainer).train(spec, place, lasting, keep)
 
 
 def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
@@ -174,8 +168,6 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
 
 def _main(place: str, driver: str, *lasting: str) -> None:
     """One process of a launched run: read the spec, train, and write the result if it is the first process."""
-    from evoalign_lib.engines.processes import end_with
-
     end_with(int(driver))
     folder = Path(place)
     asked = json.loads((folder / "spec.json").read_text())

@@ -1,0 +1,45 @@
+"""Sphinx's settings of the site. Nothing is fetched, neither when it is built nor when a page is viewed.
+
+`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` reads what was built.
+"""
+
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+project = "EvoAlign"
+author = "EvoAlign authors"
+language = "en"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "mathml", "docstrings"]
+
+# Notebooks are shown as committed.
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_ipywidgets_js = {}  # the default is a script from another host
+myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "dollarmath"]
+myst_dmath_double_inline = True
+myst_heading_anchors = 4
+
+smartquotes = False  # quotes in docstrings are those of Python
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "ignore-module-all": True}
+autodoc_typehints_format = "short"
+# Shown by these names, not by what they stand for.
+_NAMES = ("ArrayLike", "Record", "Records", "Spec", "Claim", "RewardFunction", "Groups", "Memory")
+autodoc_type_aliases = {name: name for name in _NAMES}
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+add_module_names = False
+
+html_theme = "furo"
+html_title = "EvoAlign"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_copy_source = False
+html_show_sourcelink = False
+html_show_copyright = False

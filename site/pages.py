@@ -1,0 +1,438 @@
+"""Write the sources of the site into a folder: its own pages, the notebooks, and pages made of what is committed.
+
+`python site/pages.py FOLDER`. Nothing is computed or executed here: notebooks keep their committed outputs, claims and
+figures are those in paper/ and figures/. A page of this folder says by a comment what is to stand in its place, such as
+`<!-- include readme: make quickstart -->`: `_INCLUDES` has them all.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PACKAGE = "evoalign_lib"
+# Committed texts that are pages of their own; README.md is part of several.
+TEXTS = {"CONTRIBUTING.md": "contributing.md", "LOG.md": "log.md", "README.md": "index.md"}
+# The groups of the reference, by the first part of a module's name; the library has what no other group has.
+GROUPS = {
+    "Library": (),
+    "Analysis": ("analysis",),
+    "Study": ("study",),
+    "Claims": ("claims",),
+    "Artefacts and command": ("artifacts", "style", "cli"),
+}
+
+
+class Figure(NamedTuple):
+    """A committed figure."""
+
+    name: str
+    caption: str
+    """plain text"""
+
+
+class Notebook(NamedTuple):
+    """A committed notebook."""
+
+    name: str
+    """of its file, without suffix"""
+    number: str
+    """as claims refer to it, such as "01" """
+    title: str
+    answer: str
+    """Markdown: the first paragraph below the title"""
+    figures: tuple[Figure, ...]
+    """in the order in which it draws them"""
+
+
+def write(folder: Path) -> None:
+    """Write all sources into a folder, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "notebooks").mkdir(parents=True)
+    shutil.copytree(ROOT / "figures", folder / "figures")
+    for page in sorted(HERE.glob("*.md")):
+        _write_text(folder, page.name, _included(page.read_text(encoding="utf-8")), "")
+    for source, page in TEXTS.items():
+        if not (folder / page).exists():
+            _write_text(folder, page, (ROOT / source).read_text(encoding="utf-8"), "")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for cell in content["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = _localised(folder, "".join(cell["source"]), "notebooks")
+        (folder / "notebooks" / path.name).write_text(json.dumps(content), encoding="utf-8")
+    (folder / "api").mkdir()
+    for name in modules():
+        (folder / "api" / f"{name}.md").write_text(_module_page(name), encoding="utf-8")
+
+
+# ---- what is committed
+
+
+@cache
+def notebooks() -> tuple[Notebook, ...]:
+    """Return the committed notebooks by number. Raises ValueError for one that does not begin with a title."""
+    manifest = json.loads((ROOT / "paper/generated/manifest.json").read_text(encoding="utf-8"))["artefacts"]
+    found = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        title, _, rest = cells[0].partition("\n")
+        if not title.startswith("# "):
+            raise ValueError(f"{path.name} begins with {title[:60]!r}: a notebook begins with its title, '# ...'")
+        answer = rest.strip().split("\n\n")[0] or cells[1].split("\n\n")[0]
+        drawn = [n for n, entry in manifest.items() if entry["kind"] == "figure" and entry["notebook"] == path.stem]
+        text = "\n".join(cells)
+        drawn.sort(key=lambda name: (text.find(f'"{name}"') % (len(text) + 1), name))
+        number = path.stem.partition("_")[0]
+        title = re.sub(rf"^# {number}\W+", "", title)
+        figures = tuple(Figure(name, _caption(name)) for name in drawn)
+        found.append(Notebook(path.stem, number, title.removeprefix("# "), answer, figures))
+    return tuple(found)
+
+
+@cache
+def claims() -> tuple[dict[str, Any], ...]:
+    """Return the declared claims in their order, each with its `verdict`, `result`, `key`, `placebo`, `n` and hash.
+
+    Raises ValueError where claims.yaml and the generated verdicts are not of the same claims.
+    """
+    import yaml
+
+    declared = yaml.safe_load((ROOT / "paper/claims.yaml").read_text(encoding="utf-8"))
+    with open(ROOT / "paper/generated/claims.csv", encoding="utf-8", newline="") as file:
+        verdicts = {row["claim"]: row for row in csv.DictReader(file)}
+    if [claim["id"] for claim in declared] != list(verdicts):
+        raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run evoalign verify --write")
+    short = _columns((ROOT / "paper/generated/claims.md").read_text(encoding="utf-8"))
+    keys = {row["claim"]: row["result"] for row in short}
+    found = []
+    for claim in declared:
+        row = verdicts[claim["id"]]
+        judged = {name: row[name] for name in ("verdict", "result", "placebo")}
+        judged |= {"n": int(row["n"]), "hash": row["rule"], "key": keys.get(claim["id"], "")}
+        found.append(claim | judged)
+    return tuple(found)
+
+
+@cache
+def modules() -> tuple[str, ...]:
+    """Return the full names of the library's public modules, packages before what they hold."""
+    found = []
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if not any(part.startswith("_") for part in parts):
+            found.append(".".join(parts))
+    return tuple(sorted(found))
+
+
+def _columns(table: str) -> list[dict[str, str]]:
+    """Return the rows of the first Markdown table of a text."""
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def _caption(name: str) -> str:
+    """Return the caption of a figure, which its TeX file has, as plain text."""
+    from evoalign_lib._render import tex_plain
+
+    text = (ROOT / "paper/generated" / f"{name}.tex").read_text(encoding="utf-8")
+    (caption,) = re.findall(r"^\\caption\{(.*)\}$", text, re.M)
+    return tex_plain(caption)
+
+
+# ---- includes
+
+
+def _included(text: str) -> str:
+    def replace(found: re.Match[str]) -> str:
+        name, argument = found[1], (found[2] or "").strip()
+        if name not in _INCLUDES:
+            raise ValueError(f"{found[0]}: there is no such include, only {', '.join(_INCLUDES)}")
+        return _INCLUDES[name](argument)
+
+    return re.sub(r"<!-- include (\w+)(?:: (.*?))? -->", replace, text)
+
+
+def _lead(_: str) -> str:
+    """What the README says before its first section."""
+    text = re.sub(r"\A# .*\n", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return re.split(r"^## ", text, maxsplit=1, flags=re.M)[0].strip()
+
+
+def _readme(marker: str) -> str:
+    return _section("README.md", marker)
+
+
+def _contributing(marker: str) -> str:
+    return _section("CONTRIBUTING.md", marker)
+
+
+def _section(file: str, marker: str) -> str:
+    """Return the section of a committed text that holds a marker, without its heading."""
+    sections = re.split(r"^## .*\n", (ROOT / file).read_text(encoding="utf-8"), flags=re.M)[1:]
+    found = [section for section in sections if marker in section]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} sections of {file} hold {marker!r}: one has to, a page of site/ shows it")
+    return found[0].strip()
+
+
+def _cards(_: str) -> str:
+    cards = []
+    for notebook in notebooks():
+        about = [claim for claim in claims() if notebook.number in claim["notebooks"] and claim["verdict"] != "open"]
+        verdicts = " · ".join(f"{_claim_link(claim)} {_badge(claim['verdict'])}" for claim in about)
+        lines = [f"**[{notebook.number} · {notebook.title}](notebooks/{notebook.name}.ipynb)**", "", notebook.answer]
+        if notebook.figures:
+            figure = notebook.figures[0]
+            lines += ["", f"[![{_plain(figure.caption)}](figures/{figure.name}.png)](notebooks/{notebook.name}.ipynb)"]
+        lines += ["", verdicts] if verdicts else []
+        cards.append("\n".join([":::{container} card", *lines, ":::"]))
+    return "\n\n".join(["::::{container} cards", *cards, "::::"])
+
+
+def _notebook_tree(_: str) -> str:
+    return _toctree((f"notebooks/{notebook.name}" for notebook in notebooks()), "Notebooks")
+
+
+def _counts(_: str) -> str:
+    judged = Counter(claim["verdict"] for claim in claims() if claim["rule"]["kind"] != "open")
+    words = ", ".join(f"{n} {_badge(verdict)}" for verdict, n in judged.most_common())
+    return f"{len(claims())} claims are declared. {judged.total()} of them have a rule: {words}."
+
+
+def _claim_table(_: str) -> str:
+    rows = [
+        (_claim_link(c), c["title"], _badge(c["verdict"]), _plain(c["key"]), _plain(c["placebo"]), c["n"])
+        for c in claims()
+        if c["rule"]["kind"] != "open"
+    ]
+    return _table(("claim", "in short", "verdict", "result", "placebo", "n"), rows)
+
+
+def _open_claims(_: str) -> str:
+    rows = [
+        (_claim_link(c), c["title"], _badge(c["verdict"]), ", ".join(c["notebooks"]))
+        for c in claims()
+        if c["rule"]["kind"] == "open"
+    ]
+    return _table(("claim", "in short", "verdict", "to be taken up in notebook"), rows) if rows else "None."
+
+
+def _claim_entries(_: str) -> str:
+    return "\n\n".join(_claim_entry(claim) for claim in claims())
+
+
+def _claim_entry(claim: Mapping[str, Any]) -> str:
+    import yaml
+
+    pages = {notebook.number: notebook.name for notebook in notebooks()}
+    numbers = [f"[{n}](notebooks/{pages[n]}.ipynb)" if n in pages else n for n in claim["notebooks"]]
+    facts = [_badge(claim["verdict"])]
+    facts += [f"n = {claim['n']}"] if claim["n"] else []
+    facts += [f"{'notebooks' if len(numbers) > 1 else 'notebook'} {', '.join(numbers)}"]
+    lines = [f"({_anchor(claim['id'])})=", "", f"### {claim['id']} · {_plain(claim['title'])}", "", " · ".join(facts)]
+    lines += ["", _plain(claim["statement"])]
+    by_id = {c["id"]: c for c in claims()}
+    if "superseded" in claim:
+        lines += ["", f"Superseded by {_claim_link(by_id[claim['superseded']])}."]
+    findings = re.split(r"(?<=\)); ", claim["result"])
+    if len(findings) > 2:
+        lines += ["", "**Result**", "", *(f"- {_plain(finding)}" for finding in findings)]
+    else:
+        lines += ["", f"**Result** {_plain(claim['result'])}"]
+    named = ("placebo", "caveat", "note", "quantity", "test", "source")
+    lines += [f"\n**{name.capitalize()}** {_plain(claim[name])}" for name in named if claim.get(name)]
+    rule = {name: claim[name] for name in _DECIDING if name in claim}
+    declared = yaml.safe_dump(rule, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
+    lines += ["", f"**Rule**, SHA-256 `{claim['hash'][:12]}`", "", "```yaml", declared.rstrip(), "```"]
+    return "\n".join(lines)
+
+
+_DECIDING = ("scales", "not_testable", "unit", "arms", "cells", "margin", "min_seeds", "primary", "rule")
+
+
+def _figures(_: str) -> str:
+    lines = []
+    for notebook in notebooks():
+        if notebook.figures:
+            lines += [f"## {notebook.number} · {notebook.title}", ""]
+            lines += [f"Drawn by [notebook {notebook.number}](notebooks/{notebook.name}.ipynb).", ""]
+        for name, caption in notebook.figures:
+            files = " · ".join(f"[{kind.upper()}](figures/{name}.{kind})" for kind in ("pdf", "csv"))
+            lines += [f"### {name}", "", f"```{{figure}} figures/{name}.png", f":alt: {caption}"]
+            lines += [f":target: _images/{name}.png", "", f"{_plain(caption)} {files}", "```", ""]
+    return "\n".join(lines)
+
+
+def _api(_: str) -> str:
+    lines = []
+    for title in GROUPS:
+        names = [name for name in modules() if _group_of(name) == title]
+        rows = [(f"[{_short(name)}](api/{name}.md)", _summary(name)) for name in names]
+        lines += [f"## {title}", "", _table(("module", "what it has"), rows), ""]
+    return "\n".join(lines)
+
+
+def _group_of(name: str) -> str:
+    top = _short(name).partition(".")[0]
+    return next((title for title, tops in GROUPS.items() if top in tops), "Library")
+
+
+def _api_tree(_: str) -> str:
+    names = sorted(modules(), key=lambda name: list(GROUPS).index(_group_of(name)))
+    return _toctree(f"{_short(name)} <api/{name}>" for name in names)
+
+
+_INCLUDES: dict[str, Callable[[str], str]] = {
+    "lead": _lead,
+    "readme": _readme,
+    "contributing": _contributing,
+    "notebook_cards": _cards,
+    "notebook_tree": _notebook_tree,
+    "verdict_counts": _counts,
+    "claim_table": _claim_table,
+    "open_claims": _open_claims,
+    "claim_entries": _claim_entries,
+    "figures": _figures,
+    "api": _api,
+    "api_tree": _api_tree,
+}
+
+
+# ---- the reference
+
+
+def _module_page(name: str) -> str:
+    below = [m for m in modules() if m.rpartition(".")[0] == name]
+    lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: {name}", "```", ""]
+    if offered := _offered(name):
+        lines += ["Its names: " + ", ".join(f"{{py:obj}}`{word} <{full}>`" for word, full in offered.items()) + ".", ""]
+    if below:
+        rows = [(f"[{_short(module)}]({module}.md)", _summary(module)) for module in below]
+        lines += ["## Modules", "", _table(("module", "what it has"), rows), ""]
+    return "\n".join(lines)
+
+
+def _offered(name: str) -> dict[str, str]:
+    """Return what a package takes from its modules and offers as its own: name -> full name."""
+    tree = _tree(name)
+    public = {
+        word
+        for node in tree.body
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        for word in ast.literal_eval(node.value)
+    }
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return {word: imported[word] for word in sorted(public & imported.keys())}
+
+
+def _summary(name: str) -> str:
+    """Return the first paragraph of a module's docstring, in Markdown."""
+    first = (ast.get_docstring(_tree(name)) or "").split("\n\n")[0].replace("\n", " ")
+    parts = re.split(r"(`[^`]+`)", first)
+    return "".join(part if number % 2 else _plain(part) for number, part in enumerate(parts))
+
+
+def _tree(name: str) -> ast.Module:
+    path = ROOT.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(f"{PACKAGE}.")
+
+
+# ---- Markdown
+
+
+def _plain(text: Any) -> str:
+    """Return plain text as Markdown that shows it as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|$~#])", r"\\\1", " ".join(str(text).split()))
+
+
+def _badge(verdict: str) -> str:
+    return f"[{verdict}]{{.verdict .{verdict.replace(' ', '-')}}}"
+
+
+def _anchor(claim: str) -> str:
+    return f"claim-{claim.lower()}"
+
+
+def _claim_link(claim: Mapping[str, Any]) -> str:
+    return f"[{claim['id']}](#{_anchor(claim['id'])})"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [list(head)]
+    lines += [["---"] * len(lines[0]), *(map(str, row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _toctree(entries: Iterable[str], caption: str = "") -> str:
+    lines = ["```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *entries, "```"]
+    return "\n".join(lines)
+
+
+# ---- links to files of the repository
+
+
+def _write_text(folder: Path, page: str, text: str, place: str) -> None:
+    (folder / page).write_text(_localised(folder, text, place), encoding="utf-8")
+
+
+def _localised(folder: Path, text: str, place: str) -> str:
+    """Return a text of the repository whose links to files lead to pages, or to copies that are put beside them.
+
+    place: the folder in which the text lies. Raises ValueError for a link to what is not there.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        link, _, fragment = found[2].partition("#")
+        if not link or re.match(r"[a-z]+:", link):
+            return found[0]
+        target = os.path.normpath(os.path.join(place, link))
+        made = (folder / target).exists() or target in made_later
+        if target in TEXTS:
+            target = TEXTS[target]
+        elif not made:
+            if not (ROOT / target).is_file():
+                raise ValueError(f"{found[0]}: {target} is no file of the repository, so the site cannot link to it")
+            (folder / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / target, folder / target)
+        link = os.path.relpath(target, place or ".") + ("#" + fragment if fragment else "")
+        return f"{found[1]}{link}{found[3]}"
+
+    own = {page.name for page in HERE.glob("*.md")} | set(TEXTS.values())
+    own |= {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    made_later = own | {f"api/{name}.md" for name in modules()}
+    fences = re.split(r"(^```.*?^```$|^    .*?$|`[^`\n]+`)", text, flags=re.M | re.S)
+    for number in range(0, len(fences), 2):  # code is left alone
+        fences[number] = re.sub(r"(\]\()([^)\s]+)(\))", replace, fences[number])
+    return "".join(fences)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python site/pages.py FOLDER")
+    sys.path.insert(0, str(ROOT))
+    write(Path(sys.argv[1]))
