@@ -112,7 +112,7 @@ def ways_and_ends(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 4.7), sharey="row", sharex="col")
+    fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 4.0), sharey="row", sharex="col")
     for column, decoding in zip(axes.T, DECODINGS, strict=True):
         _ways(column[0], of, "away", "right", decoding)
         _ends(column[1], of, "away", "right", decoding)
@@ -140,7 +140,7 @@ def fronts(of: Records) -> tuple[Figure, DataFrame]:
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.3), sharey=True)
     for ax, decoding in zip(axes, DECODINGS, strict=True):
         _ways(ax, of, "KL", "proxy", decoding)
         ax.set(title=view.decoding_label(decoding), xlabel=_AXES["KL"][0], xscale="log")
@@ -206,14 +206,14 @@ def es_map(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     from matplotlib import pyplot as plt
 
     table, bases = view.map_rows(of), study.untrained(of)
-    size = {"figsize": (style.PAGE, 3.9), "squeeze": False}
+    size = {"figsize": (style.PAGE, 3.5), "squeeze": False}
     fig, axes = plt.subplots(len(_PANELS), len(bases), sharex="col", sharey=True, **size)
     fig.get_layout_engine().set(hspace=0.08, wspace=0.06)
     for row, (what, (title, high_is_good)) in zip(axes, _PANELS.items(), strict=True):
         for ax, (base, record) in zip(row, bases.items(), strict=True):
             _heat(ax, table, what, base, high_is_good)
-            _lines(ax, table[table["base"] == base], run, collapse.breaking_sigma(record), ax is row[-1])
-            ax.set_title(f"{base}: {title}", pad=16)
+            _lines(ax, table[table["base"] == base], run, collapse.breaking_sigma(record))
+            ax.set_title(f"{base}: {title}", pad=16 if row is axes[0] else None)
         row[0].set_ylabel("sigma")
     for ax in axes[-1]:
         ax.set_xlabel("alpha")
@@ -223,12 +223,13 @@ def es_map(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
 def _heat(ax: Axes, table: DataFrame, what: str, base: str, high_is_good: bool) -> None:
     """The number of each cell on a pale ground that is darker where it is worse, and whether its runs collapsed."""
     import seaborn
+    from matplotlib.colors import ListedColormap
 
     own = table[table["base"] == base]
     values, fallen = (own.pivot(index="sigma", columns="alpha", values=name) for name in (what, "collapsed"))
-    scale = seaborn.light_palette("#98A1B0", as_cmap=True, reverse=high_is_good)
+    scale = seaborn.light_palette("#98A1B0", n_colors=5, reverse=high_is_good)
     limits = {"vmin": table[what].min(), "vmax": table[what].max()}
-    ax.imshow(values, cmap=scale, aspect="auto", origin="lower", **limits)
+    ax.imshow(values, cmap=ListedColormap(scale), aspect="auto", origin="lower", **limits)
     for (i, j), value in np.ndenumerate(values.to_numpy()):
         text = f"{value:.0f}" if what == "right" else f"{value:.1f}"
         if fallen.to_numpy()[i, j] >= 0.5:
@@ -239,7 +240,7 @@ def _heat(ax: Axes, table: DataFrame, what: str, base: str, high_is_good: bool) 
     ax.grid(False)
 
 
-def _lines(ax: Axes, table: DataFrame, run: SimpleNamespace, critical: float, last: bool) -> None:
+def _lines(ax: Axes, table: DataFrame, run: SimpleNamespace, critical: float) -> None:
     """Where noise and random walk are as large as the noise that halves the base's right answers, with their names."""
     limits = ax.get_xlim(), ax.get_ylim()
     sigmas, alphas = (np.sort(table[name].unique()) for name in ("sigma", "alpha"))
@@ -249,9 +250,11 @@ def _lines(ax: Axes, table: DataFrame, run: SimpleNamespace, critical: float, la
     ax.axvline(x, ls=(0, (4, 2)), **how)
     ax.axhline(y, ls=(0, (1, 1.5)), **how)
     ax.set(xlim=limits[0], ylim=limits[1])
+    grid = ax.get_subplotspec()
     words = {"fontsize": 6.5, "annotation_clip": False, "textcoords": "offset points"}
-    ax.annotate("walk breaks the base →", (x, limits[1][1]), (0, 3), ha="left", **words)
-    if last:
+    if grid.is_first_row():
+        ax.annotate("walk breaks the base →", (x, limits[1][1]), (0, 3), ha="left", **words)
+    if grid.is_first_row() and grid.is_last_col():
         ax.annotate("↑ noise\nbreaks\nthe base", (limits[0][1], y), (3, -2), va="bottom", **words)
 
 
@@ -268,30 +271,28 @@ _OUTLIERS = 3  # a setting is named whose runs all lie so many times farther fro
 def gaps(of: Records) -> tuple[Figure, DataFrame]:
     """Draw the Jensen gap of every run by arm and end, with medians; settings far from the others are named.
 
-    At the two larger sigmas. Returns the figure and what it plots, a row per run.
+    At the middle sigma, with which the declared ES trains. Returns the figure and what it plots, a row per run.
     """
     from matplotlib import pyplot as plt
 
     table = view.gap_rows(of)
-    # at the smallest one nearly all gaps are 0
-    sigmas = [name for name in table if name not in ("arm", "setting", "seed", "end", "centre")][-2:]
-    fig, axes = plt.subplots(1, len(sigmas), figsize=(style.PAGE, 2.7))
+    sigma = table.columns[-2]
+    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.6))
+    spread = (table[sigma] - table[sigma].median()).abs().quantile(0.75)
     kinds = [(arm, end) for arm in study.ARMS for end in ("clean", "hacked")]
-    for ax, sigma in zip(np.atleast_1d(axes), sigmas, strict=True):
-        spread = (table[sigma] - table[sigma].median()).abs().quantile(0.75)
-        for x, (arm, end) in enumerate(kinds):
-            part = table[(table["arm"] == arm) & (table["end"] == end)]
-            if len(part):
-                places = x + style.jitter(len(part), 0.5)
-                _scatter(ax, places, part[sigma].to_numpy(), np.full(len(part), end == "hacked"), arm, 10)
-                ax.plot([x - 0.36, x + 0.36], [part[sigma].median()] * 2, color="black", lw=1.4, zorder=5)
-                _name_outliers(ax, x, part, sigma, spread)
-        names = [f"{view.arm_label(arm)}\n{end}" for arm, end in kinds]
-        ax.axhline(0, color="black", lw=0.5)
-        ax.set(title=f"noise of sigma {sigma}", xticks=range(len(kinds)), xticklabels=names, xlim=(-0.6, 3.6))
-    np.atleast_1d(axes)[0].set_ylabel("Jensen gap, characters")
-    handles = [_mark(arm, view.arm_label(arm)) for arm in study.ARMS]
-    _key(fig, [*handles, *_hacked(), _handle("median", color="black", lw=1.4)])
+    for x, (arm, end) in enumerate(kinds):
+        part = table[(table["arm"] == arm) & (table["end"] == end)]
+        if len(part):
+            places = x + style.jitter(len(part), 0.5)
+            _scatter(ax, places, part[sigma].to_numpy(), np.full(len(part), end == "hacked"), arm, 12)
+            ax.plot([x - 0.36, x + 0.36], [part[sigma].median()] * 2, color="black", lw=1.4, zorder=5)
+            _name_outliers(ax, x, part, sigma, spread)
+    names = [f"{view.arm_label(arm)},\n{end}" for arm, end in kinds]
+    ax.axhline(0, color="black", lw=0.5)
+    ax.set(ylabel=f"Jensen gap at sigma {sigma}, characters", xticks=range(len(kinds)), xticklabels=names)
+    ax.set_xlim(-0.6, len(kinds) - 0.4)
+    ax.grid(axis="x", visible=False)
+    _key(fig, [_handle("median", color="black", lw=1.4)])
     return fig, table
 
 
@@ -305,23 +306,20 @@ def _name_outliers(ax: Axes, x: int, part: DataFrame, sigma: str, spread: float)
 
 
 def published_runs(points: DataFrame) -> Figure:
-    """Draw right answers of the published runs against the distance from the target and against the recorded KL.
+    """Draw right answers of the published runs against the distance from the target.
 
     points: of `views.conciseness.published_points`.
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), sharey=True)
+    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.6))
     for (label, empty), part in points.groupby(["arm", "all_empty"]):
         look = style.ARMS[label.lower()]
-        how = {"marker": look.marker, "s": 26, "color": "none" if empty else look.color, "edgecolors": look.color}
-        for ax, column in zip(axes, ("shortfall", "kl_token"), strict=True):
-            ax.scatter(part[column], part["right"], **how)
-    axes[0].set(xscale="log", xlabel=_AXES["away"][0], ylabel="right answers, %")
-    axes[0].invert_xaxis()
-    axes[1].set(xscale="log", xlabel="KL from the base, nats per token, as recorded")
-    for ax in axes:
-        _plain_ticks(ax)
+        how = {"marker": look.marker, "s": 24, "color": "none" if empty else look.color, "edgecolors": look.color}
+        ax.scatter(part["shortfall"], part["right"], **how)
+    ax.set(xscale="log", xlabel=_AXES["away"][0], ylabel="right answers, %")
+    ax.invert_xaxis()
+    _plain_ticks(ax)
     handles = [_mark(label.lower(), f"{label} (n = {len(part)})") for label, part in points.groupby("arm")]
     _key(fig, [*handles, _handle("every answer empty", marker="o", color="#555555", mfc="none", ms=5)])
     return fig
