@@ -159,7 +159,7 @@ def test_published_counts_are_of_all_runs(of):
 def test_the_answers_figure_says_where_an_arm_does_not_get(run, of, drawn):
     fig, plotted = figures.answer(run, of)
     said = [text.get_text() for text in fig.axes[1].texts]
-    assert said == ["ES does not get there"] * 2  # at temperature 1, at rewards of -5 and -2
+    assert said == ["ES does not get there"]  # at temperature 1, at a reward of -5
     ends = plotted[plotted["panel"] == "end"]
     assert len(ends) == 2 * (len(of["es"]) + len(of["grpo"]))
 

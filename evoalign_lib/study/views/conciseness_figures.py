@@ -32,7 +32,7 @@ _AXES = {
     "right": ("right answers on split B, %", lambda c, d: 100 * np.array(c[f"right_{d}"])),
 }
 _BOUND = {"color": "black", "lw": 0.8, "ls": (0, (1, 2))}
-_COMPARED = [("at_proxy", -15), ("at_proxy", -5), ("at_proxy", -2), ("at_kl", 0.2), ("at_kl", 0.5)]
+_COMPARED = [("at_proxy", -15), ("at_proxy", -5), ("at_kl", 0.2), ("at_kl", 0.5)]
 
 
 # ---- the answer: ends, and differences at matched reward and KL
@@ -46,7 +46,7 @@ def answer(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), width_ratios=(1, 1.25))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.25))
     rows = _ends_by_decoding(axes[0], of, study.untrained(of)[run.bases[0]])
     rows += _differences(axes[1], of)
     handles = _arms(of)
