@@ -105,8 +105,12 @@ def html_table(cells: DataFrame, caption: str) -> str:
 
     It has no identifiers and no style sheet: the same cells give the same text, which checks compare.
     """
-    # Jupyter sets all cells flush right unless a style says otherwise; other viewers strip styles, and set them left
-    how = ['align="right"' if _numeric(cells[c]) else 'style="text-align: left"' for c in cells]
+    # Jupyter aligns cells right and to the middle by a sheet of its own, which only a style overrides; GitHub aligns
+    # them left and strips styles, so that right needs the attribute. Both on every cell are most of a notebook's bytes.
+    long = any(len(cell) > _LONG for row in cells.itertuples(index=False) for cell in row)
+    top = "; vertical-align: top" if long else ""
+    left, right = f'style="text-align: left{top}"', 'align="right"' + (f' style="{top[2:]}"' if long else "")
+    how = [right if _numeric(cells[c]) else left for c in cells]
     head = "".join(f"<th {attributes}>{_breakable(name)}</th>" for name, attributes in zip(cells, how, strict=True))
     rows = [
         "".join(f"<td {attributes}>{_breakable(cell)}</td>" for cell, attributes in zip(row, how, strict=True))
@@ -115,6 +119,9 @@ def html_table(cells: DataFrame, caption: str) -> str:
     lines = ["<table>", f'<caption style="text-align: left">{escape(caption)}</caption>']
     lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]
     return "\n".join([*lines, "</table>"])
+
+
+_LONG = 40  # characters: a longer cell may take several lines, and its neighbours begin with the first of them
 
 
 def _breakable(cell: str) -> str:

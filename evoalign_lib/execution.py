@@ -91,10 +91,11 @@ def stale(content: NotebookNode) -> list[str]:
 
 
 def _digests(content: NotebookNode) -> dict[str, Any]:
-    """Return the digest of each code cell, and of each module that draws: the notebook's own, and the style."""
+    """Return the digest of each code cell, and of each module that draws: the notebook's own, its views, the style."""
     sources = [cell.source for cell in content.cells if cell.cell_type == "code"]
-    own = re.findall(r"^from evoalign_lib\.study\.notebooks import (\w+) as study$", "\n".join(sources), re.MULTILINE)
-    modules = [f"study/notebooks/{name}.py" for name in own] + ["style.py"]
+    imported = re.compile(r"^from evoalign_lib\.study\.(notebooks|views) import (\w+) as \w+$", re.MULTILINE)
+    own = [f"study/{place}/{name}.py" for place, name in imported.findall("\n".join(sources))]
+    modules = [*own, "style.py"]
     library = Path(__file__).parent
     code = {name: ast.unparse(ast.parse((library / name).read_text(encoding="utf-8"))) for name in modules}
     return {
