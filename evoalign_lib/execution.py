@@ -137,7 +137,7 @@ def _dry(notebook: str, folder: Path, started: list[NotebookClient]) -> str | No
 def _run(
     notebook: str, content: NotebookNode, folder: Path, started: list[NotebookClient], timeout: int | None
 ) -> str | None:
-    """Execute the cells with artefacts redirected into a folder; return what failed. timeout: seconds a cell."""
+    """Execute the cells with artefacts redirected into a folder; return what failed. timeout: seconds per cell."""
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
