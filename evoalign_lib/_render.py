@@ -1,9 +1,11 @@
-"""The text forms of tables and numbers: LaTeX, CSV, GitHub Markdown and JSON; the same bytes for the same values."""
+"""The text forms of tables and numbers (LaTeX, CSV, Markdown, HTML, JSON): the same bytes for the same values."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,7 +48,13 @@ def _column_text(column: Series, fmt: str | None) -> Series:
         raise ValueError(
             f'column {column.name!r} holds floats: say how to print them, formats={{"{column.name}": ".1f"}}'
         )
-    return column.map(lambda cell: "" if pd.isna(cell) else format(cell, fmt or "")).astype(object)
+
+    def text(cell: Any) -> str:
+        if isinstance(cell, list):
+            return f"[{', '.join(map(str, cell))}]"
+        return "" if pd.isna(cell) else format(cell, fmt or "")
+
+    return column.map(text).astype(object)
 
 
 def csv_text(frame: DataFrame) -> str:
@@ -57,9 +65,14 @@ def csv_text(frame: DataFrame) -> str:
     return pd.DataFrame(columns).to_csv(index=False, float_format="%.4g", lineterminator="\n")
 
 
+def _numeric(column: Series) -> bool:
+    """Whether a column of texts holds only numbers, alone or with what follows them."""
+    return bool(column.str.match(r"^([-+\d].*)?$").all())
+
+
 def tex_table(cells: DataFrame, name: str, caption: str) -> str:
     """Return caption, label and a booktabs tabular; columns that hold only numbers are set flush right."""
-    alignment = "".join("r" if cells[c].str.match(r"^([-+\d].*)?$").all() else "l" for c in cells)
+    alignment = "".join("r" if _numeric(cells[c]) else "l" for c in cells)
     rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
     lines = [r"\centering", rf"\caption{{{tex_escape(caption)}}}", rf"\label{{tab:{name}}}"]
     lines += [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\"]
@@ -85,6 +98,44 @@ def markdown_table(cells: DataFrame, caption: str) -> str:
     rows = [list(cells), ["---"] * len(cells.columns), *cells.itertuples(index=False)]
     lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
     return "\n".join([*lines, "", f"*{caption}*"]) + "\n"
+
+
+def html_table(cells: DataFrame, caption: str) -> str:
+    """Return a table for a notebook, its caption above; columns that hold only numbers are set flush right.
+
+    It has no identifiers and no style sheet: the same cells give the same text, which checks compare.
+    """
+    # Jupyter sets all cells flush right unless a style says otherwise; other viewers strip styles, and set them left
+    how = ['align="right"' if _numeric(cells[c]) else 'style="text-align: left"' for c in cells]
+    head = "".join(f"<th {attributes}>{_breakable(name)}</th>" for name, attributes in zip(cells, how, strict=True))
+    rows = [
+        "".join(f"<td {attributes}>{_breakable(cell)}</td>" for cell, attributes in zip(row, how, strict=True))
+        for row in cells.itertuples(index=False)
+    ]
+    lines = ["<table>", f'<caption style="text-align: left">{escape(caption)}</caption>']
+    lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]
+    return "\n".join([*lines, "</table>"])
+
+
+def _breakable(cell: str) -> str:
+    """Return a cell as HTML: an interval stays on one line, longer text may break."""
+    return re.sub(r"\[[^\]]*\]", lambda found: found.group().replace(" ", "&nbsp;"), escape(cell))
+
+
+def plain_table(cells: DataFrame, caption: str) -> str:
+    """Return a table as plain text, its caption above."""
+    return f"{caption}\n\n{cells.to_string(index=False)}"
+
+
+def html_answers(answers: Mapping[str, str]) -> str:
+    """Return questions with their answers for a notebook."""
+    items = (f"<dt><b>{escape(question)}</b></dt><dd>{escape(answer)}</dd>" for question, answer in answers.items())
+    return "\n".join(["<dl>", *items, "</dl>"])
+
+
+def plain_answers(answers: Mapping[str, str]) -> str:
+    """Return questions with their answers as plain text."""
+    return "\n".join(f"{question}\n    {answer}" for question, answer in answers.items())
 
 
 def pretty_json(value: Any) -> str:

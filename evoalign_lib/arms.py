@@ -39,6 +39,8 @@ class Arm:
     """Whether the arm learns nothing by construction, so that no rule may favour it."""
     reward: Literal["task", "random"] = "task"
     """Reward that it is trained on: the task's, or 0 and 1 with equal chance."""
+    trl: Literal["GRPO", "RLOO"] = "GRPO"
+    """Of family "gradient": which of TRL's trainers runs it, with that trainer's configuration."""
 
 
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
@@ -85,7 +87,11 @@ ARMS: dict[str, Arm] = {
     ),
     "dapo": _gradient("#009E73", "D", "DAPO", {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
     "rloo": _gradient(
-        "#009E73", "P", "RLOO", {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None}
+        "#009E73",
+        "P",
+        "RLOO",
+        {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None},
+        trl="RLOO",
     ),
     "grpo_random": _gradient("#999999", ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
     # fine-tuning on right answers among samples of the base

@@ -2,27 +2,25 @@
 
 A `Store` writes every artefact from records, and names it in manifest.json with the records behind it, the versions of
 the packages and the commits at which the runs were started. Text artefacts (csv, tex, md, json) drawn from the same
-records have the same bytes; `verify` draws them again and compares. Pictures are not compared.
+records have the same bytes; `verify` draws them again and compares. Pictures are not compared. A notebook displays what
+its store saves, and by `show` and `answers` what is not saved.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import re
 import shutil
-import signal
 import tempfile
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib import _render, claims, paths
+from evoalign_lib import _render, claims, execution, paths, style
 from evoalign_lib.checks import choose
 from evoalign_lib.claims import Verdict
 from evoalign_lib.files import canonical_json, locked, replace_text
@@ -30,14 +28,53 @@ from evoalign_lib.records import SCALES, seal_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from nbclient import NotebookClient
     from pandas import DataFrame
 
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
 """Packages whose versions the manifest names, as stored in the records."""
 
 _TEXT = (".csv", ".tex", ".md", ".json")
+_PRINT_DPI = 200
+_SHOWN_WIDTH = 120  # pixels of a page per inch of a figure: its letters are as large as the text around it
 _SMOKE = "smoke run: numbers mean nothing"
+
+
+class Shown:
+    """What a notebook displays: as the value of a cell, or by `display`. Its texts have the same bytes each time."""
+
+    def __init__(self, *outputs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """outputs: MIME type -> content, with "text/plain" among them, and MIME type -> metadata."""
+        self.outputs = outputs
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        for contents, metadata in self.outputs:
+            display(contents, raw=True, metadata=metadata)
+
+    def __repr__(self) -> str:
+        """Return what a terminal shows."""
+        return "\n".join(contents["text/plain"] for contents, _ in self.outputs)
+
+
+def show(frame: DataFrame, caption: str, formats: dict[str, str] | None = None) -> Shown:
+    """Return a table that a notebook shows and does not save: settings, verdicts, checks.
+
+    Arguments and errors: as for `Store.save_table`.
+    """
+    return _shown_table(_render.cell_text(frame, formats or {}), caption)
+
+
+def answers(sentences: Mapping[str, str]) -> Shown:
+    """Return questions with their answers for a notebook. sentences: question -> answer with number, interval and n."""
+    if not sentences:
+        raise ValueError("no answers: give question -> sentence, such as the study's answers(run, records)")
+    return Shown(({"text/html": _render.html_answers(sentences), "text/plain": _render.plain_answers(sentences)}, {}))
+
+
+def _shown_table(cells: DataFrame, caption: str, name: str = "") -> Shown:
+    contents = {"text/html": _render.html_table(cells, caption), "text/plain": _render.plain_table(cells, caption)}
+    return Shown((contents, {"evoalign": {"artefact": name}} if name else {}))
 
 
 class Store:
@@ -74,12 +111,15 @@ class Store:
             self.figures, self.generated = folder / "figures", folder / "generated"
         self._record_hash, self._provenance = _provenance(records)
 
-    def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> None:
+    def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> Shown:
         """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
 
         data: one row per plotted point; floats are written with 4 significant digits. caption: plain text. of: see
         `save_table`.
+        Returns the picture with its caption below, as the last line of a cell displays it. The figure is closed.
         """
+        from matplotlib import pyplot as plt
+
         name = self._name(name)
         if self.scale == "smoke":
             fig.text(0.5, 0.5, _SMOKE, ha="center", va="center", rotation=20, color="red", alpha=0.6, fontsize=11)
@@ -88,11 +128,17 @@ class Store:
         self.figures.mkdir(parents=True, exist_ok=True)
         # without dates the same records give the same bytes
         fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
-        fig.savefig(self.figures / f"{name}.png", dpi=200, metadata={"Software": None})
+        (self.figures / f"{name}.png").write_bytes(style.png(fig, _PRINT_DPI))
         replace_text(self.figures / f"{name}.csv", _render.csv_text(data))
         head = rf"\centering\includegraphics{{{name}.pdf}}"
-        tex = [head, rf"\caption{{{_render.tex_escape(self._caption(caption, of=of))}}}", rf"\label{{fig:{name}}}"]
+        text = self._caption(caption, of=of)
+        tex = [head, rf"\caption{{{_render.tex_escape(text)}}}", rf"\label{{fig:{name}}}"]
         replace_text(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
+        picture = {"image/png": b64encode(style.embedded(fig)).decode(), "text/plain": f"<figure {name}>"}
+        size = {"image/png": {"width": round(_SHOWN_WIDTH * fig.get_figwidth())}, "evoalign": {"artefact": name}}
+        plt.close(fig)  # or the notebook would show it again at the end of the cell
+        below = {"text/html": f"<p><i>{escape(text)}</i></p>", "text/plain": text}
+        return Shown((picture, size), (below, {}))
 
     def save_table(
         self,
@@ -103,7 +149,7 @@ class Store:
         readme: bool = False,
         published: bool = False,
         of: str = "",
-    ) -> None:
+    ) -> Shown:
         """Write generated/NAME.tex (caption, label and booktabs tabular, to stand in a table environment) and .csv.
 
         frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
@@ -111,6 +157,7 @@ class Store:
         readme: write NAME.md too, and in the repository the README's block of this name, if there is one.
         published: the table quotes the literature; the caption says so, and no records are named.
         of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
+        Returns the table with its caption above, as the last line of a cell displays it.
         Raises ValueError for a float column without format.
         """
         name = self._name(name)
@@ -125,6 +172,7 @@ class Store:
             replace_text(self.generated / f"{name}.md", markdown)
             if self._in_repository:
                 render_readme_block(name, markdown)
+        return _shown_table(cells, text, name)
 
     def save_number(self, name: str, value: float | str, fmt: str) -> None:
         r"""Define one TeX macro \NAME: see `save_numbers`."""
@@ -195,7 +243,7 @@ def render_readme_block(name: str, markdown: str) -> bool:
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
 
-    Returns the README's table, which has a line for each claim with a rule, and the number of the others.
+    Returns the README's table.
     """
     from pandas import DataFrame
 
@@ -207,6 +255,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
             "verdict": v.verdict,
             "result": v.text,
             "placebo": v.placebo,
+            "decodings": v.decodings,
             "n": v.n,
             "rule": v.rule_hash,
         }
@@ -214,28 +263,39 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     ]
     replace_text(generated / "claims.csv", _render.csv_text(DataFrame(rows)))
     caption = (
-        "Claims declared before they were tested, with the verdicts that code computed from the committed records of "
-        "scale tiny (tiny models, trained from scratch). Placebo: whether the rule holds as well for arms that learned "
-        "nothing."
+        "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
+        "trained from scratch). A letter marks a rule that was declared after the data of the first were seen. "
+        "Placebo: whether the rule holds as well for arms that learned nothing. Decoding: whether the arms keep their "
+        "order under decodings that the claim does not declare."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result", "placebo"]]
-    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
-    short = [
-        {"claim": v.id, "in short": v.title, "verdict": v.verdict, "result": v.key, "placebo": v.placebo}
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    cells["checks"] = [
+        ". ".join(f"{what}: {found}" for what, found in (("Placebo", v.placebo), ("Decoding", v.decodings)) if found)
         for v in verdicts
-        if v.rule != "open"
     ]
-    of_field = [v.verdict for v in verdicts if v.id[0] == "C" and v.id[1:].isdigit()]  # C2b is another rule for C2
-    rest = (
-        f" Of the {len(of_field)} claims of the field, C1 to C{len(of_field)}, {of_field.count('open')} are open (no "
-        f"rule or no runs yet) and {of_field.count('not testable at this scale')} not testable at this scale; the "
-        "paper's table has all."
-    )
-    markdown = _render.markdown_table(DataFrame(short), caption + rest)
+    replace_text(generated / "claims.tex", _render.tex_long_table(cells, "claims", caption, columns))
+    markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown
+
+
+def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
+    """Return the README's table: of each claim of the field that has a rule, the last rule and its verdict."""
+    from pandas import DataFrame
+
+    of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine
+    first = [v for v in of_field if v.id[1:].isdigit()]
+    last = {v.id.rstrip("abcdefgh"): v for v in of_field if v.rule != "open"}  # C2b is another rule for C2
+    rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in last.values()]
+    waiting = sum(v.verdict in ("open", "not testable at this scale") for v in first)
+    caption = (
+        f"{len(last)} of {len(first)} claims of the field have a rule, and a verdict that code computed from the "
+        f"committed records of tiny models; {waiting} wait for their notebook or for larger models. A letter marks a "
+        "rule that was declared after the data of the first were seen."
+    )
+    return _render.markdown_table(DataFrame(rows), caption)
 
 
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
@@ -269,7 +329,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     chosen = notebooks or [name for name in committed if name not in ahead]
     with tempfile.TemporaryDirectory() as folder:
         folders = {notebook: drawn or Path(folder) / notebook for notebook in chosen}
-        failures = _execute_all(folders) if drawn is None else [None] * len(folders)
+        failures = execution.execute_all(folders) if drawn is None else [None] * len(folders)
         for (notebook, place), failure in zip(folders.items(), failures, strict=True):
             if failure:
                 yield failure
@@ -290,6 +350,18 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         yield from _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
     if notebooks is None:
         yield from _strays()
+
+
+def redraw(notebook: str) -> str | None:
+    """Execute a notebook in place (`execution.execute`), and put what it drew in the place of its committed artefacts.
+
+    Returns what failed, and changes nothing then, or None. Raises FileNotFoundError for a notebook that is not there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        failure = execution.execute(notebook, Path(folder))
+        if failure is None:
+            _adopt(notebook, Path(folder))
+        return failure
 
 
 def unsealed() -> list[str]:
@@ -319,61 +391,6 @@ def undrawn() -> list[str]:
     drawn = {entry["notebook"] for entry in artefacts.values()}
     names = {path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")}
     return sorted(name for name in names - drawn if not (paths.NOTEBOOKS / f"{name}.ipynb").exists())
-
-
-def _execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
-    """Execute notebooks side by side, each with its folder for artefacts; yield the results of `_execute` in order."""
-    from evoalign_lib.engines.processes import default_workers
-
-    started: list[NotebookClient] = []
-    with ThreadPoolExecutor(default_workers()) as pool:
-        try:
-            yield from pool.map(partial(_execute, started=started), folders, folders.values())
-        except BaseException:  # Ctrl-C, which kernels do not get: end them, or the pool would wait for their notebooks
-            pool.shutdown(wait=False, cancel_futures=True)
-            for client in started:
-                if client.km is not None and client.km.has_kernel:
-                    with suppress(ProcessLookupError):
-                        os.kill(client.km.provisioner.pid, signal.SIGTERM)
-            raise
-
-
-def _execute(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
-    """Execute a notebook as committed with its artefacts redirected; return what failed, such as a missing record.
-
-    started: the client, which has the kernel, is added to it.
-    """
-    import nbformat
-    from ipykernel.kernelspec import get_kernel_dict
-    from jupyter_client import AsyncKernelManager
-    from jupyter_client.kernelspec import KernelSpec
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-
-    class ThisInterpreter(AsyncKernelManager):
-        # an installed kernel called python3 may belong to another environment
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            return KernelSpec(**get_kernel_dict())
-
-    path = paths.NOTEBOOKS / f"{notebook}.ipynb"
-    if not path.exists():
-        return f"notebooks/{notebook}.ipynb is missing, though it has committed records"
-    content = nbformat.read(path, as_version=4)
-    # after the parameters, as papermill would: what has no record is named and not trained for hours
-    after = next((i + 1 for i, cell in enumerate(content.cells) if "parameters" in cell.metadata.get("tags", ())), 0)
-    content.cells.insert(after, nbformat.v4.new_code_cell("dry_run = True"))
-    resources = {"metadata": {"path": str(paths.NOTEBOOKS)}}
-    client = NotebookClient(content, kernel_manager_class=ThisInterpreter, timeout=600, resources=resources)
-    started.append(client)
-    try:
-        # closes the event loop of this thread
-        asyncio.run(client.async_execute(env={**os.environ, "EVOALIGN_ARTIFACTS": str(folder)}))
-    except CellExecutionError as error:
-        return f"notebooks/{notebook}.ipynb failed: {error.ename}: {error.evalue}"
-    except (CellTimeoutError, DeadKernelError) as error:
-        return f"notebooks/{notebook}.ipynb did not finish: {error}"
-    return None
 
 
 def _compare(notebook: str, folder: Path) -> list[str]:

@@ -38,6 +38,27 @@ def verify(
 
 
 @app.command()
+def execute(
+    notebook: Annotated[list[str], typer.Argument(help="Name without suffix, such as 01_es_countdown; or several.")],
+) -> None:
+    """Execute notebooks in place as they are committed: outputs without times, and with what they come from."""
+    from evoalign_lib import artifacts
+    from evoalign_lib.study import provenance
+
+    for name in notebook:
+        try:
+            failure = artifacts.redraw(name)
+        except FileNotFoundError as error:
+            raise typer.BadParameter(str(error)) from error
+        if failure:
+            typer.echo(failure, err=True)
+            raise typer.Exit(1)
+        typer.echo(f"{name}: executed at commit {provenance.commit()}")
+    if provenance.commit().endswith("+"):
+        typer.echo("The code has changes that are not committed. Commit them, and execute once more.")
+
+
+@app.command()
 def seal() -> None:
     """Seal the committed records that a killed writer or a merge left without seal."""
     from evoalign_lib import artifacts, paths, records

@@ -72,6 +72,7 @@ from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import arms
 from evoalign_lib._model_checks import check_plain
+from evoalign_lib.checks import choose
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
 
@@ -81,7 +82,7 @@ ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "g
 SCALES = ("group", "batch", "none")
 """By what an arm may scale its advantages."""
 
-# of GRPOConfig and RLOOConfig alike
+# settings of the configurations of all trainers in `_OWN`
 _COMMON = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -104,17 +105,21 @@ _COMMON = {
     "use_vllm": False,
     "restore_callback_states_from_checkpoint": False,  # would replace the `Budget`, which restores itself
 }
-_GRPO_ONLY = {
-    "delta": None,
-    "importance_sampling_level": "token",
-    "use_bias_correction_kl": False,
-    "vllm_importance_sampling_correction": False,
-    "off_policy_mask_threshold": None,
-    "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "multi_objective_aggregation": "sum_then_normalize",
-    "cast_lm_head_to_fp32": False,
+# settings of the configuration of one trainer alone (`arms.Arm.trl`)
+_OWN = {
+    "GRPO": {
+        "delta": None,
+        "importance_sampling_level": "token",
+        "use_bias_correction_kl": False,
+        "vllm_importance_sampling_correction": False,
+        "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
+        "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "cast_lm_head_to_fp32": False,
+    },
+    "RLOO": {},
 }
 _VLLM = {
     "use_vllm": True,
@@ -181,7 +186,7 @@ def config(
         max_completion_length: new tokens per completion, at most.
         learning_rate: of AdamW, constant.
         beta: weight of the KL penalty; 0: none, and no reference model.
-        scale_rewards: "group", "batch" or "none" instead of the arm's own; not for "rloo".
+        scale_rewards: "group", "batch" or "none" instead of the arm's own; not for an arm that has none ("rloo").
         micro_batch: completions in memory at once, a divisor of a process's share of a step; None, or more: all of it.
             It changes gradients by rounding only.
         vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, with eos_ids
@@ -191,7 +196,7 @@ def config(
             TRL's logging.
 
     Returns:
-        A GRPOConfig, or an RLOOConfig for "rloo".
+        A GRPOConfig or an RLOOConfig, as the arm's trainer takes it.
 
     Raises:
         ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
@@ -212,14 +217,11 @@ def config(
         raise ValueError(f"beta={beta!r} must not be negative; 0 leaves the KL penalty out.")
     maths = dict(ARMS[arm])
     if scale_rewards is not None:
-        if arm == "rloo" or scale_rewards not in SCALES:
-            raise ValueError(
-                f"scale_rewards={scale_rewards!r} for arm {arm!r}: use one of {', '.join(SCALES)}, and leave it out "
-                "for 'rloo', which does not scale."
-            )
+        check_scale(arm, scale_rewards)
         maths["scale_rewards"] = scale_rewards
     share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
-    stated = _COMMON | _OPTIMISER | maths | ({} if arm == "rloo" else _GRPO_ONLY)
+    trainer_name = arms.get(arm).trl
+    stated = _COMMON | _OPTIMISER | maths | _OWN[trainer_name]
     if vllm is not None:
         stated |= _VLLM | {
             "vllm_max_model_length": vllm["max_model_length"],
@@ -241,15 +243,22 @@ def config(
     }
     _refuse(others, stated)
 
-    from trl import GRPOConfig, RLOOConfig
+    import trl
 
-    args = (RLOOConfig if arm == "rloo" else GRPOConfig)(**stated, **others)
+    args = getattr(trl, f"{trainer_name}Config")(**stated, **others)
     if args.world_size != world_size():
         raise ValueError(
             f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
             "its own on its part of every step. On a machine without GPUs set use_cpu=True."
         )
     return args
+
+
+def check_scale(arm: str, scale_rewards: str) -> None:
+    """Raise ValueError unless an arm may scale its advantages so (`SCALES`)."""
+    if "scale_rewards" not in ARMS[arm]:
+        raise ValueError(f"scale_rewards={scale_rewards!r}: arm {arm!r} scales nothing, leave it out.")
+    choose("scale_rewards", scale_rewards, SCALES)
 
 
 def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int, int]:

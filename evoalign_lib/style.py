@@ -1,4 +1,4 @@
-"""One plot style for every figure: sizes, fonts, and fixed looks for arms and decodings."""
+"""One plot style for every figure: sizes, fonts, and fixed looks. One colour has one meaning in the whole project."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from evoalign_lib.arms import ARMS as _TRAINED
 from evoalign_lib.arms import UNTRAINED, Arm
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
 COLUMN = 3.25
 """Width of a figure that fills one column of the paper, inches."""
@@ -48,8 +49,64 @@ DECODINGS: dict[str, Decoding] = {name: STROKES[name] for name in ("greedy", "t1
 """The decodings that every committed record holds: notebooks draw and tabulate each of them."""
 
 
+@dataclass(frozen=True)
+class Look:
+    """The look of what is no arm; neither its colour nor that of any other look is an arm's."""
+
+    color: str
+    """Hexadecimal RGB. The looks of one table are steps of one hue, which a grey print keeps apart."""
+    marker: str
+    """Matplotlib marker."""
+    linestyle: str
+    """Matplotlib line style."""
+    label: str
+    """Name in legends and tables."""
+
+    def line(self) -> dict[str, Any]:
+        """Return the keyword arguments with which `Axes.plot` draws it."""
+        return {"color": self.color, "marker": self.marker, "linestyle": self.linestyle, "label": self.label}
+
+
+ARITHMETICS: dict[tuple[str, str], Look] = {
+    ("master", "gaussian"): Look("#241556", "o", "-", "float32 master"),
+    ("kahan", "gaussian"): Look("#5A4A9C", "P", "-.", "compensated pair"),
+    ("inplace", "gaussian"): Look("#8F83C6", "X", "--", "in place"),
+    ("inplace", "tied"): Look("#C4BDE4", "D", ":", "in place, tied noise"),
+}
+"""Precision and noise of an audited run -> its look."""
+
+KL_ESTIMATORS: dict[str, Look] = {
+    "k1": Look("#33270D", "o", "-", "k1"),
+    "k2": Look("#77602A", "s", "--", "k2"),
+    "k3": Look("#BDA76C", "^", "-.", "k3"),
+}
+"""Estimators of the KL divergence."""
+
+PARTS: dict[str, Look] = {
+    "full": Look("#2B3306", "D", "-", "whole step"),
+    "aligned": Look("#66751C", "o", "--", "along g"),
+    "orthogonal": Look("#A8B85A", "s", ":", "across g"),
+}
+"""A step of ES and its parts along and across the gradient g."""
+
+FITNESS: dict[str, Look] = {
+    "expected": Look("#4A0D2C", "o", "-", "expected fitness"),
+    "greedy": Look("#A35C6C", "s", "--", "greedy fitness"),
+}
+"""What a single step of ES is taken on."""
+
+LOOKS = (ARITHMETICS, KL_ESTIMATORS, PARTS, FITNESS)
+"""Every table of looks. What is new gets a table here, in a hue of its own."""
+
+SCREEN_DPI = 160
+"""Resolution of the pictures in notebooks, pixels per inch."""
+
+FURTHEST = 12
+"""The most by which the embedding in a notebook may move a colour, in steps of 255 per channel: not to be seen."""
+
+
 def use() -> None:
-    """Apply the style to all figures drawn from now on; a notebook embeds them with a palette of 64 colours."""
+    """Apply the style to all figures drawn from now on; a notebook embeds them as `embedded` makes them."""
     import seaborn
 
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
@@ -58,20 +115,37 @@ def use() -> None:
         import matplotlib_inline.backend_inline  # noqa: F401
         from matplotlib.figure import Figure
 
-        shell.display_formatter.formatters["image/png"].for_type(Figure, _png_with_palette)
+        shell.display_formatter.formatters["image/png"].for_type(Figure, embedded)
 
 
-def _png_with_palette(fig: Figure) -> bytes | None:
-    """Return the PNG that a notebook would embed, in a third of its bytes; None for an empty figure."""
-    from IPython.core.pylabtools import print_figure
+def png(fig: Figure, dpi: int) -> bytes:
+    """Return a figure as PNG, of its whole size and in full colour; the same figure gives the same bytes."""
     from PIL import Image
 
-    drawn = print_figure(fig)
-    if drawn is None:
-        return None
+    drawn, packed = BytesIO(), BytesIO()
+    fig.savefig(drawn, format="png", dpi=dpi, metadata={"Software": None})
+    Image.open(drawn).convert("RGB").save(packed, "png", optimize=True, dpi=(dpi, dpi))
+    return packed.getvalue()
+
+
+def embedded(fig: Figure) -> bytes:
+    """Return the PNG of a figure that a notebook embeds, `SCREEN_DPI` pixels per inch.
+
+    The picture is stored with a palette of 256 of its own colours, in a third of the bytes, where that moves no colour
+    of any pixel by more than `FURTHEST`; otherwise in full colour.
+    """
+    import numpy as np
+    from PIL import Image
+
+    full = png(fig, SCREEN_DPI)
+    picture = Image.open(BytesIO(full))
+    # this method covers the colours that occur; the usual one covers pixels, and gives up the colour of a thin line
+    palette = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    moved = np.asarray(picture, int) - np.asarray(palette.convert("RGB"), int)
+    if abs(moved).max() > FURTHEST:
+        return full
     packed = BytesIO()
-    picture = Image.open(BytesIO(drawn)).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    picture.save(packed, "png", optimize=True)
+    palette.save(packed, "png", optimize=True, dpi=(SCREEN_DPI, SCREEN_DPI))
     return packed.getvalue()
 
 
@@ -107,20 +181,34 @@ def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) ->
     ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
 
 
-def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str) -> None:
+def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str, width: float = 0.0) -> None:
     """Draw every run of an arm as a dot at x, failed ones as black crosses, and the mean of all as the arm's marker.
 
     x, values: in the units of the axes; values: (runs,). failed: (runs,), bool. arm: a key of `ARMS`.
+    width: over which the dots are spread about x, so that none hides another; always in the same way.
     """
     import numpy as np
 
     heights, crossed, look = np.asarray(values, float), np.asarray(failed, bool), ARMS[arm]
+    places = x + jitter(len(heights), width)
     for chosen, how in (
         (~crossed, {"s": 8, "color": look.color, "alpha": 0.45, "linewidths": 0}),
         (crossed, {"s": 14, "color": "black", "marker": "x", "linewidths": 0.8, "zorder": 4}),
     ):
-        ax.scatter(np.full(chosen.sum(), x), heights[chosen], **how)
+        ax.scatter(places[chosen], heights[chosen], **how)
     ax.plot(x, heights.mean(), color=look.color, marker=look.marker, ms=5, mec="white", mew=0.5, zorder=3)
+
+
+def jitter(n: int, width: float) -> NDArray[np.floating]:
+    """Return n offsets within width / 2 of 0, neighbours far apart; the same ones each time.
+
+    >>> jitter(4, 1.0).round(2).tolist()
+    [0.0, -0.38, 0.24, -0.15]
+    """
+    import numpy as np
+
+    golden = (5**0.5 - 1) / 2  # its multiples fill an interval evenly, however many there are
+    return width * ((np.arange(n) * golden + 0.5) % 1 - 0.5)
 
 
 def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:

@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no network, the folder of public data."""
+"""What every test shares: one thread, AVX2, no network, the folder of public data."""
 
 import os
 
@@ -10,6 +10,13 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "agg"
 
 from pathlib import Path
+
+# As `sweep` sets them for its runs, with which tests compare their own.
+os.environ.update(
+    {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    if Path("/proc/cpuinfo").is_file() and " avx2 " in Path("/proc/cpuinfo").read_text()
+    else {}
+)
 
 import hypothesis
 import pytest

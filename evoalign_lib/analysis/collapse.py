@@ -16,7 +16,7 @@ from evoalign_lib.analysis import hacking
 from evoalign_lib.records import unpack_bits
 
 SAMPLES = 2
-"""Samples of each question at temperature 1, at each point of a curve."""
+"""Samples of each question at a temperature, at each point of a curve."""
 JENSEN_SIGMAS = (0.003, 0.01, 0.03)
 """Sigmas of the noise under which the fall of a tiny model's reward is measured, its Jensen gap."""
 
@@ -43,8 +43,8 @@ def right_at(
 
     The point was measured and may lie well beyond the level; nothing is interpolated.
 
-    decoding: "greedy" or "t1". at_proxy: least proxy reward on split A under that decoding; or at_kl: least KL from the
-    base, in nats a completion. Give one of the two.
+    decoding: "greedy", or a temperature such as "t1". at_proxy: least proxy reward on split A under that decoding; or
+    at_kl: least KL from the base, in nats per completion. Give one of the two.
     Returns (problems,), shares of right answers, or None where the run never reaches the level: it is censored.
     Raises ValueError for both levels or none, and for a record without the curves of the task.
     """
@@ -55,7 +55,7 @@ def right_at(
     reached = np.flatnonzero(np.array(values, np.float64) >= level)
     if not len(reached):
         return None
-    draws, n = SAMPLES if decoding == "t1" else 1, record["test"]["n"]
+    draws, n = 1 if decoding == "greedy" else SAMPLES, record["test"]["n"]
     return unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
 
 

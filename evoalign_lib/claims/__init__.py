@@ -4,7 +4,15 @@ from evoalign_lib.claims.declarations import check_claim, load_claims, rule_hash
 from evoalign_lib.claims.judgement import decide
 from evoalign_lib.claims.lock import lock, lock_problems, read_lock
 from evoalign_lib.claims.selection import NULLS, committed_records
-from evoalign_lib.claims.verdicts import VERDICTS, Verdict, evaluate, evaluate_all, evaluate_together
+from evoalign_lib.claims.tables import table_of_comparisons, table_of_statements, table_of_verdicts
+from evoalign_lib.claims.verdicts import (
+    VERDICTS,
+    Verdict,
+    evaluate,
+    evaluate_all,
+    evaluate_named,
+    evaluate_together,
+)
 
 __all__ = [
     "NULLS",
@@ -15,10 +23,14 @@ __all__ = [
     "decide",
     "evaluate",
     "evaluate_all",
+    "evaluate_named",
     "evaluate_together",
     "load_claims",
     "lock",
     "lock_problems",
     "read_lock",
     "rule_hash",
+    "table_of_comparisons",
+    "table_of_statements",
+    "table_of_verdicts",
 ]

@@ -9,6 +9,8 @@ from typing import Any
 
 from evoalign_lib.analysis.stats import Interval
 
+MISSING = "missing"
+"""The value of a finding under a decoding that too few runs were measured under."""
 _Z = NormalDist().inv_cdf(0.975)
 
 

@@ -8,7 +8,11 @@ from evoalign_lib.claims.findings import Finding, reversals
 
 
 def decide(
-    findings: Sequence[Finding], margin: float, min_seeds: int, correction: tuple[float, int] | None = None
+    findings: Sequence[Finding],
+    margin: float,
+    min_seeds: int,
+    correction: tuple[float, int] | None = None,
+    elsewhere: Sequence[Finding] = (),
 ) -> tuple[str, str]:
     """Return the verdict and, where it needs one, the reason.
 
@@ -22,6 +26,7 @@ def decide(
     of all arms it is open. Where one comparison has opposite signs under two decodings, both intervals excluding 0, it
     depends on decoding.
 
+    elsewhere: the same comparisons under decodings that the claim does not declare; they decide nothing but that.
     correction: a primary claim's p-value after Holm's correction and the number of claims in the family; what would be
     supported is underpowered unless that p-value is below 0.05.
     """
@@ -32,7 +37,8 @@ def decide(
     few = [finding for finding in findings if finding.n < min_seeds]
     if few:
         return "underpowered", f"needs {min_seeds} a cell, has " + "; ".join(finding.have for finding in few)
-    if reversed_ := list(dict.fromkeys(first.compared for first, _ in reversals(findings))):
+    pairs = [pair for pair in reversals([*findings, *elsewhere]) if any(finding in findings for finding in pair)]
+    if reversed_ := list(dict.fromkeys(first.compared for first, _ in pairs)):
         return "depends on decoding", f"the order of the arms changes with the decoding: {'; '.join(reversed_)}"
     outcomes = {finding.label: outcome(finding, margin) for finding in findings}
     for name in ("contradicted", "underpowered", "within margin"):

@@ -38,8 +38,6 @@ class Measure:
     """Right answers of each arm, (seeds, problems); None: it has no results on each problem."""
     more_is_better: bool = True
     """Whether an arm with more of it is favoured."""
-    decodings: tuple[str, ...] = ("greedy", "t1")
-    """Under which it may be declared."""
     at: tuple[str, ...] = ()
     """Where it is taken, for those that need to say it: one of these."""
     unit: str = " %"
@@ -136,8 +134,8 @@ def _fell(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _A
     decoding, found = measure["fell"], []
     for arm in arms:
         bases = [evidence.base_of(record) for record in arm]
-        if None in bases:
-            raise Undecided("the untrained base of a run has no record")
+        if None in bases or not all(decoding in base["test"] for base in bases):
+            raise Undecided("the untrained base of a run has no record under this decoding")
         pairs = zip(arm, bases, strict=True)
         found.append(np.array([hacking.fell(r["test"][decoding], b["test"][decoding]) for r, b in pairs], np.float64))
     return found
@@ -164,13 +162,9 @@ def _on_curve(*names: str) -> Callable[[Record, str], bool]:
 
 
 MEASURES: dict[str, Measure] = {
-    "test": Measure(
-        "test", lambda r, decoding: _key(decoding) in r.get("test", {}), problems=_test, decodings=DECODINGS
-    ),
+    "test": Measure("test", lambda r, decoding: _key(decoding) in r.get("test", {}), problems=_test),
     "validation": Measure("validation", _on_curve("validation"), _validation, at=("at_equal", "at_mean")),
-    "validated": Measure(
-        "validation problems", _has_validated, problems=_validated, decodings=DECODINGS, at=("at_equal",)
-    ),
+    "validated": Measure("validation problems", _has_validated, problems=_validated, at=("at_equal",)),
     "drawdown": Measure(
         "largest drawdown of validation", _on_curve("validation"), _drawdown, more_is_better=False, unit=""
     ),
@@ -237,8 +231,8 @@ def check_measure(name: str, measure: Mapping[str, Any]) -> None:
     places = tuple(dict.fromkeys(place for kind in MEASURES.values() for place in kind.at))
     check_keys(f"{name}, measure", measure, (), (*MEASURES, *places))
     kinds = sorted(measure.keys() & MEASURES.keys())
-    if len(kinds) != 1 or measure[kinds[0]] not in MEASURES[kinds[0]].decodings:
-        known = ", ".join(f"{kind} ({' or '.join(MEASURES[kind].decodings)})" for kind in MEASURES)
+    if len(kinds) != 1 or measure[kinds[0]] not in DECODINGS:
+        known = f"{', '.join(MEASURES)}, under one of the decodings {', '.join(DECODINGS)}"
         raise ValueError(f"{name}: measure {dict(measure)}: declare one of {known}")
     (kind,) = kinds
     wanted, at = MEASURES[kind].at, [key for key in measure if key != kind]

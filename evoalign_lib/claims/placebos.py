@@ -16,7 +16,7 @@ from evoalign_lib import arms
 from evoalign_lib.claims.findings import Finding
 from evoalign_lib.claims.judgement import decide
 from evoalign_lib.claims.rules import RULES
-from evoalign_lib.claims.selection import BASE, NULLS, Claim, Evidence
+from evoalign_lib.claims.selection import BASE, NULLS, Claim, Evidence, arm_words
 
 FEWEST = 4
 """Runs that a null needs in a cell to be judged."""
@@ -91,4 +91,4 @@ def _nulls_of(claim: Claim) -> list[str]:
 
 
 def _words(null: str) -> str:
-    return "the untrained base" if null == BASE else null.replace("_", " ")
+    return "the untrained base" if null == BASE else arm_words(null)

@@ -26,7 +26,7 @@ BASE = "base"
 NULLS = (*(name for name, arm in arms.ARMS.items() if arm.null), BASE)
 """Arms that learn nothing."""
 
-_OF_DECODING = ("kind", "digest", "temperatures", "samples", "at_step")
+_OF_DECODING = ("kind", "digest", "temperatures", "samples", "at_step", "curve_temperature")
 """What the spec of a record of kind "decoding" has besides that of the run whose model it measures."""
 _SAMPLES = 16
 
@@ -61,9 +61,9 @@ class Evidence:
         used = [r for r in records if r["status"] == "finished" and r["spec"]["scale"] == scale]
         return cls(join_decodings(used), resamples)
 
-    def name(self, arm: str, favoured: bool) -> str:
-        """Return what an arm of a claim is called in words: that of the null that stands in its place."""
-        return self.null if favoured and self.null else arm
+    def name(self, claim: Claim, arm: str, favoured: bool) -> str:
+        """Return what an arm of a claim is called in words, or the null that stands in its place."""
+        return arm_words(self.null) if favoured and self.null else arm_words(arm, claim["arms"][arm].get("arm"))
 
     def select(self, claim: Claim, arm: str, where: Mapping[str, Any]) -> Runs:
         """Return the runs of one arm of a claim in one cell; they differ in nothing but the unit.
@@ -80,7 +80,7 @@ class Evidence:
     def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
         setting = wanted.pop("setting", None)
         chosen = [r for r in self.records if matches(r, wanted)]
-        name = wanted.get("arm", wanted.get("kind"))
+        name = arm_words(wanted.get("arm", wanted["kind"]))
         if setting and chosen:
             tuned = _tuned(self.records, chosen[0]["spec"], setting)
             if isinstance(tuned, str):
@@ -108,7 +108,7 @@ class Evidence:
         beside: the runs of the favoured arm, then those of the arms that it is compared with.
         """
         if not beside[0]:
-            return Runs([], f"0 of {self.null}")
+            return Runs([], f"0 of {arm_words(self.null)}")
         if self.null == BASE:
             base = self.base_of(beside[0][0])
             frozen = [] if base is None else [_frozen(run, base) for run in beside[0]]
@@ -138,6 +138,21 @@ class Evidence:
     @cached_property
     def _bases(self) -> list[Record]:
         return [record for record in self.records if record["spec"]["kind"] == "base"]
+
+
+def arm_words(name: str, arm: str | None = None) -> str:
+    """Return what an arm is called in words.
+
+    name: a key of `arms.ARMS`, or what a claim calls runs of `arm`.
+
+    >>> arm_words("es_sampled"), arm_words("grpo_unscaled", "grpo"), arm_words("n30", "es"), arm_words("base")
+    ('ES with sampled fitness', 'GRPO unscaled', 'ES n30', 'base')
+    """
+    key = arm or name
+    if key not in arms.ARMS:
+        return name.replace("_", " ")
+    rest = name.removeprefix(key).replace("_", " ").strip()
+    return f"{arms.get(key).label.replace(', ', ' with ')} {rest}".strip()
 
 
 def cells(claim: Claim) -> list[tuple[str, dict[str, Any]]]:
@@ -173,11 +188,12 @@ def lacking(selected: Iterable[Runs]) -> str:
 def join_decodings(records: Iterable[Record]) -> list[Record]:
     """Return the records without those of kind "decoding", whose results join the record of the model they measure.
 
-    A decoding record belongs to the run whose spec is its own without `kind`, `digest`, `temperatures`, `samples` and
-    `at_step`. Its `test` block joins the run's; `decoded` gets its `validation` block, and as `validation_at` that of
-    each earlier step.
+    A decoding record belongs to the run whose spec is its own without `kind`, `digest`, `temperatures`, `samples`,
+    `at_step` and `curve_temperature`. Its `test` block joins the run's, and so does its `curve`; `decoded` gets its
+    `validation` block, and as `validation_at` that of each earlier step.
 
-    Raises ValueError where a decoding record measured other weights than the run's, or other than 16 samples.
+    Raises ValueError where a decoding record measured other weights than the run's, other points of its curve, or other
+    than 16 samples.
     """
     records = list(records)
     by_run: dict[str, list[Record]] = {}
@@ -216,8 +232,15 @@ def _joined(record: Record, found: Record) -> Record:
     at = known.get("validation_at", {})
     if "at_step" in spec:
         at = at | {spec["at_step"]: found["validation_at_step"]}
-    decoded = {"validation": known.get("validation", {}) | found["validation"], "validation_at": at}
-    return record | {"test": record["test"] | found["test"], "decoded": decoded}
+    decoded = {"validation": known.get("validation", {}) | found.get("validation", {}), "validation_at": at}
+    joined = {"test": record["test"] | found["test"], "decoded": decoded}
+    if "curve" in found:
+        if found["curve"]["step"] != record["curve"]["step"]:
+            raise ValueError(
+                f"the decoding record {found['spec_hash']} has a curve at other steps than its run: make it again"
+            )
+        joined["curve"] = record["curve"] | found["curve"]
+    return record | joined
 
 
 def _frozen(run: Record, base: Record) -> Record:
@@ -269,7 +292,7 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     of_sweep |= {"unique_prompts": None, "scale_rewards": None}
     made = [record for record in records if matches(record, of_sweep)]
     found = {tuple(record["spec"][name] for name in names): record for record in made}
-    sweep, best_of = f"the sweep of {arm} on {base}", setting["best_of"]
+    sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]
     if not len(made) == len(found) <= best_of:
         raise ValueError(
             f"{sweep} has {len(made)} runs of {len(found)} settings where {best_of} were "

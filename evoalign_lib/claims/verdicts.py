@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_lib.claims import placebos
+from evoalign_lib.checks import nearest
+from evoalign_lib.claims import decodings, placebos
 from evoalign_lib.claims.declarations import check_claim, load_claims, rule_hash
-from evoalign_lib.claims.findings import Finding, decoding_words, reversals
+from evoalign_lib.claims.findings import Finding
 from evoalign_lib.claims.judgement import decide, nearness, p_value
 from evoalign_lib.claims.placebos import Placebo
 from evoalign_lib.claims.rules import RULES
@@ -54,8 +55,13 @@ class Verdict:
     placebo: str
     """Which arms that learned nothing were put in the place of the favoured one, and whether the rule held for them.
     Empty where there is nothing to judge."""
+    decodings: str
+    """Under which other decodings its comparisons keep their order. Empty where there is nothing to decode otherwise,
+    or to judge."""
+    findings: tuple[Finding, ...]
+    """Every comparison: those that the claim declares, then those under other decodings."""
     intervals: dict[str, Interval]
-    """The interval of each finding, by its label, in the unit of the quantity."""
+    """The interval of each finding that the claim declares, by its label, in the unit of the quantity."""
     n: int
     """Units (seeds, repeats) in the smallest cell."""
     p: float | None
@@ -100,12 +106,12 @@ def evaluate_together(
     evidence = Evidence.of(records, scale, resamples)
     judged, families = [], {}
     for claim in claims:
-        findings, nulls = _judge(claim, evidence) if scale in claim["scales"] else ([], [])
+        findings, nulls, elsewhere = _judge(claim, evidence) if scale in claim["scales"] else ([], [], [])
         p = p_value(findings, claim["margin"], claim["min_seeds"]) if findings else None
-        judged.append((claim, findings, nulls, p))
+        judged.append((claim, findings, nulls, elsewhere, p))
         if "primary" in claim:  # one that cannot be judged yet counts: a verdict must not hang on the order of runs
             families.setdefault(claim["primary"], {})[claim["id"]] = 1.0 if p is None else p
-    judgeable = {claim["id"] for claim, _, _, p in judged if p is not None}
+    judgeable = {claim["id"] for claim, *_, p in judged if p is not None}
     corrections = {
         name: (p, len(family))
         for family in families.values()
@@ -115,17 +121,36 @@ def evaluate_together(
     return [_verdict(*each, corrections.get(each[0]["id"]), scale) for each in judged]
 
 
+def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "tiny") -> list[Verdict]:
+    """Judge the claims of these ids in paper/claims.yaml, in this order, each with its family (see `evaluate`).
+
+    Raises ValueError as `evaluate`, and for an id that is not declared.
+    """
+    declared = {claim["id"]: claim for claim in load_claims()}
+    for name in ids:
+        if name not in declared:
+            raise ValueError(
+                f"no claim {name!r} in claims.yaml.{nearest(name, declared)} Known: {', '.join(declared)}."
+            )
+    families = {declared[name]["primary"] for name in ids if "primary" in declared[name]}
+    judged = [c for c in declared.values() if c["id"] in ids or c.get("primary") in families]
+    found = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
+    return [found[name] for name in ids]
+
+
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
     """Judge every claim of paper/claims.yaml by the committed records of all notebooks at one scale."""
     return evaluate_together(load_claims(), committed_records(scale), scale)
 
 
-def _judge(claim: Claim, evidence: Evidence) -> tuple[list[Finding], list[Placebo]]:
-    """Return the findings of a claim, and what nulls would find in the place of the arm that it favours."""
+def _judge(claim: Claim, evidence: Evidence) -> tuple[list[Finding], list[Placebo], list[Finding]]:
+    """Return the findings of a claim, what nulls would find in the place of its favoured arm, and other decodings."""
     try:
         findings = RULES[claim["rule"]["kind"]].find(claim, evidence)
         judgeable = any(finding.decisive and finding.n for finding in findings)
-        return findings, placebos.ask(claim, evidence) if judgeable else []
+        if not judgeable:
+            return findings, [], []
+        return findings, placebos.ask(claim, evidence), decodings.ask(claim, evidence)
     except ValueError as error:
         raise ValueError(f"claim {claim['id']}: {error}") from error
 
@@ -134,25 +159,30 @@ def _verdict(
     claim: Claim,
     findings: list[Finding],
     nulls: list[Placebo],
+    elsewhere: list[Finding],
     p: float | None,
     correction: tuple[float, int] | None,
     scale: str,
 ) -> Verdict:
     """Word what was found of one claim."""
-    limit, key, placebo = claim.get("not_testable", {}).get(scale, ""), "", ""
+    limit, key, placebo, decoded = claim.get("not_testable", {}).get(scale, ""), "", "", ""
     decisive = [finding for finding in findings if finding.decisive]
     if scale not in claim["scales"]:
         name, parts = "not testable at this scale", [limit or f"declared for scale {', '.join(claim['scales'])}"]
     elif claim["rule"]["kind"] == "open":
         name, parts = "open", ["no rule yet"]
     else:
-        by_itself, reason = decide(findings, claim["margin"], claim["min_seeds"], correction)
+        by_itself, reason = decide(findings, claim["margin"], claim["min_seeds"], correction, elsewhere)
         name, parts = _with_placebos(by_itself, nulls)
-        parts += [reason, "; ".join(finding.text for finding in findings if finding.text), _reported_reversal(findings)]
+        parts += [reason, "; ".join(finding.text for finding in findings if finding.text)]
+        reported = {finding.label for finding in findings}
+        if more := "; ".join(f.text for f in elsewhere if f.interval is not None and f.label not in reported):
+            parts.append(f"Under other decodings: {more}")
         if by_itself != "open":
             worst = min((f for f in decisive if f.value), key=lambda f: nearness(f, claim["margin"]))
             key = f"{worst.label.replace('_', ' ')} {worst.value}".strip() + f" (n = {worst.n})"
             placebo = placebos.summary(claim, nulls)
+            decoded = decodings.summary(findings, elsewhere)
         if correction and by_itself == "supported":
             parts.append(f"p = {correction[0]:.2g} after Holm's correction, family of {correction[1]}")
     if limit and scale in claim["scales"]:
@@ -169,6 +199,8 @@ def _verdict(
         text=". ".join(part for part in parts if part),
         key=key,
         placebo=placebo,
+        decodings=decoded,
+        findings=(*findings, *elsewhere),
         intervals={finding.label: finding.interval for finding in findings if finding.interval is not None},
         n=min((finding.n for finding in decisive), default=0),
         p=correction[0] if correction else p,
@@ -188,9 +220,3 @@ def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]
     found = "; ".join(finding.text for null in passed for finding in null.findings)
     holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({found})"
     return "not evidence", [f"{holds}; by itself {by_itself}"]
-
-
-def _reported_reversal(findings: list[Finding]) -> str:
-    """Say where a comparison that decides has the opposite sign under another decoding that is only reported."""
-    pairs = [(a, b) if a.decisive else (b, a) for a, b in reversals(findings) if a.decisive != b.decisive]
-    return "; ".join(f"the sign of {a.label} reverses at {decoding_words(b.decoding)}" for a, b in pairs)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from evoalign_lib import grpo
+from evoalign_lib.engines.local import Prompts
 from evoalign_lib.records import Spec
 from evoalign_lib.study import gradients, measures, training, worlds
 
@@ -20,9 +22,6 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     """
     import trl
     from transformers import PrinterCallback
-
-    from evoalign_lib import grpo
-    from evoalign_lib.engines.local import Prompts
 
     measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)

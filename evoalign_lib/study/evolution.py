@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import arms, ledger
+from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.records import Spec
 from evoalign_lib.study import measures, training, worlds
 
@@ -53,7 +54,7 @@ def trainer(
     tokenizer: Any,
     sets: Mapping[str, list],
     folder: Path,
-    kind: type | None = None,
+    kind: type[ESTrainer] = ESTrainer,
     **changed: Any,
 ) -> tuple[Any, training.Progress]:
     """Return an ES trainer for a spec, and the progress that its training fills in.
@@ -62,11 +63,9 @@ def trainer(
         spec: with the settings of an ES arm.
         model, tokenizer, sets: of `training.world`.
         folder: for checkpoints, where they are kept, and the progress beside them.
-        kind: a subclass of `ESTrainer` that watches its own steps; None: `ESTrainer`.
+        kind: the trainer, or a subclass that watches its own steps.
         **changed: of `ESConfig`.
     """
-    from evoalign_lib.es import ESConfig, ESTrainer
-
     measure = measures.get(spec["task"])
     general = {"report_to": "none", "save_strategy": "no"} | changed
     progress = training.Progress(None if general["save_strategy"] == "no" else folder)
@@ -85,7 +84,7 @@ def trainer(
         **general,
     )
     asked = measure.rows(spec, tokenizer, sets["train"])
-    made = (kind or ESTrainer)(model, measure.reward(spec), config, asked, None, tokenizer, [curve])
+    made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve])
     for name in sets.keys() - {"train"}:
         made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
     return made, progress

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import arms
+from evoalign_lib import arms, grpo
 from evoalign_lib.engines import processes
+from evoalign_lib.engines.local import Prompts
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import measures, training, worlds
+from evoalign_lib.study import measures, preflight, training, worlds
 
 
 @contextmanager
@@ -46,8 +47,6 @@ def _train(
         had weights that were not finite.
     """
     from transformers import PrinterCallback
-
-    from evoalign_lib import grpo
 
     def look() -> tuple[Any, Mapping[str, Any]]:
         training.take_weights(engine, model)
@@ -81,8 +80,6 @@ def _train(
 
 def _reward(spec: Spec) -> Callable[..., list[float | None]]:
     """What an arm is trained on: the task's reward, or coins."""
-    from evoalign_lib import grpo
-
     if arms.get(spec["arm"]).reward == "random":
         return grpo.random_reward(spec["seed"])
     return measures.get(spec["task"]).reward(spec)
@@ -103,9 +100,6 @@ def _last_checkpoint(place: Path, n: int) -> str | None:
 
 def _vllm_settings(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
     """What `grpo.config` is told of vLLM beside the model: the memory is that of the run's plan."""
-    from evoalign_lib.engines.local import Prompts
-    from evoalign_lib.study import preflight
-
     width = max(p.width for p in (Prompts(rows, tokenizer), *engine.prompts.values()))
     return {
         "eos_ids": engine.eos_ids,

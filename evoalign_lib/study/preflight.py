@@ -31,7 +31,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evoalign_lib import arms
+from evoalign_lib import arms, tiny
 from evoalign_lib.engines.memory import (
     USABLE,
     CannotCount,
@@ -41,7 +41,7 @@ from evoalign_lib.engines.memory import (
     shape,
     tensor_parallel_sizes,
 )
-from evoalign_lib.study import measures
+from evoalign_lib.study import families, measures
 
 GIB = 2**30
 GPU_GIB = 80.0
@@ -161,18 +161,10 @@ class Work:
         return prod(count for _, count in self.factors)
 
 
-_FACTORS = {
-    "es": ("steps", "population_size", "prompts_per_step"),
-    "gradient": ("steps", "prompts_per_step", "num_generations"),
-    "sft": ("prompts", "num_generations"),
-}
-
-
 def work(spec: Mapping[str, Any]) -> Work:
     """Return what a training run of a spec of `train_specs` generates at most. Raises ValueError for an unknown arm."""
-    arm = arms.get(spec["arm"])
-    factors = tuple((name, spec[name]) for name in _FACTORS[arm.family])
-    if arm.options.get("fitness") == "random":
+    factors = tuple((name, spec[name]) for name in families.of(spec["arm"]).completions)
+    if arms.get(spec["arm"]).options.get("fitness") == "random":
         factors = (*factors, ("completions, since the fitness is drawn", 0))
     return Work(factors, spec["max_completion_length"], measures.get(spec["task"]).prompt_tokens)
 
@@ -233,7 +225,7 @@ class Plan:
         lines = [("run", f"{self.arm} of {self.name}{which and f', {which}'}")]
         if not self.gpus:
             lines.append(("on", "CPU cores: no GPU is used"))
-        elif arms.get(self.arm).family == "es":
+        elif families.of(self.arm).has_members:
             idle = self.gpus - at.engines * at.tensor_parallel
             split = f"engines {at.engines}, tensor parallel {at.tensor_parallel}{f', idle {idle}' if idle else ''}"
             lines.append(("on", f"{_gpus(self.gpus, self.gpu_gib)}: {split}"))
@@ -308,7 +300,7 @@ def plan(
     if engine == "vllm" and gpus < 1:
         raise ValueError(f"gpus={gpus}: engine 'vllm' needs at least 1.")
     model, job = shape(config), work(spec)
-    place = _place_es if arms.get(spec["arm"]).family == "es" else _place_gradient
+    place = _place_es if families.of(spec["arm"]).has_members else _place_gradient
     placed = place(model, spec, job, gpus, gpu_gib)
     return Plan(
         name=str(spec["base"]),
@@ -365,7 +357,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
 
 def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_gib: float) -> Placement:
     """All on every GPU, with a KV cache for as many rows as there is room for; or all on the CPU."""
-    replicas, length, sft = max(1, gpus), job.prompt + job.new, arms.get(spec["arm"]).family == "sft"
+    replicas, length, sft = max(1, gpus), job.prompt + job.new, families.of(spec["arm"]).samples_first
     rollouts = job.completions // spec.get("steps", 1)
     mine = ceil(rollouts / replicas)
     wanted = min(CONCURRENT, mine) if sft else mine
@@ -434,7 +426,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         DoesNotFit: a run needs more memory than there is; raised when all plans are printed.
         ValueError: as `plan`; or a gradient arm with more GPUs than are visible.
     """
-    from evoalign_lib.engines.processes import default_workers
+    from evoalign_lib.engines.processes import default_workers  # here: with it comes torch, which no plan needs
 
     trained = [spec for spec in specs if spec["kind"] == "train"]
     if not trained:
@@ -445,9 +437,8 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     unknown: dict[str, str] = {}
     for spec in trained:
         options: dict[str, Any] = {"engine": _engine(spec), "gpus": _gpus_of(spec), "runs": runs}
-        if (
-            0 < seen < options["gpus"] and arms.get(spec["arm"]).family != "es"
-        ):  # members go to any machine of a cluster
+        # members go to any machine of a cluster
+        if 0 < seen < options["gpus"] and not families.of(spec["arm"]).has_members:
             raise ValueError(
                 f"gpus={options['gpus']}: arm {spec['arm']!r} runs on one machine, and this one has {seen}."
             )
@@ -498,8 +489,6 @@ def colocated_share(spec: Mapping[str, Any]) -> float:
 @lru_cache(maxsize=8)
 def _config(base: str) -> Any:
     from transformers import AutoConfig
-
-    from evoalign_lib import tiny
 
     place = tiny.bases_folder() / base if base in tiny.SHIPPED else base
     return AutoConfig.from_pretrained(place, trust_remote_code=False)

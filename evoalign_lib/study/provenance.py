@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from pathlib import Path
 
 import numpy as np
 
-from evoalign_lib import paths
+from evoalign_lib import __version__, paths
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
@@ -21,14 +22,12 @@ def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
         import torch
         import transformers
 
-    import evoalign_lib
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
         "numpy": np.__version__,
-        "evoalign": evoalign_lib.__version__,
+        "evoalign": __version__,
         "device": f"{gpus} x {torch.cuda.get_device_name()}"
         if engine != "local" and torch.cuda.is_available()
         else _device(),
@@ -50,14 +49,33 @@ _DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "fig
 
 
 def commit() -> str:
-    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git."""
+    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git.
+
+    The code of a notebook is its code cells: text and outputs may change.
+    """
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
+        return done.stdout
 
     try:
-        return git("rev-parse", "--short=12", "HEAD").strip() + (
-            "+" if git("status", "--porcelain", "-uno", "--", ".", *_DRAWN).strip() else ""
-        )
+        changed = git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
+        same = all(n.endswith(".ipynb") and _code(git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _code(notebook: str) -> list[str]:
+    """The sources of the code cells of a notebook's JSON."""
+    cells = json.loads(notebook)["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def _code_now(name: str) -> list[str] | None:
+    path = paths.ROOT / name
+    try:
+        return _code(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # removed, or a conflict that is not resolved
+        return None

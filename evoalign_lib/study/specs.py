@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evoalign_lib import tasks, tiny
+from evoalign_lib import arms, tasks, tiny
+from evoalign_lib.checks import nearest
 from evoalign_lib.records import ENGINE_VERSION, Spec
-from evoalign_lib.study import measures, worlds
+from evoalign_lib.study import families, measures, worlds
 
 
 def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec:
@@ -38,25 +39,46 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
         for name in measures.get(other).settings:
             if settings.get(name) and name not in measure.settings:
                 raise ValueError(f"{name}={settings[name]!r}: task {task!r} has no such setting, set task={other!r}.")
-    return _common(kind, task, base, scale) | measure.spec_fields(base, settings)
+    spec = {"kind": kind, "task": task, "base": base, "scale": scale, "engine_version": ENGINE_VERSION}
+    return spec | {"base_digest": worlds.base_digest(base)} | measure.spec_fields(base, settings)
 
 
-def begin_tiny(kind: str, base: str, scale: str) -> Spec:
-    """Return what a spec of Countdown begins with that only plain models of the tiny world can run.
+def begin_tiny(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec:
+    """Return what a spec of Countdown begins with that only plain models of the tiny world can run, locally.
 
-    Raises ValueError for any other base.
+    Raises ValueError for any other base, task or engine, and what `begin` refuses.
     """
     if base not in tiny.BASES:
         raise ValueError(
             f"base {base!r} has no runs of kind {kind!r}: they take plain models of the tiny world, one of "
             f"{', '.join(tiny.BASES)}."
         )
-    return _common(kind, "countdown", base, scale) | {"grader": "strict"}
+    engine_fields([base], settings)  # refuses any but the local one
+    return begin(kind, base, scale, settings)
 
 
-def _common(kind: str, task: str, base: str, scale: str) -> Spec:
-    spec = {"kind": kind, "task": task, "base": base, "scale": scale, "engine_version": ENGINE_VERSION}
-    return spec | {"base_digest": worlds.base_digest(base)}
+def settings_of_runs() -> set[str]:
+    """Return the names of all settings that the specs of some arm, task or engine are made from."""
+    found = {"task", "max_completion_length", *worlds.ENGINE_FIELDS}
+    for measure in map(measures.get, tasks.TASKS):
+        found.update(measure.settings, measure.sizes)
+    for arm in arms.ARMS.values():
+        found.update(arm.settings, arm.optional)
+    return found
+
+
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the nearest known name, for a setting that no run reads.
+
+    One that another arm reads is accepted, so that several arms can be given the same settings.
+    """
+    known = settings_of_runs()
+    for name in settings:
+        if name not in known:
+            raise ValueError(
+                f"unknown setting {name!r}: no run reads it, remove it.{nearest(name, known)} Known: "
+                f"{', '.join(sorted(known))}."
+            )
 
 
 def sizes(settings: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -76,11 +98,13 @@ def take(settings: Mapping[str, Any], names: Sequence[str], whose: str) -> dict[
     return {name: settings[name] for name in names}
 
 
-def engine_fields(bases: Sequence[str], settings: Mapping[str, Any], family: str = "es") -> dict[str, Any]:
+def engine_fields(
+    bases: Sequence[str], settings: Mapping[str, Any], family: families.Family | None = None
+) -> dict[str, Any]:
     """Return the fields of an engine that is not the local one; the local one has none in a spec.
 
-    family: of the arm that trains (`arms.Arm`). The arms that TRL trains have vLLM beside the model, on GPUs of one
-    machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
+    family: of the arm that trains; None: nothing is trained. The arms that TRL trains have vLLM beside the model, on
+    GPUs of one machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
     """
     if worlds.is_local(settings):
         return {}
@@ -91,9 +115,9 @@ def engine_fields(bases: Sequence[str], settings: Mapping[str, Any], family: str
                 "world's, for which engine='local' is there."
             )
     given = {name: settings[name] for name in worlds.ENGINE_FIELDS if settings.get(name) is not None}
-    if family == "es":
+    if family is None or family.has_members:
         return given
     if given["engine"] == "ray" and not given.get("gpus"):
         return {}  # a cluster without GPUs: vLLM would be alone on one of its machines
-    gpus = 1 if family == "sft" else given.get("gpus") or given.get("tensor_parallel") or 1
+    gpus = 1 if family.samples_first else given.get("gpus") or given.get("tensor_parallel") or 1
     return {"engine": "vllm", "gpus": gpus}

@@ -21,7 +21,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import arms, ledger, paths
+from evoalign_lib import ledger, paths
+from evoalign_lib.engines.processes import default_workers, start_worker
 from evoalign_lib.records import (
     Record,
     Spec,
@@ -34,7 +35,7 @@ from evoalign_lib.records import (
     spec_hash,
     without_nonfinite,
 )
-from evoalign_lib.study import kinds, provenance, training, worlds
+from evoalign_lib.study import families, kinds, preflight, provenance, training, worlds
 
 
 class DryRun(Exception):
@@ -96,7 +97,7 @@ def load_or_run(
             raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train" or arms.get(spec["arm"]).family != "es":
+        if h not in hashes or spec["kind"] != "train" or not families.of(spec["arm"]).has_members:
             raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
@@ -108,8 +109,6 @@ def load_or_run(
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     if missing and scale == "full":
-        from evoalign_lib.study import preflight
-
         preflight.check(missing, workers=workers)
     if dry_run and missing:
         names = ", ".join(map(run_name, missing[:20]))
@@ -192,12 +191,9 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     """
     from tqdm import tqdm
 
-    from evoalign_lib.engines.processes import default_workers
-
     if not specs:
         return
-    # one thread a process; set before the children import torch
-    os.environ["OMP_NUM_THREADS"] = "1"
+    _set_environment(specs)
     if not all(map(worlds.is_local, specs)):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
@@ -241,6 +237,27 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         raise failure
 
 
+_INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""What PyTorch and oneDNN may use of the CPU in a run of the local engine. The committed records were made with AVX2;
+left to themselves both take AVX-512 where a CPU has it, whose kernels round differently, and a gradient run ends with
+other weights."""
+
+
+def _set_environment(specs: Sequence[Spec]) -> None:
+    """Set what the processes of a sweep, and the server that they are copies of, have before they import torch.
+
+    One thread per process; for runs of the local engine AVX2, if the CPU has it and the user has not set another.
+    """
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # asked before the variables are set: this process keeps the kernels that it has
+    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if has_avx2 and any(map(worlds.is_local, specs)):
+        for name, value in _INSTRUCTIONS.items():
+            os.environ.setdefault(name, value)
+
+
 def _server() -> multiprocessing.context.BaseContext:
     """What starts processes: a server with the slow imports done, of which they are copies, where it is safe.
 
@@ -281,8 +298,6 @@ def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapp
 
     import datasets
     from transformers.utils import logging
-
-    from evoalign_lib.engines.processes import start_worker
 
     start_worker(parent)
     # one bar for the sweep, and none for the loading of each run's files

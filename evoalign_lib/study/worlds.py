@@ -15,8 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, models, tiny
+from evoalign_lib import models, tiny
+from evoalign_lib.analysis import kl
+from evoalign_lib.engines import open_engine
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.engines.vllm import PushedEngine
 from evoalign_lib.records import Spec
+from evoalign_lib.study import families
 
 ENGINE_FIELDS = ("engine", "gpus", "tensor_parallel")
 """Fields of a spec that say who generates; a spec without them is the local engine's."""
@@ -44,7 +49,7 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
     trained = spec["kind"] == "train"
-    if is_local(spec) or (trained and arms.get(spec["arm"]).family != "es"):
+    if is_local(spec) or (trained and not families.of(spec["arm"]).has_members):
         return models.load(spec["base"])
     if trained:
         return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
@@ -62,16 +67,11 @@ def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str,
 
     rows: of each set but the training set, by its name.
     """
-    from evoalign_lib.engines import open_engine
-    from evoalign_lib.engines.local import LocalEngine, Prompts
-
     prompts = {name: Prompts(found, tokenizer) for name, found in rows.items()}
     common = {"max_completion_length": spec["max_completion_length"]}
     if is_local(spec):
         return LocalEngine(model, tokenizer, None, prompts, **common)
     if spec["kind"] == "train":  # in the dtype in which ES is measured; it holds the float32 weights beside
-        from evoalign_lib.engines.vllm import PushedEngine
-
         measured, _ = model_of(spec | {"kind": "base"})
         return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
     where = {k: spec[k] for k in ENGINE_FIELDS if k in spec}
@@ -86,8 +86,6 @@ def plan(spec: Spec, engine: Any) -> dict[str, Any]:
 def kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
     """Return KL(trained || base) in nats, on one sample at temperature 1 per validation prompt (see `kl.measure`)."""
     import torch
-
-    from evoalign_lib.analysis import kl
 
     engine.write_model()
     base, _ = model_of(spec | {"kind": "base"})

@@ -8,16 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
+from io import BytesIO
+from itertools import combinations
 from pathlib import Path
 
 import matplotlib
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from PIL import Image
 from typer.testing import CliRunner
 
-from evoalign_lib import artifacts, cli, paths, style
+from evoalign_lib import artifacts, cli, execution, paths, style
 from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
@@ -330,15 +336,15 @@ def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(reposit
     declared = load_claims()
     markdown = artifacts.save_claims(evaluate_together(declared, []), repository / "paper/generated")
     assert (repository / "paper/generated/claims.md").read_text() == markdown
-    rows = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].removeprefix("| ") for row in rows] == [c["id"] for c in declared if c["rule"]["kind"] != "open"]
-    assert rows[5][1:] == ["ES improves Countdown on every base and beats RL", "open", "", " |"]
-    assert (
-        "Of the 39 claims of the field, C1 to C39, 36 are open (no rule or no runs yet) and 2 not testable" in markdown
-    )
+    rows = [line.strip("| ").split(" | ") for line in markdown.splitlines() if line.startswith("| ")][2:]
+    with_rule = [c["id"] for c in declared if c["rule"]["kind"] != "open" and c["id"].startswith("C")]
+    last = [name for name in with_rule if f"{name}b" not in with_rule]
+    assert [row[0].split()[0] for row in rows] == last and "C2b" in last and "C1" in last
+    assert rows[0] == ["C1 ES improves Countdown on every base and beats RL", "open"]
+    assert f"{len(last)} of 39 claims of the field have a rule" in markdown and "38 wait for their notebook" in markdown
     tex = (repository / "paper/generated/claims.tex").read_text().splitlines()
     assert tex[0].startswith(r"\begin{longtable}{lp{") and tex[-1] == r"\end{longtable}"
-    assert tex.count(r"claim & statement & verdict & result & placebo \\") == 2  # on the first page, and on the others
+    assert tex.count(r"claim & statement & verdict & result & checks \\") == 2  # on the first page, and on the others
     assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == 49
     table = pd.read_csv(repository / "paper/generated/claims.csv", index_col="claim")
     assert list(table.index) == [c["id"] for c in declared]
@@ -376,7 +382,7 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run_verify("--write") == (0, ["written"])
     committed = {file: (repository / file).read_bytes() for file in _files(repository)}
     assert b"\n| seed |\n| --- |\n| 0 |\n| 0 |\n" in committed["README.md"]
-    assert b"| E1 | ES learns" in committed["README.md"]
+    assert b"| C1 ES improves" in committed["README.md"]
 
     drawn = repository / "elsewhere"
     with monkeypatch.context() as patch:
@@ -490,7 +496,7 @@ def test_an_interrupt_ends_all_notebooks_that_are_executed(repository: Path, mon
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        list(artifacts._execute_all(folders))
+        list(execution.execute_all(folders))
     thread.join()
     assert sorted(path.name for path in told) == ["01_a.pid", "02_b.pid"]
     assert not any(Path("/proc", path.read_text()).exists() for path in told)
@@ -548,34 +554,170 @@ def test_dots_show_every_run_the_failed_ones_as_crosses_and_the_mean_of_all() ->
     (mean,) = axes.lines
     assert mean.get_xdata().tolist() == [2.0] and mean.get_ydata() == pytest.approx([0.4])
     assert mean.get_marker() == style.ARMS["grpo"].marker
+    style.dots(axes, 2.0, [0.1, 0.5, 0.6, 0.6], [False] * 4, "grpo", width=0.4)
+    places = axes.collections[2].get_offsets()[:, 0] - 2
+    assert len(set(places)) == 4 and abs(places).max() <= 0.2  # none hides another
     style.dots(axes, 3.0, [0.1], [True], "es")  # an arm of which no run is left
     assert axes.lines[-1].get_ydata() == pytest.approx([0.1])
 
 
-def test_a_notebook_embeds_figures_with_a_palette() -> None:
+def _pixels(png: bytes) -> np.ndarray:
+    return np.array(Image.open(BytesIO(png)).convert("RGB"), int)
+
+
+def _colourful(arms: tuple[str, ...]) -> Figure:
+    """Curves with bands, and a legend in which each arm's colour fills few pixels."""
+    figure = plt.figure(figsize=(style.PAGE, 2.4))
+    for ax in figure.subplots(1, 3):
+        for height, arm in enumerate(arms):
+            ax.plot([0, 1, 2], [height, height + 1, height + 0.5], **style.line(arm))
+            style.band(ax, [0, 1, 2], [height - 0.5] * 3, [height + 1] * 3, style.ARMS[arm].color)
+    style.legend(figure, dict.fromkeys(arms, 8))
+    return figure
+
+
+def test_a_picture_in_a_notebook_has_the_colours_of_the_figure() -> None:
+    arms = ("es", "es_shuffled", "es_sampled", "grpo", "dr_grpo", "dapo", "base")
+    figure = _colourful(arms)
+    full, small = style.png(figure, style.SCREEN_DPI), style.embedded(figure)
+    assert len(small) < 0.6 * len(full)
+    assert abs(_pixels(full) - _pixels(small)).max() <= style.FURTHEST
+    assert small == style.embedded(figure)
+    picture = Image.open(BytesIO(small))
+    assert picture.size == (round(style.PAGE * style.SCREEN_DPI), round(2.4 * style.SCREEN_DPI))
+    shown = {tuple(pixel) for pixel in _pixels(small).reshape(-1, 3)}
+    for arm in arms:
+        color = np.array([int(style.ARMS[arm].color[i : i + 2], 16) for i in (1, 3, 5)])
+        assert min(abs(color - pixel).max() for pixel in shown) <= 2, arm
+    plt.close(figure)
+
+
+def test_a_picture_of_too_many_colours_is_embedded_in_full_colour() -> None:
+    figure = Figure(figsize=(2, 2))
+    x, y = np.meshgrid(np.linspace(0, 1, 200), np.linspace(0, 1, 200))
+    figure.add_axes([0, 0, 1, 1]).imshow(np.stack([x, y, 1 - x * y], -1))
+    full = style.png(figure, style.SCREEN_DPI)
+    assert style.embedded(figure) == full and Image.open(BytesIO(full)).mode == "RGB"
+
+
+def test_what_a_store_saves_is_what_a_notebook_shows(repository: Path) -> None:
+    store = Store("01_toy", "tiny", RECORDS, fresh=False)
+    figure = _colourful(("es", "grpo"))
+    expected = style.embedded(figure)
+    shown = store.save_figure(figure, "curves", TABLE, "Curves of <two> arms.")
+    (picture, about), (below, _) = shown.outputs
+    assert b64decode(picture["image/png"]) == expected
+    assert about == {"image/png": {"width": 810}, "evoalign": {"artefact": "curves"}}
+    assert below["text/html"] == "<p><i>Curves of &lt;two&gt; arms. (notebook 01, scale tiny)</i></p>"
+    assert repr(shown) == "<figure curves>\nCurves of <two> arms. (notebook 01, scale tiny)"
+    assert not plt.fignum_exists(figure.number)  # or the notebook would show it a second time
+    with Image.open(repository / "figures/curves.png") as saved:
+        assert saved.mode == "RGB" and saved.size == (1350, 480)
+
+
+def test_a_notebook_shows_tables_as_tables(repository: Path) -> None:
+    saved = Store("01_toy", "tiny", RECORDS, fresh=False).save_table(TABLE, "gain", "Gain.", {"gain": "+.1f"})
+    ((contents, about),) = saved.outputs
+    assert about == {"evoalign": {"artefact": "gain"}}
+    left, right = 'style="text-align: left"', 'align="right"'
+    assert contents["text/html"].splitlines() == [
+        "<table>",
+        '<caption style="text-align: left">Gain. (notebook 01, scale tiny)</caption>',
+        f"<thead><tr><th {left}>arm</th><th {right}>gain</th><th {right}>n</th><th {right}>range</th></tr></thead>",
+        "<tbody>",
+        f"<tr><td {left}>ES</td><td {right}>-1.2</td><td {right}>8</td><td {right}>-3.0 to 1.0</td></tr>",
+        f"<tr><td {left}>base_A0 &amp; co</td><td {right}>+0.5</td><td {right}>1</td><td {right}></td></tr>",
+        "</tbody>",
+        "</table>",
+    ]
+    assert contents["text/plain"].splitlines() == [
+        "Gain. (notebook 01, scale tiny)",
+        "",
+        "         arm gain n       range",
+        "          ES -1.2 8 -3.0 to 1.0",
+        "base_A0 & co +0.5 1            ",
+    ]
+
+
+def test_a_table_that_is_not_saved_and_an_interval_on_one_line(repository: Path) -> None:
+    frame = pd.DataFrame({"gain": ["1.0 [0.5, 1.5] points"], "list": [[1, 2]]})
+    ((contents, about),) = artifacts.show(frame, "Gain.").outputs
+    assert "1.0 [0.5,&nbsp;1.5] points" in contents["text/html"] and "[1,&nbsp;2]" in contents["text/html"]
+    assert about == {} and _files(repository) == {"paper/claims.yaml"}
+    with pytest.raises(ValueError, match="'gain' holds floats"):
+        artifacts.show(TABLE, "Gain.")
+
+
+def test_answers_are_questions_with_sentences() -> None:
+    shown = artifacts.answers({"Does it learn?": "By 3 [2, 4] points & more (n = 8)."})
+    ((contents, _),) = shown.outputs
+    assert "<dt><b>Does it learn?</b></dt><dd>By 3 [2, 4] points &amp; more (n = 8).</dd>" in contents["text/html"]
+    assert contents["text/plain"] == repr(shown) == "Does it learn?\n    By 3 [2, 4] points & more (n = 8)."
+    with pytest.raises(ValueError, match="no answers"):
+        artifacts.answers({})
+
+
+def test_a_kernel_displays_each_output_and_figures_that_are_not_saved_in_the_same_quality() -> None:
     code = """
-from io import BytesIO
-import matplotlib.pyplot as plt, numpy as np
-from PIL import Image
-from IPython.core.pylabtools import print_figure
-from evoalign_lib import style
+from base64 import b64decode
+import matplotlib.pyplot as plt
+from IPython.utils.capture import capture_output
+from evoalign_lib import artifacts, style
 style.use()
 fig, ax = plt.subplots()
-for arm in ("es", "grpo"):
-    ax.plot([0, 1, 2], [0, 1, 0.5], **style.line(arm))
-    style.band(ax, [0, 1, 2], [0, 0, 0], [1, 2, 1], style.ARMS[arm].color)
-ax.legend()
-display = get_ipython().display_formatter
-display.active_types = ["image/png"]  # a terminal's are text alone
-plain, packed = print_figure(fig), display.format(fig)[0]["image/png"]
-before, after = (Image.open(BytesIO(png)) for png in (plain, packed))
-difference = np.abs(np.array(before.convert("RGB"), int) - np.array(after.convert("RGB"), int))
-print(before.size == after.size, after.mode, len(packed) < len(plain) / 2, difference.max() < 80, difference.mean() < 1)
+ax.plot([0, 1, 2], [0, 1, 0.5], **style.line("es"))
+formatter = get_ipython().display_formatter
+formatter.active_types = ["image/png", "text/plain"]  # a terminal's are text alone
+print(formatter.format(fig)[0]["image/png"] == style.embedded(fig))
+plt.close(fig)
+with capture_output() as captured:
+    get_ipython().displayhook(artifacts.Shown(({"text/plain": "one"}, {}), ({"text/plain": "two"}, {"a": 1})))
+print([(output.data, output.metadata) for output in captured.outputs])
 """
     environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     shell = [sys.executable, "-m", "IPython", "--quick", "--no-banner", "--HistoryManager.enabled=False", "-c", code]
-    printed = subprocess.run(shell, env=environment, capture_output=True, text=True, check=True).stdout
-    assert printed.splitlines()[0] == "True P True True True"
+    printed = subprocess.run(shell, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed == ["True", "[({'text/plain': 'one'}, {}), ({'text/plain': 'two'}, {'a': 1})]"]
+
+
+# Machado, Oliveira and Fernandes (2009): how dichromats see linear RGB
+SEEN_BY = {
+    "normal": np.eye(3),
+    "protanope": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranope": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanope": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+def _lab(color: str, eye: str) -> np.ndarray:
+    """Return a colour in CIELAB, as it is seen: lightness from 0 to 100 first."""
+    stored = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(stored <= 0.04045, stored / 12.92, ((stored + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(SEEN_BY[eye]) @ linear, 0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = np.array(to_xyz) @ seen / [0.9505, 1, 1.089]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_one_colour_has_one_meaning() -> None:
+    arms = {look.color for look in style.ARMS.values()}
+    others = [look.color for table in style.LOOKS for look in table.values()]
+    assert len({*arms, *others}) == len(arms) + len(others)
+    for color in others:
+        assert min(np.linalg.norm(_lab(color, "normal") - _lab(arm, "normal")) for arm in arms) > 20, color
+
+
+@pytest.mark.parametrize("eye", SEEN_BY)
+@pytest.mark.parametrize("table", style.LOOKS, ids=lambda table: str(next(iter(table))))
+def test_looks_of_one_table_can_be_told_apart_in_grey_and_by_every_eye(table: dict, eye: str) -> None:
+    seen = [_lab(look.color, eye) for look in table.values()]
+    for one, other in combinations(seen, 2):
+        assert np.linalg.norm(one - other) > 15 and abs(one[0] - other[0]) > 15
+    for attribute in ("marker", "linestyle", "label"):
+        assert len({getattr(look, attribute) for look in table.values()}) == len(table)
+    (drawn,) = Figure().add_subplot().plot([0, 1], [0, 1], **next(iter(table.values())).line())
+    assert drawn.get_color() == next(iter(table.values())).color
 
 
 def test_arms_can_be_told_apart() -> None:

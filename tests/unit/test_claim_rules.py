@@ -51,7 +51,7 @@ def test_the_hand_made_specs_have_the_fields_of_the_committed_ones(arm: str) -> 
 def test_runs_with_the_setting_that_won_the_sweep_are_compared() -> None:
     records = [*SWEEPS, *runs_of("es", 60), *runs_of("es_sampled", 50, seeds=8)]
     alone = judge("C31", records)
-    assert alone.n == 8 and _value(alone, "es less es sampled, test greedy") == pytest.approx(10 / PROBLEMS)
+    assert alone.n == 8 and _value(alone, "ES - ES with sampled fitness, test greedy") == pytest.approx(10 / PROBLEMS)
     maps = runs_of("es", 5, seeds=4, **OTHER["es"]) + runs_of("es_sampled", 90, seeds=4, **OTHER["es"])
     assert judge("C31", [*maps, *records]) == alone
 
@@ -59,15 +59,15 @@ def test_runs_with_the_setting_that_won_the_sweep_are_compared() -> None:
 def test_a_sweep_that_is_not_finished_names_no_winner() -> None:
     both = [*runs_of("es", 60), *runs_of("es_sampled", 50)]
     none = judge("C31", both)
-    assert (none.verdict, none.text) == ("open", "nothing to compare yet; the sweep of es on A0 has 0 of 12 settings")
+    assert (none.verdict, none.text) == ("open", "nothing to compare yet; the sweep of ES on A0 has 0 of 12 settings")
     verdict = judge("C33", [*SWEEPS[1:], *runs_of("es", 60), *runs_of("grpo", 60)])
     assert (verdict.verdict, verdict.text) == (
         "open",
-        "nothing to compare yet; the sweep of es on A0 has 11 of 12 settings",
+        "nothing to compare yet; the sweep of ES on A0 has 11 of 12 settings",
     )
     # one cell of three without its sweep
     world = [*sweep_of("es"), *sweep_of("grpo")[:7], *runs_of("es", 60), *runs_of("grpo", 50), base_record("A0", 20)]
-    assert "0 of grpo (the sweep of grpo on A0 has 7 of 12 settings)" in judge("C1", world).text
+    assert "0 of GRPO (the sweep of GRPO on A0 has 7 of 12 settings)" in judge("C1", world).text
 
 
 def test_of_equal_scores_the_first_setting_of_the_sweep_wins_in_any_order() -> None:
@@ -82,7 +82,7 @@ def test_a_sweep_with_more_settings_than_declared_is_refused() -> None:
     records = [*runs_of("es", 60), *runs_of("es_sampled", 50)]
     thirteenth = sweep_of("es", choices=[{"sigma": 0.1, "alpha": 0.1}])
     with pytest.raises(
-        ValueError, match="C31: the sweep of es on A0 has 13 runs of 13 settings where 12 were declared"
+        ValueError, match="C31: the sweep of ES on A0 has 13 runs of 13 settings where 12 were declared"
     ):
         judge("C31", [*SWEEPS, *thirteenth, *records])
     again = sweep_of("es", choices=[{"sigma": 0.01, "alpha": 0.01}])
@@ -107,16 +107,15 @@ def test_three_comparisons_on_three_bases() -> None:
     verdict = judge("C1", _countdown(es=60, grpo=40))
     assert (verdict.verdict, verdict.n, len(verdict.intervals)) == ("supported", 8, 9)
     for base in ("A0", "A1", "A2"):
-        assert _value(verdict, f"{base} es less base, test greedy") == pytest.approx(40 / PROBLEMS)
-        assert _value(verdict, f"{base} es less grpo, test greedy") == pytest.approx(20 / PROBLEMS)
-        equal = _value(verdict, f"{base} es less grpo, validation greedy at equal completions")
+        assert _value(verdict, f"{base} ES - base, test greedy") == pytest.approx(40 / PROBLEMS)
+        assert _value(verdict, f"{base} ES - GRPO, test greedy") == pytest.approx(20 / PROBLEMS)
+        equal = _value(verdict, f"{base} ES - GRPO, validation greedy at equal completions")
         assert equal == pytest.approx((0.25 + 0.3) / 2 - 0.2)
     assert (
-        "A0 es less base, test greedy 20.0 [" in verdict.text
-        and "points from 10.0 % (n = 8, detectable" in verdict.text
+        "A0 ES - base, test greedy 20.0 [" in verdict.text and "points from 10.0 % (n = 8, detectable" in verdict.text
     )
     assert verdict.text.endswith("not testable at this scale: the published accuracies")
-    assert verdict.key.startswith("A0 es less grpo, test greedy 10.0 [") and verdict.key.endswith("] points (n = 8)")
+    assert verdict.key.startswith("A0 ES - GRPO, test greedy 10.0 [") and verdict.key.endswith("] points (n = 8)")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_the_worst_comparison_decides(es: int, grpo: int, expected: str) -> None
 def test_too_few_seeds_say_how_many_and_what_they_could_detect() -> None:
     verdict = judge("C1", _countdown(seeds=4))
     assert (verdict.verdict, verdict.n, verdict.p) == ("underpowered", 4, None)
-    assert "needs 8 a cell, has A0 es less base, test greedy: 4 of es, 1 of base; " in verdict.text
+    assert "needs 8 a cell, has A0 ES - base, test greedy: 4 of ES, 1 of base; " in verdict.text
     assert "(n = 4, detectable" in verdict.text
 
 
@@ -154,7 +153,7 @@ def test_two_arms_match_or_one_is_ahead(grpo: int, expected: str, words: str) ->
     # ES has .25 after 1,000 FLOPs and .3 after 100,000: 55 problems at GRPO's last 10,000; the margin is 4 problems
     verdict = judge("C2", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", grpo)])
     assert (verdict.verdict, verdict.n) == (expected, 16)
-    interval = verdict.intervals["grpo less es, validation temperature 1 at equal forward flops"]
+    interval = verdict.intervals["GRPO - ES, validation temperature 1 at equal forward flops"]
     assert interval.level == 0.9 and interval.value == pytest.approx((grpo - 55) / PROBLEMS)
     assert (
         "points (90 % interval)" in verdict.text
@@ -176,7 +175,7 @@ def test_a_match_on_the_test_set_counts_the_problems_too() -> None:
     }
     records = [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 62)]
     verdict = judge("C2", records, rule=rule, margin=0.05)
-    assert verdict.verdict == "supported" and _value(verdict, "grpo less es, test greedy") == pytest.approx(0.01)
+    assert verdict.verdict == "supported" and _value(verdict, "GRPO - ES, test greedy") == pytest.approx(0.01)
     assert judge("C2", records, rule=rule, margin=0.01).verdict == "underpowered"
 
 
@@ -197,18 +196,18 @@ def test_budgets_outside_a_curve_are_refused() -> None:
 def test_the_ratio_of_spreads(es: int, grpo: int, expected: str) -> None:
     verdict = judge("C8", [*SWEEPS, *runs_of("es", 60, jitter=es), *runs_of("grpo", 60, jitter=grpo)])
     assert (verdict.verdict, verdict.n) == (expected, 16)
-    for label in ("es over grpo, test greedy", "es over grpo, validation greedy at mean 26 %"):
+    for label in ("ES over GRPO, test greedy", "ES over GRPO, validation greedy at mean 26 %"):
         assert _value(verdict, label) == pytest.approx(log(es / grpo))
-    assert f"es over grpo, test greedy {es / grpo:.2f} [" in verdict.text and "detectable 0." in verdict.text
+    assert f"ES over GRPO, test greedy {es / grpo:.2f} [" in verdict.text and "detectable 0." in verdict.text
 
 
 def test_spread_where_a_mean_never_gets_or_nothing_varies() -> None:
     low = judge("C8", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 51, jitter=6)])
-    assert low.verdict == "underpowered" and low.text.startswith("the interval does not decide on es over grpo, valid")
+    assert low.verdict == "underpowered" and low.text.startswith("the interval does not decide on ES over GRPO, valid")
     assert "at mean 26 % not defined (an arm's mean stays below it, at most 30.0 % and 25.5 %)" in low.text
     flat = judge("C8", [*SWEEPS, *runs_of("es", 60, jitter=0), *runs_of("grpo", 60)])
     assert flat.verdict == "underpowered" and "not defined (values: all values, or" in flat.text
-    assert flat.key == "es over grpo, test greedy not defined (n = 16)"
+    assert flat.key == "ES over GRPO, test greedy not defined (n = 16)"
 
 
 def _drawdowns(arm: str, falls: list[float]) -> list[dict]:
@@ -222,7 +221,7 @@ def test_the_largest_drawdown() -> None:
     steady, falling = [0.01, 0.02] * 8, [0.05, 0.07] * 8
     records = [*SWEEPS, *_drawdowns("es", steady), *_drawdowns("grpo", falling)]
     verdict = evaluate(DECLARED["C33"], records, declared=[], resamples=10_000)
-    label = "grpo less es, largest drawdown of validation greedy"
+    label = "GRPO - ES, largest drawdown of validation greedy"
     assert verdict.verdict == "supported" and _value(verdict, label) == pytest.approx(0.06 - 0.015)
     assert f"{label} 4.5 [" in verdict.text and "points from 1.5 (n = 16, detectable" in verdict.text
     # all 256 pairs are won: none of 20,000 permutations but the least possible share
@@ -242,21 +241,21 @@ def test_not_worse_than_another_population(n8: int, n30: int, n128: int, expecte
         records += runs_of("es", right, seeds=8, population_size=size, steps=steps, alpha=0.005 * size / 30)
     verdict = judge("C10", records)
     assert (verdict.verdict, verdict.n) == (expected, 8)
-    assert _value(verdict, "n30 less n128, test greedy") == pytest.approx((n30 - n128) / PROBLEMS)
+    assert _value(verdict, "ES n30 - ES n128, test greedy") == pytest.approx((n30 - n128) / PROBLEMS)
     assert f"trend n8 {n8 / 2:.1f} %, n30 {n30 / 2:.1f} %, n128 {n128 / 2:.1f} %; Jonckheere's p " in verdict.text
 
 
 def test_what_is_only_reported_decides_nothing() -> None:
     records = [*SWEEPS, *runs_of("dr_grpo", 70, seeds=8), *runs_of("grpo", 50)]
     alone = judge("C30", records)
-    assert (alone.verdict, list(alone.intervals)) == ("supported", ["dr grpo less grpo, test greedy"])
+    assert (alone.verdict, list(alone.intervals)) == ("supported", ["Dr.GRPO - GRPO, test greedy"])
     records += runs_of("dr_grpo", 30, seeds=5, scale_rewards="group") + runs_of(
         "grpo", 60, seeds=8, scale_rewards="none"
     )
     verdict = judge("C30", records)
     assert (verdict.verdict, verdict.n, verdict.key) == ("supported", 8, alone.key)
-    assert _value(verdict, "dr grpo less dr grpo scaled, test greedy") == pytest.approx(40 / PROBLEMS)
-    assert _value(verdict, "grpo unscaled less grpo, test greedy") == pytest.approx(10 / PROBLEMS)
+    assert _value(verdict, "Dr.GRPO - Dr.GRPO scaled, test greedy") == pytest.approx(40 / PROBLEMS)
+    assert _value(verdict, "GRPO unscaled - GRPO, test greedy") == pytest.approx(10 / PROBLEMS)
     assert "(n = 8 v 16, detectable" in verdict.text
 
 
@@ -264,7 +263,10 @@ def test_what_is_only_reported_decides_nothing() -> None:
 def test_a_margin(es: int, expected: str) -> None:
     records = [*SWEEPS, *runs_of("es", es), *runs_of("es_sampled", 50, seeds=8)]
     verdict = judge("C31", records)
-    assert verdict.verdict == expected and "es less es sampled, test temperature 1 0.0 [0.0, 0.0]" in verdict.text
+    assert (
+        verdict.verdict == expected
+        and "ES - ES with sampled fitness, test temperature 1 0.0 [0.0, 0.0]" in verdict.text
+    )
 
 
 # ---- sums over cells
@@ -400,9 +402,9 @@ def _c34(hacked_grpo: float, hacked_es: float, clean_grpo: float) -> list[dict]:
 def test_hacks_must_be_the_more_fragile_ends(gaps: tuple, expected: str) -> None:
     verdict = evaluate(DECLARED["C34"], _c34(*gaps), declared=[])
     assert verdict.verdict == expected
-    found = verdict.intervals["hacked grpo less hacked es, gap at 0.01"]
+    found = verdict.intervals["hacked GRPO - hacked ES, gap at 0.01"]
     assert found.value == pytest.approx(gaps[0] - gaps[1]) and found.n == 8
-    found = verdict.intervals["hacked grpo_map less clean grpo_map, gap at 0.01"]
+    found = verdict.intervals["hacked GRPO map - clean GRPO map, gap at 0.01"]
     assert found.value == pytest.approx(gaps[0] - gaps[2], abs=0.1) and found.n == 12
 
 
@@ -498,8 +500,8 @@ def test_regret(es: int, grpo: int, expected: str) -> None:
     verdict = judge("C9", records)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     # on A2 the best setting is the shared one: 0 there, half of the difference on A1
-    assert _value(verdict, "regret, grpo less es") == pytest.approx((grpo - es) / 2 / PROBLEMS)
-    assert "grpo A1 best " in verdict.text and "A2 best 25.0 %, A2 shared 25.0 %; es A1 best" in verdict.text
+    assert _value(verdict, "regret, GRPO - ES") == pytest.approx((grpo - es) / 2 / PROBLEMS)
+    assert "GRPO A1 best " in verdict.text and "A2 best 25.0 %, A2 shared 25.0 %; ES A1 best" in verdict.text
 
 
 def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all_have() -> None:
@@ -508,12 +510,12 @@ def test_regret_without_the_sweep_on_a_base_is_open_and_pairs_the_seeds_that_all
     verdict = judge("C9", [r for r in records if r is not of_sweep[0]])
     assert (verdict.verdict, verdict.text) == (
         "open",
-        "nothing to compare yet; the sweep of es on A2 has 3 of 4 settings",
+        "nothing to compare yet; the sweep of ES on A2 has 3 of 4 settings",
     )
     missing = [r for r in records if (r["spec"]["base"], r["spec"]["arm"], r["spec"]["seed"]) != ("A2", "es", 3)]
     verdict = judge("C9", missing)
     assert (verdict.verdict, verdict.n) == ("underpowered", 7)
-    assert "A1 best: 8 of grpo, 8 of es; A1 shared: 8 of grpo, 8 of es; A2 best: 8 of grpo, 7 of es;" in verdict.text
+    assert "A1 best: 8 of GRPO, 8 of ES; A1 shared: 8 of GRPO, 8 of ES; A2 best: 8 of GRPO, 7 of ES;" in verdict.text
 
 
 def test_regret_over_other_settings_than_the_declared_ones_is_refused() -> None:
@@ -522,7 +524,7 @@ def test_regret_over_other_settings_than_the_declared_ones_is_refused() -> None:
     of_sweep = {"base": "A1", "arm": "es", "seed": arms.SWEEP_SEED}.items()
     records = [r for r in records if not of_sweep <= r["spec"].items()] + sweep_of("es", "A1", TUNED["es"], choices)
     with pytest.raises(
-        ValueError, match=r"sweep of es on A1 has sigma and alpha \(0.03, 0.02\), which the claim does not"
+        ValueError, match=r"sweep of ES on A1 has sigma and alpha \(0.03, 0.02\), which the claim does not"
     ):
         judge("C9", records)
 
@@ -540,8 +542,8 @@ def test_the_slope_over_unique_prompts(es: int, grpo: int, expected: str) -> Non
     assert (verdict.verdict, verdict.n) == (expected, 8)
     x = np.log10(cells)
     slopes = {rise: np.polyfit(x, [round(rise * v) / PROBLEMS for v in x], 1)[0] for rise in (es, grpo)}
-    assert _value(verdict, "slope over log10, grpo less es") == pytest.approx(slopes[grpo] - slopes[es])
-    assert "grpo 2 2" in verdict.text and ", 1000 " in verdict.text
+    assert _value(verdict, "slope over log10, GRPO - ES") == pytest.approx(slopes[grpo] - slopes[es])
+    assert "GRPO 2 2" in verdict.text and ", 1000 " in verdict.text
 
 
 @pytest.mark.parametrize(("es", "expected"), [(55, "supported"), (30, "contradicted"), (40, "underpowered")])
@@ -553,7 +555,7 @@ def test_the_change_with_the_horizon(es: int, expected: str) -> None:
         records += runs_of("grpo", of_grpo, "H0", 8, steps=125, **filler)
     verdict = judge("C11", records)
     # what is in between counts for nothing
-    assert _value(verdict, "last less first, es less grpo") == pytest.approx((es - 40) / PROBLEMS)
+    assert _value(verdict, "last less first, ES - GRPO") == pytest.approx((es - 40) / PROBLEMS)
     assert (verdict.verdict, verdict.n) == (expected, 8)
     other = [r | {"spec": r["spec"] | {"base_digest": "another"}} if r["spec"]["arm"] == "es" else r for r in records]
     with pytest.raises(ValueError, match="claim C11: 4: runs start from different bases"):
@@ -640,7 +642,7 @@ def test_holm_within_a_notebook() -> None:
     assert verdicts["W"].p == verdicts["X"].p == pytest.approx(3 * raw["W"].p)
     assert verdicts["Y"].p == pytest.approx(4 * raw["Y"].p) and verdicts["V"] == raw["V"]
     assert verdicts["W"].text.startswith("supported by itself, but p = 0.0")
-    assert "after Holm's correction, family of 4. a less b, largest drawdown" in verdicts["W"].text
+    assert "after Holm's correction, family of 4. Dr.GRPO a - ES b, largest drawdown" in verdicts["W"].text
     assert verdicts["Y"].text.endswith("after Holm's correction, family of 4")
     assert evaluate(family[0], records, declared=family, resamples=4_000) == verdicts["W"]
 

@@ -89,14 +89,14 @@ def test_the_words_of_a_verdict() -> None:
 def test_too_few_runs_are_named_and_the_interval_is_still_given() -> None:
     verdict = evaluate(DECLARED["E1"], _world({"A0": 12, "A1": 12, "A2": 12})[:-8])
     assert (verdict.verdict, verdict.n) == ("underpowered", 4)
-    assert "needs 8 a cell, has A2: 4 of es, 1 of base" in verdict.text
+    assert "needs 8 a cell, has A2: 4 of ES, 1 of base" in verdict.text
     assert set(verdict.intervals) == {"A0", "A1", "A2"}
 
 
 def test_a_missing_cell_is_underpowered_and_no_cell_at_all_is_open() -> None:
     verdict = evaluate(DECLARED["E1"], _world({"A0": 12}))
     assert (verdict.verdict, verdict.n) == ("underpowered", 0)
-    assert "A1: 0 of es, 0 of base" in verdict.text
+    assert "A1: 0 of ES, 0 of base" in verdict.text
     assert evaluate(DECLARED["E1"], []).verdict == "open"
     incomplete = [record | {"status": "incomplete"} for record in _world({"A0": 12})]
     assert evaluate(DECLARED["E1"], incomplete).verdict == "open"
@@ -194,9 +194,14 @@ def test_the_committed_verdicts(committed_verdicts: list[claims.Verdict]) -> Non
     found = {verdict.id: verdict for verdict in committed_verdicts}
     assert {verdict.verdict for verdict in committed_verdicts} <= set(claims.VERDICTS)
     assert found["C1"].verdict == "contradicted" and found["C30"].verdict == "within margin"
-    assert found["C2"].text.startswith("superseded by C2b; by its own rule contradicted. contradicted on grpo less es")
+    assert found["C2"].text.startswith("superseded by C2b; by its own rule contradicted. contradicted on GRPO - ES")
     assert "hacked runs greedy 31.2 [5.4, 55.6] points from 0 of 16 to 5 of 16" in found["C3"].text
-    assert "the sign of grpo less es, hacked runs greedy reverses at temperature 1. Under sampling" in found["C3"].text
+    assert found["C3"].verdict == "depends on decoding" and "the decoding: GRPO - ES, hacked runs." in found["C3"].text
+    assert "hacked runs temperature 1 -37.5 [-61.1, -7.3] points from 7 of 16 to 1 of 16" in found["C3"].text
+    # what compares arms says what became of the order under each other decoding
+    compared = {"E1", "E2", "C1", "C3", "C8", "C9", "C9b", "C10", "C11", "C30", "C31", "C33", "C37", "C37b"}
+    assert {v.id for v in committed_verdicts if "temperature 1" in v.decodings} >= compared
+    assert {"C4", "C29", "C34", "C38", "E3", "E4"} <= {v.id for v in committed_verdicts if not v.decodings}
 
 
 @pytest.mark.parametrize(
@@ -260,8 +265,11 @@ def test_badly_declared_rules(name: str, change: dict, message: str) -> None:
         ({"p": "fisher"}, "p must be 'mann_whitney'"),
         ({"by": "spread", "p": "mann_whitney"}, "p must be 'mann_whitney', of a difference"),
         ({"measure": {"train": "greedy"}}, "measure: unknown key 'train'; known: test, validation"),
-        ({"measure": {"test": "beam"}}, r"declare one of test \(greedy or t0.6 or t1\), validation \(greedy or t1\)"),
-        ({"measure": {"test": "greedy", "drawdown": "greedy"}}, r"declare one of test \("),
+        (
+            {"measure": {"test": "beam"}},
+            r"declare one of test, validation, .*, under one of the decodings greedy, t0.6, t1",
+        ),
+        ({"measure": {"test": "greedy", "drawdown": "greedy"}}, r"declare one of test, "),
         ({"measure": {"validation": "greedy", "at_equal": "steps"}}, "unknown budget 'steps'; known: completions"),
         ({"measure": {"validation": "greedy"}}, "validation is measured at_equal or at_mean, got none"),
         (
@@ -550,3 +558,35 @@ def test_the_command_locks(repository: Path) -> None:
     result = CliRunner().invoke(cli.app, ["claims", "--lock"])
     assert (result.exit_code, result.output.split()[0]) == (0, "E1")
     assert claims.lock_problems() == []
+
+
+def test_claims_are_judged_by_name_with_their_families() -> None:
+    records = _world({"A0": 12, "A1": 12, "A2": 12}) + _ledgers()
+    named = claims.evaluate_named(["E4", "E1"], records)
+    assert [verdict.id for verdict in named] == ["E4", "E1"]
+    assert named == [evaluate(DECLARED[name], records) for name in ("E4", "E1")]
+    with pytest.raises(ValueError, match=r"no claim 'E1c' in claims.yaml. Did you mean 'E1b'\?"):
+        claims.evaluate_named(["E1", "E1c"], records)
+
+
+def test_verdicts_as_tables() -> None:
+    records = _world({"A0": 12, "A1": 12, "A2": 12})
+    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], records)
+    table = claims.table_of_verdicts(verdicts)
+    assert list(table["claim"]) == ["E1b", "E2", "C17"] and list(table["verdict"]) == [v.verdict for v in verdicts]
+    assert list(table["closest comparison"]) == [v.key for v in verdicts]
+    assert list(table["placebo"]) == [v.placebo for v in verdicts] and verdicts[0].placebo
+    assert list(table["other decodings"]) == [v.decodings for v in verdicts] and verdicts[0].decodings
+
+    rows = claims.table_of_comparisons(verdicts)
+    assert not rows.duplicated(["claim", "comparison", "decoding"]).any()
+    assert list(rows[rows["claim"] == "E1b"]["decides"]) == ["yes"] * 3 + ["no"] * 6
+    decisive = rows[rows["decides"] == "yes"]
+    first = decisive[decisive["claim"] == "E1b"]
+    assert list(first["decoding"]) == ["greedy"] * 3 and list(first["n"]) == [8] * 3
+    assert list(first["estimate [95 %]"]) == [f.value for f in verdicts[0].findings if f.decisive]
+    assert all("[" in value and "points" in value for value in decisive["estimate [95 %]"])
+    others = rows[(rows["claim"] == "E2") & (rows["decides"] == "no")]
+    assert set(others["decoding"]) == {"temperature 0.6", "temperature 1"}
+    assert set(others[others["decoding"] == "temperature 0.6"]["estimate [95 %]"]) == {"not measured"}
+    assert "C17" not in set(rows["claim"])

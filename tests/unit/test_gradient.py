@@ -72,9 +72,7 @@ def problems():
 
 @pytest.fixture(scope="module")
 def objective(base, problems):
-    objective = ExactObjective(*base, problems)
-    yield objective
-    objective.close()
+    return ExactObjective(*base, problems)
 
 
 def enumerate_(model, **settings):

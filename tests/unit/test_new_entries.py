@@ -48,6 +48,7 @@ from evoalign_lib.study.measures.base import Measures
 
 class _Plus(Measures):
     task = "plus"
+    settings = ("sign",)
 
     def spec_fields(self, base, settings):
         return {"sign": settings.get("sign", "-")}

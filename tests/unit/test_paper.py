@@ -16,11 +16,13 @@ TEXT = {path.name: re.sub(r"(?<!\\)%.*", "", path.read_text(encoding="utf-8")) f
 ALL = "\n".join(TEXT.values())
 BIBLIOGRAPHY = (paths.PAPER / "references.bib").read_text(encoding="utf-8")
 
-# A number before a percent sign or a word for it; and a decimal that is no length, no share of a page (\topfraction),
-# and no part of a word (Qwen2.5).
+# A number before a percent sign or a word for it, unless it is the level of an interval, which is declared and not
+# measured; and a decimal that is no length, no share of a page (\topfraction), and no part of a word (Qwen2.5).
 _UNIT = r"\s*(?:in|pt|em|ex|cm|mm|\\(?:line|text|column)width)"
+_LEVEL = r"9[05]\\,\\%\s(?:CI|intervals?)\b"
 LITERAL = re.compile(
-    rf"\d(?:\s|~|\\,|\{{\}})*(?:\\%|per\s?cent|percentage|points?\b)|(?<!fraction\}}\{{)(?<![\w.])\d*\.\d+(?!\d|{_UNIT})"
+    rf"(?<!\d)(?!{_LEVEL})\d+(?:\s|~|\\,|\{{\}})*(?:\\%|per\s?cent|percentage|points?\b)"
+    rf"|(?<!fraction\}}\{{)(?<![\w.])\d*\.\d+(?!\d|{_UNIT})"
 )
 # Number macros are in CamelCase, as hardly any command of LaTeX is.
 NUMBERS = set(re.findall(r"\\([A-Z][a-z]+[A-Z][A-Za-z]*)", ALL)) - {"FloatBarrier"}
@@ -58,7 +60,17 @@ def generated() -> Path:
 
 @pytest.mark.parametrize(
     "text",
-    [r"solves 41\% of them", r"41.2~\% of", r"41\,\%", "41 percent", "by 9 points", "a cosine of 0.0098", "about .7"],
+    [
+        r"solves 41\% of them",
+        r"41.2~\% of",
+        r"41\,\%",
+        r"95\,\% of the runs",
+        r"195\,\% CI",
+        "41 percent",
+        "by 9 points",
+        "a cosine of 0.0098",
+        "about .7",
+    ],
 )
 def test_a_literal_result_is_recognised(text: str) -> None:
     assert LITERAL.search(text)
@@ -71,6 +83,8 @@ def test_a_literal_result_is_recognised(text: str) -> None:
         r"\setlength{\columnsep}{0.25in}",
         r"\renewcommand{\topfraction}{0.9}",
         "$N=30$",
+        r"(90\,\% CI \Low{} to \High)",
+        r"nominal 95\,\% intervals",
         r"\EsGainMean{} points",
         "Section 3. Next",
     ],
@@ -110,7 +124,7 @@ SAID = {
     "E1": "not evidence",
     "E1b": "supported",
     "C2": "superseded",
-    "C3": "underpowered",
+    "C3": "depends on decoding",
     "C3b": "depends on decoding",
     "C8": "supported",
     "C9": "not evidence",
@@ -134,7 +148,48 @@ def test_the_text_says_the_verdicts_of_now(generated: Path, claim: str) -> None:
 
 def test_every_verdict_is_defined() -> None:
     for verdict in claims.VERDICTS:
-        assert rf"\emph{{{verdict}}}:" in TEXT["method.tex"], f"sections/method.tex does not define {verdict!r}"
+        assert rf"\emph{{{verdict}}}:" in TEXT["appendix_method.tex"], f"the appendix does not define {verdict!r}"
+
+
+# ---- form
+
+
+def test_the_abstract_is_short() -> None:
+    # one word a number, none for what only sets type
+    text = re.sub(
+        r"\\(?:begin|end)\{[^}]*\}(?:\{[^}]*\})*|\\item\\relax|\\large|\\bfseries|\\\w+=[\d.]+(?:em|pt)",
+        " ",
+        TEXT["abstract.tex"],
+    )
+    words = re.sub(r"\\([A-Za-z]+)(?:\{\})?", r"\1 ", text).split()
+    assert 100 < len(words) < 200, f"{len(words)} words"
+
+
+def test_related_work_holds_none_of_our_results() -> None:
+    assert not set(re.findall(r"\\(\w+)", TEXT["related_work.tex"])) & NUMBERS
+    assert not re.search(r"[cC]laims?~|\\[cC]ref", TEXT["related_work.tex"])
+
+
+def test_every_section_shows_or_says_something() -> None:
+    for name, text in TEXT.items():
+        headings = [
+            (len(m[1]) // 3, m[2], m.start(), m.end()) for m in re.finditer(r"\\((?:sub)*)section\{([^}]*)\}", text)
+        ]
+        for i, (depth, title, _, start) in enumerate(headings):
+            # up to the next heading that is no part of this one
+            end = next((begin for other, _, begin, _ in headings[i + 1 :] if other <= depth), len(text))
+            assert len(re.sub(r"\\label\{[^}]*\}|\s", "", text[start:end])) > 40, f"{name}: {title!r} is empty"
+
+
+def test_the_short_table_of_claims_has_the_verdicts_of_now(generated: Path) -> None:
+    table = re.search(r"\\label\{tab:claims_short\}(.*?)\\end\{tabular\}", ALL, re.DOTALL)
+    assert table, "the paper shows no table of claims in its text"
+    rows = dict(re.findall(r"^([EC]\d+\w?) & .*? & (.*?) & .*\\\\$", table[1], re.MULTILINE))
+    with (generated / "claims.csv").open(encoding="utf-8", newline="") as file:
+        verdicts = {row["claim"]: row["verdict"] for row in csv.DictReader(file)}
+    assert rows == {claim: verdicts[claim] for claim in rows}
+    judged = {claim for claim, verdict in verdicts.items() if verdict not in ("open", "not testable at this scale")}
+    assert judged - set(rows) <= {"E4"}, "C38 says the same of tuned runs as E4"
 
 
 # ---- generated files
@@ -230,6 +285,11 @@ def test_the_paper_compiles(generated: Path, tmp_path: Path) -> None:
     wide = [line for line, points in re.findall(r"^(Overfull \\hbox \(([\d.]+)pt.*)", log, re.M) if float(points) > 5]
     assert not wide, f"wider than its column (a figure of page width in a float of one column?): {wide}"
     assert (tmp_path / "main.pdf").stat().st_size > 0
+    pages = dict(
+        re.findall(r"\\newlabel\{([^}@]+)\}\{\{[^}]*\}\{(\d+)\}", (tmp_path / "main.aux").read_text(encoding="utf-8"))
+    )
+    assert int(pages["main:end"]) <= 8, "the text before the references is longer than eight pages"
+    assert any(page == "1" for label, page in pages.items() if label.startswith("fig:")), "no figure on page 1"
 
 
 @needs_latex

@@ -18,7 +18,8 @@ def falling(arm: str, right: int, fall: float, seeds: int = 16) -> list[dict]:
     records = runs_of(arm, right, seeds=seeds)
     for i, record in enumerate(records):
         by = fall * (1 + 0.2 * (i % 2))
-        record["curve"] = record["curve"] | {"validation_greedy": [0.1, 0.3, 0.3 - by, 0.3 - by / 2, 0.4]}
+        curve = [0.1, 0.3, 0.3 - by, 0.3 - by / 2, 0.4]
+        record["curve"] = record["curve"] | {"validation_greedy": curve, "validation_t1": curve}
     return records
 
 
@@ -34,15 +35,16 @@ def test_steadier_curves_are_won_by_arms_that_never_move() -> None:
     records = [*SWEEPS, base_record("A0", 20), *falling("es", 60, 0.02), *falling("grpo", 80, 0.06)]
     alone = judge("C33", records)
     assert alone.verdict == "not evidence"
-    assert alone.placebo == "passed by the untrained base; no runs of es shuffled, es random, grpo random"
+    nulls = "ES with shuffled fitness, ES with random fitness, GRPO with random reward"
+    assert alone.placebo == f"passed by the untrained base; no runs of {nulls}"
     verdict = judge("C33", [*records, *falling("es_random", 22, 0.01, seeds=8)])
-    assert asked(verdict) == "passed by es random (n = 8), the untrained base"
+    assert asked(verdict) == "passed by ES with random fitness (n = 8), the untrained base"
     assert verdict.text.startswith(
-        "the rule holds as well for es random (n = 8), the untrained base "
-        "(grpo less es random, largest drawdown of validation greedy 5.5 ["
+        "the rule holds as well for ES with random fitness (n = 8), the untrained base "
+        "(GRPO - ES with random fitness, largest drawdown of validation greedy 5.5 ["
     )
-    assert "; grpo less base, largest drawdown of validation greedy 6.6 [" in verdict.text
-    assert "); by itself supported. grpo less es, largest drawdown of validation greedy 4.4 [" in verdict.text
+    assert "; GRPO - base, largest drawdown of validation greedy 6.6 [" in verdict.text
+    assert "); by itself supported. GRPO - ES, largest drawdown of validation greedy 4.4 [" in verdict.text
     # what was found of the claim itself is what it would be without nulls
     bare = judge("C33", [r for r in records if r["spec"]["kind"] != "base"])
     assert (bare.verdict, asked(bare)) == ("supported", "no null runs")
@@ -55,7 +57,7 @@ def test_steadier_curves_with_a_floor(es: int, expected: str) -> None:
     records = [*SWEEPS, base_record("A0", 20), *falling("es", es, 0.02), *falling("grpo", 80, 0.06)]
     verdict = judge("C33b", [*records, *falling("es_random", 22, 0.01, seeds=8)])
     assert verdict.verdict == expected
-    assert asked(verdict) == "failed by es random (n = 8), the untrained base"
+    assert asked(verdict) == "failed by ES with random fitness (n = 8), the untrained base"
 
 
 def few_prompts(es: int, grpo: int) -> list[dict]:
@@ -75,7 +77,7 @@ def test_a_flat_curve_over_prompts_needs_to_lie_above_the_base() -> None:
     learned = judge("C37b", few_prompts(2, 8))
     assert (learned.verdict, asked(learned)) == ("supported", "failed by the untrained base")
     # 40 problems and 1, 3, 5, 6 more; the floor is 5 points, 10 problems
-    assert learned.intervals["gain over base, es"].value == pytest.approx((40 + 15 / 4 - 20) / PROBLEMS)
+    assert learned.intervals["gain over base, ES"].value == pytest.approx((40 + 15 / 4 - 20) / PROBLEMS)
     base = [base_record("A0", 40)] + [r for r in few_prompts(2, 8) if r["spec"]["kind"] != "base"]
     assert judge("C37b", base).verdict == "contradicted"
     no_base = judge("C37b", [r for r in few_prompts(2, 8) if r["spec"]["kind"] != "base"])
@@ -112,8 +114,8 @@ def test_no_regret_is_easy_for_who_cannot_learn() -> None:
 def test_regrets_with_a_floor(es: tuple, grpo: tuple, expected: str) -> None:
     verdict = judge("C9b", transfer(es, grpo))
     assert (verdict.verdict, verdict.n) == (expected, 8), verdict.text
-    assert verdict.intervals["regret, es"].value == pytest.approx((es[1] - es[0]) / PROBLEMS)
-    assert verdict.intervals["regret, grpo"].value == pytest.approx((grpo[1] - grpo[0]) / PROBLEMS)
+    assert verdict.intervals["regret, ES"].value == pytest.approx((es[1] - es[0]) / PROBLEMS)
+    assert verdict.intervals["regret, GRPO"].value == pytest.approx((grpo[1] - grpo[0]) / PROBLEMS)
     assert asked(verdict) == "failed by the untrained base"
 
 
@@ -123,10 +125,13 @@ def test_a_gain_over_the_base_that_shuffled_fitness_has_too() -> None:
         world += runs_of("es", 60, base, 8, steps=100)
     shuffled = runs_of("es_shuffled", 26, "A0", 8, steps=100)
     verdict = judge("E1", world + shuffled)
-    assert verdict.verdict == "not evidence" and "passed by es shuffled (n = 8)" in asked(verdict)
-    assert "for es shuffled (n = 8) (A0 3.0 [" in verdict.text  # it has runs on one base of three
+    assert verdict.verdict == "not evidence" and "passed by ES with shuffled fitness (n = 8)" in asked(verdict)
+    assert "for ES with shuffled fitness (n = 8) (A0 3.0 [" in verdict.text  # it has runs on one base of three
     higher = judge("E1b", world + shuffled)
-    assert (higher.verdict, asked(higher)) == ("supported", "failed by es shuffled (n = 8), the untrained base")
+    assert (higher.verdict, asked(higher)) == (
+        "supported",
+        "failed by ES with shuffled fitness (n = 8), the untrained base",
+    )
     assert judge("E2", world + shuffled).verdict == "supported"
 
 
@@ -135,7 +140,7 @@ def test_the_least_spread_is_that_of_a_model_that_never_moves() -> None:
     records = [*SWEEPS, base_record("A0", 20), *runs_of("es", 60, jitter=1), *runs_of("grpo", 60, jitter=6)]
     verdict = judge("C8", records, rule={"kind": "compare", "comparisons": spread})
     assert (verdict.verdict, asked(verdict)) == ("not evidence", "passed by the untrained base")
-    assert "es over grpo" in verdict.intervals.popitem()[0]
+    assert "ES over GRPO" in verdict.intervals.popitem()[0]
     # C8 itself asks for the spread at a mean that the base does not reach
     assert asked(judge("C8", records)) == "failed by the untrained base"
 
@@ -158,7 +163,10 @@ def test_random_fitness_spends_nothing_and_wins_nothing_at_equal_budgets() -> No
     random = [r | {"curve": r["curve"] | spent} for r in runs_of("es_random", 90, seeds=8)]
     at_equal = {"kind": "compare", "comparisons": [DECLARED["C1"]["rule"]["comparisons"][2]]}
     verdict = judge("C1", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 40), *random], rule=at_equal)
-    assert (verdict.verdict, asked(verdict)) == ("underpowered", "failed by es random (n = 8)")  # A1, A2: no runs
+    assert (verdict.verdict, asked(verdict)) == (
+        "underpowered",
+        "failed by ES with random fitness (n = 8)",
+    )  # A1, A2: no runs
 
 
 @pytest.mark.parametrize(
@@ -195,17 +203,23 @@ def steady(arm: str = "es_random", seeds: int = 8, **spec: object) -> list[dict]
 @pytest.mark.parametrize(
     ("nulls", "expected"),
     [
-        (steady(), "passed by es random (n = 8)"),
-        (steady(sigma=0.1, alpha=0.1), "passed by es random (n = 8)"),  # nobody tunes a null
-        (steady() + steady(seeds=16, sigma=0.1), "passed by es random (n = 16)"),  # the setting with most runs
-        (steady(seeds=4), "passed by es random (n = 4)"),
+        (steady(), "passed by ES with random fitness (n = 8)"),
+        (steady(sigma=0.1, alpha=0.1), "passed by ES with random fitness (n = 8)"),  # nobody tunes a null
+        (
+            steady() + steady(seeds=16, sigma=0.1),
+            "passed by ES with random fitness (n = 16)",
+        ),  # the setting with most runs
+        (steady(seeds=4), "passed by ES with random fitness (n = 4)"),
         (steady(seeds=3), "no null runs"),
         (steady(steps=100), "no null runs"),
         (steady(population_size=8), "no null runs"),
         (steady(base_digest="another"), "no null runs"),
         (steady(scale="smoke"), "no null runs"),
         ([{k: v for k, v in r.items() if k != "test"} for r in steady()], "no null runs"),
-        (steady("grpo_random"), "passed by grpo random (n = 8)"),  # as long as GRPO's runs, in the place of ES
+        (
+            steady("grpo_random"),
+            "passed by GRPO with random reward (n = 8)",
+        ),  # as long as GRPO's runs, in the place of ES
         (steady("grpo_random", steps=208), "no null runs"),
         (steady("es_sampled"), "no null runs"),  # learns
     ],
@@ -235,7 +249,7 @@ def test_an_interval_that_reaches_the_bound_does_not_pass() -> None:
     for i, record in enumerate(close):
         by = 0.2 * (i == 0)
         record["curve"] = record["curve"] | {"validation_greedy": [0.1, 0.3, 0.3 - by, 0.4, 0.4]}
-    assert asked(judge("C33", records + close)) == "failed by es random (n = 4)"
+    assert asked(judge("C33", records + close)) == "failed by ES with random fitness (n = 4)"
 
 
 def test_rules_that_favour_no_arm_have_no_placebo() -> None:
@@ -265,6 +279,6 @@ def test_no_committed_verdict_rests_on_a_rule_that_a_null_passes(committed_verdi
         if verdict.verdict in ("supported", "within margin", "not evidence"):
             assert (verdict.placebo == "favours no arm") == (not favours), verdict.id
     found = {verdict.id: verdict for verdict in committed_verdicts}
-    assert "es random" in found["C33"].placebo.partition("failed")[0]
+    assert "ES with random fitness" in found["C33"].placebo.partition("failed")[0]
     for name in ("E1", "C9", "C33", "C37"):
         assert found[name].verdict == "not evidence" and found[name].placebo.startswith("passed by"), name

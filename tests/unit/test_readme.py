@@ -133,3 +133,16 @@ def test_both_trainers_call_the_reward_function_alike(folder, prompts):
     entry = {"messages": json.dumps(message), "text": '"str"'}[prompts]
     assert columns["prompts"] == columns["completions"] == ["list of", entry]
     assert columns["answer"] == ["list of", '"str"']
+
+
+def test_it_is_read_in_minutes():
+    text = re.sub(r"```.*?```|<!--.*?-->", "", README, flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text).replace("|", " ")
+    assert len(text.split()) < 900
+
+
+def test_what_it_links_to_is_there():
+    linked = re.findall(r"\]\(([^)#]+)\)", README)
+    assert linked and not [name for name in linked if not (paths.ROOT / name).exists()]
+    for notebook in paths.ROOT.glob("notebooks/*.ipynb"):
+        assert f"notebooks/{notebook.name}" in linked

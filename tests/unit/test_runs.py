@@ -22,6 +22,7 @@ from evoalign_lib.study.kinds.estimator import estimator_specs
 from evoalign_lib.study.kinds.kl import kl_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
+from evoalign_lib.study.notebooks.loading import of_runs
 from evoalign_lib.tasks import countdown
 
 pytestmark = pytest.mark.skipif(
@@ -223,10 +224,12 @@ def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
 
 
 MAKERS = {
-    "base": lambda s: base_specs([s["base"]], s, "tiny"),
-    "train": lambda s: train_specs(s["arm"], [s["base"]], [s["seed"]], s, "tiny"),
-    "best_of_n": lambda s: best_of_n_specs(s["base"], [s["seed"]], s["samples"], s, "tiny"),
-    "audit": lambda s: audit_specs(s["base"], s["precision"], s["noise"], s["fitness"], [s["seed"]], s, "tiny"),
+    "base": lambda s: base_specs([s["base"]], of_runs(s), "tiny"),
+    "train": lambda s: train_specs(s["arm"], [s["base"]], [s["seed"]], of_runs(s), "tiny"),
+    "best_of_n": lambda s: best_of_n_specs(s["base"], [s["seed"]], s["samples"], of_runs(s), "tiny"),
+    "audit": lambda s: audit_specs(
+        s["base"], s["precision"], s["noise"], s["fitness"], [s["seed"]], of_runs(s), "tiny"
+    ),
     "estimator": lambda s: estimator_specs(s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny"),
     "kl": lambda s: kl_specs(s["base"], s["sigma"], s["repeat"] + 1, s, "tiny"),
     "published": lambda s: [made for made in published_specs("tiny") if made.items() <= s.items()],
@@ -238,7 +241,8 @@ def remade(spec):
     trained = measured_spec(spec)
     assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
     record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": spec["digest"]}
-    return decoding_specs([record], spec["temperatures"], spec["samples"], spec.get("at_step"))
+    more = {name: spec[name] for name in ("at_step", "curve_temperature") if name in spec}
+    return decoding_specs([record], spec["temperatures"], spec["samples"], **more)
 
 
 MAKERS["decoding"] = remade
@@ -273,6 +277,36 @@ def test_settings_that_are_refused_before_any_run(arm, changed, message):
     settings = {name: value for name, value in (SETTINGS | changed).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
         train_specs(arm, ["A0"], [0], settings, "smoke")
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "message"),
+    [
+        ("curve_spacng", "unknown setting 'curve_spacng': no run reads it, remove it. Did you mean 'curve_spacing'"),
+        ("microbatch", "unknown setting 'microbatch': .* Did you mean 'micro_batch'"),
+        ("scale_reward", "Did you mean 'scale_rewards'"),
+        ("question", "Did you mean 'questions'"),
+        ("enigne", "Did you mean 'engine'"),
+        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, batch_size, "),
+    ],
+)
+def test_a_setting_that_no_run_reads_is_refused_by_every_maker(mistyped, message):
+    settings = SETTINGS | {mistyped: None}
+    for make in (
+        lambda: train_specs("es", ["A0"], [0], settings, "smoke"),
+        lambda: sweep_specs("grpo", "A0", settings, "smoke"),
+        lambda: base_specs(["A0"], settings, "smoke"),
+        lambda: best_of_n_specs("A0", [0], 2, settings, "smoke"),
+        lambda: audit_specs("A0", "master", "gaussian", "reward", [0], settings, "smoke"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_an_audit_refuses_what_training_alone_reads():
+    es = {"population_size": 3, "sigma": 0.03, "alpha": 0.01, "curve_spacing": None}
+    with pytest.raises(ValueError, match="unique_prompts=3: an audit has no such setting, leave it out"):
+        audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | es | {"unique_prompts": 3}, "smoke")
 
 
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():

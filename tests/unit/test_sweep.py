@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -456,6 +457,29 @@ def test_kinds_of_plain_tiny_models_refuse_any_other_base(base):
 
 
 @needs_bases
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"task": "conciseness"}, "base 'A0' was trained for the task 'countdown', not 'conciseness': set task="),
+        ({"task": "cuntdown"}, "Did you mean 'countdown'"),
+        ({"measure": "strict"}, "measure='strict': task 'countdown' has no such setting"),
+        ({"filler_steps": 16}, "filler_steps=16: base 'A0' has not learned to think"),
+        ({"engine": "vllm"}, "engine='vllm' is for models of the Hub or of a folder; 'A0' is one of the tiny world's"),
+    ],
+)
+def test_kinds_of_plain_tiny_models_refuse_what_they_would_ignore(changed, message):
+    settings = SETTINGS | {"estimator_problems": 4, "kl_problems": 4, "kl_samples": 2}
+    makers = (
+        lambda s: estimator_specs("A0", 2, 1, "expected", "any", s, "smoke"),
+        lambda s: kl_specs("A0", 0.1, 1, s, "smoke"),
+    )
+    for make in makers:
+        assert len(make(settings)) == 1
+        with pytest.raises(ValueError, match=message):
+            make(settings | changed)
+
+
+@needs_bases
 @pytest.mark.parametrize("arm", ["es", "grpo", "sft"])
 def test_training_thinks_as_long_as_the_spec_says(arm):
     """In the training set, where tokens are counted, and in the sets that measure, where formats are kept."""
@@ -657,6 +681,60 @@ def test_where_the_end_of_this_process_cannot_be_watched_no_server_is_used(monke
     assert sweep._server().get_start_method() == "forkserver"
     monkeypatch.setattr(os, "pidfd_open", refused)
     assert sweep._server().get_start_method() == "spawn"
+
+
+PROBE = """
+import json, os, sys
+import torch
+from evoalign_lib.study import sweep
+
+NAMES = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+def probe(spec, notebook, commit, keep):
+    import torch
+    found = {name: os.environ.get(name) for name in NAMES} | {"torch": torch.backends.cpu.get_cpu_capability()}
+    started = open("/proc/self/environ", "rb").read().decode().split("\\0")  # the server's, of which this is a copy
+    return found | {"at the start": {name: any(entry.startswith(f"{name}=") for entry in started) for name in NAMES}}
+
+if __name__ == "__main__":
+    own, sweep.run = torch.backends.cpu.get_cpu_capability(), probe
+    engine = json.loads(sys.argv[1])
+    ((found),) = sweep._run_all([{"kind": "base"} | engine], "nb", 1, {})
+    assert torch.backends.cpu.get_cpu_capability() == own
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the CPU has no AVX2 to be held to"
+)
+@pytest.mark.parametrize(
+    ("engine", "given", "expected"),
+    [
+        ({}, {}, ("avx2", "AVX2", "AVX2")),
+        ({}, {"ATEN_CPU_CAPABILITY": "default"}, ("default", None, "DEFAULT")),
+        ({"engine": "vllm"}, {}, (None, None, None)),
+    ],
+)
+def test_runs_of_the_local_engine_compute_with_avx2_unless_the_user_says_otherwise(tmp_path, engine, given, expected):
+    """As the committed records were made, on a CPU with AVX-512, too; this process keeps what it has."""
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    environment = {name: value for name, value in os.environ.items() if name not in sweep._INSTRUCTIONS} | given
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(engine)],
+        env=environment | {"PYTHONPATH": str(paths.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    *variables, capability = expected
+    assert [found[name] for name in sweep._INSTRUCTIONS] == variables and found["OMP_NUM_THREADS"] == "1"
+    assert capability in (None, found["torch"])
+    assert found["at the start"] == {
+        name: value is not None for name, value in zip(found["at the start"], ["1", *variables], strict=True)
+    }
 
 
 def _alive(pids) -> list[int]:

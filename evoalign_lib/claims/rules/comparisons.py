@@ -18,7 +18,7 @@ from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims import measures
 from evoalign_lib.claims.checks import check_keys, check_named
-from evoalign_lib.claims.findings import Finding, Undecided, defined
+from evoalign_lib.claims.findings import MISSING, Finding, Undecided, defined
 from evoalign_lib.claims.rules.rule import Rule
 from evoalign_lib.claims.selection import (
     DECODINGS,
@@ -44,9 +44,9 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
             winner = favoured(comparison)
             if evidence.null and not (decisive and winner):
                 continue
-            joint = "over" if comparison.get("by") == "spread" else "less"
-            of, to = (evidence.name(comparison[side], comparison[side] == winner) for side in ("of", "to"))
-            arms = f"{cell} {of} {joint} {to}".replace("_", " ").strip()
+            joint = "over" if comparison.get("by") == "spread" else "-"
+            of, to = (evidence.name(claim, comparison[side], comparison[side] == winner) for side in ("of", "to"))
+            arms = f"{cell} {of} {joint} {to}".strip()
             decodings = claim["rule"].get("decodings", ()) if decisive else ()
             for each in _under(comparison, decodings):
                 label = f"{arms}, {measures.words(each['measure'])}"
@@ -59,8 +59,20 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
 
 def _find_above(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find, in each cell, the mean difference of test accuracy between treatment and comparison."""
-    comparison = _above(claim)
-    return [_compare(claim, evidence, comparison, where, label) for label, where in cells(claim)]
+    comparison, decodings = _above(claim), claim["rule"].get("decodings", ())
+    return [
+        _compare(
+            claim,
+            evidence,
+            each,
+            where,
+            f"{cell} {measures.words(each['measure'])}".strip() if decodings else cell,
+            f"{cell} {measures.words(each['measure'], decoding=False)}".strip(),
+            among_decodings=bool(decodings),
+        )
+        for cell, where in cells(claim)
+        for each in _under(comparison, decodings)
+    ]
 
 
 def _above(claim: Claim) -> _Comparison:
@@ -98,6 +110,23 @@ def _under(comparison: _Comparison, decodings: tuple[str, ...]) -> list[_Compari
     return [comparison | {"measure": measure | {kind: each}} for each in decodings or (measure[kind],)]
 
 
+def _under_other(claim: Claim, decoding: str) -> Claim | None:
+    """Return the claim with the decisive comparisons that it does not make under a decoding, made under it."""
+    rule, found = claim["rule"], []
+    comparisons = [comparison for comparison, decisive in declared_comparisons(rule) if decisive]
+    declared = [each for comparison in comparisons for each in _under(comparison, rule.get("decodings", ()))]
+    for comparison in comparisons:
+        (other,) = _under(comparison, (decoding,))
+        if other not in [*declared, *found]:
+            found.append(other)
+    return claim | {"rule": {"kind": rule["kind"], "comparisons": found, "decodings": (decoding,)}} if found else None
+
+
+def _above_under_other(claim: Claim, decoding: str) -> Claim | None:
+    rule = claim["rule"]
+    return None if decoding == rule["decoding"] else claim | {"rule": rule | {"decodings": (decoding,)}}
+
+
 def _compare(
     claim: Claim,
     evidence: Evidence,
@@ -121,7 +150,7 @@ def _compare(
             have = " v ".join(
                 f"{len(found.records)} of {of.have}" for found, of in zip(measured, selected, strict=True)
             )
-            kept |= {"decisive": False, "value": "missing", "context": f"({have} were decoded so)"}
+            kept |= {"decisive": False, "value": MISSING, "context": f"({have} were decoded so)"}
             return Finding(label, 0, have, None, **kept)
         selected = measured
     arms = [found.records for found in selected]
@@ -251,10 +280,6 @@ def _check(claim: Claim) -> None:
     for comparison, _ in declared_comparisons(rule):
         _check_comparison(name, comparison, claim["margin"])
         named += [comparison[side] for side in ("of", "to")]
-        kind = measures.kind_of(comparison["measure"])
-        unmeasured = set(rule.get("decodings", ())) - set(measures.MEASURES[kind].decodings)
-        if unmeasured:
-            raise ValueError(f"{name}: {kind} is not measured at {', '.join(sorted(unmeasured))}: leave it out")
     check_named(claim, named)
 
 
@@ -283,7 +308,13 @@ def _check_comparison(name: str, comparison: _Comparison, margin: float) -> None
         raise ValueError(f"{name}: hacked runs are compared by rate, and nothing else is")
 
 
-COMPARE = Rule(_find, ("comparisons",), ("also", "trend", "decodings"), check=_check, favours=_favours)
+COMPARE = Rule(
+    _find, ("comparisons",), ("also", "trend", "decodings"), check=_check, favours=_favours, under=_under_other
+)
 INTERVAL_ABOVE = Rule(
-    _find_above, ("decoding",), arms=("treatment", "comparison"), favours=lambda claim: ("treatment",)
+    _find_above,
+    ("decoding",),
+    arms=("treatment", "comparison"),
+    favours=lambda claim: ("treatment",),
+    under=_above_under_other,
 )

@@ -42,8 +42,8 @@ def _find_gaps(claim: Claim, evidence: Evidence) -> list[Finding]:
             f"{n} of {total} runs, of {len(end)} setting{'s' if len(end) != 1 else ''}"
             for n, total, end in zip(ended, runs_of, ends, strict=True)
         ]
-        (of, to), n = (f"{end} {evidence.name(arm, arm == winner)}" for arm, end in sides), min(runs_of)
-        label = f"{of} less {to}, gap at {comparison['sigma']}"
+        (of, to), n = (f"{end} {evidence.name(claim, arm, arm == winner)}" for arm, end in sides), min(runs_of)
+        label = f"{of} - {to}, gap at {comparison['sigma']}"
         kept = {"bound": float(comparison["above"]), "decisive": decisive}
         have = f"{label}: {' v '.join(counts)}"
         if min(ended) < claim["min_seeds"]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from evoalign_lib.analysis import stats
 from evoalign_lib.claims import measures
 from evoalign_lib.claims.checks import check_keys, check_named, check_setting
-from evoalign_lib.claims.findings import Finding, decoding_words
+from evoalign_lib.claims.findings import MISSING, Finding, decoding_words
 from evoalign_lib.claims.rules.comparisons import check_decodings
 from evoalign_lib.claims.rules.rule import Rule
 from evoalign_lib.claims.selection import Claim, Evidence, Record, cells, check_one_base, lacking
@@ -46,7 +46,9 @@ def _find_regrets(claim: Claim, evidence: Evidence) -> list[Finding]:
         if evidence.null and arm not in _winners(claim):
             continue
         (side,) = bound
-        found.append(_of_arm(claim, evidence, arm, _regret_terms(claim), "regret", float(bound[side]), side))
+        for decoding in claim["rule"].get("decodings", (claim["rule"]["decoding"],)):
+            terms = _regret_terms(claim)
+            found.append(_of_arm(claim, evidence, arm, terms, "regret", decoding, float(bound[side]), side))
     return found + _floor(claim, evidence, _regret_terms(claim))
 
 
@@ -95,8 +97,8 @@ def _weighted(claim: Claim, evidence: Evidence, terms: list[_Term], quantity: st
     """Find the difference between two arms of a weighted sum of accuracies over cells, each seed's in one row."""
     rule, winner = claim["rule"], _winner(claim)
     pair = rule["of"], rule["to"]
-    of, to = (evidence.name(arm, arm == winner) for arm in pair)
-    compared = f"{quantity}, {of} less {to}"
+    of, to = (evidence.name(claim, arm, arm == winner) for arm in pair)
+    compared = f"{quantity}, {of} - {to}"
     label = f"{compared}, {decoding_words(decoding)}" if "decodings" in rule else compared
     by_term = [evidence.select_pair(claim, pair, term.where, winner) for term in terms]
     selected = dict(zip((of, to), zip(*by_term, strict=True), strict=True))
@@ -113,7 +115,7 @@ def _weighted(claim: Claim, evidence: Evidence, terms: list[_Term], quantity: st
             measured = [seed for seed in seeds if all(_has(cell[seed], decoding) for cell in by_seed)]
             if len(measured) < claim["min_seeds"]:
                 context = f"({len(measured)} of {len(seeds)} seeds of {arm} were decoded so)"
-                return Finding(label, 0, have, None, bound, decisive=False, value="missing", context=context, **kept)
+                return Finding(label, 0, have, None, bound, decisive=False, value=MISSING, context=context, **kept)
             seeds = measured
         if not seeds:
             return Finding(label, 0, have, None, bound, lacks=lacking(sum(map(list, selected.values()), [])), **kept)
@@ -140,19 +142,35 @@ def _right(by_cell: Sequence[Sequence[Record]], decoding: str) -> NDArray[np.flo
 
 
 def _of_arm(
-    claim: Claim, evidence: Evidence, arm: str, terms: list[_Term], quantity: str, bound: float, side: str
+    claim: Claim,
+    evidence: Evidence,
+    arm: str,
+    terms: list[_Term],
+    quantity: str,
+    decoding: str,
+    bound: float,
+    side: str,
 ) -> Finding:
     """Find a weighted sum of one arm's accuracies over cells."""
-    seeds, found, label, have = _seeds_of(claim, evidence, arm, terms, quantity)
+    seeds, found, compared, have = _seeds_of(claim, evidence, arm, terms, quantity)
+    among = "decodings" in claim["rule"]
+    label = f"{compared}, {decoding_words(decoding)}" if among else compared
+    kept = {"decoding": decoding, "compared": compared}
     if not seeds:
-        return Finding(label, 0, have, None, bound, side, lacks=lacking(found))
-    right = _right([[cell[seed] for seed in seeds] for cell in _by_seed(claim, found)], claim["rule"]["decoding"])
+        return Finding(label, 0, have, None, bound, side, lacks=lacking(found), **kept)
+    if among:
+        measured = [s for s in seeds if all(_has(cell[s], decoding) for cell in _by_seed(claim, found))]
+        if len(measured) < claim["min_seeds"]:
+            context = f"({len(measured)} of {len(seeds)} seeds of {arm} were decoded so)"
+            return Finding(label, 0, have, None, bound, side, decisive=False, value=MISSING, context=context, **kept)
+        seeds = measured
+    right = _right([[cell[seed] for seed in seeds] for cell in _by_seed(claim, found)], decoding)
     summed = np.tensordot([term.weight for term in terms], right, axes=1)
     interval = stats.crossed_bootstrap(summed, n_resamples=evidence.resamples)
     accuracies = zip(terms, right.mean(axis=(1, 2)), strict=True)
     words = ", ".join(f"{term.label} {100 * accuracy:.1f} %" for term, accuracy in accuracies)
-    context = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {words}"
-    return Finding(label, interval.n, have, interval, bound, side, value=f"{interval.format()} points", context=context)
+    context, value = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {words}", interval.format()
+    return Finding(label, interval.n, have, interval, bound, side, value=f"{value} points", context=context, **kept)
 
 
 def _floor(claim: Claim, evidence: Evidence, terms: list[_Term]) -> list[Finding]:
@@ -182,7 +200,7 @@ def _seeds_of(
     pair = [name for name in _compared(claim) if name != arm]
     found = [evidence.select_pair(claim, [arm, *pair], term.where, favoured)[0] for term in terms]
     seeds = sorted(set.intersection(*map(set, _by_seed(claim, found))))
-    label = f"{quantity}, {evidence.name(arm, favoured is not None)}"
+    label = f"{quantity}, {evidence.name(claim, arm, favoured is not None)}"
     have = "; ".join(f"{term.label}: {cell.have}" for term, cell in zip(terms, found, strict=True))
     return seeds, found, label, have
 
@@ -208,6 +226,15 @@ def _winners(claim: Claim) -> tuple[str, ...]:
     if "bounds" in rule:
         return tuple(arm for arm, bound in rule["bounds"].items() if "below" in bound)
     return (_winner(claim),)
+
+
+def _under_other(claim: Claim, decoding: str) -> Claim | None:
+    """Return the claim with its difference, or its regrets, under another decoding; the floor is declared under one."""
+    rule = claim["rule"]
+    if decoding in rule.get("decodings", (rule["decoding"],)):
+        return None
+    kept = {name: value for name, value in rule.items() if name != "floor"}
+    return claim | {"rule": kept | {"decodings": (decoding,)}}
 
 
 def _check(claim: Claim) -> None:
@@ -236,6 +263,7 @@ INTERACTION = Rule(
     ("decodings", "floor"),
     check=_check,
     favours=_winners,
+    under=_under_other,
 )
 REGRET = Rule(
     _find_regret,
@@ -243,5 +271,13 @@ REGRET = Rule(
     ("decodings", "floor"),
     check=_check,
     favours=_winners,
+    under=_under_other,
 )
-REGRETS = Rule(_find_regrets, ("decoding", "shared", "best", "bounds"), ("floor",), check=_check, favours=_winners)
+REGRETS = Rule(
+    _find_regrets,
+    ("decoding", "shared", "best", "bounds"),
+    ("floor",),
+    check=_check,
+    favours=_winners,
+    under=_under_other,
+)

@@ -13,6 +13,10 @@ def _nothing(claim: Claim) -> None:
     """Check nothing."""
 
 
+def _as_declared(claim: Claim, decoding: str) -> None:
+    return None
+
+
 def _no_arm(claim: Claim) -> tuple[str, ...]:
     return ()
 
@@ -34,3 +38,6 @@ class Rule:
     """Raises ValueError, naming claim and field, where the declaration is wrong in another way."""
     favours: Callable[[Claim], tuple[str, ...]] = _no_arm
     """Returns the arms that win when the claim is supported; none where no arm does."""
+    under: Callable[[Claim, str], Claim | None] = _as_declared
+    """Returns the claim with its comparisons under another decoding, those that it does not declare so already; None
+    where there are none."""

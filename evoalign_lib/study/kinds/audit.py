@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import arms, noise, precision
+from evoalign_lib.es import ESTrainer, coefficients
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import evolution, measures, specs, training, worlds
 
@@ -29,17 +30,22 @@ def audit_specs(
         precision: "master", "kahan" or "inplace" (see `precision`).
         noise: "gaussian" or "tied".
         fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
-        settings: as for `train_specs`.
+        settings: as for `train_specs`, without those that are optional there.
 
     Raises:
-        ValueError: a task whose answers are not right or wrong, another engine than the local one, or what
-            `train_specs` refuses of settings and bases.
+        ValueError: a task whose answers are not right or wrong, another engine than the local one, a setting that is
+            optional for training, or what `train_specs` refuses of settings and bases.
     """
+    specs.check_names(settings)
     if measures.get(settings.get("task", "countdown")).validated_by is None:
         raise ValueError(f"task={settings['task']!r}: an audit measures right answers, take 'countdown'.")
     if not worlds.is_local(settings):
         raise ValueError(f"engine={settings['engine']!r}: an audit moves weights in place, which only 'local' does.")
-    wanted = specs.sizes(settings) | specs.take(settings, arms.get("es").settings, "an audit")
+    es = arms.get("es")
+    for name in es.optional:
+        if settings.get(name) is not None:
+            raise ValueError(f"{name}={settings[name]!r}: an audit has no such setting, leave it out.")
+    wanted = specs.sizes(settings) | specs.take(settings, es.settings, "an audit")
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
     return [specs.begin("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]
 
@@ -52,8 +58,6 @@ def run(spec: Spec) -> Record:
     displacements of two layers' tensors of equal name, which independent noise leaves near 0.
     """
     import torch
-
-    from evoalign_lib.es import ESTrainer, coefficients
 
     model, tokenizer, sets = training.world(spec)
     updates: list[tuple[float, float]] = []

@@ -21,9 +21,11 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
         scale: of the notebook.
 
     Raises:
-        ValueError: what `specs.begin` refuses, or a shipped base with another engine than the local one.
+        ValueError: a setting that no run reads, what `specs.begin` refuses, or a shipped base with another engine than
+            the local one.
         FileNotFoundError: a file that the settings name is not there.
     """
+    specs.check_names(settings)
     wanted = specs.sizes(settings) | specs.engine_fields(bases, settings)
     return [specs.begin("base", base, scale, settings) | wanted for base in bases]
 

@@ -20,13 +20,14 @@ def best_of_n_specs(
 
     Args:
         samples: drawn for each problem, at least 1.
-        settings: max_completion_length, test_problems.
+        settings: as for `base_specs`; max_completion_length and test_problems are needed.
 
     Raises:
-        ValueError: no samples; a task whose reward says nothing of right answers; or what `specs.begin` refuses.
+        ValueError: no samples; a task whose reward says nothing of right answers; or what `base_specs` refuses.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1.")
+    specs.check_names(settings)
     task = settings.get("task", "countdown")
     if measures.get(task).validated_by is None:
         raise ValueError(f"best of n chooses right answers, and the reward of {task} does not know them.")

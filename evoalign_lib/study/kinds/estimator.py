@@ -31,10 +31,12 @@ def estimator_specs(
         settings: sigma, alpha, estimator_problems.
 
     Raises:
-        ValueError: a base outside the tiny world, or one that needs filler_steps.
+        ValueError: a base outside the tiny world, or one that needs filler_steps; another task than Countdown; another
+            engine than the local one.
     """
     wanted = specs.take(settings, ("sigma", "alpha", "estimator_problems"), "the estimator")
-    spec = specs.begin_tiny("estimator", base, scale) | wanted | {"fitness": fitness, "targets": targets, "N": N}
+    spec = specs.begin_tiny("estimator", base, scale, settings) | wanted
+    spec |= {"fitness": fitness, "targets": targets, "N": N}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
@@ -205,10 +207,6 @@ class ExactObjective:
             "problems": len(self.problems),
         }
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
-
-    def close(self) -> None:
-        """Let go of the engine; the objective cannot measure any more."""
-        self._engine.close()
 
     def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:
         """(texts,) answer scores under the strict grader."""

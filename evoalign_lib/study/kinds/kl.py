@@ -25,14 +25,14 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
 
     Raises:
         ValueError: an odd number of samples, which has no two halves; a base outside the tiny world, or one that needs
-            filler_steps.
+            filler_steps; another task than Countdown; another engine than the local one.
     """
     if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
         raise ValueError(
             f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of the samples."
         )
     wanted = specs.take(settings, ("max_completion_length", "kl_problems", "kl_samples"), "the estimate of KL")
-    spec = specs.begin_tiny("kl", base, scale) | wanted | {"sigma": sigma}
+    spec = specs.begin_tiny("kl", base, scale, settings) | wanted | {"sigma": sigma}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 

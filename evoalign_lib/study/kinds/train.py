@@ -1,4 +1,4 @@
-"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and who trains each family.
+"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and where they are trained.
 
 With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU. This
 module is the program of each of them (see `grpo` for what they share).
@@ -19,16 +19,9 @@ from typing import Any
 
 from evoalign_lib import arms, files, grpo
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
-from evoalign_lib.checks import choose
+from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
-from evoalign_lib.study import measures, specs, training, worlds
-
-FAMILIES: dict[str, str] = {
-    "es": "evoalign_lib.study.evolution",
-    "gradient": "evoalign_lib.study.gradients",
-    "sft": "evoalign_lib.study.baselines",
-}
-"""Who trains the arms of a family (`arms.Arm.family`): modules with a context `train(spec, place, lasting, keep)`."""
+from evoalign_lib.study import families, measures, specs, training, worlds
 
 
 def train_specs(
@@ -38,7 +31,8 @@ def train_specs(
 
     Args:
         arm: a key of `arms.ARMS`.
-        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`). Optional are:
+        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms are left
+            out. Optional are:
             curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
             unique_prompts: the run sees so many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
@@ -50,24 +44,23 @@ def train_specs(
             have vLLM beside the model (see `specs.engine_fields`).
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing, fewer curve points than hold the first step and the last
-            or more than a record holds, an unknown curve_spacing, no prompts or more than there are, a step that does
-            not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
+        ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
+            first step and the last or more than a record holds, an unknown curve_spacing, no prompts or more than there
+            are, a step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)
+    specs.check_names(settings)
     for base in bases:
         measures.get(settings.get("task", "countdown")).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
-    wanted |= specs.engine_fields(bases, settings, entry.family)
-    if entry.family == "gradient":
+    wanted |= specs.engine_fields(bases, settings, families.of(arm))
+    if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
     if "scale_rewards" in wanted:
-        if "scale_rewards" not in entry.options:
-            raise ValueError(f"scale_rewards={wanted['scale_rewards']!r}: arm {arm!r} scales nothing, leave it out.")
-        choose("scale_rewards", wanted["scale_rewards"], grpo.SCALES)
+        grpo.check_scale(arm, wanted["scale_rewards"])
     _check_curve(wanted)
     if wanted.get("unique_prompts", 1) < 1:
         raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
@@ -123,7 +116,7 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
     with training.workplace(folder) as place:
-        if worlds.is_local(spec) or arms.get(spec["arm"]).family == "es":  # an ES run drives its engine from here
+        if worlds.is_local(spec) or families.of(spec["arm"]).has_members:  # it drives its engine from here
             return _measured(spec, place, folder is not None, keep)
         return _launched(spec, place, folder is not None)
 
@@ -132,7 +125,7 @@ def trained(
     spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None
 ) -> AbstractContextManager[training.Trained]:
     """Train as a spec says; the model is there as long as the context lasts. Arguments as `evolution.train`."""
-    return import_module(FAMILIES[arms.get(spec["arm"]).family]).train(spec, place, lasting, keep)
+    return import_module(families.of(spec["arm"]).trainer).train(spec, place, lasting, keep)
 
 
 def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
@@ -175,8 +168,6 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
 
 def _main(place: str, driver: str, *lasting: str) -> None:
     """One process of a launched run: read the spec, train, and write the result if it is the first process."""
-    from evoalign_lib.engines.processes import end_with
-
     end_with(int(driver))
     folder = Path(place)
     asked = json.loads((folder / "spec.json").read_text())

@@ -16,7 +16,8 @@ from evoalign_lib.records import Record
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.measures import conciseness as measure
-from evoalign_lib.study.notebooks.loading import Group, Groups, Records, own_settings
+from evoalign_lib.study.notebooks import loading
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "03_conciseness"
 ARMS = ("es", "grpo")
@@ -50,6 +51,9 @@ TINY = {
     "alpha": [0.0015, 0.005, 0.015],
     "learning_rate": [1e-4, 3e-4, 1e-3],
     "beta": [0.0, 0.04, 0.4],
+    "temperatures": [0.6],  # between greedy decoding and 1, at which the declared runs are measured again
+    "curve_temperature": 0.6,  # of samples along their curves
+    "decoded": [],  # groups that are, with the first base: "es" and "grpo"; none yet
     "shown": 3,  # published completions of each set that are printed
     "questions_shown": 4,
 }
@@ -95,7 +99,7 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name; none depends on others' records. All but "published" are the notebook's own models."""
+    """Return the runs by name. All but "published" are of the notebook's own models."""
     here, elsewhere = run.bases[:1], run.bases[1:]
     judge, some = run.seeds_judge, run.seeds_map
 
@@ -107,7 +111,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         for name in ("alpha", "beta")
     )
     return {
-        "base": base_specs(run.bases, vars(run), run.scale),
+        "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es": train("es", here, judge),
         "grpo": train("grpo", here, judge),
         "es_map": train("es", here, some, _cells(run, "es")),
@@ -119,7 +123,19 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "es_random": train("es_random", here, some),
         "grpo_random": train("grpo_random", here, some),
         "published": published_specs(run.scale),
+        "decodings": _decodings(run, of),
     }
+
+
+def _decodings(run: SimpleNamespace, of: Records) -> After:
+    """Runs that measure the first base and the declared runs again."""
+    if not run.decoded:
+        return After([], ())
+    along = {"temperatures": run.temperatures, "curve_temperature": run.curve_temperature}
+    bases = {"groups": ["first base"], "temperatures": run.temperatures}
+    known = {"first base": [r for r in of["base"] if r["spec"]["base"] == run.bases[0]]} if "base" in of else {}
+    found = loading.decodings(run, {**of, **known}, (), bases, {"groups": run.decoded} | along)
+    return found._replace(after=("base", *run.decoded))
 
 
 def _cells(run: SimpleNamespace, arm: str) -> list[dict[str, float]]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from evoalign_lib import arms, tiny
 from evoalign_lib.checks import nearest
 from evoalign_lib.records import Record, Spec, spec_hash
+from evoalign_lib.study.kinds.decoding import decoding_specs
 from evoalign_lib.study.kinds.train import train_specs
+from evoalign_lib.study.specs import settings_of_runs
 from evoalign_lib.study.sweep import load_or_run
 
 if TYPE_CHECKING:
@@ -157,6 +159,30 @@ class Loader:
         ]
 
 
+def decodings(run: SimpleNamespace, of: Records, names: Sequence[str], *also: Mapping[str, Any]) -> After:
+    """Return runs that measure the models of groups again, under more temperatures than their records have.
+
+    Only models of the tiny world are measured again. A run that several groups have is measured once.
+
+    Args:
+        names: groups, measured at `run.temperatures`.
+        *also: further measurements: `groups`, and arguments of `decoding_specs` in the place of these.
+    """
+    wanted = [{"groups": names, "temperatures": run.temperatures}, *also]
+    asked = tuple(dict.fromkeys(name for one in wanted for name in one["groups"]))
+    if run.bases[0] not in tiny.SHIPPED or any(name not in of for name in asked):
+        return After([], asked)
+    specs = [
+        spec
+        for one in wanted
+        for spec in decoding_specs(
+            [record for name in one["groups"] for record in of[name]],
+            **{name: value for name, value in one.items() if name != "groups"},
+        )
+    ]
+    return After(list({spec_hash(spec): spec for spec in specs}.values()), asked)
+
+
 def made_anew(run: SimpleNamespace, group: str) -> bool:
     """Say whether a group is made again: with `force`, all groups or those that `retrain` names."""
     return run.force and (not run.retrain or group in run.retrain)
@@ -167,15 +193,21 @@ def seed_count(run: SimpleNamespace, group: str, n: int) -> int:
     return run.seeds if run.seeds and (made_anew(run, group) or not run.force) else n
 
 
+def of_runs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a notebook's settings that runs are made from: makers of specs refuse any other."""
+    known = settings_of_runs()
+    return {name: value for name, value in settings.items() if name in known}
+
+
 def own_settings(run: SimpleNamespace, arm: str) -> dict[str, Any]:
-    """Return all settings of a notebook with an arm's own in the place of the common ones.
+    """Return a notebook's settings of runs (`of_runs`) with an arm's own in the place of the common ones.
 
     Those whose names begin with the arm's sweep are its own: `es_steps` becomes `steps` of all ES arms, `grpo_steps`
     of GRPO and its relatives. An arm without a sweep has those that begin with its name.
     """
     prefix = f"{arms.get(arm).sweep or arm}_"
     own = {name.removeprefix(prefix): value for name, value in vars(run).items() if name.startswith(prefix)}
-    return vars(run) | own
+    return of_runs(vars(run) | own)
 
 
 def scaled(run: SimpleNamespace, choices: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

@@ -21,6 +21,8 @@ from evoalign_lib.study.notebooks.loading import (
     Group,
     Groups,
     Records,
+    decodings,
+    of_runs,
     own_settings,
     ranked_choices,
     scaled,
@@ -61,6 +63,8 @@ TINY = {
     "horizon_base": "H0",
     "horizon_steps": {"es": 52, "grpo": 125},
     "few_points": 5,  # of the curves of sections 8 and 9
+    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+    "decoded": [],  # groups whose names have one of these are: "best", "N=", "prompts=", "filler="; none yet
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
     "validation_problems": 512,
     "test_problems": 2000,
@@ -90,6 +94,7 @@ SMOKE = TINY | {
     "horizons": [4, 16],
     "horizon_steps": {"es": 2, "grpo": 2},
     "few_points": 3,
+    "decoded": ["prompts="],
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
@@ -118,14 +123,14 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     Raises ValueError as `check`.
     """
     check(run)
-    here, elsewhere, seeds = run.bases[:1], run.bases[1:], run.seeds_compare
+    here, elsewhere, seeds, common = run.bases[:1], run.bases[1:], run.seeds_compare, of_runs(vars(run))
     own = {arm: own_settings(run, arm) | tuned(run, of, arm) for arm in ARMS}
     train = {arm: partial(Group, arm, settings=own[arm], after=(f"{arm} sweep",)) for arm in ARMS}
     found: dict[str, Any] = {
         f"{arm} sweep": sweep_specs(arm, here[0], own_settings(run, arm), run.scale, swept_choices(run, arm))
         for arm in ARMS
     }
-    found["base"] = base_specs(here, vars(run), run.scale)
+    found["base"] = base_specs(here, common, run.scale)
     for arm in ARMS:
         half = {"steps": own[arm]["steps"] // 2}
         on_grid = [half | {"test_problems": 0} | cell for cell in _grid(run, arm)]
@@ -144,11 +149,12 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     for N in [N for N in run.populations if N != run.es_population_size]:
         found[f"es N={N}"] = train["es"](here, seeds, changes=[_of_size(run, own["es"]["alpha"], N)])
     for n in run.horizons:
-        found[f"base filler={n}"] = base_specs([run.horizon_base], vars(run) | _thinking(run, n), run.scale)
+        found[f"base filler={n}"] = base_specs([run.horizon_base], common | _thinking(run, n), run.scale)
     for arm in ARMS:
         after = (f"{arm} sweep", f"{arm} transfer")
         found[f"{arm} best"] = train[arm](elsewhere, seeds, changes=_winning(run, of, arm), after=after)
-    return found
+    again = [name for name in found if any(part in name for part in run.decoded)]
+    return found | {"decodings": decodings(run, of, again)}
 
 
 def check(run: SimpleNamespace) -> None:

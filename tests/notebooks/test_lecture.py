@@ -1,0 +1,384 @@
+"""What makes a notebook a lecture: answer first, words, captions, numbers in prose that outputs hold, true colours.
+
+And its outputs come from the committed sources.
+Each rule is a function that returns what breaks it, and is itself tested on a notebook that does.
+"""
+
+import ast
+import re
+from base64 import b64decode, b64encode
+from html import unescape
+from io import BytesIO
+
+import nbformat
+import numpy as np
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from PIL import Image
+
+from evoalign_lib import execution, paths, style
+
+TO_DO = {"03_conciseness", "05_stability"}
+"""Notebooks that are not written by these rules yet; one that `evoalign execute` has written is."""
+
+FILES = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+LINES_BEFORE_THE_FIGURE = 60
+UNITS = (
+    r"%|per ?cent\b|points?\b|nats?\b|bits\b|completions?\b|characters?\b|tokens?\b|bytes\b|kilobytes\b|kB\b|MB\b|GB\b"
+    r"|parameters\b|seeds?\b|runs?\b|steps?\b|problems?\b|prompts\b|samples\b|members\b|times\b|FLOPs\b|core-seconds\b"
+)
+WORDS = "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty fifty hundred".split()
+VALUES = dict(zip(WORDS, [*range(2, 13), 15, 16, 20, 30, 50, 100], strict=True))
+OF_RESULTS = r"%|per ?cent\b|points?\b|nats?\b|kilobytes\b|characters?\b"
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.fixture(params=FILES, ids=lambda p: p.stem)
+def notebook(request):
+    found = read(request.param)
+    if request.param.stem in TO_DO:
+        assert "evoalign" not in found.metadata, f"{request.param.stem} was executed by evoalign: take it off TO_DO"
+        pytest.skip("is to be written by these rules")
+    return found
+
+
+def test_what_is_to_do_is_there():
+    assert TO_DO <= {path.stem for path in FILES}
+
+
+# ---- the rules
+
+
+def outputs_of(cell):
+    return cell.get("outputs", [])
+
+
+def has_picture(cell):
+    return any("image/png" in output.get("data", {}) for output in outputs_of(cell))
+
+
+def lines_before_the_figure(notebook):
+    """Lines of all code cells up to the one that shows the first figure, which counts too."""
+    lines = 0
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            lines += len(cell.source.splitlines())
+            if has_picture(cell):
+                return lines
+    return float("inf")
+
+
+def headings(notebook):
+    """(level, text) of every heading, but those in blocks of code."""
+    texts = [re.sub(r"```.*?```", "", c.source, flags=re.DOTALL) for c in notebook.cells if c.cell_type == "markdown"]
+    return [(len(m[1]), m[2].strip()) for text in texts for m in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE)]
+
+
+def wrong_links(notebook):
+    """Links within the notebook, and to its neighbours, that lead nowhere; and sections that the contents leave out."""
+    anchors = [text.replace(" ", "-") for _, text in headings(notebook)]  # as Jupyter makes them
+    prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    problems = [f"no heading {t}" for t in targets if t.startswith("#") and t[1:] not in anchors]
+    problems += [f"heading {a} twice" for a in {a for a in anchors if anchors.count(a) > 1}]
+    files = [t for t in targets if not re.match(r"#|https?:", t)]
+    problems += [f"no file {t}" for t in files if not (paths.NOTEBOOKS / t).exists()]
+    sections = ["#" + text.replace(" ", "-") for level, text in headings(notebook) if level == 2]
+    contents = [c.source for c in notebook.cells[:3] if c.cell_type == "markdown" and c.source.count("](#") > 2]
+    if len(contents) != 1 or re.findall(r"\]\((#[^)]+)\)", contents[0]) != sections:
+        problems.append("the contents, near the top, do not link every section, in order")
+    odd = [text for level, text in headings(notebook) if level > 1 and not re.fullmatch(r"[\w ]+", text)]
+    return problems + [
+        f"heading {text!r}: letters, digits and spaces make a link that works everywhere" for text in odd
+    ]
+
+
+def only_displays(source):
+    return all(isinstance(statement, ast.Expr) for statement in ast.parse(source).body)
+
+
+def without_words(notebook):
+    """Code cells that follow another without a word, unless they only display; pictures without caption or reading."""
+    problems = []
+    for number, (cell, after) in enumerate(zip(notebook.cells, [*notebook.cells, None][1:], strict=True)):
+        if cell.cell_type != "code":
+            continue
+        if after is not None and after.cell_type == "code" and not only_displays(after.source):
+            problems.append(f"cell {number + 1}: no word before the code")
+        kinds = ["image/png" in output.get("data", {}) for output in outputs_of(cell)]
+        captions = ["<p><i>" in output.get("data", {}).get("text/html", "") for output in outputs_of(cell)]
+        if any(is_picture and not below for is_picture, below in zip(kinds, [*captions, False][1:], strict=True)):
+            problems.append(f"cell {number}: a figure without caption")
+        read_after = after is not None and after.cell_type == "markdown" and not after.source.startswith("#")
+        if any(kinds) and not read_after:
+            problems.append(f"cell {number}: no sentence says what the figure shows")
+    return problems
+
+
+def printed_tables(notebook):
+    """Cells that show a frame as text or as pandas draws it, and not as `show` or a store does."""
+    problems = [
+        f"cell {number}: a printed table"
+        for number, cell in enumerate(notebook.cells)
+        if cell.cell_type == "code" and ".to_string(" in cell.source
+    ]
+    for number, cell in enumerate(notebook.cells):
+        html = [output.get("data", {}).get("text/html", "") for output in outputs_of(cell)]
+        problems += [
+            f"cell {number}: a frame without caption" for text in html if "<table" in text and "<caption" not in text
+        ]
+    return problems
+
+
+def shown(notebook):
+    """All that the outputs say, as text."""
+    texts = []
+    for cell in notebook.cells:
+        for output in outputs_of(cell):
+            data = output.get("data", {})
+            html = unescape(re.sub("<[^>]*>", " ", data.get("text/html", "")))
+            texts += [output.get("text", ""), data.get("text/plain", ""), html]
+    return "\n".join(texts)
+
+
+def quantities(text):
+    """(number as written, its value as outputs write it, unit) of every number with a unit in a text."""
+    number = rf"(?<![\w.^{{/-])([-+−]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b)"
+    found = []
+    for match in re.finditer(
+        rf"{number}(?: (?:more|fewer|different|test|training|validation|million|thousand))*[ -]?({UNITS})", text, re.I
+    ):
+        word, unit = match[1].lower(), match[2]
+        if word in VALUES and not re.match(OF_RESULTS, unit):
+            continue  # "two runs" and "thirty members" are words
+        found.append((match[0], str(VALUES.get(word, word)).replace(",", "").lstrip("+-−"), unit))
+    return found
+
+
+def unproven_numbers(notebook):
+    """Numbers with units in prose that no output of the notebook holds, or that stand where another scale has others.
+
+    A sentence that links its source (arXiv) quotes it. Everything else says what the committed runs gave, under a
+    heading or after the words "In the committed runs".
+    """
+    held = {n.replace(",", "") for n in re.findall(r"\d[\d,]*(?:\.\d+)?", shown(notebook))}
+    problems = []
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "markdown":
+            continue
+        no_prose = r"^#[^\n]*$|^ {4}[^\n]*$|\[[^]]*\]\(#[^)]*\)|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$"
+        prose = re.sub(no_prose, " ", cell.source, flags=re.DOTALL | re.MULTILINE)
+        for sentence in re.split(r"(?<=[.:;!?])\s+(?=[A-Z*\[(])|\n", prose):
+            if "arxiv.org" in sentence:
+                continue
+            if re.search("interval|band", sentence):  # their level is no result
+                sentence = re.sub(r"\b9[05] %", "", sentence)
+            for written, value, _ in quantities(sentence):
+                if value not in held:
+                    problems.append(f"cell {number}: no output holds {written!r}")
+                elif "In the committed runs" not in cell.source:
+                    problems.append(f"cell {number}: {written!r} is so in the committed runs only, and does not say so")
+    return problems
+
+
+def wrong_colours(notebook):
+    """Pictures in a notebook that are small, or whose colours are not those of the saved picture."""
+    problems = []
+    for output in (output for cell in notebook.cells for output in outputs_of(cell)):
+        if "image/png" not in output.get("data", {}):
+            continue
+        name = output.metadata.get("evoalign", {}).get("artefact", "a picture that is not saved")
+        embedded = Image.open(BytesIO(b64decode(output.data["image/png"])))
+        if embedded.info.get("dpi", (0,))[0] < style.SCREEN_DPI - 0.5:
+            problems.append(f"{name}: under {style.SCREEN_DPI} pixels per inch")
+        if (saved := paths.FIGURES / f"{name}.png").exists():
+            with Image.open(saved) as picture:
+                problems += [f"{name}: {color} is not in the notebook" for color in lost(picture, embedded)]
+    return problems
+
+
+def lost(saved, embedded):
+    """Colours that fill some of a picture, and are not in another of the same figure."""
+    pixels = np.asarray(saved.convert("RGB")).astype(int)
+    # squares of one colour: a row of half-covered pixels along an edge is none
+    corners = (pixels[1:, :-1], pixels[:-1, 1:], pixels[1:, 1:])
+    solid = np.all([(pixels[:-1, :-1] == corner).all(-1) for corner in corners], axis=0)
+    colors, counts = np.unique(pixels[:-1, :-1][solid], axis=0, return_counts=True)
+    filled = colors[counts > 10]
+    there = np.unique(np.asarray(embedded.convert("RGB")).reshape(-1, 3), axis=0).astype(int)
+    return [tuple(map(int, color)) for color in filled if abs(there - color).max(1).min() > style.FURTHEST]
+
+
+def not_shown(notebook):
+    """Figures and tables that the notebook saves and does not show."""
+    source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    saved = {
+        node.args[1].value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("save_figure", "save_table")
+        and isinstance(node.args[1], ast.Constant)
+    }
+    outputs = [output for cell in notebook.cells for output in outputs_of(cell)]
+    return sorted(
+        saved
+        - {output.metadata["evoalign"]["artefact"] for output in outputs if "evoalign" in output.get("metadata", {})}
+    )
+
+
+# ---- every notebook keeps them
+
+
+def test_the_answer_comes_first(notebook):
+    assert lines_before_the_figure(notebook) < LINES_BEFORE_THE_FIGURE
+    first = next(number for number, cell in enumerate(notebook.cells) if has_picture(cell))
+    assert any("<dl>" in o.get("data", {}).get("text/html", "") for c in notebook.cells[:first] for o in outputs_of(c))
+
+
+def test_contents_and_links(notebook):
+    assert wrong_links(notebook) == []
+
+
+def test_words_between_the_cells_and_below_the_figures(notebook):
+    assert without_words(notebook) == []
+
+
+def test_tables_are_tables_and_what_is_saved_is_shown(notebook):
+    assert printed_tables(notebook) == [] and not_shown(notebook) == []
+
+
+def test_numbers_in_prose_are_those_of_the_outputs(notebook):
+    assert unproven_numbers(notebook) == []
+
+
+def test_pictures_have_the_colours_of_the_saved_ones(notebook):
+    assert wrong_colours(notebook) == []
+
+
+def test_outputs_come_from_the_committed_sources(notebook):
+    assert execution.stale(notebook) == []
+    commit = notebook.metadata["evoalign"]["commit"]
+    assert re.fullmatch("[0-9a-f]{12}", commit), "executed with changes that were not committed"
+    assert f"(commit {commit})" in shown(notebook)
+
+
+def test_sizes():
+    assert max(path.stat().st_size for path in FILES) < 300_000
+    assert sum(path.stat().st_size for path in paths.FIGURES.iterdir()) < 6_000_000
+
+
+# ---- the rules find what breaks them
+
+
+def picture(color="#0072B2", dpi=160, name=""):
+    drawn = BytesIO()
+    Image.new("RGB", (20, 20), color).save(drawn, "png", dpi=(dpi, dpi))
+    about = {"evoalign": {"artefact": name}} if name else {}
+    return new_output("display_data", {"image/png": b64encode(drawn.getvalue()).decode()}, metadata=about)
+
+
+CAPTION = new_output("display_data", {"text/html": "<p><i>Gain.</i></p>", "text/plain": "Gain."})
+
+
+def test_lines_are_counted_up_to_the_first_figure():
+    cells = [
+        new_code_cell("a\nb"),
+        new_markdown_cell("x\ny"),
+        new_code_cell("c", outputs=[picture()]),
+        new_code_cell("d"),
+    ]
+    assert lines_before_the_figure(new_notebook(cells=cells)) == 3
+    assert lines_before_the_figure(new_notebook(cells=cells[:2])) == float("inf")
+
+
+def test_links_that_lead_nowhere_are_found():
+    contents = "# 01 · What?\n[a](#1-Answer) [b](#2-Rest) [c](#3-None) [d](https://arxiv.org/abs/1) [e](99.ipynb)"
+    cells = [
+        new_markdown_cell(contents),
+        new_markdown_cell("## 1 Answer\n```\n# 3 None\n```"),
+        new_markdown_cell("## 2 Rest?"),
+    ]
+    problems = wrong_links(new_notebook(cells=cells))
+    assert problems[:3] == ["no heading #2-Rest", "no heading #3-None", "no file 99.ipynb"]
+    assert problems[3].startswith("the contents") and problems[4].startswith("heading '2 Rest?'")
+    cells[0].source = "# 01 · What?\n[a](#1-Answer) [b](#2-Rest) [e](01_es_countdown.ipynb) [a](#1-Answer)"
+    cells[2].source = "## 2 Rest"
+    assert wrong_links(new_notebook(cells=cells)) == ["the contents, near the top, do not link every section, in order"]
+    cells[0].source = "# 01 · What?\n[a](#1-Answer) [b](#2-Rest) [c](#3-End)"
+    assert wrong_links(new_notebook(cells=[*cells, new_markdown_cell("## 3 End\n[back](#1-Answer)")])) == []
+
+
+def test_cells_and_figures_without_words_are_found():
+    cells = [new_code_cell("a = 1"), new_code_cell("b = 1"), new_code_cell("print(b)"), new_markdown_cell("So.")]
+    cells += [
+        new_code_cell("c", outputs=[picture()]),
+        new_markdown_cell("## Next"),
+        new_code_cell("d", outputs=[picture(), CAPTION]),
+    ]
+    assert without_words(new_notebook(cells=cells)) == [
+        "cell 1: no word before the code",
+        "cell 4: a figure without caption",
+        "cell 4: no sentence says what the figure shows",
+        "cell 6: no sentence says what the figure shows",
+    ]
+
+
+def test_printed_tables_and_saved_ones_that_are_not_shown_are_found():
+    frame = new_output("execute_result", {"text/html": "<table><tr></tr></table>"})
+    table = new_output(
+        "display_data", {"text/html": "<table><caption>a</caption></table>"}, metadata={"evoalign": {"artefact": "a"}}
+    )
+    cells = [new_code_cell("print(t.to_string(index=False))"), new_code_cell("t", outputs=[frame])]
+    cells += [
+        new_code_cell('store.save_table(t, "a", "A.")', outputs=[table]),
+        new_code_cell('store.save_figure(f, "b", t, "B.")'),
+    ]
+    found = new_notebook(cells=cells)
+    assert printed_tables(found) == ["cell 0: a printed table", "cell 1: a frame without caption"]
+    assert not_shown(found) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("prose", "said"),
+    [
+        ("In the committed runs ES gains 14.6 points with 8 seeds, by 2,000 problems and 12.5 %.", None),
+        ("In the committed runs ES gains 14.7 points.", "no output holds '14.7 points'"),
+        ("In the committed runs it keeps -3.1 % at the end.", "no output holds '-3.1 %'"),
+        ("ES gains 14.6 points.", "'14.6 points' is so in the committed runs only"),
+        ("In the committed runs ES gains more than five points.", "no output holds 'five points'"),
+        ("In the committed runs 3,000 test problems are left.", "no output holds '3,000 test problems'"),
+        ("In the committed runs a ledger takes 9 kilobytes.", "no output holds '9 kilobytes'"),
+        ("A population of thirty members takes two steps.", None),
+        ("Qiu et al. ([arXiv](https://arxiv.org/abs/2509.24372)) gain 99.9 points.", None),
+        ("Take $N = 99$ members, `99 points` or\n\n    99 points\n", None),
+        ("## 4 Curves\n\n    5 points\n\nES gains 14.6 points.", "'14.6 points' is so in the committed runs only"),
+        ("Brackets are 95 % intervals.", None),
+        ("It solves 95 %.", "no output holds '95 %'"),
+        ("## 4 Problems never seen\n- [4 Problems never seen](#4-Problems-never-seen)", None),
+    ],
+)
+def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
+    output = new_output(
+        "display_data", {"text/html": "<td>14.6 [13.1,&nbsp;16.1] points</td>", "text/plain": "2000 8 3.2"}
+    )
+    cells = [new_markdown_cell(prose), new_code_cell("x", outputs=[output, new_output("stream", text="12.5 %")])]
+    problems = unproven_numbers(new_notebook(cells=cells))
+    assert (problems == []) if said is None else (len(problems) == 1 and said in problems[0])
+
+
+def test_pictures_in_other_colours_are_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "FIGURES", tmp_path)
+    Image.new("RGB", (30, 30), "#009E73").save(tmp_path / "gain.png")
+
+    def with_outputs(*found):
+        return new_notebook(cells=[new_code_cell("x", outputs=list(found))])
+
+    assert wrong_colours(with_outputs(picture("#009E73", name="gain"), picture("#0072B2"))) == []
+    assert wrong_colours(with_outputs(picture("#0072B2", name="gain"))) == [
+        "gain: (0, 158, 115) is not in the notebook"
+    ]
+    assert wrong_colours(with_outputs(picture("#0B9E73", dpi=96, name="gain"))) == ["gain: under 160 pixels per inch"]
