@@ -16,7 +16,7 @@ FORCED := runs/reproduce/.forced
 # A second environment, with vLLM's CPU build and Ray, for the tests of engines.
 ENGINES := .venv-engines
 
-# One thread a process: parallelism comes from worker processes, and two threads on shared cores are far slower.
+# One thread per process: parallelism comes from worker processes, and two threads on shared cores are far slower.
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
@@ -65,7 +65,7 @@ reproduce: $(STAMP)
 	@$(MAKE) --no-print-directory paper
 	@if [ "$(FORCE)" = 1 ]; then touch $(FORCED); fi
 
-# Unit and equivalence tests and doctests, a file of tests at a time in each of two processes; then the notebooks as
+# Unit and equivalence tests and doctests, each of two processes taking a file of tests at a time; then the notebooks as
 # committed, their marked outputs compared.
 test: $(STAMP)
 	@rm -rf runs/test

@@ -209,7 +209,7 @@ class BestWeights:
 
     @property
     def stand_in(self) -> bool:
-        """Whether the best weights are in the place of the run's last ones."""
+        """Whether the best weights stand in for the run's last ones."""
         return self._last is not None
 
     def keep(self) -> None:

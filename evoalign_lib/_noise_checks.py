@@ -8,7 +8,7 @@ import numpy as np
 
 
 def unsigned(name: str, value: int, bits: int) -> int:
-    """Return an unsigned integer of so many bits; raise TypeError or ValueError for anything else."""
+    """Return an unsigned integer of this many bits; raise TypeError or ValueError for anything else."""
     try:
         number = operator.index(value)
     except TypeError:

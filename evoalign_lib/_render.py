@@ -51,7 +51,7 @@ def _column_text(column: Series, fmt: str | None) -> Series:
 
     def text(cell: Any) -> str:
         if isinstance(cell, list):
-            return str(cell)
+            return f"[{', '.join(map(str, cell))}]"
         return "" if pd.isna(cell) else format(cell, fmt or "")
 
     return column.map(text).astype(object)
@@ -105,17 +105,23 @@ def html_table(cells: DataFrame, caption: str) -> str:
 
     It has no identifiers and no style sheet: the same cells give the same text, which checks compare.
     """
-    # the attribute is for viewers that strip styles, the style for those that align everything by a sheet of theirs
-    sides = ["right" if _numeric(cells[c]) else "left" for c in cells]
-    how = [f'align="{side}" style="text-align: {side}; vertical-align: top"' for side in sides]
+    # Jupyter aligns cells right and to the middle by a sheet of its own, which only a style overrides; GitHub aligns
+    # them left and strips styles, so that right needs the attribute. Both on every cell are most of a notebook's bytes.
+    long = any(len(cell) > _LONG for row in cells.itertuples(index=False) for cell in row)
+    top = "; vertical-align: top" if long else ""
+    left, right = f'style="text-align: left{top}"', 'align="right"' + (f' style="{top[2:]}"' if long else "")
+    how = [right if _numeric(cells[c]) else left for c in cells]
     head = "".join(f"<th {attributes}>{_breakable(name)}</th>" for name, attributes in zip(cells, how, strict=True))
     rows = [
         "".join(f"<td {attributes}>{_breakable(cell)}</td>" for cell, attributes in zip(row, how, strict=True))
         for row in cells.itertuples(index=False)
     ]
-    lines = ["<table>", f'<caption align="left" style="text-align: left">{escape(caption)}</caption>']
+    lines = ["<table>", f'<caption style="text-align: left">{escape(caption)}</caption>']
     lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]
     return "\n".join([*lines, "</table>"])
+
+
+_LONG = 40  # characters: a longer cell may take several lines, and its neighbours begin with the first of them
 
 
 def _breakable(cell: str) -> str:

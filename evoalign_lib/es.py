@@ -342,7 +342,7 @@ class ESTrainer:
         callbacks: `transformers.TrainerCallback`s.
 
     Raises:
-        ValueError: an empty data set, more prompts a step than there are, a model that cannot be found or is not
+        ValueError: an empty data set, more prompts per step than there are, a model that cannot be found or is not
             supported (with PEFT adapters, frozen or quantised weights), or one of several processes of a launch.
 
     Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. To
@@ -604,11 +604,11 @@ class ESTrainer:
         return math.ceil(self.args.num_train_epochs * len(self.train_prompts) / self.prompts_per_step)
 
     def _epochs(self, steps: int) -> float:
-        """Return the passes over the training set in so many steps; an epoch need not be a whole number of steps."""
+        """Return the passes over the training set in this many steps; an epoch need not be a whole number of steps."""
         return steps * self.prompts_per_step / len(self.train_prompts)
 
     def _epoch_ended(self, steps: int) -> bool:
-        """Return whether the last of so many steps used the last prompt of an epoch; true for 0 steps."""
+        """Return whether the last of this many steps used the last prompt of an epoch; true for 0 steps."""
         n, k = len(self.train_prompts), self.prompts_per_step
         return steps * k // n > (steps - 1) * k // n
 

@@ -91,10 +91,11 @@ def stale(content: NotebookNode) -> list[str]:
 
 
 def _digests(content: NotebookNode) -> dict[str, Any]:
-    """Return the digest of each code cell, and of each module that draws: the notebook's own, and the style."""
+    """Return the digest of each code cell, and of each module that draws: the notebook's own, its views, the style."""
     sources = [cell.source for cell in content.cells if cell.cell_type == "code"]
-    own = re.findall(r"^from evoalign_lib\.study\.notebooks import (\w+) as study$", "\n".join(sources), re.MULTILINE)
-    modules = [f"study/notebooks/{name}.py" for name in own] + ["style.py"]
+    imported = re.compile(r"^from evoalign_lib\.study\.(notebooks|views) import (\w+) as \w+$", re.MULTILINE)
+    own = [f"study/{place}/{name}.py" for place, name in imported.findall("\n".join(sources))]
+    modules = [*own, "style.py"]
     library = Path(__file__).parent
     code = {name: ast.unparse(ast.parse((library / name).read_text(encoding="utf-8"))) for name in modules}
     return {
@@ -136,7 +137,7 @@ def _dry(notebook: str, folder: Path, started: list[NotebookClient]) -> str | No
 def _run(
     notebook: str, content: NotebookNode, folder: Path, started: list[NotebookClient], timeout: int | None
 ) -> str | None:
-    """Execute the cells with artefacts redirected into a folder; return what failed. timeout: seconds a cell."""
+    """Execute the cells with artefacts redirected into a folder; return what failed. timeout: seconds per cell."""
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec

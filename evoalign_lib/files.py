@@ -81,7 +81,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one JSON text of a value, of which every hash is taken: sorted keys, no spaces, ASCII alone.
+    """Return the canonical JSON of a value, the text that is hashed: sorted keys, no spaces, ASCII alone.
 
     Raises ValueError for NaN and infinities.
 

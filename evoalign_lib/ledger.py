@@ -553,7 +553,7 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
-    """Raise LedgerError if these weights do not have the digest that the ledger notes after so many steps, if any."""
+    """Raise LedgerError if these weights do not have the digest that the ledger notes after this many steps, if any."""
     expected = ledger.weights.get(step)
     if expected is not None and (found := digest(weights.layout, *weights.planes)) != expected:
         raise LedgerError(

@@ -392,7 +392,7 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
 
     records: run records with a `test` block. decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6"
     (share of 16 samples).
-    Raises ValueError for no records, a decoding that a record has not, and records with unequal numbers of problems.
+    Raises ValueError for no records, a decoding that a record lacks, and records with unequal numbers of problems.
     """
     key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
     lacking = [record for record in records if key not in record["test"]]

@@ -187,7 +187,7 @@ class Rewards:
 
 
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or raise RewardTimeout after so many seconds; put others' timer and handler back."""
+    """Return the result of a call, or raise RewardTimeout after these seconds; put others' timer and handler back."""
     if seconds is None:
         return call()
     running, expired, started = True, False, time.monotonic()

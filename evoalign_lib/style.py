@@ -131,22 +131,23 @@ def png(fig: Figure, dpi: int) -> bytes:
 def embedded(fig: Figure) -> bytes:
     """Return the PNG of a figure that a notebook embeds, `SCREEN_DPI` pixels per inch.
 
-    The picture is stored with a palette of 256 of its own colours, in a third of the bytes, where that moves no colour
-    of any pixel by more than `FURTHEST`; otherwise in full colour.
+    The picture is stored with a palette of its own colours, in a quarter of the bytes: the smallest one that moves no
+    colour of any pixel by more than `FURTHEST`. Where 256 do not suffice, it is stored in full colour.
     """
     import numpy as np
     from PIL import Image
 
     full = png(fig, SCREEN_DPI)
     picture = Image.open(BytesIO(full))
-    # this method covers the colours that occur; the usual one covers pixels, and gives up the colour of a thin line
-    palette = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    moved = np.asarray(picture, int) - np.asarray(palette.convert("RGB"), int)
-    if abs(moved).max() > FURTHEST:
-        return full
-    packed = BytesIO()
-    palette.save(packed, "png", optimize=True, dpi=(SCREEN_DPI, SCREEN_DPI))
-    return packed.getvalue()
+    for colors in (32, 64, 128, 256):
+        # this method covers the colours that occur; the usual one covers pixels, and gives up that of a thin line
+        palette = picture.quantize(colors, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        moved = np.asarray(picture, int) - np.asarray(palette.convert("RGB"), int)
+        if abs(moved).max() <= FURTHEST:
+            packed = BytesIO()
+            palette.save(packed, "png", optimize=True, dpi=(SCREEN_DPI, SCREEN_DPI))
+            return packed.getvalue()
+    return full
 
 
 def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:

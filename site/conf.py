@@ -36,6 +36,19 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 html_theme = "furo"
+# Colours of verdicts, in site.css.
+html_theme_options = {
+    "light_css_variables": {
+        "verdict-supported": "#1a7f37",
+        "verdict-contradicted": "#cf222e",
+        "verdict-doubtful": "#9a6700",
+    },
+    "dark_css_variables": {
+        "verdict-supported": "#56d364",
+        "verdict-contradicted": "#ff7b72",
+        "verdict-doubtful": "#e3b341",
+    },
+}
 html_title = "EvoAlign"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

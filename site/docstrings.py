@@ -7,6 +7,7 @@ and dashed lists; doctests; and arguments, results, errors and sources either in
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -230,8 +231,16 @@ def _shorten(app: Sphinx, domain: str, objtype: str, content: nodes.Element) -> 
                         signature.remove(part)
 
 
+def _import_first(app: Sphinx, env: Any, names: Sequence[str]) -> None:
+    """Import the modules of the reference before Sphinx forks, or each of its processes would import all of them."""
+    for name in names:
+        if name.startswith("api/"):
+            importlib.import_module(name.removeprefix("api/"))
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register what autodoc calls."""
+    app.connect("env-before-read-docs", _import_first)
     app.connect("autodoc-process-docstring", _process)
     app.connect("autodoc-process-signature", _signature)
     app.connect("object-description-transform", _shorten)

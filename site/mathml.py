@@ -12,6 +12,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 _logger = logging.getLogger(__name__)
+# Environments that number their lines: Sphinx numbers formulas, once each.
+_NUMBERED = re.compile(r"\\(begin|end)\{(align|alignat|equation|flalign|gather|multline)\}")
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
@@ -20,6 +22,7 @@ def to_mathml(latex: str, display: bool) -> str:
 
     display: set on a line of its own.
     """
+    latex = _NUMBERED.sub(r"\\\1{\2*}", latex)
     try:
         return LatexToMathML().convert_with_local_state(latex, displaystyle=display)
     except LatexError as error:

@@ -29,7 +29,7 @@ from transformers import DynamicCache
 
 from evoalign_lib import noise, update_rules
 
-_ROWS = 1024  # prefixes a forward pass of the enumeration
+_ROWS = 1024  # prefixes per forward pass of the enumeration
 _MASK_ELEMENTS = 1 << 18  # of the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
 
 
@@ -79,7 +79,7 @@ def enumerate_completions(
         model: a Hugging Face decoder-only model.
         prompts_ids: (prompts) token ids of each prompt.
         eos_ids: ids that end a completion.
-        max_new_tokens: tokens a completion at most.
+        max_new_tokens: tokens per completion, at most.
         min_probability: prefixes, and so completions, less probable than this are left out; 0 keeps everything.
 
     Returns:
@@ -191,7 +191,7 @@ def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.n
         model, enumeration, rewards: as for `expected_reward`, whose errors it raises.
 
     Returns:
-        Canonical Hugging Face name (tied weights once) -> float32 array of the parameter's shape, reward units by
+        Canonical Hugging Face name (tied weights once) -> float32 array of the parameter's shape, reward units per
         weight unit. `Layout.views` of a buffer makes a flat vector of it, see `flat`.
     """
     parameters = dict(model.named_parameters())
@@ -318,7 +318,7 @@ def _value(model: Any, trees: Trees) -> Tensor:
 
 @torch.inference_mode()
 def expected(model: Any, packed: list[Trees], prompts: int) -> float:
-    """Return the expected reward of a model over so many prompts, from completions that `pack` has arranged."""
+    """Return the expected reward of a model over this number of prompts, from completions that `pack` has arranged."""
     return sum(_value(model, trees).item() for trees in packed) / prompts
 
 

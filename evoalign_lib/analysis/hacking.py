@@ -141,7 +141,7 @@ def constant_share(texts: Sequence[str]) -> float:
 
 
 def distinct_ratio(texts: Sequence[str]) -> float:
-    """Return the number of distinct completions over that of all.
+    """Return the number of distinct completions divided by the number of all.
 
     >>> distinct_ratio(["yes", "yes", "no", "no"])
     0.5
@@ -270,8 +270,8 @@ def hack_report(
         right: (n,) whether each is right, graded apart from the reward.
         tokens, max_tokens: (n,) tokens of each, and the limit: for completions that were cut off (clipped), or that ran
             to the limit with less than one visible character for every four tokens (padded).
-        surprisal: (n,) mean negative log-probability a token under the base, nats; for a comparison c that `kl.compare`
-            made with the base as reference, -c.log_ref.sum(1) / c.mask.sum(1).
+        surprisal: (n,) mean negative log-probability per token under the base, nats; for a comparison c that
+            `kl.compare` made with the base as reference, -c.log_ref.sum(1) / c.mask.sum(1).
         usual_surprisal: 99th percentile of the base's own completions; gibberish lies above.
         best_reward: what a completion of the right length scores, to find those that are wrong all the same.
         floor: mean reward of a known failure, such as answering nothing.

@@ -131,7 +131,7 @@ def check_sampling(
 
     Args:
         temperature: positive. Policy and reference are compared at this temperature.
-        top_k: off is None, 0 or -1. (`generate` of transformers has 50 where nothing is said.)
+        top_k: off is None, 0 or -1. (transformers' `generate` takes 50 by default.)
         top_p: off is None or 1.
         min_p: off is None or 0.
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _CHUNK = 256
-# all 12,870 ways to deal 8 + 8 runs: up to there permutation tests are exact
+# all 12,870 ways to deal 8 + 8 runs: up to that many, permutation tests are exact
 _PERMUTATIONS = 20_000
 
 
@@ -38,7 +38,7 @@ class Interval:
     """Share of such intervals that hold the true value."""
 
     def format(self, percent: bool = True, digits: int = 1) -> str:
-        """Return "value [low, high]" with so many decimals, times 100 if percent.
+        """Return "value [low, high]" with this many decimals, times 100 if percent.
 
         >>> Interval(0.412, 0.39, 0.4304, 8).format()
         '41.2 [39.0, 43.0]'
@@ -85,7 +85,7 @@ def crossed_bootstrap(
     n_resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Return the mean over seeds, or its difference to a baseline on the same problems, with an interval.
+    """Return the mean over seeds, or its difference from a baseline on the same problems, with an interval.
 
     Seeds and problems are resampled independently of one another (the pigeonhole bootstrap); both arms of a difference
     share each resample of the problems. The interval is too wide where chance on single problems dominates (it counts
@@ -137,7 +137,7 @@ def equivalence(
 def welch_equivalence(values: ArrayLike, baseline: ArrayLike, margin: float) -> Equivalence:
     """Return whether the means of two arms match: TOST by Welch's t test (statsmodels' CompareMeans).
 
-    values, baseline: (seeds,) and (other seeds,), one score a seed. margin: in the same unit.
+    values, baseline: (seeds,) and (other seeds,), one score per seed. margin: in the same unit.
     Raises ValueError for a margin that is not positive, for an arm of one seed and for two arms without any spread.
     """
     from statsmodels.stats.weightstats import CompareMeans
@@ -177,7 +177,7 @@ def stratified_bootstrap(
     n_resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Return the mean over seeds of several bases, or its difference to another arm, with an interval.
+    """Return the mean over seeds of several bases, or its difference from another arm, with an interval.
 
     Seeds are resampled within each base, independently in the two arms. Bases weigh the same.
 
@@ -186,7 +186,7 @@ def stratified_bootstrap(
 
     strata: one (seeds,) array of scores per base. baseline: those of the other arm, the same bases in the same order.
     Returns the interval; n is the smallest number of seeds of a base.
-    Raises ValueError for a base of one seed and for arms of other numbers of bases.
+    Raises ValueError for a base of one seed and for arms with different numbers of bases.
     Source: Agarwal et al. 2021 (arXiv 2108.13264).
     """
     arm, other = _strata(strata, baseline)
@@ -209,7 +209,7 @@ def nested_bootstrap(
     n_resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Return the mean of the means of groups, or its difference to other groups, with an interval.
+    """Return the mean of the means of groups, or its difference from other groups, with an interval.
 
     Runs of several settings differ more than seeds of one setting: settings are resampled, then the runs of each drawn
     one. Settings weigh the same. With a single setting only its runs are resampled, and the interval speaks of it only.
@@ -299,7 +299,7 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
     deviation. Simulated with 8 v 8, 16 v 16 and 16 v 8 seeds, a nominal 95 % covered 95 % for normal scores and 90 to
     91 % for exponential ones; the percentile bootstrap fell to 88 and 87 % (16 v 8), Bonett's interval to 93 and 87 %.
 
-    values, baseline: (seeds,) and (other seeds,), one score a seed.
+    values, baseline: (seeds,) and (other seeds,), one score per seed.
     Raises ValueError for fewer than 3 seeds, and for an arm in which all values, or all but one, are equal.
     Source: Miller, Jackknifing variances, Annals of Mathematical Statistics 1968.
     """
@@ -505,7 +505,7 @@ def _crossed_resamples(
 
 
 def _strata(strata: Sequence[ArrayLike], baseline: Sequence[ArrayLike] | None) -> list[list[NDArray[np.float64]]]:
-    """Return the samples of both arms, one a base; those of no baseline are an empty list."""
+    """Return the samples of both arms, one per base; without a baseline its list is empty."""
     other = () if baseline is None else baseline
     if len(strata) == 0 or (baseline is not None and len(other) != len(strata)):
         raise ValueError(f"{len(strata)} strata against {len(other)}: give the same bases in the same order")
@@ -589,7 +589,7 @@ def _finite(values: ArrayLike, name: str, ndim: int) -> NDArray[np.float64]:
 
 
 def _enough(values: ArrayLike, name: str, fewest: int) -> NDArray[np.float64]:
-    """Return values (seeds,), refusing fewer than so many."""
+    """Return values (seeds,), refusing fewer than `fewest`."""
     sample = _finite(values, name, 1)
     if len(sample) < fewest:
         raise ValueError(

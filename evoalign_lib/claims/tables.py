@@ -1,15 +1,24 @@
-"""Verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
+"""Claims and verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from evoalign_lib.claims.declarations import load_claims
 from evoalign_lib.claims.findings import MISSING, decoding_words
 from evoalign_lib.claims.verdicts import Verdict
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+def table_of_statements(ids: Iterable[str]) -> DataFrame:
+    """Return the claims of these ids as paper/claims.yaml declares them. Columns, both text: claim, what is claimed."""
+    from pandas import DataFrame
+
+    declared = {claim["id"]: " ".join(claim["statement"].split()) for claim in load_claims()}
+    return DataFrame([{"claim": name, "what is claimed": declared[name]} for name in ids])
 
 
 def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
@@ -26,7 +35,7 @@ def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
 
 
 def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
-    """Return a row per comparison, those of one claim together.
+    """Return a row per comparison, those of one claim together and the decisive ones first.
 
     Columns: claim, comparison, estimate with its interval and unit, n, decides ("yes" where the verdict rests on it),
     decoding. n is an integer, all else text. A comparison without runs says so.
@@ -36,7 +45,7 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
     columns = ["claim", "comparison", "estimate [95 %]", "n", "decides", "decoding"]
     rows = {}
     for verdict in verdicts:
-        for finding in verdict.findings:
+        for finding in sorted(verdict.findings, key=lambda finding: not finding.decisive):
             what = (finding.compared or finding.label).replace("_", " ")
             words = decoding_words(finding.decoding) if finding.decoding else ""
             value = "not measured" if finding.value == MISSING else finding.value or "no runs"

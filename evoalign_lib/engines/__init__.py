@@ -41,7 +41,7 @@ def open_engine(
         model, tokenizer, rewards, prompts, max_completion_length, distribution: of `engines.base.Engine`.
         precision: of the weights, with engine "local".
         chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
-        workers: processes of engine "local", or actors without GPUs; None: one a core (without a master: 1).
+        workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
         gpus: GPUs to use; 0: with "vllm" as many as tensor_parallel, with "ray" none.
         tensor_parallel: GPUs that share a copy of the model.
         engine_kwargs: further arguments of `vllm.LLM`.
@@ -81,4 +81,6 @@ def open_engine(
 def check_gpus(gpus: int, tensor_parallel: int) -> None:
     """Raise ValueError unless the GPUs fall into copies of the model."""
     if gpus % tensor_parallel:
-        raise ValueError(f"gpus={gpus} is no multiple of tensor_parallel={tensor_parallel}: each engine takes so many.")
+        raise ValueError(
+            f"gpus={gpus} is not a multiple of tensor_parallel={tensor_parallel}, the GPUs of each engine."
+        )

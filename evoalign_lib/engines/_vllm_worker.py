@@ -76,7 +76,7 @@ def mind_llvmlite() -> None:
 
 
 def shard(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return (first, number) of the even share that a tensor-parallel rank has of so many rows or columns.
+    """Return (first, number) of the even share that a tensor-parallel rank has of this many rows or columns.
 
     >>> shard(12, 1, 4)
     (3, 3)

@@ -481,11 +481,11 @@ class _Actor:
         return self._answer(lambda: (f"process {os.getpid()} on {socket.gethostname()}", found))
 
     def evaluate(self, applied: int, index: int, key: int, sign: int, *rest: Any) -> _Answer:
-        """Evaluate a member with the weights after so many updates."""
+        """Evaluate a member with the weights after this many updates."""
         return self._answer(lambda: self.engine.evaluate_member(index, Member(key, sign), *rest), applied)
 
     def generate(self, applied: int, noise: tuple[int, float] | None, *arguments: Any) -> _Answer:
-        """Return completions of the weights after so many updates, with noise, (key, sigma), on them or none."""
+        """Return completions of the weights after this many updates, with noise, (key, sigma), on them or none."""
         with self.engine.perturbed(*noise) if noise else nullcontext():
             return self._answer(lambda: self.engine.generate_rows(*arguments), applied)
 

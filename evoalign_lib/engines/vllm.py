@@ -109,7 +109,7 @@ class Generator:
         eos_ids: token ids that end a completion.
         max_model_len: tokens of a prompt and its completion at most.
         parameters: held by one rank (`memory.held_parameters`): on a GPU room is left for their master, 4 bytes each,
-            of which vLLM knows nothing.
+            which vLLM does not know about.
         distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.

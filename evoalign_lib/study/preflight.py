@@ -2,7 +2,7 @@
 
 `sweep.load_or_run` prints the plans of the training runs that it is about to make, and stops where one cannot fit. No
 weights are read and nothing is run: a plan is arithmetic on shapes and settings, and on these assumptions, which it
-names where it uses them. It says nothing of hours: time a step of a run for these.
+names where it uses them. It says nothing about hours: time one step of a run to know them.
 
 1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, and of the float32
    master. Key and value heads that are fewer than the GPUs of an engine are held by several, as vLLM has it. The KV
@@ -47,7 +47,7 @@ GIB = 2**30
 GPU_GIB = 80.0
 """GiB of a GPU where none is visible: assumed."""
 RESERVE_GIB = 4.0
-"""GiB a GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
+"""GiB per GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
 CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
@@ -78,13 +78,13 @@ class DoesNotFit(ValueError):
 
 
 def activation_bytes(model: Shape, tokens: int) -> int:
-    """Bytes of float32 that a forward pass keeps for the backward pass of so many tokens (the module's 3)."""
+    """Bytes of float32 that a forward pass keeps for the backward pass of this many tokens (the module's 3)."""
     a_token = 6 * model.hidden + 5 * model.heads * model.head_dim + 4 * model.intermediate
     return 4 * model.layers * a_token * tokens
 
 
 def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int) -> Memory:
-    """Memory of each GPU that evaluates members by vLLM; rows decoded at once, of so many tokens with their prompt."""
+    """Memory of each GPU that evaluates members by vLLM; rows: decoded at once; length: tokens with the prompt."""
     share = rank_parameters(model, tensor_parallel)
     return (
         Part(f"working copy, {model.dtype}", model.width * share),
@@ -343,7 +343,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
         all_of_it, fixed = (4 + model.width) * model.d / 1e9, _total(es_memory(model, t, 0, length))
         problem = (
             f"{_count(model.d)} parameters need {all_of_it:,.0f} GB for the float32 master and the {model.dtype} copy: "
-            f"with the reserve and a KV cache for one completion {_total(memory) / GIB:.1f} GiB a GPU at tensor "
+            f"with the reserve and a KV cache for one completion {_total(memory) / GIB:.1f} GiB per GPU at tensor "
             f"parallel {t}, the most that {_gpus(gpus, gpu_gib)} allow, and {_room(gpu_gib)} may be used. "
         )
         more = next((s for s in tensor_parallel_sizes(model, 1024) if room(s) >= 1), None)
@@ -420,7 +420,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     Args:
         specs: of runs that are about to be made, with their engine and gpus (see `train_specs`); those that train
             nothing are left out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
-        workers: processes of engine "local"; None: one a core.
+        workers: processes of engine "local"; None: one per core.
 
     Raises:
         DoesNotFit: a run needs more memory than there is; raised when all plans are printed.

@@ -39,7 +39,7 @@ from evoalign_lib.study import families, kinds, preflight, provenance, training,
 
 
 class DryRun(Exception):
-    """Raised by `load_or_run` in a dry run, in the place of running anything."""
+    """Raised by `load_or_run` in a dry run, instead of running anything."""
 
 
 def load_or_run(
@@ -72,7 +72,7 @@ def load_or_run(
         force: do not look at committed records.
         aside: put new records beside the committed ones.
         dry_run: run nothing.
-        workers: processes, one run each with one thread; None: one a core.
+        workers: processes, one run each with one thread; None: one per core.
         keep_ledgers: those of the specs, training runs of ES, whose ledgers are kept with their records.
 
     Returns:
@@ -259,7 +259,7 @@ def _set_environment(specs: Sequence[Spec]) -> None:
 
 
 def _server() -> multiprocessing.context.BaseContext:
-    """What starts processes: a server with the slow imports done, of which they are copies, where it is safe.
+    """What starts processes: where it is safe, a server that has done the slow imports and forks into each of them.
 
     Ten seconds of imports for each process, and again for each sweep, are more than a small run takes. The server is
     a fresh interpreter that has imported others' packages and done nothing else: nothing of this process is inherited,

@@ -1,7 +1,7 @@
 """The models of runs: the base that a spec names, what evaluates it, and its KL from what it becomes.
 
-An own file of questions enters a spec by its digest alone. Where the file is, this process knows from the time the spec
-was made (`know_file`), and passes on to the processes that it starts (`known_files`).
+A user's own file of questions enters a spec by its digest alone. The process that made the spec remembers where the
+file is (`know_file`), and tells the processes that it starts (`known_files`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
 
 
 def _roomy_device(needed: int, seconds: int = 60) -> str:
-    """The GPU, as soon as what generated has left it so many bytes; the CPU, slower, where that takes too long."""
+    """The GPU, as soon as what generated has left it this many bytes; the CPU, slower, where that takes too long."""
     import torch
 
     if torch.cuda.is_available():

@@ -123,9 +123,9 @@ def chat_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
 
 
 def check_lengths(**columns: Sequence[Any]) -> None:
-    """Raise ValueError, naming all lengths, unless every column of a reward's call has one entry a completion."""
+    """Raise ValueError, naming all lengths, unless every column of a reward's call has one entry per completion."""
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            f"one entry a completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
+            f"one entry per completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
         )

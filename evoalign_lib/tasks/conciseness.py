@@ -102,7 +102,7 @@ class Problem:
 
 
 def load(path: str | Path) -> list[Problem]:
-    """Load questions from a file of JSON lines: {"question": ..., "answer": ...}, anyone's own or the public ones.
+    """Load questions from a file of JSON lines: {"question": ..., "answer": ...}, the user's own or the public ones.
 
     Args:
         path: the file, UTF-8. Blank lines are skipped. A line may also have "accepted" and "rejected", lists of texts
@@ -155,7 +155,7 @@ def load_public(split: str = "train") -> list[Problem]:
 
     Raises:
         ValueError: unknown split, or a file that is not the published one.
-        FileNotFoundError: the file is neither in EVOALIGN_DATA nor to be fetched.
+        FileNotFoundError: the file is not in EVOALIGN_DATA and cannot be fetched.
     """
     if split not in _PUBLIC:
         raise ValueError(f"unknown split {split!r}: use one of {', '.join(_PUBLIC)}")
@@ -176,7 +176,7 @@ class Completions:
         rewards: (n,) as recorded.
         tokens: (n,) generated tokens, of `max_tokens` at most.
         max_tokens: the limit.
-        kl: mean KL a token as recorded, in nats.
+        kl: mean KL per token as recorded, in nats.
     """
 
     arm: str
@@ -198,7 +198,7 @@ def load_completions(name: str) -> list[Completions]:
 
     Raises:
         ValueError: an unknown name, or a file that is not the published one.
-        FileNotFoundError: the file is neither in EVOALIGN_DATA nor to be fetched.
+        FileNotFoundError: the file is not in EVOALIGN_DATA and cannot be fetched.
     """
     if name not in COMPLETIONS:
         raise ValueError(f"unknown set of completions {name!r}: use one of {', '.join(COMPLETIONS)}")
@@ -210,14 +210,14 @@ def load_completions(name: str) -> list[Completions]:
 
 
 def read_completions(path: str | Path, arm: str, setting: str) -> list[Completions]:
-    """Read a file of completions in the published format (seed_results -> seed -> completions), anyone's own.
+    """Read a file of completions in the published format (seed_results -> seed -> completions), such as the user's own.
 
     Args:
         path: the JSON file.
         arm, setting: labels for the result.
 
     Returns:
-        One entry a training seed, in the order of the file.
+        One entry per training seed, in the order of the file.
 
     Raises:
         ValueError: not JSON, or not of that format; the message names what is missing and where.
@@ -282,7 +282,7 @@ def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = T
         tokenizer, chat_template: as for `prompt`.
 
     Returns:
-        One dict a problem with keys prompt (str) and answer (str).
+        One dict per problem with keys prompt (str) and answer (str).
     """
     return [
         {"prompt": prompt(p, chat_template=chat_template, tokenizer=tokenizer), "answer": p.answer} for p in problems
@@ -348,7 +348,7 @@ def reward(
     if written and (log_metric := columns.get("log_metric")):
         log_metric("length", sum(written) / len(written))
         log_metric("empty", written.count(0) / len(written))
-    # 0.0 + ..., lest a perfect length score -0.0
+    # 0.0 + ...: else a perfect length would score -0.0
     return [0.0 - abs(length - len(target.strip())) for length, target in zip(written, answer, strict=True)]
 
 

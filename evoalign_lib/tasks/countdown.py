@@ -146,7 +146,7 @@ def load_public(split: str = "train") -> list[Problem]:
 
     Raises:
         ValueError: unknown split, or a file that is not the published one.
-        FileNotFoundError: the file is neither in EVOALIGN_DATA nor to be fetched.
+        FileNotFoundError: the file is not in EVOALIGN_DATA and cannot be fetched.
     """
     ranges = {"train": slice(0, PUBLIC_TRAIN), "test": slice(PUBLIC_TRAIN, None), "all": slice(None)}
     if split not in ranges:
@@ -186,7 +186,7 @@ def generate(
     Args:
         n: number of problems.
         seed: seed of `np.random.default_rng`; another n with the same seed is another draw.
-        count: numbers a problem, 2 to 6.
+        count: numbers per problem, 2 to 6.
         low, high: range of the numbers, both ends included.
         target_low, target_high: range of the target, an integer, both ends included.
         split: keep only problems of this split (see `split_of`); None keeps all.
@@ -246,7 +246,7 @@ def generate(
 
 
 def _random_expressions(rng: np.random.Generator, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values of one random expression a row of numbers (rows, count): numerator and denominator (rows,).
+    """Values of one random expression per row of numbers (rows, count): numerator and denominator (rows,).
 
     Two random operands are joined by a random operation until one is left, so every order and bracketing can occur. An
     expression that divides by zero gets the value 1/2, which no integer target accepts.
@@ -412,7 +412,7 @@ def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = T
         tokenizer, chat_template: as for `prompt`.
 
     Returns:
-        One dict a problem with keys prompt (str), numbers (list of int) and target (str).
+        One dict per problem with keys prompt (str), numbers (list of int) and target (str).
     """
     return [
         {

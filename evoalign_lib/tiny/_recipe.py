@@ -30,7 +30,7 @@ def recipe(
         seed: of initialisation, data and order; 0, 1, 2 are the shipped bases (of family H: 0).
         out: folder to write.
         steps: optimiser steps; None: those of the shipped bases.
-        batch: texts a step.
+        batch: texts per step.
         progress: print the loss now and then.
 
     Raises:
@@ -99,7 +99,7 @@ def _untrained(seed: int, tok: Any) -> Any:
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:
-    """A step's texts; of families B and H in parts of about one length each, which need little padding."""
+    """A step's texts; for families B and H in parts of similar lengths, which need little padding."""
     if family == "A":
         return [list(pairs)]
     if family == "B":

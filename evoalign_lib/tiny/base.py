@@ -43,8 +43,8 @@ def load(base: str) -> tuple[Any, Any]:
     """Load a shipped base.
 
     Args:
-        base: "A0", "A1" or "A2": one family, other initialisation and data order; "B0", "B1" or "B2", of family B; or
-            "H0", of family H.
+        base: "A0", "A1" or "A2": one family, with different initialisation and data order; "B0", "B1" or "B2", of
+            family B; or "H0", of family H.
 
     Returns:
         The model (float32, evaluation mode) and its tokenizer.

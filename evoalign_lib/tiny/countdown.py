@@ -27,7 +27,7 @@ MAX_COMPLETION_LENGTH = (
     16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
 )
 
-# The range of the problems: about 42,000 distinct ones, of which a twentieth each is kept for validation and for test.
+# The range of the problems: about 42,000 distinct ones; a twentieth is kept for validation, another for test.
 PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99}
 FIXED = 2000
 """Problems of a fixed set, validation or test, at most; the public test set has as many."""
@@ -58,9 +58,9 @@ def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: 
 
     Args:
         split: "train", "validation" or "test"; splits are disjoint by a hash of the problem.
-        n: how many; at most 2,000 for the fixed sets, of which fewer are a random choice in fixed order.
+        n: how many; at most 2,000 for the fixed sets. Fewer are a random choice, always in the same order.
         seed: of the draw. The fixed sets are `problems("validation", 512)` and `problems("test", 2000)`.
-        count: numbers a problem; the fixed sets have three.
+        count: numbers per problem; the fixed sets have three.
 
     Raises:
         ValueError: more than 2,000 problems of a fixed set, or another count there.
@@ -77,7 +77,7 @@ def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: 
 
 @lru_cache(maxsize=8)
 def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Problem, ...]:
-    """The draw takes half a second: once a process for each fixed set."""
+    """The draw takes half a second: once per process and fixed set."""
     return tuple(countdown.generate(FIXED, seed, split=split, **PROBLEMS))
 
 

@@ -129,7 +129,7 @@ def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
 
 
 def problems(split: str) -> list[Problem]:
-    """The questions of a split, as many of each kind, in a fixed order of kinds by turns.
+    """The questions of a split, as many of each kind, in a fixed order, the kinds taking turns.
 
     Args:
         split: "train" (200), "validation" (128) or "test" (256). The base has read them all: what it knows is not what

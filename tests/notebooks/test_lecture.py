@@ -18,7 +18,7 @@ from PIL import Image
 
 from evoalign_lib import execution, paths, style
 
-TO_DO = {"01_es_countdown", "03_conciseness"}
+TO_DO: set[str] = set()
 """Notebooks that are not written by these rules yet; one that `evoalign execute` has written is."""
 
 FILES = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -90,8 +90,10 @@ def wrong_links(notebook):
     contents = [c.source for c in notebook.cells[:3] if c.cell_type == "markdown" and c.source.count("](#") > 2]
     if len(contents) != 1 or re.findall(r"\]\((#[^)]+)\)", contents[0]) != sections:
         problems.append("the contents, near the top, do not link every section, in order")
-    odd = [a for a in anchors if not re.fullmatch(r"[\w.,·-]+", a)]
-    return problems + [f"heading {a!r}: letters, digits and spaces make a link that works everywhere" for a in odd[1:]]
+    odd = [text for level, text in headings(notebook) if level > 1 and not re.fullmatch(r"[\w ]+", text)]
+    return problems + [
+        f"heading {text!r}: letters, digits and spaces make a link that works everywhere" for text in odd
+    ]
 
 
 def only_displays(source):
@@ -167,10 +169,13 @@ def unproven_numbers(notebook):
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type != "markdown":
             continue
-        prose = re.sub(r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|^ {4}.*$", " ", cell.source, flags=re.DOTALL | re.M)
+        no_prose = r"^#[^\n]*$|^ {4}[^\n]*$|\[[^]]*\]\(#[^)]*\)|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$"
+        prose = re.sub(no_prose, " ", cell.source, flags=re.DOTALL | re.MULTILINE)
         for sentence in re.split(r"(?<=[.:;!?])\s+(?=[A-Z*\[(])|\n", prose):
             if "arxiv.org" in sentence:
                 continue
+            if re.search("interval|band", sentence):  # their level is no result
+                sentence = re.sub(r"\b9[05] %", "", sentence)
             for written, value, _ in quantities(sentence):
                 if value not in held:
                     problems.append(f"cell {number}: no output holds {written!r}")
@@ -197,8 +202,12 @@ def wrong_colours(notebook):
 
 def lost(saved, embedded):
     """Colours that fill some of a picture, and are not in another of the same figure."""
-    colors, counts = np.unique(np.asarray(saved.convert("RGB")).reshape(-1, 3), axis=0, return_counts=True)
-    filled = colors[counts > 30].astype(int)
+    pixels = np.asarray(saved.convert("RGB")).astype(int)
+    # squares of one colour: a row of half-covered pixels along an edge is none
+    corners = (pixels[1:, :-1], pixels[:-1, 1:], pixels[1:, 1:])
+    solid = np.all([(pixels[:-1, :-1] == corner).all(-1) for corner in corners], axis=0)
+    colors, counts = np.unique(pixels[:-1, :-1][solid], axis=0, return_counts=True)
+    filled = colors[counts > 10]
     there = np.unique(np.asarray(embedded.convert("RGB")).reshape(-1, 3), axis=0).astype(int)
     return [tuple(map(int, color)) for color in filled if abs(there - color).max(1).min() > style.FURTHEST]
 
@@ -295,7 +304,7 @@ def test_links_that_lead_nowhere_are_found():
     ]
     problems = wrong_links(new_notebook(cells=cells))
     assert problems[:3] == ["no heading #2-Rest", "no heading #3-None", "no file 99.ipynb"]
-    assert problems[3].startswith("the contents") and problems[4].startswith("heading '2-Rest?'")
+    assert problems[3].startswith("the contents") and problems[4].startswith("heading '2 Rest?'")
     cells[0].source = "# 01 · What?\n[a](#1-Answer) [b](#2-Rest) [e](01_es_countdown.ipynb) [a](#1-Answer)"
     cells[2].source = "## 2 Rest"
     assert wrong_links(new_notebook(cells=cells)) == ["the contents, near the top, do not link every section, in order"]
@@ -346,7 +355,10 @@ def test_printed_tables_and_saved_ones_that_are_not_shown_are_found():
         ("A population of thirty members takes two steps.", None),
         ("Qiu et al. ([arXiv](https://arxiv.org/abs/2509.24372)) gain 99.9 points.", None),
         ("Take $N = 99$ members, `99 points` or\n\n    99 points\n", None),
-        ("## 4 Learning curves", None),
+        ("## 4 Curves\n\n    5 points\n\nES gains 14.6 points.", "'14.6 points' is so in the committed runs only"),
+        ("Brackets are 95 % intervals.", None),
+        ("It solves 95 %.", "no output holds '95 %'"),
+        ("## 4 Problems never seen\n- [4 Problems never seen](#4-Problems-never-seen)", None),
     ],
 )
 def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):

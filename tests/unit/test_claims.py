@@ -580,6 +580,7 @@ def test_verdicts_as_tables() -> None:
 
     rows = claims.table_of_comparisons(verdicts)
     assert not rows.duplicated(["claim", "comparison", "decoding"]).any()
+    assert list(rows[rows["claim"] == "E1b"]["decides"]) == ["yes"] * 3 + ["no"] * 6
     decisive = rows[rows["decides"] == "yes"]
     first = decisive[decisive["claim"] == "E1b"]
     assert list(first["decoding"]) == ["greedy"] * 3 and list(first["n"]) == [8] * 3

@@ -123,7 +123,7 @@ def test_both_trainers_call_the_reward_function_alike(folder, prompts):
     calls = [json.loads(line) for line in (folder / prompts / "calls.jsonl").read_text().splitlines()]
     seen = {"GRPOTrainer": [], "ESTrainer": []}
     for call in calls:
-        assert len(call["sizes"]) == 1  # a list a column, an entry a completion
+        assert len(call["sizes"]) == 1  # one list per column, one entry per completion
         if call["columns"] not in seen[call["trainer"]]:
             seen[call["trainer"]].append(call["columns"])
     assert len(calls) >= 2 * 2 + 2 * 30

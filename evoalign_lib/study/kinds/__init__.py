@@ -1,4 +1,4 @@
-"""The kinds of run: a file a kind, with the functions that make its specs and `run`, which turns one into a record."""
+"""The kinds of run: one file per kind, with what makes its specs and `run`, which turns one into a record."""
 
 from __future__ import annotations
 

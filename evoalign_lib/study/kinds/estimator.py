@@ -52,7 +52,7 @@ def run(spec: Spec) -> Record:
 
 @lru_cache(maxsize=2)
 def _objective(base: str, n: int, targets: str):
-    """The enumeration of a base's completions takes longer than a step: once a process."""
+    """The enumeration of a base's completions takes longer than a step: once per process."""
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
     chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
     if len(chosen) < n:
@@ -74,7 +74,7 @@ class ExactObjective:
     Args:
         model: a Hugging Face decoder-only model of at most some million weights; it is copied and never changed.
         tokenizer: its tokenizer.
-        problems: the problems; two numbers each, for an enumeration of thousands of completions a problem.
+        problems: the problems; two numbers each, for an enumeration of thousands of completions per problem.
         max_completion_length: new tokens at most.
         min_probability: completions less probable than this are left out.
 

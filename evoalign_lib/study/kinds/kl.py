@@ -21,7 +21,7 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
     Args:
         sigma: standard deviation of the noise on every weight: it decides the size of the KL.
         repeats: draws of the noise, each with samples of its own.
-        settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions a problem).
+        settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions per problem).
 
     Raises:
         ValueError: an odd number of samples, which has no two halves; a base outside the tiny world, or one that needs

@@ -10,7 +10,7 @@ from evoalign_lib.tasks import conciseness
 
 NEAREST_BASE = {"reward": -83.3, "right": 1.0}
 """In place of the 7 B base, whose completions were not published, the published seed that has moved least from it (KL
-0.11 nats a token): it answers in full sentences, all of them right."""
+0.11 nats per token): it answers in full sentences, all of them right."""
 
 
 def published_specs(scale: str) -> list[Spec]:
@@ -27,7 +27,7 @@ def run(spec: Spec) -> Record:
     """What a published set of completions holds under both measures, right answers and every detector.
 
     Raises:
-        FileNotFoundError: the set is neither in EVOALIGN_DATA nor to be fetched.
+        FileNotFoundError: the set is not in EVOALIGN_DATA and cannot be fetched.
     """
     problems = {p.question: p for p in conciseness.load_public("eval")}
     (found,) = [one for one in conciseness.load_completions(spec["set"]) if one.seed == spec["seed"]]

@@ -34,10 +34,10 @@ def train_specs(
         settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms are left
             out. Optional are:
             curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
-            unique_prompts: the run sees so many problems, again and again, each equally often in the whole run, a
+            unique_prompts: the run sees this many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
             models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
-            scale_rewards, of GRPO and its relatives: in the place of the arm's own.
+            scale_rewards, of GRPO and its relatives: instead of the arm's own.
             micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
             a step, too many for a large model.
             engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
@@ -150,7 +150,7 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
     if seen and len(devices) < gpus:
-        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take so many.")
+        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take that many.")
     log = place / "log.txt"
     with open(log, "ab") as file:
         begun = file.tell()

@@ -1070,6 +1070,7 @@ def _draw_map(
     ax: Axes, arm: str, ranked: Sequence[tuple[float, Mapping[str, float]]], limits: tuple[float, float]
 ) -> None:
     """Draw the scores of an arm's settings, the tuned one framed: step size to the right, the other setting upwards."""
+    from matplotlib import patheffects
     from matplotlib import pyplot as plt
     from pandas import DataFrame
 
@@ -1087,7 +1088,10 @@ def _draw_map(
             ax.text(j, i, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "black")
     i, j = place
     frame = {"fill": False, "lw": 2.5, "color": style.ARMS[arm].color, "clip_on": False, "zorder": 5}
-    ax.add_patch(plt.Rectangle((j - 0.47, i - 0.46), 0.94, 0.92, **frame))
+    rim = [
+        patheffects.withStroke(linewidth=4.5, foreground="white")
+    ]  # in a grey print the frame is a grey like the map
+    ax.add_patch(plt.Rectangle((j - 0.47, i - 0.46), 0.94, 0.92, path_effects=rim, **frame))
     ax.set(xlabel=_SETTINGS[across], ylabel=_SETTINGS[up], title=f"{style.ARMS[arm].label}: validation accuracy, %")
     ax.grid(False)
 

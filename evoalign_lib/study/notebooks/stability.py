@@ -519,7 +519,7 @@ def answers(
     sizes = {N: accuracy_matrix(of[group]) for N, group in of_sizes(run).items()}
     own, n = run.es_population_size, len(of["es"])
     apart = [
-        f"{own} members - {N} members is {stats.crossed_bootstrap(sizes[own], right).format()} points"
+        f"N = {own} minus N = {N} is {stats.crossed_bootstrap(sizes[own], right).format()} points"
         for N, right in sizes.items()
         if N != own
     ]
@@ -531,16 +531,16 @@ def answers(
             f"of the arm reaches {level} (n = {n} seeds per arm)."
         ),
         "Do curves rise more steadily?": (
-            f"The largest fall of greedy accuracy below its earlier best is {fall['es']} points in the mean run of ES "
-            f"and {fall['grpo']} in that of GRPO: GRPO - ES {stated['Drawdown'].format()} points (n = {n}). Over the "
-            f"base, ES gains {gain['es']} points and GRPO {gain['grpo']}."
+            f"The largest fall of greedy accuracy below its earlier best averages {fall['es']} points over the runs of "
+            f"ES and {fall['grpo']} over those of GRPO: GRPO - ES {stated['Drawdown'].format()} points (n = {n}). Over "
+            f"the base, ES gains {gain['es']} points and GRPO {gain['grpo']}."
         ),
         "How exactly must the settings be right?": (
             f"{' and '.join(near)} come within two points of the arm's best; {' and '.join(bad)} failed "
             f"({len(map_seeds(run))} seeds per setting)."
         ),
         f"Does a population of {own} suffice?": (
-            f"In test accuracy, at equally many evaluated members in all, {' and '.join(apart)} (n = {n} and "
+            f"In greedy test accuracy, at equally many evaluated members in all, {' and '.join(apart)} (n = {n} and "
             f"{run.seeds_compare})."
         ),
     }
