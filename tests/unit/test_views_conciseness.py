@@ -57,7 +57,8 @@ def function(name):
 
 def test_repetition_as_the_notebook_writes_it_is_the_librarys():
     repeats = function("repeats")
-    texts = ["no " * n for n in range(20)] + ["0." + "0" * 40, "The capital of France is Paris.", "abcd" * 7, ""]
+    texts = [" ".join(["no"] * n) for n in range(20)]
+    texts += ["0." + "0" * 40, "The capital of France is Paris.", "abcd" * 7, ""]
     assert [repeats(text) for text in texts] == [hacking.repetitive(text) for text in texts]
     assert {repeats(text) for text in texts} == {True, False}
 
