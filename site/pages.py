@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -195,10 +196,11 @@ def _cards(_: str) -> str:
     for notebook in notebooks():
         about = [claim for claim in claims() if notebook.number in claim["notebooks"] and claim["verdict"] != "open"]
         verdicts = " · ".join(f"{_claim_link(claim)} {_badge(claim['verdict'])}" for claim in about)
-        lines = [f"**[{notebook.number} · {notebook.title}](notebooks/{notebook.name}.ipynb)**", "", notebook.answer]
+        page = f"notebooks/{notebook.name}.ipynb"
+        lines = [f"**[{notebook.number} · {notebook.title}]({page})**", "", _from_top(notebook.answer, page)]
         if notebook.figures:
             figure = notebook.figures[0]
-            lines += ["", f"[![{_plain(figure.caption)}](figures/{figure.name}.png)](notebooks/{notebook.name}.ipynb)"]
+            lines += ["", f"[![{_plain(figure.caption)}](figures/{figure.name}.png)]({page})"]
         lines += ["", verdicts] if verdicts else []
         cards.append("\n".join([":::{container} card", *lines, ":::"]))
     return "\n\n".join(["::::{container} cards", *cards, "::::"])
@@ -395,9 +397,24 @@ def _toctree(entries: Iterable[str], caption: str = "") -> str:
 
 # ---- links to files of the repository
 
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+
 
 def _write_text(folder: Path, page: str, text: str, place: str) -> None:
     (folder / page).write_text(_localised(folder, text, place), encoding="utf-8")
+
+
+def _from_top(text: str, page: str) -> str:
+    """Return a text of a page, below the top folder, with links that start from the top."""
+
+    def replace(found: re.Match[str]) -> str:
+        link = found[2]
+        if re.match(r"[a-z]+:", link):
+            return found[0]
+        link = page + link if link.startswith("#") else os.path.normpath(os.path.join(os.path.dirname(page), link))
+        return found[1] + link + found[3]
+
+    return _LINK.sub(replace, text)
 
 
 def _localised(folder: Path, text: str, place: str) -> str:
@@ -408,8 +425,12 @@ def _localised(folder: Path, text: str, place: str) -> str:
 
     def replace(found: re.Match[str]) -> str:
         link, _, fragment = found[2].partition("#")
-        if not link or re.match(r"[a-z]+:", link):
+        if re.match(r"[a-z]+:", link):
             return found[0]
+        # Jupyter's anchor of a heading has its capitals and commas, Sphinx's has not
+        fragment = re.sub(r"[^\w-]", "", unquote(fragment).lower())
+        if not link:
+            return f"{found[1]}#{fragment}{found[3]}"
         target = os.path.normpath(os.path.join(place, link))
         made = (folder / target).exists() or target in made_later
         if target in TEXTS:
@@ -427,7 +448,7 @@ def _localised(folder: Path, text: str, place: str) -> str:
     made_later = own | {f"api/{name}.md" for name in modules()}
     fences = re.split(r"(^```.*?^```$|^    .*?$|`[^`\n]+`)", text, flags=re.M | re.S)
     for number in range(0, len(fences), 2):  # code is left alone
-        fences[number] = re.sub(r"(\]\()([^)\s]+)(\))", replace, fences[number])
+        fences[number] = _LINK.sub(replace, fences[number])
     return "".join(fences)
 
 

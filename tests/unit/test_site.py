@@ -130,11 +130,18 @@ def test_an_unknown_include_and_a_missing_section_are_errors():
 
 
 def test_links_to_files_lead_to_pages_or_copies(tmp_path):
-    text = "[a](../LOG.md#x) [b](../CITATION.cff) [c](https://example.org) [d](#here) `[e](nowhere.md)`"
-    assert pages._localised(tmp_path, text, "notebooks") == text.replace("../LOG.md", "../log.md")
+    text = "[a](../LOG.md#x) [b](../CITATION.cff) [c](https://example.org#A) [d](#4-The-KL,-too) `[e](nowhere.md)`"
+    expected = text.replace("../LOG.md", "../log.md").replace("#4-The-KL,-too", "#4-the-kl-too")
+    assert pages._localised(tmp_path, text, "notebooks") == expected
     assert (tmp_path / "CITATION.cff").read_bytes() == (paths.ROOT / "CITATION.cff").read_bytes()
     with pytest.raises(ValueError, match=r"gone\.py is no file of the repository"):
         pages._localised(tmp_path, "[f](gone.py)", "")
+
+
+def test_links_of_a_notebooks_answer_lead_from_the_start_page():
+    text = "[a](02_b.ipynb) [b](../LOG.md#x) [c](#2-the-task) [d](https://example.org)"
+    moved = "[a](notebooks/02_b.ipynb) [b](LOG.md#x) [c](notebooks/01_a.ipynb#2-the-task) [d](https://example.org)"
+    assert pages._from_top(text, "notebooks/01_a.ipynb") == moved
 
 
 # the texts of site/ are true
