@@ -12,6 +12,7 @@ from base64 import b64decode
 from io import BytesIO
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import nbformat
@@ -658,6 +659,17 @@ def test_answers_are_questions_with_sentences() -> None:
     assert contents["text/plain"] == repr(shown) == "Does it learn?\n    By 3 [2, 4] points & more (n = 8)."
     with pytest.raises(ValueError, match="no answers"):
         artifacts.answers({})
+
+
+def test_a_notebook_holds_a_table_once_and_a_terminal_shows_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, displayed = artifacts.show(TABLE, "Gain.", {"gain": ".1f"}), []
+    monkeypatch.setattr("IPython.display.display", lambda contents, **_: displayed.append(contents))
+    for shell in (SimpleNamespace(kernel="a kernel"), SimpleNamespace(), None):
+        monkeypatch.setattr("IPython.get_ipython", lambda shell=shell: shell)
+        shown._ipython_display_()
+    texts = [contents["text/plain"] for contents in displayed]
+    assert texts == ["Gain.", repr(shown), repr(shown)] and "ES" in repr(shown)
+    assert all("<td" in contents["text/html"] for contents in displayed)
 
 
 def test_a_kernel_displays_each_output_and_figures_that_are_not_saved_in_the_same_quality() -> None:

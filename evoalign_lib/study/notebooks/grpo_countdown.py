@@ -958,7 +958,7 @@ def draw_curves(of: Records) -> tuple[Figure, DataFrame]:
 
     points, start = curve_points(of), of["base"][0]["validation"]
     before = {"greedy": 100 * start["greedy"], "t1": 100 * start["pass@1"]}
-    fig = plt.figure(figsize=(style.PAGE, 4.5))
+    fig = plt.figure(figsize=(style.PAGE, 4.3))
     above, below = fig.subfigures(2, 1, height_ratios=[1.5, 1])
     large = above.subplots(1, 2, sharey=True)
     for ax, (decoding, look) in zip(large, style.DECODINGS.items(), strict=True):
@@ -1028,7 +1028,7 @@ def draw_sweep(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         tried += [{"arm": arm, "settings tried": k, "expected maximum": v} for k, v in enumerate(best, 1)]
     tried = pd.DataFrame(tried)
     every = [100 * score for ranked in ranking.values() for score, _ in ranked]
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.25), width_ratios=[1.2, 1.2, 1.0])
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15), width_ratios=[1.2, 1.2, 1.0])
     for ax, arm in zip(axes, ARMS, strict=False):
         _draw_map(ax, arm, ranking[arm], (min(every), max(every)))
     ax = axes[2]
@@ -1145,7 +1145,7 @@ def draw_estimators(frame: DataFrame) -> tuple[Figure, DataFrame]:
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.3))
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15))
     for name, part in frame.groupby("estimator"):
         look = style.KL_ESTIMATORS[name].line() | {"label": None}
         at, bias = part["KL, nats per token"], part["bias / KL"]
