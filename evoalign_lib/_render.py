@@ -108,8 +108,9 @@ def html_table(cells: DataFrame, caption: str) -> str:
     # Jupyter aligns cells right and to the middle by a sheet of its own, which only a style overrides; GitHub aligns
     # them left and strips styles, so that right needs the attribute. Both on every cell are most of a notebook's bytes.
     long = any(len(cell) > _LONG for row in cells.itertuples(index=False) for cell in row)
-    top = "; vertical-align: top" if long else ""
-    left, right = f'style="text-align: left{top}"', 'align="right"' + (f' style="{top[2:]}"' if long else "")
+    # without quotes and spaces, which a notebook's JSON doubles
+    top = ";vertical-align:top" if long else ""
+    left, right = f"style=text-align:left{top}", "align=right" + (f" style={top[1:]}" if long else "")
     how = [right if _numeric(cells[c]) else left for c in cells]
     head = "".join(f"<th {attributes}>{_breakable(name)}</th>" for name, attributes in zip(cells, how, strict=True))
     rows = [
@@ -126,7 +127,7 @@ _LONG = 40  # characters: a longer cell may take several lines, and its neighbou
 
 def _breakable(cell: str) -> str:
     """Return a cell as HTML: an interval stays on one line, longer text may break."""
-    return re.sub(r"\[[^\]]*\]", lambda found: found.group().replace(" ", "&nbsp;"), escape(cell))
+    return re.sub(r"\[[^\]]*\]", lambda found: found.group().replace(" ", "\N{NO-BREAK SPACE}"), escape(cell))
 
 
 def plain_table(cells: DataFrame, caption: str) -> str:

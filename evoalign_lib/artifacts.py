@@ -47,9 +47,13 @@ class Shown:
         self.outputs = outputs
 
     def _ipython_display_(self) -> None:
+        from IPython import get_ipython
         from IPython.display import display
 
         for contents, metadata in self.outputs:
+            if "text/html" in contents and hasattr(get_ipython(), "kernel"):
+                # a notebook shows the HTML; the same again as text would make its file larger by a tenth
+                contents = contents | {"text/plain": contents["text/plain"].partition("\n")[0]}
             display(contents, raw=True, metadata=metadata)
 
     def __repr__(self) -> str:

@@ -363,7 +363,7 @@ def test_printed_tables_and_saved_ones_that_are_not_shown_are_found():
 )
 def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
     output = new_output(
-        "display_data", {"text/html": "<td>14.6 [13.1,&nbsp;16.1] points</td>", "text/plain": "2000 8 3.2"}
+        "display_data", {"text/html": "<td>14.6 [13.1,\N{NO-BREAK SPACE}16.1] points</td>", "text/plain": "2000 8 3.2"}
     )
     cells = [new_markdown_cell(prose), new_code_cell("x", outputs=[output, new_output("stream", text="12.5 %")])]
     problems = unproven_numbers(new_notebook(cells=cells))

@@ -115,8 +115,10 @@ def test_wrong_runs_are_found(run, records):
     cheap = copy.deepcopy(records["grpo"][0])
     cheap["budget"]["completions"] -= 16
     cheap["budget"]["forward_flops"] += 1
+    cheap["counts"]["timeout"] = 3
     found = study.faults(run, dict(records) | {"grpo": [cheap, *records["grpo"][1:], records["grpo"][1]]})
     assert found[0] == "1 runs occur twice" and "declared 64000" in found[1] and "FLOPs of grpo" in found[2]
+    assert found[3:] == ["3 rewards or populations counted as timeout"]
 
 
 def test_a_loss_that_is_not_trls_is_found(tmp_path):

@@ -266,6 +266,11 @@ def test_the_answers_of_notebook_01_have_the_numbers_of_its_tables():
     assert all(audit[f"AuditPath{case}"] in arithmetic for case in ("Inplace", "InplacePublished", "MasterPublished"))
     without = es_countdown.answers(run, of | {"es_shuffled": []})
     assert set(answers) - set(without) == {"Does the gain need the reward?"}
+    still = [r | {"path": {"cosine": [1.0, None]}} for r in of["audit"]]  # populations that were all tied
+    assert set(answers) - set(es_countdown.answers(run, of | {"audit": still})) == {"What does released arithmetic do?"}
+    fig, data = es_countdown.figure_arithmetic(of | {"audit": still})
+    assert [text.get_text() for text in fig.axes[1].texts] == ["not defined"] * 6 and data["path"].isna().all()
+    plt.close(fig)
 
 
 def test_the_figures_of_notebook_01_draw_their_data():

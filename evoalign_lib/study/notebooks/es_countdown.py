@@ -205,6 +205,8 @@ def _answer_on_arithmetic(audits: Sequence[Record]) -> dict[str, str]:
     for precision, fitness in (("inplace", "reward"), ("inplace", "random"), ("master", "random")):
         runs = of_arithmetic(audits, precision, "gaussian", fitness)
         path = [r["path"]["cosine"][-1] for r in runs]
+        if None in path:  # of runs that never moved it is not defined
+            return {}
         parts.append(
             f"{np.mean(path):.3f} at sigma {runs[0]['spec']['sigma']:g} (from {min(path):.3f} to {max(path):.3f}"
         )

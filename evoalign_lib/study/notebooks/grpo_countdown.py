@@ -904,7 +904,8 @@ def _log_probabilities(policy: Any, batch: Mapping[str, Any]) -> Any:
 def faults(run: SimpleNamespace, of: Records) -> list[str]:
     """Return what is wrong with the runs, in words: nothing, as a rule.
 
-    Every run once; arms that are compared at their ends have spent what was declared; FLOPs are what the formula says.
+    Every run once; arms that are compared at their ends have spent what was declared; FLOPs are what the formula says;
+    no reward failed, and no population of ES was tied.
     """
     found, each = [], [r["spec_hash"] for r in judged(run, of)]
     if len(set(each)) < len(each):
@@ -920,23 +921,11 @@ def faults(run: SimpleNamespace, of: Records) -> list[str]:
     for arm in ARMS:
         if flops_by_hand(of[arm][0])[2] != of[arm][0]["budget"]["forward_flops"]:
             found.append(f"the FLOPs of {arm} are not those of the formula")
+    counts = [r.get("counts", {}) for r in trained(of)]
+    for kind in ("nan", "exception", "timeout", "tied"):
+        if number := sum(c.get(kind, 0) for c in counts):
+            found.append(f"{number} rewards or populations counted as {kind}")
     return found
-
-
-def counts_table(of: Records) -> DataFrame:
-    """Return runs per group and what went wrong with rewards in them, as text."""
-    from pandas import DataFrame
-
-    rows = []
-    for group in designed(of):
-        counts = [r.get("counts", {}) for r in of[group]]
-        failed = sum(c.get(kind, 0) for c in counts for kind in ("nan", "exception", "timeout"))
-        tied = sum(c.get("tied", 0) for c in counts)
-        silent = [c["zero_std_groups"] for c in counts if "zero_std_groups" in c]
-        row = {"group": group, "arm": label_of(of, group), "runs": str(len(counts)), "rewards that failed": str(failed)}
-        row["tied populations"] = str(tied) if of[group][0]["spec"].get("population_size") else ""
-        rows.append(row | {"groups without spread, %": f"{100 * np.mean(silent):.1f}" if silent else ""})
-    return DataFrame(rows)
 
 
 # ---- figures
@@ -969,7 +958,7 @@ def draw_curves(of: Records) -> tuple[Figure, DataFrame]:
 
     points, start = curve_points(of), of["base"][0]["validation"]
     before = {"greedy": 100 * start["greedy"], "t1": 100 * start["pass@1"]}
-    fig = plt.figure(figsize=(style.PAGE, 4.9))
+    fig = plt.figure(figsize=(style.PAGE, 4.5))
     above, below = fig.subfigures(2, 1, height_ratios=[1.5, 1])
     large = above.subplots(1, 2, sharey=True)
     for ax, (decoding, look) in zip(large, style.DECODINGS.items(), strict=True):
@@ -982,7 +971,7 @@ def draw_curves(of: Records) -> tuple[Figure, DataFrame]:
     small = below.subplots(1, 3, sharey=True)
     for ax, axis in zip(small, [axis for axis in AXES if axis != "forward_flops"], strict=True):
         for decoding in style.DECODINGS:
-            _draw_budget(ax, points, before, axis, decoding)
+            _draw_budget(ax, points[points["group"].isin(ARMS)], before, axis, decoding)
         ax.set_xlabel(AXES[axis], fontsize=8.5)
     small[0].set_ylabel("accuracy, %", fontsize=8.5)
     return fig, points
@@ -1039,7 +1028,7 @@ def draw_sweep(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         tried += [{"arm": arm, "settings tried": k, "expected maximum": v} for k, v in enumerate(best, 1)]
     tried = pd.DataFrame(tried)
     every = [100 * score for ranked in ranking.values() for score, _ in ranked]
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.35), width_ratios=[1.2, 1.2, 1.0])
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.25), width_ratios=[1.2, 1.2, 1.0])
     for ax, arm in zip(axes, ARMS, strict=False):
         _draw_map(ax, arm, ranking[arm], (min(every), max(every)))
     ax = axes[2]
@@ -1156,7 +1145,7 @@ def draw_estimators(frame: DataFrame) -> tuple[Figure, DataFrame]:
     from matplotlib import pyplot as plt
     from matplotlib.lines import Line2D
 
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.3))
     for name, part in frame.groupby("estimator"):
         look = style.KL_ESTIMATORS[name].line() | {"label": None}
         at, bias = part["KL, nats per token"], part["bias / KL"]

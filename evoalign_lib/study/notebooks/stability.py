@@ -1080,7 +1080,7 @@ def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     points = lines.groupby(["arm", "completions"])["accuracy"].agg(["mean", "std"]).reset_index()
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1.2, 1.1, 0.9])
     for (arm, _), part in lines[lines["completions"] > 0].groupby(["arm", "seed"]):
-        axes[0].plot(part["completions"], part["accuracy"], color=style.ARMS[arm].color, lw=0.5, alpha=0.7)
+        axes[0].plot(part["completions"], part["accuracy"], color=style.ARMS[arm].color, lw=0.5)
     for arm, part in points.groupby("arm"):
         axes[1].plot(part["mean"], part["std"], **style.line(arm) | {"markevery": 1, "lw": 0.5})
     _draw_ends(axes[2], ends)

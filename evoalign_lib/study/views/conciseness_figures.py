@@ -31,7 +31,7 @@ _AXES = {
     ),
     "right": ("right answers on split B, %", lambda c, d: 100 * np.array(c[f"right_{d}"])),
 }
-_BOUND = {"color": "black", "lw": 0.8, "ls": (0, (1, 2))}
+_BOUND = {"color": "black", "lw": 1.2, "ls": (0, (1, 2))}
 _COMPARED = [("at_proxy", -15), ("at_proxy", -5), ("at_kl", 0.2), ("at_kl", 0.5)]
 
 
@@ -142,7 +142,7 @@ def fronts(of: Records) -> tuple[Figure, DataFrame]:
 
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.3), sharey=True)
     for ax, decoding in zip(axes, DECODINGS, strict=True):
-        _ways(ax, of, "KL", "proxy", decoding)
+        _ways(ax, of, "KL", "proxy", decoding, size=2.4)
         ax.set(title=view.decoding_label(decoding), xlabel=_AXES["KL"][0], xscale="log")
         _plain_ticks(ax)
     axes[0].set_ylabel(_AXES["proxy"][0])
@@ -150,13 +150,13 @@ def fronts(of: Records) -> tuple[Figure, DataFrame]:
     return fig, _plotted(of, "KL", "proxy", ends=False)
 
 
-def _ways(ax: Axes, of: Records, x: str, y: str, decoding: str) -> None:
-    """Mean way of each arm with a band over seeds."""
+def _ways(ax: Axes, of: Records, x: str, y: str, decoding: str, size: float = 3) -> None:
+    """Mean way of each arm with a band over seeds, and marks of a size in points where runs were measured."""
     for arm in study.ARMS:
         xs, ys, look = _values(of[arm], x, decoding), _values(of[arm], y, decoding), style.ARMS[arm]
         mean, low, high = stats.curve_band(ys)
         style.band(ax, xs.mean(0), low, high, look.color)
-        ax.plot(xs.mean(0), mean, color=look.color, lw=1.6, marker=look.marker, ms=3)
+        ax.plot(xs.mean(0), mean, color=look.color, lw=1.6, marker=look.marker, ms=size)
 
 
 def _ends(ax: Axes, of: Records, x: str, y: str, decoding: str) -> None:
@@ -213,7 +213,7 @@ def es_map(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         for ax, (base, record) in zip(row, bases.items(), strict=True):
             _heat(ax, table, what, base, high_is_good)
             _lines(ax, table[table["base"] == base], run, collapse.breaking_sigma(record))
-            ax.set_title(f"{base}: {title}", pad=16 if row is axes[0] else None)
+            ax.set_title(f"{base}: {title}", pad=16 if ax.get_subplotspec().is_first_row() else None)
         row[0].set_ylabel("sigma")
     for ax in axes[-1]:
         ax.set_xlabel("alpha")
@@ -288,7 +288,7 @@ def gaps(of: Records) -> tuple[Figure, DataFrame]:
             ax.plot([x - 0.36, x + 0.36], [part[sigma].median()] * 2, color="black", lw=1.4, zorder=5)
             _name_outliers(ax, x, part, sigma, spread)
     names = [f"{view.arm_label(arm)},\n{end}" for arm, end in kinds]
-    ax.axhline(0, color="black", lw=0.5)
+    ax.axhline(0, color="#999999", lw=0.8, zorder=0.5)
     ax.set(ylabel=f"Jensen gap at sigma {sigma}, characters", xticks=range(len(kinds)), xticklabels=names)
     ax.set_xlim(-0.6, len(kinds) - 0.4)
     ax.grid(axis="x", visible=False)
