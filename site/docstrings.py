@@ -217,8 +217,9 @@ def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
 def _signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
 ) -> tuple[str | None, str | None]:
-    """Show the names in `autodoc_type_aliases` where they are a part of a type, too."""
-    return tuple(text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, result))
+    """Show types by their last names, those in `autodoc_type_aliases` where they are a part of another, too."""
+    shown = (text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, result))
+    return tuple(text and re.sub(r"~(?:\w+\.)+(\w+)", r"\1", text) for text in shown)
 
 
 def _shorten(app: Sphinx, domain: str, objtype: str, content: nodes.Element) -> None:

@@ -331,6 +331,12 @@ def test_items_of_lists_keep_their_lines_together(docstrings):
     ]
 
 
+def test_types_are_shown_by_their_last_names(docstrings):
+    signature = "(a: list[TypeAliasForwardRef('Record')], b: ~numpy.ndarray = <factory>)"
+    shown = docstrings._signature(None, "function", "f", None, None, signature, None)
+    assert shown == ("(a: list[Record], b: ndarray = <factory>)", None)
+
+
 @pytest.fixture(scope="module")
 def mathml():
     pytest.importorskip("math_core", reason="make site installs it")
