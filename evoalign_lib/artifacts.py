@@ -257,6 +257,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
             "claim": v.id,
             "statement": v.statement,
             "verdict": v.verdict,
+            "key": v.key,
             "result": v.text,
             "placebo": v.placebo,
             "decodings": v.decodings,

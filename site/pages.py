@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from html import unescape
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -52,8 +53,8 @@ class Notebook(NamedTuple):
     number: str
     """as claims refer to it, such as "01" """
     title: str
-    answer: str
-    """Markdown: the first paragraph below the title"""
+    answers: tuple[str, ...]
+    """Markdown: the questions with their answers that it prints; where it prints none, its first paragraph"""
     figures: tuple[Figure, ...]
     """in the order in which it draws them"""
 
@@ -88,24 +89,37 @@ def notebooks() -> tuple[Notebook, ...]:
     manifest = json.loads((ROOT / "paper/generated/manifest.json").read_text(encoding="utf-8"))["artefacts"]
     found = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        cells = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        content = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        cells = ["".join(cell["source"]) for cell in content]
         title, _, rest = cells[0].partition("\n")
         if not title.startswith("# "):
             raise ValueError(f"{path.name} begins with {title[:60]!r}: a notebook begins with its title, '# ...'")
-        answer = rest.strip().split("\n\n")[0] or cells[1].split("\n\n")[0]
+        first = rest.strip().split("\n\n")[0] or cells[1].split("\n\n")[0]
+        answers = _answers(content) or [_from_top(first, f"notebooks/{path.name}")]
         drawn = [n for n, entry in manifest.items() if entry["kind"] == "figure" and entry["notebook"] == path.stem]
         text = "\n".join(cells)
         drawn.sort(key=lambda name: (text.find(f'"{name}"') % (len(text) + 1), name))
         number = path.stem.partition("_")[0]
         title = re.sub(rf"^# {number}\W+", "", title)
         figures = tuple(Figure(name, _caption(name)) for name in drawn)
-        found.append(Notebook(path.stem, number, title.removeprefix("# "), answer, figures))
+        found.append(Notebook(path.stem, number, title.removeprefix("# "), tuple(answers), figures))
     return tuple(found)
+
+
+def _answers(cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what the first list of questions and answers says that a notebook prints (`artifacts.answers`)."""
+    for output in (output for cell in cells for output in cell.get("outputs", ())):
+        html = "".join(output.get("data", {}).get("text/html", ""))
+        if html.startswith("<dl>"):
+            found = re.findall(r"<dt>(.*?)</dt>\s*<dd>(.*?)</dd>", html, re.S)
+            texts = [[_plain(unescape(re.sub("<[^>]*>", "", part))) for part in item] for item in found]
+            return [f"**{question}** {answer}" for question, answer in texts]
+    return []
 
 
 @cache
 def claims() -> tuple[dict[str, Any], ...]:
-    """Return the declared claims in their order, each with its `verdict`, `result`, `key`, `placebo`, `n` and hash.
+    """Return the declared claims in their order, each with what claims.csv says of it, by the names of its columns.
 
     Raises ValueError where claims.yaml and the generated verdicts are not of the same claims.
     """
@@ -116,15 +130,8 @@ def claims() -> tuple[dict[str, Any], ...]:
         verdicts = {row["claim"]: row for row in csv.DictReader(file)}
     if [claim["id"] for claim in declared] != list(verdicts):
         raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run evoalign verify --write")
-    short = _columns((ROOT / "paper/generated/claims.md").read_text(encoding="utf-8"))
-    keys = {row["claim"]: row["result"] for row in short}
-    found = []
-    for claim in declared:
-        row = verdicts[claim["id"]]
-        judged = {name: row[name] for name in ("verdict", "result", "placebo")}
-        judged |= {"n": int(row["n"]), "hash": row["rule"], "key": keys.get(claim["id"], "")}
-        found.append(claim | judged)
-    return tuple(found)
+    judged = {name: row | {"n": int(row["n"]), "hash": row["rule"]} for name, row in verdicts.items()}
+    return tuple(judged[claim["id"]] | claim for claim in declared)
 
 
 @cache
@@ -137,13 +144,6 @@ def modules() -> tuple[str, ...]:
         if not any(part.startswith("_") for part in parts):
             found.append(".".join(parts))
     return tuple(sorted(found))
-
-
-def _columns(table: str) -> list[dict[str, str]]:
-    """Return the rows of the first Markdown table of a text."""
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
 def _caption(name: str) -> str:
@@ -174,6 +174,11 @@ def _lead(_: str) -> str:
     return re.split(r"^## ", text, maxsplit=1, flags=re.M)[0].strip()
 
 
+def _findings_of_readme(_: str) -> str:
+    """The README's findings: what stands in the section of the table of claims, above that table."""
+    return _section("README.md", "<!-- claims -->").partition("<!-- claims -->")[0].strip()
+
+
 def _readme(marker: str) -> str:
     return _section("README.md", marker)
 
@@ -197,7 +202,8 @@ def _cards(_: str) -> str:
         about = [claim for claim in claims() if notebook.number in claim["notebooks"] and claim["verdict"] != "open"]
         verdicts = " · ".join(f"{_claim_link(claim)} {_badge(claim['verdict'])}" for claim in about)
         page = f"notebooks/{notebook.name}.ipynb"
-        lines = [f"**[{notebook.number} · {notebook.title}]({page})**", "", _from_top(notebook.answer, page)]
+        lines = [f"**[{notebook.number} · {notebook.title}]({page})**", ""]
+        lines.append("\n\n".join(notebook.answers))
         if notebook.figures:
             figure = notebook.figures[0]
             lines += ["", f"[![{_plain(figure.caption)}](figures/{figure.name}.png)]({page})"]
@@ -218,11 +224,20 @@ def _counts(_: str) -> str:
 
 def _claim_table(_: str) -> str:
     rows = [
-        (_claim_link(c), c["title"], _badge(c["verdict"]), _plain(c["key"]), _plain(c["placebo"]), c["n"])
+        (_claim_link(c), c["title"], _badge(c["verdict"]), _plain(_key(c)), _plain(c["placebo"]), c["n"])
         for c in claims()
         if c["rule"]["kind"] != "open"
     ]
     return _table(("claim", "in short", "verdict", "result", "placebo", "n"), rows)
+
+
+def _key(claim: Mapping[str, Any]) -> str:
+    """The comparison that speaks most against a claim; where there is none, the first thing that is said of it."""
+    return claim.get("key") or _findings(claim)[0]
+
+
+def _findings(claim: Mapping[str, Any]) -> list[str]:
+    return re.split(r"(?<=\)); ", claim["result"])
 
 
 def _open_claims(_: str) -> str:
@@ -251,12 +266,12 @@ def _claim_entry(claim: Mapping[str, Any]) -> str:
     by_id = {c["id"]: c for c in claims()}
     if "superseded" in claim:
         lines += ["", f"Superseded by {_claim_link(by_id[claim['superseded']])}."]
-    findings = re.split(r"(?<=\)); ", claim["result"])
+    findings = _findings(claim)
     if len(findings) > 2:
         lines += ["", "**Result**", "", *(f"- {_plain(finding)}" for finding in findings)]
     else:
         lines += ["", f"**Result** {_plain(claim['result'])}"]
-    named = ("placebo", "caveat", "note", "quantity", "test", "source")
+    named = ("placebo", "decodings", "caveat", "note", "quantity", "test", "source")
     lines += [f"\n**{name.capitalize()}** {_plain(claim[name])}" for name in named if claim.get(name)]
     rule = {name: claim[name] for name in _DECIDING if name in claim}
     declared = yaml.safe_dump(rule, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
@@ -301,6 +316,7 @@ def _api_tree(_: str) -> str:
 
 _INCLUDES: dict[str, Callable[[str], str]] = {
     "lead": _lead,
+    "findings": _findings_of_readme,
     "readme": _readme,
     "contributing": _contributing,
     "notebook_cards": _cards,
