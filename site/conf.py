@@ -31,6 +31,8 @@ autodoc_typehints_format = "short"
 # Shown by these names, not by what they stand for.
 _NAMES = ("ArrayLike", "Record", "Records", "Spec", "Claim", "RewardFunction", "Groups", "Memory")
 autodoc_type_aliases = {name: name for name in _NAMES}
+# A bare name in a type that two modules have: the link may lead to either.
+suppress_warnings = ["ref.python"]
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False

@@ -217,9 +217,12 @@ def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
 def _signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
 ) -> tuple[str | None, str | None]:
-    """Show types by their last names, those in `autodoc_type_aliases` where they are a part of another, too."""
+    """Show the names in `autodoc_type_aliases` where they are a part of a type, too.
+
+    A default that is made at each call is shown as ..., since Sphinx cannot read "<factory>" and then sets no types.
+    """
     shown = (text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, result))
-    return tuple(text and re.sub(r"~(?:\w+\.)+(\w+)", r"\1", text) for text in shown)
+    return tuple(text and text.replace("<factory>", "...") for text in shown)
 
 
 def _shorten(app: Sphinx, domain: str, objtype: str, content: nodes.Element) -> None:
