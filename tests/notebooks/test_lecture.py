@@ -213,7 +213,8 @@ def lost(saved, embedded):
 
 
 def not_shown(notebook):
-    """Figures and tables that the notebook saves and does not show."""
+    """Figures and tables that the notebook saves and neither shows nor says that it does not."""
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     source = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     saved = {
         node.args[1].value
@@ -224,10 +225,8 @@ def not_shown(notebook):
         and isinstance(node.args[1], ast.Constant)
     }
     outputs = [output for cell in notebook.cells for output in outputs_of(cell)]
-    return sorted(
-        saved
-        - {output.metadata["evoalign"]["artefact"] for output in outputs if "evoalign" in output.get("metadata", {})}
-    )
+    seen = {output.metadata["evoalign"]["artefact"] for output in outputs if "evoalign" in output.get("metadata", {})}
+    return sorted(saved - seen - set(re.findall(r"`(\w+)`,? and (?:does not show|not shown)", prose)))
 
 
 # ---- every notebook keeps them
