@@ -13,10 +13,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, ledger, models, paths, tiny
+from evoalign_lib import ledger, models, paths, tiny
 from evoalign_lib.engines.base import check_temperature
 from evoalign_lib.records import Record, Spec, ledger_file, pack_bits, read_records, spec_hash
-from evoalign_lib.study import measures, training
+from evoalign_lib.study import families, measures, training
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.measures.base import label
 
@@ -85,7 +85,7 @@ def measured_spec(spec: Spec) -> Spec:
 
 
 def _is_es(spec: Spec) -> bool:
-    return spec["kind"] == "train" and arms.get(spec["arm"]).family == "es"
+    return spec["kind"] == "train" and families.of(spec["arm"]).has_members
 
 
 def _validates(spec: Spec) -> bool:

@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import arms, noise, tiny
+from evoalign_lib import noise, tiny
 from evoalign_lib.analysis import hacking
 from evoalign_lib.analysis.collapse import JENSEN_SIGMAS, SAMPLES
 from evoalign_lib.checks import whole_number
 from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
-from evoalign_lib.study import worlds
+from evoalign_lib.study import families, worlds
 from evoalign_lib.study.measures.base import Measures, decodings_of_point, label
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
@@ -96,7 +96,7 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
         evaluated = conciseness.load_public("eval")
         return {"train": conciseness.load_public("train"), "validation": evaluated, "test": evaluated}
     asked = _own_questions(spec["questions_sha256"])
-    # lest a file sorted by topic train on one and test on another; the same splits whatever the seed of a run
+    # a file sorted by topic must not train on one and test on another; the same splits whatever the seed of a run
     asked = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
     half = len(asked) // 2
     quarter = (len(asked) - half) // 2
@@ -318,7 +318,7 @@ class _Conciseness(Measures):
             ValueError: those; in the tiny world, unique prompts other than those of its two settings.
             FileNotFoundError: as `spec_fields`.
         """
-        if arms.get(arm).family == "sft":
+        if families.of(arm).samples_first:
             raise ValueError(f"arm {arm!r} fine-tunes on right answers, which the reward of conciseness does not know.")
         unique = settings.get("unique_prompts")
         if base in tiny.SHIPPED:
