@@ -181,7 +181,7 @@ def find_run(
 
 def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
     """Raise ValueError unless a trainer's settings are those of the run that is to go on."""
-    recorded = run.settings
+    recorded, settings = run.settings, ledger.with_defaults(settings)
     # another CPU may keep full batches (drop_rows), with the same bits
     for name in recorded | settings:
         if name != "drop_rows" and settings.get(name) != recorded.get(name):

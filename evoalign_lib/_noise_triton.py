@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import _noise_cpu
+from evoalign_lib._anchor import TensorAnchor
 from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
 
 try:
@@ -243,6 +244,7 @@ class DeviceWeights:
         kind: number of the distribution.
         most_members: largest population of an update.
         stream: the noise law's stream.
+        anchor: where the tensors started, if updates decay toward it.
     """
 
     def __init__(
@@ -252,6 +254,7 @@ class DeviceWeights:
         kind: int,
         most_members: int,
         stream: int = 0,
+        anchor: TensorAnchor | None = None,
     ):
         device = matrices[0].device
         if not (INTERPRETED or device.type == "cuda"):
@@ -260,7 +263,7 @@ class DeviceWeights:
                 "TRITON_INTERPRET=1 before Triton is imported"
             )
         self.most_members = most_members
-        self._kind, self._matrices = kind, list(matrices)
+        self._kind, self._matrices, self._anchor = kind, list(matrices), anchor
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -325,7 +328,8 @@ class DeviceWeights:
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
 
-        The working tensors stay as they are until the next `perturb` or `restore`.
+        With an anchor the master decays toward it first, whatever the members. The working tensors stay as they are
+        until the next `perturb` or `restore`.
 
         Args:
             keys: uint64 (members,), member keys.
@@ -350,6 +354,9 @@ class DeviceWeights:
 
     def apply_population(self) -> None:
         """Launch `update` alone, which can be captured in a CUDA graph and replayed after each `set_population`."""
+        if self._anchor is not None:
+            with torch.cuda.device_of(self.master):
+                self._anchor.decay(self.views())
         for launch, grid, options in self._each_launch():
             _update_kernel[grid](
                 self.master,

@@ -51,7 +51,7 @@ _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": Non
 
 
 def _es(color: str, marker: str, label: str, options: Mapping[str, Any], null: bool = False) -> Arm:
-    return Arm("es", color, marker, label, _ES, _OPTIONAL, options, sweep="es", null=null)
+    return Arm("es", color, marker, label, _ES, (*_OPTIONAL, "anchor_decay"), options, sweep="es", null=null)
 
 
 def _gradient(color: str, marker: str, label: str, options: Mapping[str, Any], **others: Any) -> Arm:

@@ -17,7 +17,8 @@ Numbered differences from the released code of that study:
    ordered by member index, so the number of workers changes nothing.
 
 Variants, each off by default and described at its field of `ESConfig`: antithetic pairs, centred ranks, schedules of
-sigma and alpha, sampled decoding with common random numbers. Their formulas are in `evoalign_lib.update_rules`.
+sigma and alpha, sampled decoding with common random numbers, anchored weight decay. Their formulas are in
+`evoalign_lib.update_rules`, that of the decay in `ESConfig.anchor_decay`.
 
 alpha is "digested" as in the study's table and code: 1/sigma is part of it (the text's gradient step would be
 alpha_text = sigma * alpha).
@@ -63,6 +64,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from evoalign_lib import _checkpoints, ledger, models, noise, precision
+from evoalign_lib._anchor import check_decay
 from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._model_checks import check_nothing_frozen, check_plain
@@ -72,7 +74,7 @@ from evoalign_lib.engines.base import Evaluation, Prompts, score
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.engines.processes import world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
-from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population
+from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population, update_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ _NO_EFFECT = {
     "per_device_train_batch_size": "prompts_per_step is the number of prompts per step",
     "gradient_accumulation_steps": "all prompts of a step are evaluated for every member",
     "max_grad_norm": "ES has no gradient norm; the update norm is about alpha * sqrt(d / N)",
-    "weight_decay": "ES has no optimiser",
+    "weight_decay": "ES has no optimiser; anchor_decay decays toward the starting weights",
     "adam_beta1": "ES has no optimiser",
     "adam_beta2": "ES has no optimiser",
     "adam_epsilon": "ES has no optimiser",
@@ -136,6 +138,13 @@ class ESConfig(TrainingArguments):
     """the same for alpha; there is no warm-up"""
     alpha_final_fraction: float = field(default=0.1, metadata={"help": "alpha's last value over its first"})
     """the same for alpha (Hoffmann et al., arXiv 2203.15556, end cosine schedules at a tenth)"""
+    anchor_decay: float = field(default=0.0, metadata={"help": "share of the drift that a step takes back; 0: off"})
+    """lambda of anchored weight decay (Schweighofer et al., arXiv 2605.30148): each update first takes back this share
+    of the way from the starting weights, theta -= lambda (theta - theta_0), that of a tied population too; 0: off, and
+    below 1. Steps drift in random directions, which costs skill off the task: without a decay the drift's squared norm
+    grows as alpha^2 d T / N, with it it stops at alpha^2 d / (N (1 - (1 - lambda)^2)). lambda is not multiplied by
+    alpha, nor follows its schedule. Needs precision="master", and a copy of the starting weights: 4 bytes per parameter
+    where the master is, and on GPUs as many as the model's dtype has"""
     prompts_per_step: int | None = field(default=None, metadata={"help": "prompts per step; None: all"})
     """prompts per step, the same for every member; None: the whole training set, as Qiu et al. A member is perturbed
     once per step and decodes all of them under that one perturbation, `chunk_rows` at a time"""
@@ -238,6 +247,7 @@ class ESConfig(TrainingArguments):
         choose("decoder", self.decoder, DECODERS)
         choose("precision", self.precision, precision.PRECISIONS)
         choose("noise", self.noise, noise.DISTRIBUTIONS)
+        check_decay(self.anchor_decay, self.precision)
         if self.fitness != "reward" and self.arm == "es":
             # a null arm draws other noise than the arm it is compared with
             self.arm = f"es_{self.fitness}"
@@ -395,6 +405,7 @@ class ESTrainer:
             max_completion_length=args.max_completion_length,
             distribution=args.noise,
             precision=args.precision,
+            anchor_decay=args.anchor_decay,
             chunk_rows=args.chunk_rows,
             decoder=args.decoder,
             workers=args.workers,
@@ -501,19 +512,19 @@ class ESTrainer:
         self.ledger.append(record, digest)
 
     def tell(self, members: Sequence[Member], fitness: np.ndarray) -> bool:
-        """Move the weights by (alpha / N) sum_n z_n eps_n, with alpha of the current step.
+        """Move the weights by (alpha / N) sum_n z_n eps_n, with alpha of the current step, and let them decay if set.
 
         Args:
             members: of `ask`.
             fitness: (N,) reward units.
 
         Returns:
-            Whether nothing moved: the population was tied (or each antithetic pair was).
+            Whether the rewards moved nothing: the population was tied (or each antithetic pair was).
         """
         c = self._coefficients(fitness)
         self.counts["tied"] += int(c is None)
-        if c is not None:  # the noise of an antithetic pair is drawn once, for its member with the sign +1
-            self.engine.update(np.array([m.key for m in members if m.sign == 1], dtype=np.uint64), c)
+        if c is not None or self.args.anchor_decay:  # a tied population decays all the same
+            self.engine.update(*update_of(members, c))
         return c is None
 
     def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
@@ -614,12 +625,14 @@ class ESTrainer:
 
     def _check_continuity(self) -> None:
         """Raise RuntimeError if weights and ledger may have parted: an interrupted update, or a step() in between."""
-        step, parted = self.state.global_step, self._parted
+        step, parted, weights = self.state.global_step, self._parted, self.engine.weights
+        if self.ledger is None and weights.start is not None:  # a replay would decay toward other weights
+            parted |= not np.array_equal(weights.flat.view(np.uint32), weights.start.view(np.uint32))
         if self.ledger is not None:
             recorded = len(self.ledger.steps)
             parted |= recorded != step and step >= self._replayed
             if self.ledger.ended and recorded == step:
-                parted |= self.engine.weights.digest() != self.ledger.weights[step]
+                parted |= weights.digest() != self.ledger.weights[step]
         if parted:
             again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
             raise RuntimeError(
@@ -712,6 +725,7 @@ class ESTrainer:
         if run is None:
             return
         _checkpoints.check_settings(run, self._settings())
+        ledger.check_start(run, self.engine.weights)  # a checkpoint has the weights, not where they started
         if folder is None:
             ledger.check_model(run, self.engine.weights)
         else:
@@ -738,6 +752,8 @@ class ESTrainer:
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
         settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have taken other steps
+        # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
+        settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 
     @property

@@ -8,8 +8,9 @@ name, dtype, parameters and digest of the model. A digest is `precision.digest` 
 setting `precision` names: the float32 master; with "inplace" the values in the model's dtype; with "kahan" the values
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
-# = 0 .. n - 1. The format is 1; or 2 where a setting that the first readers did not know decides how rewards become
-weights (precision, noise, antithetic pairs, fitness shaping, schedules), so that they refuse such a run.
+# = 0 .. n - 1. The format is 1; or a later one where a setting that earlier readers do not know decides how rewards
+become weights, so that they refuse such a run: 2 for precision, noise, antithetic pairs, fitness shaping and schedules,
+3 for anchored weight decay, which a header names only where it is on.
 
 Then one line per step, synced to disk before the weights move:
 
@@ -51,18 +52,19 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, noise, update_rules
+from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
-FORMATS = (1, 2)
+FORMATS = (1, 2, 3)
 NAME = "ledger.jsonl"
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
 # Settings that older ledgers do not name, and the values that their runs had: readers of format 1 know no others.
-_LATER = {
+_LATER: dict[str, Any] = {
     "precision": "master",
     "noise": "gaussian",
     "antithetic": False,
@@ -70,6 +72,8 @@ _LATER = {
     "sigma_schedule": "constant",
     "alpha_schedule": "constant",
 }
+# The same for readers of format 2.
+_LATER_3 = {"anchor_decay": 0.0}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 
@@ -146,7 +150,7 @@ class Ledger:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the run; where an older header does not name one, the only value there was."""
-        return _LATER | _LATER_EVALUATION | self.header["settings"]
+        return with_defaults(self.header["settings"])
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
@@ -249,6 +253,20 @@ class Ledger:
                 f"member {member} of step {step.step} has the reward {step.rewards[member]}: rewards must be finite; "
                 "return None where a reward does not apply."
             )
+
+
+def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run; where they do not name one, the only value that there was before it."""
+    return _LATER | _LATER_3 | _LATER_EVALUATION | settings
+
+
+def _format(settings: Mapping[str, Any]) -> int:
+    """Return the first format whose readers replay a run of these settings rightly."""
+
+    def names(later: Mapping[str, Any]) -> bool:
+        return any(settings.get(name, value) != value for name, value in later.items())
+
+    return 3 if names(_LATER_3) else 2 if names(_LATER) else 1
 
 
 def recorded(path: str | os.PathLike) -> bool:
@@ -356,7 +374,7 @@ def _check_header(line: Any) -> None:
                 f"{' and '.join(map(str, known))}: use an evoalign that has version {found!r}."
             )
     int(line["run_key"], 16), line["model"]["digest"].encode()
-    settings = _LATER | _LATER_EVALUATION | line["settings"]
+    settings = with_defaults(line["settings"])
     scheduled = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
     whole = [("population_size", 2), ("prompts_per_step", 1), ("num_generations", 1)]
     for name, least in whole + [("max_steps", 1)] * bool(scheduled):
@@ -375,6 +393,14 @@ def _check_header(line: Any) -> None:
     for name, known in choices.items():
         if settings[name] not in known:
             raise LedgerError(f"{name} is {settings[name]!r}, none of {known}: the header was edited.")
+    try:
+        check_decay(settings["anchor_decay"], settings["precision"])
+    except ValueError as error:
+        raise LedgerError(f"anchor_decay is {settings['anchor_decay']!r}: the header was edited. {error}") from error
+    if line["evoalign_ledger"] < (least := _format(settings)):
+        raise LedgerError(
+            f"the format is {line['evoalign_ledger']!r}, but the settings need format {least}: the header was edited."
+        )
 
 
 def _take(ledger: Ledger, line: Any, text: bytes) -> None:
@@ -444,7 +470,8 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
         raise LedgerError(
             f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
         )
-    weights = open_weights(model, precision=precision, distribution=ledger.settings["noise"])
+    laws = {"distribution": ledger.settings["noise"], "anchor_decay": ledger.settings["anchor_decay"]}
+    weights = open_weights(model, precision=precision, **laws)
     check_model(ledger, weights)
     for record in ledger.steps[:n]:
         check_weights(ledger, record.step, weights)
@@ -512,14 +539,14 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
 
     Args:
         settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, and with schedules max_steps, sigma_final_fraction and alpha_final_fraction.
+            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay if on.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of its parameters.
         weights: digest of the starting weights.
     """
     return {
-        "evoalign_ledger": FORMATS[any(settings.get(name, value) != value for name, value in _LATER.items())],
+        "evoalign_ledger": _format(settings),
         "noise": noise.NOISE_VERSION,
         "run_key": f"{run_key:#018x}",
         "settings": dict(settings),
@@ -546,10 +573,21 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
             f"the run {recorded_shapes.get(other)}."
         )
     if (found := digest(layout, *weights.planes)) != model["digest"]:
-        raise LedgerError(
-            f"these are not the weights that the run started from{name}: their digest is {found:.16}..., in the ledger "
-            f"{model['digest']:.16}... Load that model anew (a trained model object has moved on)."
-        )
+        raise _other_start(ledger, found)
+
+
+def check_start(ledger: Ledger, weights: Weights) -> None:
+    """Raise LedgerError unless weights that decay do so toward those that the run started from."""
+    if weights.start is not None and (found := digest(weights.layout, weights.start)) != ledger.weights[0]:
+        raise _other_start(ledger, found)
+
+
+def _other_start(ledger: Ledger, found: str) -> LedgerError:
+    name, digest = (ledger.header["model"][key] for key in ("name", "digest"))
+    return LedgerError(
+        f"these are not the weights that the run started from{f' ({name})' if name else ''}: their digest is "
+        f"{found:.16}..., in the ledger {digest:.16}... Load that model anew (a trained model object has moved on)."
+    )
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
@@ -563,7 +601,9 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
 
 
 def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return what moved the weights in the first steps: (keys, coefficients) of each that was not tied.
+    """Return the updates of the first steps: (keys, coefficients) of each that was not tied.
+
+    With anchor_decay tied ones are among them, without keys: they decay all the same.
 
     Args:
         ledger: of a run.
@@ -581,7 +621,7 @@ def _members(ledger: Ledger, record: Step) -> list:
 def _update(ledger: Ledger, record: Step, members: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
     settings, alpha = ledger.settings, update_rules.at_step(ledger.settings, "alpha", record.step)
     c = update_rules.coefficients(record.rewards, alpha, settings["fitness_shaping"], settings["antithetic"])
-    return None if c is None else (np.array([m.key for m in members if m.sign == 1], np.uint64), c)
+    return None if c is None and not settings["anchor_decay"] else update_rules.update_of(members, c)
 
 
 def _move(ledger: Ledger, record: Step, weights: Weights) -> None:

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from evoalign_lib import _noise_cpu
+from evoalign_lib._anchor import TensorAnchor, check_decay
 from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
 from evoalign_lib.checks import choose
 
@@ -529,7 +530,10 @@ class Piece(NamedTuple):
 
 
 def device_weights(
-    pieces: Iterable[Piece | tuple[torch.Tensor, str]], distribution: str = "gaussian", most_members: int = 4096
+    pieces: Iterable[Piece | tuple[torch.Tensor, str]],
+    distribution: str = "gaussian",
+    most_members: int = 4096,
+    anchor_decay: float = 0.0,
 ) -> DeviceWeights | HostWeights:
     """Put a model under the noise law where it lies: its tensors become the working copy of a new float32 master.
 
@@ -540,14 +544,16 @@ def device_weights(
         pieces: all tensors that are to be perturbed, on one device, tied weights once.
         distribution: "gaussian", "byte_sum", "rademacher" or "tied".
         most_members: largest population of an update.
+        anchor_decay: share of the way from these weights that each update takes back first (`_anchor`); above 0 a copy
+            of the tensors in their dtype is kept.
 
     Returns:
         The weights, with `perturb`, `restore`, `update` and `master`. A whole model's master has the order and the
         positions of `Layout.from_shapes` for the same names.
 
     Raises:
-        ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, or
-            two tensors at one address.
+        ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, two
+            tensors at one address, or an anchor_decay out of range.
         RuntimeError: tensors on a device that is neither a CPU nor a GPU of Triton's.
     """
     import torch
@@ -572,24 +578,32 @@ def device_weights(
             raise ValueError(f"{owner!r} and {name!r} are at one address; list tied weights once")
     kind, numbers = _law(distribution, np.array([ids[piece.name] for piece in pieces], np.uint32))
     windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
+    anchor = TensorAnchor(matrices, anchor_decay) if check_decay(anchor_decay) else None
     if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return HostWeights(matrices, windows, kind)
+        return HostWeights(matrices, windows, kind, anchor)
     from evoalign_lib import _noise_triton
 
-    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members)
+    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor)
 
 
 class HostWeights:
     """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master and members written from it.
 
     Made by `device_weights`, which checks the arguments: working tensors as (rows, cols), (parameter id, first row,
-    first column) of each in its parameter, and the number of the distribution.
+    first column) of each in its parameter, the number of the distribution, and the tensors' start if updates decay
+    toward it.
     """
 
-    def __init__(self, matrices: Sequence[torch.Tensor], windows: Sequence[tuple[int, int, int]], kind: int):
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        windows: Sequence[tuple[int, int, int]],
+        kind: int,
+        anchor: TensorAnchor | None = None,
+    ):
         import torch
 
-        self._matrices, self._windows, self._kind = list(matrices), list(windows), kind
+        self._matrices, self._windows, self._kind, self._anchor = list(matrices), list(windows), kind, anchor
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -624,6 +638,8 @@ class HostWeights:
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Add the members' noise to the master; arguments, bits and errors are those of `DeviceWeights.update`."""
         check_members(keys, coefficients)
+        if self._anchor is not None:
+            self._anchor.decay(self.views())
         used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
         for view, window in zip(self.views(), self._windows, strict=True):
             self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], window)

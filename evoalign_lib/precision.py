@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib._anchor import check_decay, decay
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose
 
@@ -57,6 +58,8 @@ class Weights:
     """the mode: `master`, `kahan` or `inplace`"""
     drifts: bool
     """whether evaluating a member leaves the weights changed, because a restore rounds"""
+    start: np.ndarray | None = None
+    """with anchor_decay a copy of the starting weights, as `planes[0]` and never written; else None"""
 
     def __init__(self, layout: noise.Layout, distribution: str, planes: tuple[np.ndarray | Tensor, ...]):
         self.layout = layout
@@ -90,7 +93,10 @@ class Weights:
                     pass
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the weights by sum c_n eps_n: keys uint64 (members,), coefficients float32 (members,), weight units."""
+        """Move the weights by sum c_n eps_n: keys uint64 (members,), coefficients float32 (members,), weight units.
+
+        With anchor_decay they first go back that share of the way to the start, with no member at all, too.
+        """
         raise NotImplementedError
 
     def float32(self) -> np.ndarray:
@@ -132,14 +138,19 @@ class MasterWeights(Weights):
 
     precision, drifts = "master", False
 
-    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int):
-        self.threads = threads
+    def __init__(
+        self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int, anchor_decay: float
+    ):
+        self.threads, self.anchor_decay = threads, anchor_decay
         # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
         master = np.frombuffer(mmap.mmap(-1, 4 * layout.size), dtype=np.float32)
         parameters = dict(model.named_parameters())
         for name, view in layout.views(master).items():
             view[...] = parameters[name].detach().float().numpy()
         super().__init__(layout, distribution, (master,))
+        if anchor_decay:
+            self.start = master.copy()
+            self.start.flags.writeable = False
         self.working: np.ndarray | None = None
         """the last member's weights; one such buffer in each process that evaluates"""
 
@@ -151,16 +162,21 @@ class MasterWeights(Weights):
         yield self.working
 
     def update(self, keys, coefficients):
-        def share(i: int) -> None:
-            part = i, self.threads
+        def add(part: tuple[int, int]) -> None:
             noise.update(self.flat, self.layout, keys, coefficients, part=part, distribution=self.distribution)
 
+        if self.start is not None:  # all of it first: the shares of the two passes are not the same weights
+            self._shared(lambda part: decay(self.flat, self.start, self.anchor_decay, part))
+        self._shared(add)
+
+    def _shared(self, work: Callable[[tuple[int, int]], None]) -> None:
+        """Do each share (i, n) of a pass over the master in a thread of its own."""
         if self.threads == 1:
-            share(0)
+            work((0, 1))
             return
         # the kernels release Python's lock; the threads have ended before a process is forked again
         with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(share, range(self.threads)))
+            list(pool.map(work, [(i, self.threads) for i in range(self.threads)]))
 
     def float32(self):
         return self.flat
@@ -173,7 +189,9 @@ class _OneReplica(Weights):
     dtypes: tuple[torch.dtype, ...]
     compensated: bool
 
-    def __init__(self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int):
+    def __init__(
+        self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int, anchor_decay: float
+    ):
         parameters = dict(model.named_parameters())
         dtype = next(iter(parameters.values())).dtype
         if mixed := [name for name, p in parameters.items() if p.dtype != dtype]:
@@ -271,6 +289,7 @@ def open_weights(
     distribution: str = "gaussian",
     bind: bool = False,
     threads: int = 1,
+    anchor_decay: float = 0.0,
 ) -> Weights:
     """Return a model's weights in one precision mode.
 
@@ -282,16 +301,19 @@ def open_weights(
         bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
             model takes no memory of its own; False: leave the model alone.
         threads: threads that share an update of the master (its bits do not depend on them); other modes use one.
+        anchor_decay: share of the way from the start that each update takes back first, from 0 (off) to below 1; the
+            copy of the start takes 4 bytes per parameter. With "master" only.
 
     Raises:
-        ValueError: no such mode or distribution, a model with PEFT adapters or quantised weights, or one whose dtype
-            the mode does not take.
+        ValueError: no such mode or distribution, an anchor_decay out of range or in a mode without a master, a model
+            with PEFT adapters or quantised weights, or one whose dtype the mode does not take.
     """
     choose("precision", precision, PRECISIONS)
     choose("distribution", distribution, noise.DISTRIBUTIONS)
+    anchor_decay = check_decay(anchor_decay, precision)
     check_plain(model)
     layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
-    return _MODES[precision](model, layout, distribution, bind, threads)
+    return _MODES[precision](model, layout, distribution, bind, threads, anchor_decay)
 
 
 def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:

@@ -7,7 +7,7 @@ They depend on a run's settings, the step and its rewards alone: the trainer mov
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +73,18 @@ def coefficients(
     if not finite:
         raise ValueError(f"the rewards {fitness.tolist()!s:.200} give no finite coefficients: scale the rewards down.")
     return c if terms.any() else None
+
+
+def update_of(members: Sequence[Member], c: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys, uint64, and coefficients, float32, of an update; both empty where the step moves nothing.
+
+    Args:
+        members: of the step; the noise of an antithetic pair is drawn once, for its member with the sign +1.
+        c: of `coefficients`.
+    """
+    if c is None:
+        return np.zeros(0, np.uint64), np.zeros(0, np.float32)
+    return np.array([m.key for m in members if m.sign == 1], np.uint64), c
 
 
 def standardise(fitness: np.ndarray) -> np.ndarray:

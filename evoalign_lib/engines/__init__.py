@@ -25,6 +25,7 @@ def open_engine(
     max_completion_length: int,
     distribution: str = "gaussian",
     precision: str = "master",
+    anchor_decay: float = 0.0,
     chunk_rows: int = 256,
     decoder: str = "auto",
     workers: int | None = None,
@@ -38,7 +39,7 @@ def open_engine(
 
     Args:
         engine: "local", "vllm" or "ray".
-        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `engines.base.Engine`.
+        model, tokenizer, rewards, prompts, max_completion_length, distribution, anchor_decay: of `engines.base.Engine`.
         precision: of the weights, with engine "local".
         chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
@@ -55,6 +56,7 @@ def open_engine(
     choose("engine", engine, ENGINES)
     check_gpus(gpus, tensor_parallel)
     common: dict[str, Any] = {"max_completion_length": max_completion_length, "distribution": distribution}
+    common |= {"anchor_decay": anchor_decay}
     if engine == "local":
         from evoalign_lib.engines import local, processes
 

@@ -173,10 +173,12 @@ class Engine(Scorer):
         precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
             become views of the engine's weights.
         distribution: of the noise (see `evoalign_lib.noise`).
-        weights: of the run, if they exist already; then threads, precision and distribution are theirs.
+        anchor_decay: share of the way from the start that each update takes back first; 0: off.
+        weights: of the run, if they exist already; then threads, precision, distribution and anchor_decay are theirs.
 
     Raises:
-        ValueError: an unknown precision or distribution, or a model that is not supported (see `open_weights`).
+        ValueError: an unknown precision or distribution, an anchor_decay that is refused, or a model that is not
+            supported (see `open_weights`).
     """
 
     workers = 1
@@ -195,13 +197,16 @@ class Engine(Scorer):
         threads: int = 1,
         precision: str = "master",
         distribution: str = "gaussian",
+        anchor_decay: float = 0.0,
         weights: Weights | None = None,
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length)
         self.model = model
         shapes = ((name, tuple(p.shape)) for name, p in model.named_parameters())
         self.layout = noise.Layout.from_shapes(shapes)
-        self.weights = weights or open_weights(model, self.layout, precision, distribution, bind=True, threads=threads)
+        self.weights = weights or open_weights(
+            model, self.layout, precision, distribution, bind=True, threads=threads, anchor_decay=anchor_decay
+        )
 
     @property
     def master(self) -> np.ndarray:
@@ -290,7 +295,7 @@ class Engine(Scorer):
         self.prompts[name] = Prompts(rows, self.tokenizer)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `noise.update`."""
+        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `Weights.update`."""
         self.weights.update(keys, coefficients)
 
     def follow(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:

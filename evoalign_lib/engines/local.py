@@ -60,7 +60,7 @@ class LocalEngine(Engine):
         chunk_rows: rows decoded at once.
         workers: processes; 1 works in this process.
         decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model.
-        precision, distribution: of `Engine`.
+        precision, distribution, anchor_decay: of `Engine`.
 
     Raises:
         ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
@@ -80,6 +80,7 @@ class LocalEngine(Engine):
         decoder: str = "auto",
         precision: str = "master",
         distribution: str = "gaussian",
+        anchor_decay: float = 0.0,
     ):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
@@ -100,6 +101,7 @@ class LocalEngine(Engine):
             threads=workers,
             precision=precision,
             distribution=distribution,
+            anchor_decay=anchor_decay,
         )
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None

@@ -149,23 +149,26 @@ def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float
         return parameters / tensor_parallel
 
 
-def room_beside_master(total: float, parameters: float) -> float:
+def room_beside_master(total: float, parameters: float, start_width: int = 0) -> float:
     """Return the share of a GPU's memory for vLLM that leaves room for the float32 master of its part of the model.
 
     Args:
         total: bytes of the GPU.
         parameters: held by one rank.
+        start_width: bytes per parameter of the starting weights, which stay beside the master with anchor_decay.
 
     Raises:
-        ValueError: the master alone takes what may be used.
+        ValueError: the master, with the starting weights, takes what may be used.
 
     >>> room_beside_master(80 * 2**30, 7.6e9)
     0.546
     """
-    share = USABLE - 4 * parameters / total
+    held = (4 + start_width) * parameters
+    share = USABLE - held / total
     if share <= 0:
+        start, less = (" and the starting weights", ", remove anchor_decay") if start_width else ("", "")
         raise ValueError(
-            f"the float32 master of {parameters:,.0f} parameters takes {4 * parameters / 2**30:.0f} GiB of a GPU that "
-            f"has {total / 2**30:.0f}: share the model among more GPUs (tensor_parallel), or take a smaller one."
+            f"the float32 master{start} of {parameters:,.0f} parameters takes {held / 2**30:.0f} GiB of a GPU that has "
+            f"{total / 2**30:.0f}: share the model among more GPUs (tensor_parallel){less}, or take a smaller one."
         )
     return round(share, 3)

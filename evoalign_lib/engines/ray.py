@@ -65,8 +65,8 @@ class RayEngine(Engine):
     """A population on the actors of a Ray cluster.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`. The reward functions run
-            in the actors, so they must be picklable (functions of a notebook are).
+        model, tokenizer, rewards, prompts, max_completion_length, distribution, anchor_decay: of `Engine`. The reward
+            functions run in the actors, so they must be picklable (functions of a notebook are).
         workers: actors, without GPUs; None: one for each core of the cluster.
         gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
         chunk_rows, decoder: of `LocalEngine`, without GPUs.
@@ -95,6 +95,7 @@ class RayEngine(Engine):
         *,
         max_completion_length: int,
         distribution: str = "gaussian",
+        anchor_decay: float = 0.0,
         workers: int | None = None,
         gpus: int = 0,
         chunk_rows: int = 256,
@@ -105,7 +106,8 @@ class RayEngine(Engine):
         settings: Mapping[str, Any] | None = None,
     ):
         _ray()
-        common = {"max_completion_length": max_completion_length, "distribution": distribution}
+        common: dict[str, Any] = {"max_completion_length": max_completion_length}
+        common |= {"distribution": distribution, "anchor_decay": anchor_decay}
         # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
         if gpus:
             common |= {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
@@ -132,6 +134,7 @@ class RayEngine(Engine):
             "eos_ids": self.eos_ids,
             "parameters": held_parameters(model.config, self.layout.d, tensor_parallel),
             "distribution": distribution,
+            "anchor_decay": anchor_decay,
             "chunk_rows": chunk_rows,
             "decoder": None if gpus else self._alike.decoder,
             "gpus": gpus,
@@ -501,8 +504,8 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
     model, tokenizer = once["model"], once["tokenizer"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
-    common = {name: once[name] for name in ("max_completion_length", "chunk_rows", "decoder", "distribution")}
-    return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **common)
+    names = ("max_completion_length", "chunk_rows", "decoder", "distribution", "anchor_decay")
+    return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **{name: once[name] for name in names})
 
 
 class _Replica(Decoding):
@@ -520,7 +523,8 @@ class _Replica(Decoding):
                 folder = made
                 once["model"].save_pretrained(folder)
             common = once["load"]["dtype"], self.eos_ids, longest, once["parameters"], once["distribution"]
-            self.generator = Generator(folder, *common, once["tensor_parallel"], settings)
+            decay = {"anchor_decay": once["anchor_decay"]}
+            self.generator = Generator(folder, *common, once["tensor_parallel"], settings, **decay)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the weights."""

@@ -114,6 +114,8 @@ class Generator:
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
         master: whether workers hold a master; without one there is only `generate`.
+        anchor_decay: of `Engine`; above 0 each worker keeps its starting weights, too, in dtype, and room is left for
+            them.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -135,6 +137,7 @@ class Generator:
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
         master: bool = True,
+        anchor_decay: float = 0.0,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
@@ -172,7 +175,7 @@ class Generator:
             given.setdefault("max_num_seqs", 256)  # as plans have it; vLLM's own number depends on the device
         if self.device != "cpu" and "gpu_memory_utilization" not in given:
             total = current_platform.get_device_total_memory()
-            given["gpu_memory_utilization"] = room_beside_master(total, parameters)
+            given["gpu_memory_utilization"] = room_beside_master(total, parameters, dtype.itemsize * bool(anchor_decay))
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM seeds them anew
         try:
             if tensor_parallel > 1:
@@ -186,7 +189,7 @@ class Generator:
         if not master:
             return
         try:
-            opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS))
+            opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS, anchor_decay))
             for refusal in opened:
                 if isinstance(refusal, str):
                     raise NotMapped(refusal)
@@ -207,7 +210,7 @@ class Generator:
         self._forget()
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the masters; the working copies follow with the next `perturb` or `restore`."""
+        """Move the masters, as `Weights.update`; the working copies follow with the next `perturb` or `restore`."""
         self.llm.collective_rpc("evoalign_update", args=([int(k) for k in keys], [float(c) for c in coefficients]))
 
     def digests(self) -> list[list[str]]:
@@ -360,8 +363,8 @@ class VLLMEngine(Decoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, distribution: of `Engine`; the model has the dtype of
-            vLLM's working copy.
+        model, tokenizer, rewards, prompts, max_completion_length, distribution, anchor_decay: of `Engine`; the model
+            has the dtype of vLLM's working copy.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
@@ -378,6 +381,7 @@ class VLLMEngine(Decoding, Engine):
         *,
         max_completion_length: int,
         distribution: str = "gaussian",
+        anchor_decay: float = 0.0,
         folder: str | None = None,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
@@ -391,8 +395,9 @@ class VLLMEngine(Decoding, Engine):
             max_completion_length=max_completion_length,
             threads=threads,
             distribution=distribution,
+            anchor_decay=anchor_decay,
         )
-        self.folder, self.distribution = folder, distribution
+        self.folder, self.distribution, self.anchor_decay = folder, distribution, anchor_decay
         self._made = None
         if folder is None:  # now: the object's weights move with the run
             self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
@@ -423,7 +428,8 @@ class VLLMEngine(Decoding, Engine):
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
             held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
             common = self.model.dtype, self.eos_ids, longest, held, self.distribution
-            generator = Generator(self.folder, *common, self.tensor_parallel, self.settings)
+            decay = {"anchor_decay": self.anchor_decay}
+            generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **decay)
             try:
                 for update in self._updates:
                     generator.update(*update)

@@ -30,7 +30,8 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     told = dict(arms.get(spec["arm"]).options) | training.reports(spec, lasting)
     es, progress = trainer(spec, model, tokenizer, sets, place, **told)
     with closing(es.engine) as engine:
-        start = engine.master.copy()
+        # with anchor_decay the weights keep a copy of their start, which is never written
+        start = engine.master.copy() if engine.weights.start is None else engine.weights.start
         training.watch_divergence(es, progress)
         es.train(resume_from_checkpoint=(place / ledger.NAME).is_file())
         kept = {} if keep is None else {"ledger": _keep_ledger(es, spec["base"], keep)}
@@ -81,6 +82,7 @@ def trainer(
         disable_tqdm=True,
         **where,
         **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
+        anchor_decay=spec.get("anchor_decay", 0.0),
         **general,
     )
     asked = measure.rows(spec, tokenizer, sets["train"])

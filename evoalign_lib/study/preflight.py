@@ -4,10 +4,11 @@
 weights are read and nothing is run: a plan is arithmetic on shapes and settings, and on these assumptions, which it
 names where it uses them. It says nothing about hours: time one step of a run to know them.
 
-1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, and of the float32
-   master. Key and value heads that are fewer than the GPUs of an engine are held by several, as vLLM has it. The KV
-   cache is wanted for a completion of full length in each row that is decoded at once; where there is room for fewer
-   rows, vLLM lets the others wait, and only less than one row is refused.
+1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, of the float32 master,
+   and with anchor_decay of the starting weights, in the model's dtype. Key and value heads that are fewer than the GPUs
+   of an engine are held by several, as vLLM has it. The KV cache is wanted for a completion of full length in each row
+   that is decoded at once; where there is room for fewer rows, vLLM lets the others wait, and only less than one row is
+   refused.
 2. Gradient arms on GPUs: plain data parallel. Every GPU holds all weights, gradients and AdamW's two moments in float32
    (as `grpo` trains), the reference model if beta > 0, with several GPUs the buckets of DistributedDataParallel, and
    vLLM's own copy beside them (TRL's "colocate"), in the model's dtype. Nothing is sharded: there is no configuration
@@ -17,7 +18,7 @@ names where it uses them. It says nothing about hours: time one step of a run to
    PyTorch keeps. Attention scores are not among them. TRL 1.16 computes log-probabilities from tiles of the logits, so
    these never lie in memory as a whole.
 4. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start
-   (`training`); of a gradient arm each process does.
+   (`training`), toward which anchor_decay pulls; of a gradient arm each process does.
 5. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
 """
 
@@ -83,12 +84,22 @@ def activation_bytes(model: Shape, tokens: int) -> int:
     return 4 * model.layers * a_token * tokens
 
 
-def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int) -> Memory:
-    """Memory of each GPU that evaluates members by vLLM; rows: decoded at once; length: tokens with the prompt."""
+def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int, anchored: bool = False) -> Memory:
+    """Memory of each GPU that evaluates members by vLLM.
+
+    Args:
+        model: the model's shape.
+        tensor_parallel: GPUs that share it.
+        rows: decoded at once.
+        length: tokens of a completion and its prompt.
+        anchored: whether the starting weights stay, for anchor_decay.
+    """
     share = rank_parameters(model, tensor_parallel)
+    start = (Part(f"starting weights, {model.dtype}", model.width * share),) if anchored else ()
     return (
         Part(f"working copy, {model.dtype}", model.width * share),
         Part("master, float32", 4 * share),
+        *start,
         _RESERVE,
         _caches(rows, length, rows * length * kv_bytes(model, tensor_parallel)),
     )
@@ -323,10 +334,10 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
         caches = _caches(wanted, length, wanted * length * kv_bytes(model, width=4))
         own = Part("model, float32", 4 * model.d), Part("a member's weights, float32", 4 * model.d), caches
         return Placement(1, 1, wanted, wanted, (), own + _held(model), 1, "")
-    capacity = USABLE * gpu_gib * GIB
+    capacity, anchored = USABLE * gpu_gib * GIB, bool(spec.get("anchor_decay"))
 
     def room(t: int) -> int:
-        free = capacity - _total(es_memory(model, t, 0, length))
+        free = capacity - _total(es_memory(model, t, 0, length, anchored))
         return min(wanted, int(free // (length * kv_bytes(model, t))))
 
     sizes = tensor_parallel_sizes(model, gpus)
@@ -336,18 +347,21 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
         sizes = [chosen]
     t = next((t for t in sizes if room(t) == wanted), None) or max(sizes, key=room)
     rows = max(1, room(t))
-    memory = es_memory(model, t, rows, length)
+    memory = es_memory(model, t, rows, length, anchored)
     host = (Part(f"model, {model.dtype}", model.width * model.d), *_held(model))
     problem = ""
     if room(t) < 1:
-        all_of_it, fixed = (4 + model.width) * model.d / 1e9, _total(es_memory(model, t, 0, length))
+        fixed, copies = _total(es_memory(model, t, 0, length, anchored)), 2 if anchored else 1
+        all_of_it = (4 + copies * model.width) * model.d / 1e9
+        held = f"the {model.dtype} copies of weights and start" if anchored else f"the {model.dtype} copy"
         problem = (
-            f"{_count(model.d)} parameters need {all_of_it:,.0f} GB for the float32 master and the {model.dtype} copy: "
+            f"{_count(model.d)} parameters need {all_of_it:,.0f} GB for the float32 master and {held}: "
             f"with the reserve and a KV cache for one completion {_total(memory) / GIB:.1f} GiB per GPU at tensor "
             f"parallel {t}, the most that {_gpus(gpus, gpu_gib)} allow, and {_room(gpu_gib)} may be used. "
         )
         more = next((s for s in tensor_parallel_sizes(model, 1024) if room(s) >= 1), None)
         remedies = [f"{more} GPUs" if more > gpus else f"tensor_parallel={more}"] if more else []
+        remedies += ["no anchor_decay"] if anchored else []
         if fixed + job.prompt * kv_bytes(model, t) < capacity:
             most = int((capacity - fixed) // kv_bytes(model, t)) - job.prompt
             remedies.append(f"max_completion_length={most} or less")

@@ -10,7 +10,7 @@ from helpers import PROMPTS, random_model, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import noise
+from evoalign_lib import ledger, noise
 from evoalign_lib.engines.decode import Decoder, rows_are_exact
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -220,13 +220,14 @@ def trainer(tmp_path, reward=token_sum, callbacks=None, model=None, **changed) -
     )
 
 
-def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha: float, rows_of) -> np.ndarray:
+def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha: float, rows_of, decay=0) -> np.ndarray:
     """The run in NumPy and transformers: nothing of the trainer, the engine or the noise's fast path."""
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     layout = noise.Layout.from_shapes(shapes)
     master = np.zeros(layout.size, np.float32)
     for name, view in layout.views(master).items():
         view[...] = dict(model.named_parameters())[name].detach().numpy()
+    origin = master.copy()
     # the run key, spelled out
     name = arm.encode()
     run = blake2b(len(name).to_bytes(4, "little") + name + seed.to_bytes(8, "little"), digest_size=8).digest()
@@ -248,6 +249,8 @@ def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha:
         mean = math.fsum(fitness) / n
         deviation = math.sqrt(math.fsum((f - mean) ** 2 for f in fitness) / n)
         c = np.array([np.float32(alpha * ((f - mean) / deviation) / n) for f in fitness], np.float32)
+        if decay:
+            master = master - np.float32(decay) * (master - origin)
         master = noise.reference_update(master, layout, np.array(keys, np.uint64), c)
     return master
 
@@ -262,6 +265,17 @@ def test_three_steps_by_hand(tmp_path, decoder):
     expected = by_hand(random_model(), 5, "es", 3, 6, 0.05, 0.05, lambda step: stream[3 * step : 3 * step + 3])
     assert tested.engine.master.tobytes() == expected.tobytes()
     assert np.linalg.norm(expected - start) > 1
+
+
+def test_anchored_decay_by_hand_and_by_two_workers(tmp_path):
+    stream = np.random.default_rng(np.random.SeedSequence([5, 0, 0])).permutation(8)
+    rows = [stream[3 * step : 3 * step + 3] for step in range(2)]
+    expected = by_hand(random_model(), 5, "es", 2, 6, 0.05, 0.05, rows.__getitem__, decay=0.3)
+    for workers in (1, 2):
+        tested = trainer(tmp_path / str(workers), workers=workers, anchor_decay=0.3, max_steps=2)
+        tested.train()
+        tested.engine.close()
+        assert tested.engine.master.tobytes() == expected.tobytes()
 
 
 def test_the_update_against_float64(tmp_path):
@@ -338,6 +352,15 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, how, fitness):
     assert {k: v for k, v in resumed.budget.items() if k != "core_seconds"} == {
         k: v for k, v in whole.budget.items() if k != "core_seconds"
     }
+
+
+def test_a_checkpoint_does_not_say_where_weights_decay_to(tmp_path):
+    """The model does: another one is refused, whose weights a checkpoint would replace otherwise."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "anchor_decay": 0.3, "fitness": "random"}
+    trainer(tmp_path, **settings).train()
+    other = trainer(tmp_path, **settings, model=random_model(seed=9))
+    with pytest.raises(ledger.LedgerError, match="not the weights that the run started from: .* Load that model anew"):
+        other.train(resume_from_checkpoint=True)
 
 
 def test_a_run_that_dies_in_a_step_resumes_from_its_last_checkpoint(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import _noise_cpu, noise
+from evoalign_lib import _anchor, _noise_cpu, noise
 from evoalign_lib.noise import DISTRIBUTIONS, Layout, Piece, device_weights, member_key, normals, parameter_id, run_key
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
@@ -176,6 +176,23 @@ def test_update_has_the_references_bits(n, distribution):
     assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decay_toward_the_start_has_the_bits_of_numpy(dtype, monkeypatch):
+    monkeypatch.setattr(_anchor, "_DEVICE_BLOCK", 1000)
+    weights, rate = device_weights(model(dtype), anchor_decay=0.3), np.float32(0.3)
+    start = weights.master.cpu().numpy().copy()
+    expected = start
+    for n in (3, 0, 2):  # with no member at all it decays, too
+        keys, coefficients = members(n)
+        expected = expected - rate * (expected - start)
+        expected = noise.reference_update(expected, LAYOUT, keys, coefficients)
+        if n == 3:
+            weights.perturb(KEY, 1e-3)  # the working tensors are another's: the start is not in them
+        weights.update(keys, coefficients)
+        assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
+    assert (bits(expected) != bits(start)).mean() > 0.9
+
+
 def test_rounding_to_bfloat16_at_ties_and_ends():
     ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x3FFF8000, 0x00008000, 0x00018000], np.uint32)
     edges = np.array([0x7F7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x00000001, 0x80000000], np.uint32)
@@ -258,6 +275,7 @@ TENSOR = torch.zeros(8, 8, device="cpu" if DEVICE == "cpu" or not torch.cuda.is_
         (lambda: device_weights([(TENSOR, "a"), (torch.zeros(8, device="meta"), "b")]), ValueError, "'b' is on meta"),
         (lambda: device_weights([(TENSOR, "a", -1)]), ValueError, "'a': 8 rows from -1"),
         (lambda: device_weights([(TENSOR, "a", 0, 2**34)]), ValueError, f"columns from {2**34}"),
+        (lambda: device_weights([(TENSOR, "a")], anchor_decay=1.0), ValueError, "anchor_decay=1.0 must be 0"),
         (lambda: device_weights([(TENSOR, "a")], "gauss"), ValueError, "'gauss'.*Did you mean 'gaussian'"),
         (lambda: device_weights([(TENSOR, "a")]).perturb(2**64, 1.0), ValueError, f"key.*{2**64}"),
         (lambda: device_weights([(TENSOR, "a")]).perturb(0, 0.0), ValueError, "sigma.*0.0"),
@@ -322,20 +340,23 @@ def test_compiled_kernels_fuse_nothing_and_move_four_weights_at_a_time(monkeypat
 
 
 @gpu
-def test_launches_survive_a_cuda_graph():
+@pytest.mark.parametrize("rate", [0, 0.25])
+def test_launches_survive_a_cuda_graph(rate):
     pieces = model(torch.bfloat16)
-    weights, (keys, coefficients) = device_weights(pieces), members(4)
+    weights, (keys, coefficients) = device_weights(pieces, anchor_decay=rate), members(4)
     weights.perturb(KEY, 1e-3)  # compiles
     weights.update(keys, np.zeros(4, np.float32))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         weights.apply_population()
         weights.write_member()
-    master = weights.master.cpu().numpy().copy()
+    start = weights.master.cpu().numpy()
+    master = start.copy()
     for key in (KEY, KEY + 1):
         weights.set_population(keys, coefficients)
         weights.set_member(key, 2e-3)
         graph.replay()
+        _anchor.decay(master, start, rate)
         noise.update(master, LAYOUT, keys, coefficients)
         expected = noise.reference_perturb(master, LAYOUT, key, 2e-3)
         assert (bits(weights.master.cpu().numpy()) == bits(master)).all()
@@ -346,7 +367,8 @@ def test_launches_survive_a_cuda_graph():
 @gpu
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_perturb_and_update_allocate_nothing(distribution):
-    weights, (keys, coefficients) = device_weights(model(torch.bfloat16), distribution), members(30)
+    weights = device_weights(model(torch.bfloat16), distribution, anchor_decay=0.1)
+    keys, coefficients = members(30)
     weights.perturb(KEY, 1e-3)
     weights.update(keys, coefficients)
     torch.cuda.synchronize()

@@ -122,6 +122,7 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
         {"workers": 2},
         {"fitness": "shuffled"},
         {"precision": "inplace", "noise": "tied", "save_strategy": "steps", "save_steps": 5},
+        {"anchor_decay": 0.1, "save_strategy": "steps", "save_steps": 5},
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@ VARIANTS = {
         "sampling": "common",
     },
     "random": {"antithetic": True, "fitness_shaping": "centred_ranks", "fitness": "random"},
+    "decay": {"anchor_decay": 0.1},
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_replay_and_resume(tmp_path, settings):
         ]
 
 
-@pytest.mark.parametrize("name", ["antithetic", "ranks", "schedules", "sampling"])
+@pytest.mark.parametrize("name", ["antithetic", "ranks", "schedules", "sampling", "decay"])
 def test_a_run_with_a_variant_is_not_resumed_without_it(tmp_path, name):
     for there, here in (({}, VARIANTS[name]), (VARIANTS[name], {})):
         folder = tmp_path / f"run{len(there)}"
@@ -116,7 +117,8 @@ def test_the_format_says_who_can_replay(tmp_path, name):
     tested.train()
     header = ledger.read(tmp_path / ledger.NAME).header
     # sampled rewards are rewards: a reader of format 1 replays them rightly
-    assert header["evoalign_ledger"] == (1 if name == "sampling" else 2)
+    assert header["evoalign_ledger"] == {"sampling": 1, "decay": 3}.get(name, 2)
+    assert ("anchor_decay" in header["settings"]) == (name == "decay")
 
 
 def test_a_header_with_an_edited_variant(tmp_path):
@@ -132,6 +134,33 @@ def test_a_header_with_an_edited_variant(tmp_path):
         path.write_bytes(b"\n".join([json.dumps(line).encode(), *rest]))
         with pytest.raises(ledger.LedgerError, match="line 1: .* is .*: the header was edited"):
             ledger.read(path)
+
+
+def test_a_header_with_an_edited_decay(tmp_path):
+    trainer(tmp_path, max_steps=1, anchor_decay=0.1).train()
+    path = tmp_path / ledger.NAME
+    head, *rest = path.read_bytes().split(b"\n")
+    for changed, message in (
+        ({"anchor_decay": 1}, "anchor_decay is 1: the header was edited. .*above 0 and below 1"),
+        ({"anchor_decay": None}, "anchor_decay is None: the header was edited"),
+        ({"precision": "kahan"}, "the header was edited. .* needs precision='master'"),
+    ):
+        line = json.loads(head)
+        line["settings"] |= changed
+        path.write_bytes(b"\n".join([json.dumps(line).encode(), *rest]))
+        with pytest.raises(ledger.LedgerError, match=message):
+            ledger.read(path)
+    # a format whose readers would replay it without the decay
+    path.write_bytes(b"\n".join([head.replace(b'"evoalign_ledger":3', b'"evoalign_ledger":2'), *rest]))
+    with pytest.raises(ledger.LedgerError, match="the format is 2, but the settings need format 3: the header was"):
+        ledger.read(path)
+
+
+def test_readers_that_know_no_decay_refuse_it(tmp_path, monkeypatch):
+    trainer(tmp_path, max_steps=1, anchor_decay=0.1).train()
+    monkeypatch.setattr(ledger, "FORMATS", (1, 2))
+    with pytest.raises(ledger.LedgerError, match="version 3 of the format, this evoalign has version 1 and 2: use an"):
+        ledger.read(tmp_path / ledger.NAME)
 
 
 def test_a_ledger_from_before_the_variants(tmp_path):

@@ -121,6 +121,13 @@ BAD_VALUES = [
     ("load_best_model_at_end", True, "needs evaluations: set eval_strategy='steps' and eval_steps"),
     ("save_strategy", "best", "save_strategy='best' needs metric_for_best_model, such as 'reward'"),
     ("push_to_hub", True, "has no effect on ES"),
+    ("weight_decay", 0.01, "anchor_decay decays toward the starting weights. Remove it"),
+    ("anchor_decay", -0.1, "anchor_decay=-0.1 must be 0 .off. or a number above 0 and below 1, .*for example 0.01"),
+    ("anchor_decay", 1, "anchor_decay=1 must be"),
+    ("anchor_decay", 1 - 1e-9, "anchor_decay=0.999999999 must be"),  # 1 in float32
+    ("anchor_decay", math.nan, "anchor_decay=nan must be"),
+    ("anchor_decay", "0.1", "anchor_decay='0.1' must be"),
+    ("anchor_decay", True, "anchor_decay=True must be"),
     ("eval_on_start", True, "has no effect on ES"),
 ]
 
@@ -175,7 +182,7 @@ def test_a_config_goes_to_json_and_back(tmp_path):
     own = {f.name for f in dataclasses.fields(ESConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert own == {
         "population_size", "sigma", "alpha", "antithetic", "fitness_shaping", "sigma_schedule", "sigma_final_fraction",
-        "alpha_schedule", "alpha_final_fraction", "prompts_per_step", "sampling", "num_generations",
+        "alpha_schedule", "alpha_final_fraction", "anchor_decay", "prompts_per_step", "sampling", "num_generations",
         "max_completion_length", "fitness", "arm", "reward_weights", "reward_floor", "reward_timeout", "workers",
         "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs", "engine", "gpus", "tensor_parallel",
         "engine_kwargs",
@@ -392,6 +399,78 @@ def test_a_tied_population_moves_nothing_and_is_counted(tmp_path):
     assert tested.counts["tied"] == 3
     assert [log["tied"] for log in tested.state.log_history] == [1.0] * 3
     assert tested.state.log_history[0]["reward_std"] < 1e-15
+
+
+@pytest.mark.parametrize("precision", ["kahan", "inplace"])
+def test_decay_needs_a_master(precision):
+    with pytest.raises(ValueError, match=f"anchor_decay=0.1 needs precision='master': precision='{precision}' keeps"):
+        ESConfig(anchor_decay=0.1, precision=precision)
+
+
+def constant_from_step_two(completion_ids, trainer_state, **columns):
+    return token_sum(completion_ids) if trainer_state.global_step < 2 else [1.0] * len(completion_ids)
+
+
+def test_a_tied_population_decays_toward_the_start(tmp_path):
+    path = []
+
+    class Noted(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            path.append(tested.engine.master.copy())
+
+    tested = trainer(tmp_path, constant_from_step_two, max_steps=6, anchor_decay=0.25, callbacks=[Noted()])
+    start = tested.engine.master.copy()
+    tested.train()
+    assert [log["tied"] for log in tested.state.log_history] == [0, 0, 1, 1, 1, 1] and tested.counts["tied"] == 4
+    moved = np.array([master - start for master in path])
+    assert (moved[1] != 0).mean() > 0.9
+    for t in range(2, 6):
+        # to the bit, and exactly three quarters but for the rounding of weights of size 1
+        assert path[t].tobytes() == (path[t - 1] - np.float32(0.25) * (path[t - 1] - start)).tobytes()
+        assert np.abs(moved[t] - 0.75 * moved[t - 1]).max() < 2.0**-22
+    assert np.linalg.norm(moved[5]) == pytest.approx(0.75**4 * np.linalg.norm(moved[1]), rel=1e-5)
+    # so does the ledger, whose lines say nothing else than that they were tied
+    run = ledger.read(tested._ledger_path)
+    assert ledger.replay(run, random_model()).tobytes() == path[5].tobytes()
+    assert [len(keys) for keys, _ in ledger.updates(run, 6)] == [4, 4, 0, 0, 0, 0]
+
+
+def test_without_a_decay_nothing_of_it_is_there(tmp_path):
+    runs = [trainer(tmp_path, **changed) for changed in ({}, {"anchor_decay": 0.0}, {"anchor_decay": 0})]
+    for tested in runs:
+        tested.train()
+        assert tested.engine.weights.start is None and "anchor_decay" not in tested.ledger.header["settings"]
+        assert tested.ledger.header["evoalign_ledger"] == 1
+        assert tested.engine.master.tobytes() == runs[0].engine.master.tobytes()
+
+
+def test_the_drift_of_a_random_walk_stops_where_the_decay_says(tmp_path):
+    """alpha^2 d / (N (1 - (1 - lambda)^2)), where alpha^2 d T / N goes on."""
+    norms = []
+
+    class Noted(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            norms.append(np.square(tested.engine.master - start, dtype=np.float64).sum())
+
+    for rate in (0.2, 0.0):
+        norms.clear()
+        tested = trainer(tmp_path, fitness="random", max_steps=40, anchor_decay=rate, callbacks=[Noted()])
+        start = tested.engine.master.copy()
+        tested.train()
+        step = 0.05**2 * tested.engine.layout.d / 4
+        if rate:  # after 20 steps it is there but for (1 - lambda)^40 = 1e-4
+            assert np.mean(norms[20:]) == pytest.approx(step / (1 - 0.8**2), rel=0.02)
+            expected = step * (1 - 0.8 ** (2 * np.arange(1, 41))) / (1 - 0.8**2)
+        else:
+            expected = step * np.arange(1, 41)
+        assert norms == pytest.approx(expected, rel=0.06)
+
+
+def test_weights_that_moved_before_the_ledger_began_have_no_start_in_it(tmp_path):
+    tested = trainer(tmp_path, anchor_decay=0.1)
+    tested.step()
+    with pytest.raises(RuntimeError, match="the weights are not those after step 0 .*Make a new trainer"):
+        tested.train()
 
 
 def test_a_step_moves_the_master_by_the_size_that_alpha_says(tmp_path):

@@ -114,3 +114,7 @@ def test_vllm_gets_what_the_master_leaves():
     assert room_beside_master(80e9, 7e9) == round(USABLE - 28 / 80, 3)
     with pytest.raises(ValueError, match="the float32 master of 20,000,000,000 parameters takes 75 GiB of a GPU"):
         room_beside_master(80e9, 20e9)
+    # with anchor_decay the starting weights stay there, too, here in bfloat16
+    assert room_beside_master(80e9, 7e9, 2) == round(USABLE - 42 / 80, 3)
+    with pytest.raises(ValueError, match="master and the starting weights of 14,.* takes 78 GiB.*remove anchor_decay"):
+        room_beside_master(80e9, 14e9, 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evoalign_lib import noise, precision
+from evoalign_lib import _anchor, noise, precision
 
 LAYOUT = noise.Layout.from_shapes([("weight", (128, 64))])
 N, SIGMA, ALPHA = 30, 1e-3, 5e-4
@@ -331,6 +331,35 @@ def test_master_is_the_noise_law():
     assert (weights.tensors()["gains"].numpy() == weights.layout.views(expected)["gains"]).all()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_master_decays_toward_its_start(threads, monkeypatch):
+    monkeypatch.setattr(_anchor, "_BLOCK", 50)
+    weights = precision.open_weights(Model(torch.float32), threads=threads, anchor_decay=0.2)
+    start = weights.float32().copy()
+    expected = start
+    for step in range(2):
+        keys, coefficients = (array[:3] for array in step_members(step))
+        expected = expected - np.float32(0.2) * (expected - start)
+        expected = noise.reference_update(expected, weights.layout, keys, coefficients)
+        weights.update(keys, coefficients)
+        assert weights.float32().tobytes() == expected.tobytes()
+    assert weights.start.tobytes() == start.tobytes() and not weights.start.flags.writeable
+    # a state that is loaded, such as that of a checkpoint, has the same start
+    weights.load(precision.open_weights(Model(torch.float32)).copy())
+    weights.update(np.zeros(0, np.uint64), np.zeros(0, np.float32))
+    assert weights.float32().tobytes() == weights.start.tobytes()
+    assert precision.open_weights(Model(torch.float32)).start is None
+
+
+def test_weights_that_overflowed_decay_without_a_warning():
+    weights = precision.open_weights(Model(torch.float32), anchor_decay=0.2)
+    weights.flat[:3] = np.inf, np.nan, 3e38
+    weights.start.flags.writeable = True
+    weights.start[2] = -3e38
+    weights.update(np.zeros(0, np.uint64), np.zeros(0, np.float32))
+    assert not np.isfinite(weights.flat[:3]).any() and np.isfinite(weights.flat[3:]).all()
+
+
 @pytest.mark.parametrize("mode", precision.PRECISIONS)
 def test_a_member_is_there_only_while_the_context_lasts(mode):
     weights = precision.open_weights(Model(), None, mode)
@@ -404,6 +433,9 @@ def test_what_a_mode_does_not_take():
     mixed.gains.data = mixed.gains.data.float()
     with pytest.raises(ValueError, match="needs one dtype, but 'gains' is torch.float32 and others are torch.bfloat16"):
         precision.open_weights(mixed, None, "inplace")
+    for mode in ("kahan", "inplace"):
+        with pytest.raises(ValueError, match=f"anchor_decay=0.1 needs precision='master': precision='{mode}' keeps no"):
+            precision.open_weights(Model(), None, mode, anchor_decay=0.1)
     with pytest.raises(ValueError, match="precision='exact' is not one of"):
         precision.open_weights(Model(), None, "exact")
     with pytest.raises(ValueError, match="distribution='normal' is not one of"):

@@ -209,6 +209,23 @@ def test_a_plan_says_what_is_assumed():
     assert "what the machine has is not known here" in text
 
 
+def test_anchored_decay_keeps_the_start_on_every_gpu():
+    anchored = ES | {"anchor_decay": 0.01}
+    plain, found = (plan(qwen("3B"), spec, gpus=1) for spec in (ES, anchored))
+    (start,) = set(found.placement.gpu_memory) - set(plain.placement.gpu_memory)
+    assert start == ("starting weights, bfloat16", 2 * 3_085_938_688, False, False)
+    # the process that drives the run has them already, to measure how far the weights have come
+    assert found.placement.host_memory == plain.placement.host_memory
+    # 8 instead of 6 bytes per parameter
+    assert plan(qwen("72B"), ES, gpus=8, gpu_gib=70).fits and plan(qwen("72B"), anchored, gpus=16, gpu_gib=70).fits
+    problem = plan(qwen("72B"), anchored, gpus=8, gpu_gib=70).problem
+    assert "need 582 GB for the float32 master and the bfloat16 copies of weights and start" in problem
+    assert "Take 16 GPUs, no anchor_decay, larger GPUs or a smaller model" in problem
+    # on cores it costs nothing more: members are written beside the master
+    both = [plan(qwen("0.5B"), spec, engine="local", gpus=0).placement.host_memory for spec in (ES, anchored)]
+    assert both[0] == both[1]
+
+
 def test_memory_of_the_host():
     planned = plan(qwen("7B"), ES, gpus=1, host_gib=70)
     assert not planned.fits

@@ -268,6 +268,7 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
         ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
         ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
+        ("es", {"anchor_decay": 1.5}, "anchor_decay=1.5 must be 0 .off. or a number above 0 and below 1"),
         ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
         ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
         ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
@@ -307,6 +308,9 @@ def test_an_audit_refuses_what_training_alone_reads():
     es = {"population_size": 3, "sigma": 0.03, "alpha": 0.01, "curve_spacing": None}
     with pytest.raises(ValueError, match="unique_prompts=3: an audit has no such setting, leave it out"):
         audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | es | {"unique_prompts": 3}, "smoke")
+    # rounding in place has no start to decay to
+    with pytest.raises(ValueError, match="anchor_decay=0.1: an audit has no such setting, leave it out"):
+        audit_specs("A0", "inplace", "gaussian", "reward", [0], SETTINGS | es | {"anchor_decay": 0.1}, "smoke")
 
 
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
@@ -317,6 +321,20 @@ def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
     # of the arms that take gradients of a step's completions alone
     assert spec_of("dapo", micro_batch=8)["micro_batch"] == 8
     assert all(spec_of(arm, micro_batch=8) == spec_of(arm) for arm in ("es", "sft"))
+    # of ES alone, and where it does something
+    assert spec_of("es_random", anchor_decay=0.1) == spec_of("es_random") | {"anchor_decay": 0.1}
+    assert spec_of("es", anchor_decay=0) == spec_of("es", anchor_decay=None) == spec_of("es")
+    assert spec_of("grpo", anchor_decay=0.1) == spec_of("grpo")
+
+
+def test_a_spec_with_a_decay_trains_with_it(tmp_path):
+    kept = tmp_path / "kept.jsonl.gz"
+    with train.trained(spec_of("es_random", anchor_decay=0.5), tmp_path, keep=kept) as found:
+        moved = np.linalg.norm((found.engine.master - found.start).astype(np.float64))
+        assert found.start.tobytes() == ledger.replay(kept, "A0", 0).tobytes()
+    assert ledger.read(kept).header["settings"]["anchor_decay"] == 0.5 and found.result["ledger"]["replay_error"] == 0
+    # four steps of squared length alpha^2 d / N, of which a quarter is left after each
+    assert moved == pytest.approx(0.01 * (140_928 / 3 * (1 + 1 / 4 + 1 / 16 + 1 / 64)) ** 0.5, rel=0.02)
 
 
 @pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (16, 16), (99, 16)])

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
-from evoalign_lib.update_rules import centred_ranks, coefficients, population, scheduled, standardise
+from evoalign_lib.update_rules import centred_ranks, coefficients, population, scheduled, standardise, update_of
 
 FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
 
@@ -143,3 +143,14 @@ def test_a_schedule_of_one_step_and_after_its_end():
     assert scheduled(2.0, "cosine", 0.1, 0, 1) == 2.0
     assert scheduled(2.0, "linear", 0.1, 70, 5) == pytest.approx(0.2)
     assert scheduled(2.0, "constant", 0.1, 70, None) == 2.0
+
+
+def test_an_update_draws_the_noise_of_a_pair_once_and_of_a_tied_population_never():
+    c = np.float32([0.1, -0.2])
+    for antithetic in (False, True):
+        members = population(7, 3, 2 * (1 + antithetic), antithetic)
+        keys, found = update_of(members, c)
+        assert keys.dtype == np.uint64 and found is c
+        assert keys.tolist() == [noise.member_key(7, 3, i) for i in range(2)]
+        keys, found = update_of(members, None)
+        assert (keys.dtype, found.dtype) == (np.uint64, np.float32) and len(keys) == len(found) == 0

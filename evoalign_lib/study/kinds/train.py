@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign_lib import arms, files, grpo
+from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
@@ -37,6 +38,7 @@ def train_specs(
             unique_prompts: the run sees this many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
             models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
+            anchor_decay, of ES: as `ESConfig` has it; 0 is left out of the spec, since it is the run without.
             scale_rewards, of GRPO and its relatives: instead of the arm's own.
             micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
             a step, too many for a large model.
@@ -45,8 +47,9 @@ def train_specs(
 
     Raises:
         ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
-            first step and the last or more than a record holds, an unknown curve_spacing, no prompts or more than there
-            are, a step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
+            first step and the last or more than a record holds, an unknown curve_spacing, an anchor_decay out of range,
+            no prompts or more than there are, a step that does not fall into parts for GPUs and micro batches, or what
+            `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)
@@ -55,6 +58,8 @@ def train_specs(
         measures.get(settings.get("task", "countdown")).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
+    if not check_decay(wanted.get("anchor_decay", 0.0)):
+        wanted.pop("anchor_decay", None)
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]

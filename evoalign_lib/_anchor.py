@@ -1,0 +1,111 @@
+"""Anchored weight decay: each step takes back a share of the way that the weights have come from their start.
+
+With theta_0 the starting weights and lambda the setting `anchor_decay`, the update of an ES step becomes
+
+    theta' = theta - lambda (theta - theta_0) + (alpha / N) sum_n z_n eps_n.
+
+The name and the idea are those of Schweighofer et al. (arXiv 2605.30148): nearly all of an ES step is a random walk in
+directions that the reward does not constrain, and that drift costs skill off the task. Without a decay its squared norm
+grows as alpha^2 d T / N over T steps; with it, it stops at alpha^2 d / (N (1 - (1 - lambda)^2)), while a push that
+every step repeats adds up to 1 / lambda steps. Weights decay toward where they started, not toward 0, which would undo
+the pretraining. lambda is not multiplied by alpha, nor does it follow alpha's schedule.
+
+In float32, for each weight, before the step's noise is added as `noise.update` says:
+
+    theta = fl(theta - fl(fl32(lambda) * fl(theta - theta_0)))
+
+Subtractions and products of IEEE 754 are the same everywhere, so every engine has the same bits. `decay` is this for
+flat buffers, `TensorAnchor` for tensors on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 1 << 18  # weights at once in `decay`: 1 MB beside the buffers
+_DEVICE_BLOCK = 1 << 22  # the same on a device, where each block is three launches
+
+
+def check_decay(value: Any, precision: str = "master") -> float:
+    """Return the setting anchor_decay, 0 where it is off.
+
+    Args:
+        value: the share of the way from the starting weights that a step takes back.
+        precision: of the weights.
+
+    Raises:
+        ValueError: no number from 0 up to, but not, 1 (in float32); or a precision without a float32 master.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and (value == 0 or 0 < value < 1 and 0 < np.float32(value) < 1)):
+        raise ValueError(
+            f"anchor_decay={value!r} must be 0 (off) or a number above 0 and below 1, the share of the way from the "
+            "starting weights that each step takes back, for example 0.01."
+        )
+    if value and precision != "master":
+        raise ValueError(
+            f"anchor_decay={value!r} needs precision='master': precision={precision!r} keeps no copy of the starting "
+            "weights and rounds every change to the model's dtype, so that what a step takes back would be lost in "
+            "part. Remove one of the two."
+        )
+    return float(value)
+
+
+def decay(master: np.ndarray, start: np.ndarray, rate: float, part: tuple[int, int] = (0, 1)) -> None:
+    """Take back a share of the way from the start, in place.
+
+    Args:
+        master: float32 (size,), changed.
+        start: float32 (size,), the starting weights.
+        rate: lambda, from 0 to 1.
+        part: (i, n) does the i-th of n equal shares of the buffer only; the bits do not depend on n.
+    """
+    (index, count), factor = part, np.float32(rate)
+    first, last = (master.size * i // count for i in (index, index + 1))
+    # weights that are no longer finite stay so, without a warning: the run is recorded like any other
+    with np.errstate(over="ignore", invalid="ignore"):
+        for begin in range(first, last, _BLOCK):
+            block = slice(begin, min(begin + _BLOCK, last))
+            moved = master[block] - start[block]
+            moved *= factor
+            master[block] -= moved
+
+
+class TensorAnchor:
+    """The starting weights of tensors on a device, and what `decay` does, there.
+
+    They are kept in the tensors' own dtype, from which their float32 master was made: with bfloat16 that is 2 bytes per
+    parameter and loses nothing. Nothing is allocated after the start.
+
+    Args:
+        tensors: the working tensors, as they are at the start.
+        rate: lambda, from 0 to 1.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], rate: float):
+        import torch
+
+        self._starts = [t.detach().clone(memory_format=torch.contiguous_format).view(-1) for t in tensors]
+        self._rate = float(np.float32(rate))  # a float32, whatever a kernel makes of a Python number
+        longest = max(len(start) for start in self._starts)
+        size = max(1, min(longest, _DEVICE_BLOCK))
+        self._moved = torch.empty(size, dtype=torch.float32, device=self._starts[0].device)
+
+    def decay(self, masters: Sequence[torch.Tensor]) -> None:
+        """Take back a share of the way; masters: float32 of each tensor, contiguous, changed."""
+        import torch
+
+        size = len(self._moved)
+        for master, start in zip(masters, self._starts, strict=True):
+            blocks = zip(master.view(-1).split(size), start.split(size), strict=True)
+            for theta, origin in blocks if len(start) else ():
+                moved = self._moved[: len(theta)]
+                torch.sub(theta, origin, out=moved)
+                moved.mul_(self._rate)
+                theta.sub_(moved)
