@@ -369,9 +369,10 @@ def _check_header(line: Any) -> None:
         ("noise law", line["noise"], (noise.NOISE_VERSION,)),
     ):
         if found not in known:
+            *first, last = map(str, known)
             raise LedgerError(
                 f"the run has version {found!r} of the {what}, this evoalign has version "
-                f"{' and '.join(map(str, known))}: use an evoalign that has version {found!r}."
+                f"{', '.join(first)}{' and ' * bool(first)}{last}: use an evoalign that has version {found!r}."
             )
     int(line["run_key"], 16), line["model"]["digest"].encode()
     settings = with_defaults(line["settings"])

@@ -289,6 +289,34 @@ class TestTasks:
         assert same(*(e.evaluate(self.MEMBERS, 0.05, "train", self.ALL) for e in engines))
 
 
+# ---- weights that decay
+
+
+def once_tied(completion_ids, trainer_state, **columns):
+    return [1.0 if trainer_state.global_step == 2 else float(sum(ids)) for ids in completion_ids]
+
+
+def test_actors_decay_toward_the_start(tmp_path):
+    """In a step whose rewards are tied, too; one that begins anew replays it, and so do those of a resumed run."""
+    settings = {"anchor_decay": 0.2, "save_strategy": "steps", "save_steps": 4}
+    here = trainer(tmp_path / "here", once_tied, max_steps=6, **settings)
+    here.train()
+    assert here.counts["tied"] == 1
+    there = on_ray(tmp_path / "there", once_tied, max_steps=3, **settings)
+    there.train()
+    place = there.engine.places[0]
+    ray.get(place.actor.__ray_call__.remote(lambda actor, once: actor.__init__(once), there.engine._sent_once))
+    there.args.max_steps = 5
+    there.train()
+    assert there.engine.repairs["actors/behind"] == 1
+    there.engine.close()
+    resumed = on_ray(tmp_path / "there", once_tied, max_steps=6, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.engine.check()  # before it, all have answered with these weights
+    resumed.engine.close()
+    assert same_run(here, resumed) and not any(resumed.engine.repairs.values())
+
+
 # ---- processes that are killed
 
 
@@ -464,9 +492,10 @@ def test_vllm_in_an_actor():
     prompts, members = {"train": Prompts(ROWS, tokenizer())}, [Member(11), Member(12), Member(12, -1)]
     # heads as large as vLLM's kernels want them
     model, rows = random_model(hidden_size=64, num_attention_heads=2, num_key_value_heads=1), np.arange(len(ROWS))
-    here = LocalEngine(model, tokenizer(), Rewards(reward), prompts, max_completion_length=4)
+    common = {"max_completion_length": 4, "anchor_decay": 0.1}
+    here = LocalEngine(model, tokenizer(), Rewards(reward), prompts, **common)
     settings = {"enforce_eager": True, "max_num_seqs": 8}
-    there = RayEngine(model, tokenizer(), Rewards(reward), prompts, max_completion_length=4, gpus=1, settings=settings)
+    there = RayEngine(model, tokenizer(), Rewards(reward), prompts, gpus=1, settings=settings, **common)
     try:
         for coefficients in ([0.1, -0.2], [0.05, 0.1]):
             assert same(*(e.evaluate(members, 0.05, "train", rows) for e in (here, there)))

@@ -13,7 +13,7 @@ from evoalign_lib import noise
 from evoalign_lib.engines import vllm
 from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, shard
 from evoalign_lib.engines.vllm import WrongWeights, prove
-from evoalign_lib.precision import matrix_digest
+from evoalign_lib.precision import matrix_digest, open_weights
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 DIM, HIDDEN = 4, 8
@@ -143,6 +143,24 @@ def test_a_refusal_leaves_a_worker_as_text():
     layer.weight = torch.nn.Parameter(torch.zeros(0))
     worker.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer))
     assert worker.evoalign_open("gaussian", 1).startswith("'0.weight' is empty in vLLM")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_worker_decays_toward_what_it_has_loaded(dtype):
+    """As the process that trains does, by other code; from the working copy, whatever member it holds by then."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(dtype)
+    worker, weights = WorkerExtension(), open_weights(model, anchor_decay=0.25)
+    worker.model_runner = SimpleNamespace(model=model)
+    names = [segment[0] for segment in worker.evoalign_open("gaussian", 4, 0.25)]
+    for keys in ([1, 2], [], [3]):
+        worker.evoalign_perturb(9, 0.1, 1)
+        coefficients = np.linspace(-0.1, 0.2, len(keys), dtype=np.float32)
+        worker.evoalign_update(keys, coefficients)
+        weights.update(np.array(keys, np.uint64), coefficients)
+        views = weights.layout.views(weights.flat)
+        assert worker.evoalign_digests() == [matrix_digest(torch.from_numpy(views[name])) for name in names]
 
 
 def test_uneven_shards_are_refused():
