@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -296,25 +297,28 @@ def once_tied(completion_ids, trainer_state, **columns):
     return [1.0 if trainer_state.global_step == 2 else float(sum(ids)) for ids in completion_ids]
 
 
-def test_actors_decay_toward_the_start(tmp_path):
+def test_an_actor_decays_toward_the_start(tmp_path):
     """In a step whose rewards are tied, too; one that begins anew replays it, and so do those of a resumed run."""
-    settings = {"anchor_decay": 0.2, "save_strategy": "steps", "save_steps": 4}
+    settings = {"anchor_decay": 0.2, "save_strategy": "steps", "save_steps": 4, "workers": 1}
     here = trainer(tmp_path / "here", once_tied, max_steps=6, **settings)
     here.train()
     assert here.counts["tied"] == 1
     there = on_ray(tmp_path / "there", once_tied, max_steps=3, **settings)
-    there.train()
-    place = there.engine.places[0]
-    ray.get(place.actor.__ray_call__.remote(lambda actor, once: actor.__init__(once), there.engine._sent_once))
-    there.args.max_steps = 5
-    there.train()
-    assert there.engine.repairs["actors/behind"] == 1
-    there.engine.close()
+    with closing(there.engine) as engine:
+        there.train()
+        all_ready(engine)
+        ray.get(engine.places[0].actor.__ray_call__.remote(lambda actor, once: actor.__init__(once), engine._sent_once))
+        there.args.max_steps = 5
+        there.train()
+        all_ready(engine)
+        engine.check()
+        assert engine.repairs == {"actors/restarted": 0, "actors/behind": 1, "actors/rebuilt": 0}
     resumed = on_ray(tmp_path / "there", once_tied, max_steps=6, **settings)
-    resumed.train(resume_from_checkpoint=True)
-    resumed.engine.check()  # before it, all have answered with these weights
-    resumed.engine.close()
-    assert same_run(here, resumed) and not any(resumed.engine.repairs.values())
+    with closing(resumed.engine) as engine:
+        resumed.train(resume_from_checkpoint=True)
+        all_ready(engine)
+        engine.check()
+        assert same_run(here, resumed) and not any(engine.repairs.values())
 
 
 # ---- processes that are killed

@@ -288,7 +288,7 @@ def test_settings_that_are_refused_before_any_run(arm, changed, message):
         ("scale_reward", "Did you mean 'scale_rewards'"),
         ("question", "Did you mean 'questions'"),
         ("enigne", "Did you mean 'engine'"),
-        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, batch_size, "),
+        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, anchor_decay, batch_size, "),
     ],
 )
 def test_a_setting_that_no_run_reads_is_refused_by_every_maker(mistyped, message):
