@@ -51,6 +51,8 @@ class StateDict(Mapping[str, Tensor]):
     """of each tensor, known without reading it"""
     dtypes: frozenset[str]
     """in which the tensors are stored, such as {"bfloat16"}: differences below its rounding are lost"""
+    run: ledger.Ledger | None = None
+    """the ledger, if one was opened"""
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return the entries start to stop of a tensor in row-major order, float32 (stop - start,), a copy.
@@ -372,7 +374,7 @@ class _Ledger(StateDict):
 
     def __init__(self, source: str, base: str | os.PathLike[str] | None):
         self.source, self._model = source, base
-        self.run = ledger.read(source)
+        self.run: ledger.Ledger = ledger.read(source)
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
 

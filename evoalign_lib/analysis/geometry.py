@@ -44,7 +44,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """Dtypes in which entries are counted that moved: as they are, and after both ends were rounded."""
 THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4)
 """Weight units; an entry moved by a threshold tau if |D| > tau. 1e-5 is that of Mukherjee et al."""
-_PART = 1 << 22  # entries in memory at once, of all models together
+_PART = 1 << 20  # entries in memory at once, of all models together
 _LEAST_PART = 1 << 14  # of each, however many they are
 _SAMPLE = 1 << 16  # entries of a tensor that a distribution is looked at by
 _KS_95 = 1.3581  # the 95 % point of Kolmogorov's distribution
@@ -187,7 +187,8 @@ class Displacements:
             raise ValueError(
                 f"threshold {threshold} was not counted: give it to `measure`, which had {self.thresholds}"
             )
-        return 1 - _ratio(self.moved[dtype][self.thresholds.index(threshold)], self.entries[:, None])
+        moved, entries = self.moved[dtype][self.thresholds.index(threshold)], self.entries[:, None]
+        return _ratio(entries - moved, entries)
 
     def by(self, key: str | Callable[[str], str]) -> Displacements:
         """Return the sums over groups of tensors, sorted from the input of the model to its output.
@@ -512,6 +513,22 @@ def norm_band(d: float, level: float = 0.95) -> tuple[float, float]:
     if not d > 0:
         raise ValueError(f"d is {d}: it must be positive")
     return tuple(float(math.sqrt(chi2.ppf(p, d) / d)) for p in ((1 - level) / 2, (1 + level) / 2))
+
+
+def tied_d(shapes: Mapping[str, Sequence[int]]) -> float:
+    """Return the independent coordinates of |D|^2 under tied noise, for `norm_band`: d^2 / sum_x m_x^2.
+
+    m_x is the number of tensors that take their entry from position x, (row, column), of one matrix of noise: with a
+    Gaussian matrix, |D|^2 has the mean d and the variance 2 sum m^2, in units of the step.
+
+    shapes: name -> shape of each tensor; one with a single dimension is one row.
+
+    >>> tied_d({"a": (2, 3), "b": (2, 3)}), tied_d({"a": (2, 3), "b": (6,)})
+    (6.0, 8.0)
+    """
+    sides = np.array([(1, math.prod(s)) if len(s) < 2 else (s[0], math.prod(s[1:])) for s in shapes.values()], float)
+    shared = np.minimum.outer(sides[:, 0], sides[:, 0]) * np.minimum.outer(sides[:, 1], sides[:, 1])
+    return float(sides.prod(1).sum() ** 2 / shared.sum())
 
 
 # ---- cosines
