@@ -7,6 +7,7 @@ direction, or any ES with the same settings, would show as well.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,7 @@ class Comparison:
         rows += [("norm over that of the start", *_cells(d.relative_norms[0]))]
         if any(self.expected):
             ratios = [np.nan if e is None else n / e.norm for e, n in zip(self.expected, d.norms[0], strict=True)]
-            rows += [("norm over that of any such ES", *_cells(ratios))]
+            rows += [("norm over its formula for ES", *_cells(ratios))]
         rows += [(f"{head}: share of |D|^2 over share of d", *_cells(geometry.head_concentration(self.tensors)))]
         shares = layers.shares.T
         ginis = [geometry.gini(share, layers.entries) for share in shares]
@@ -197,12 +198,13 @@ class Comparison:
 
     def text(self) -> str:
         """Return table, cosine and sentences for a terminal."""
-        found = geometry.cosine(self.tensors)
-        digits = _digits(found.band()) if not np.isnan(found.value) else 0
-        line = f"cosine of A and B: {found.value:.{digits}f}, random directions ±{found.band():.{digits}f} (95 %), "
-        line += f"z {found.z:.2f}"
         caption = "base {}\nA    {}\nB    {}".format(*self.sources)
-        return "\n\n".join([_render.plain_table(self.table(), caption), line, "\n".join(self.sentences())])
+        parts, found = [_render.plain_table(self.table(), caption)], geometry.cosine(self.tensors)
+        if not np.isnan(found.value):
+            band = found.band()
+            value, reach = (f"{number:.{_digits(band)}f}" for number in (found.value, band))
+            parts.append(f"cosine of A and B: {value}, random directions ±{reach} (95 %), z {found.z:.2f}")
+        return "\n\n".join([*parts, "\n".join(self.sentences())])
 
 
 def compare(
@@ -341,7 +343,7 @@ def _places(layers: list[str]) -> tuple[NDArray[np.float64], list[int], list[str
     return x, shown, [text.replace("\n", " ") for text in texts] if many else texts
 
 
-def _cells(values) -> list[str]:
+def _cells(values: Iterable[float]) -> list[str]:
     return ["" if np.isnan(value) else _number(value) for value in values]
 
 

@@ -80,15 +80,17 @@ def weights(
 ) -> StateDict:
     """Open weights, to be read one tensor at a time as float32.
 
+    - A Hugging Face folder with safetensors files, one or several; a shipped base, such as "A0"; or a model in the
+      Hub's cache (nothing is fetched).
+    - A PEFT LoRA adapter: its base, as float32, plus scaling * B @ A, not rounded to the base's dtype. Known are
+      matrices beside linear layers and embeddings, with ranks and alphas of their own where the adapter has patterns,
+      and whole weights saved with it (modules_to_save), which replace those of the base.
+    - A run's ledger: the weights after its last step, replayed when the first of them is read. Names are those of the
+      loaded model; where a folder stores others (the head of GPT-NeoX, fused experts), write a folder of the ledger
+      first (evoalign replay --out).
+
     Args:
-        source: one of
-            - a Hugging Face folder with safetensors files, one or several; the name of a shipped base, such as "A0"; or
-              the name of a model in the Hub's cache (nothing is fetched);
-            - the folder of a PEFT LoRA adapter: its base, as float32, plus scaling * B @ A, not rounded to the base's
-              dtype. Matrices beside linear layers and embeddings, with ranks and alphas of their own where the
-              adapter has patterns; whole weights saved with it (`modules_to_save`) replace those of the base;
-            - a run's ledger (.jsonl or .jsonl.gz): the weights after its last step, float32, replayed when the first
-              of them is read.
+        source: folder or name of a model, folder of an adapter, or a file .jsonl or .jsonl.gz.
         base: of an adapter: where it differs from the name that the adapter holds, or as weights opened already; of a
             ledger: name or folder of the model that the run started from. None: the name in the adapter or ledger.
 
@@ -329,9 +331,10 @@ class _Adapter(StateDict):
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        if name in self._whole:
-            return self._file.get_tensor(self._whole[name]).reshape(-1)[start:stop].to(torch.float32, copy=True)
-        entries = _part(self._base, name, start, stop)
+        if name in self._whole:  # PEFT saves an embedding that has a product of its own, too
+            entries = self._file.get_tensor(self._whole[name]).reshape(-1)[start:stop].to(torch.float32, copy=True)
+        else:
+            entries = _part(self._base, name, start, stop)
         if name in self._factors and stop > start:
             left, right, scaling = self._factors[name]
             columns = self.shapes[name][1]

@@ -91,9 +91,10 @@ def corrected_cosine(
     It is mean(a_i . b_j) / sqrt(mean over i != k of a_i . a_k, times the same of b): each mean is unbiased. Intervals
     are jackknife over runs, one group's at a time, with Student's quantile for the smaller group. A bootstrap would
     draw some run twice, and the product of a run with itself is its whole squared norm, noise included; leaving runs
-    out keeps products of different runs only. Where noise is nearly everything the intervals are up to sqrt(2) too
-    wide, never too narrow. Where a signal cannot be told from 0 (its own interval reaches 0), the ratio can be
-    anything, and its interval is NaN.
+    out keeps products of different runs only. The intervals err on the wide side: with 4 to 16 runs and signals
+    of 2 to 70 % of the noise a nominal 95 % held the cosine in 98 % or more of 400 simulated pairs of groups (150 where
+    the signal was 2 %). Where a signal cannot be told from 0 (its own interval reaches 0), the ratio can be anything,
+    and its interval is NaN.
 
     Args:
         gram: (K, K) products of all runs of both groups, weight units squared.

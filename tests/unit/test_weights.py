@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import random_model
 from safetensors.torch import save_file
 
 from evoalign_lib import ledger, models, paths
@@ -212,11 +213,44 @@ def test_transposed_and_embedding_products_and_whole_weights(tmp_path):
     torch.testing.assert_close(found[QUERY].double(), whole, rtol=1e-5, atol=1e-5)
 
     table = {"model.embed_tokens.lora_embedding_A": draw(2, 10), "model.embed_tokens.lora_embedding_B": draw(6, 2)}
-    found = weights(adapter(tmp_path / "embedding", table | {HEAD: torch.ones(10, 6)}, base))
+    # PEFT saves an embedding whole beside its product, and what modules_to_save names
+    whole = {"model.embed_tokens.base_layer.weight": untied()[EMBEDDING], HEAD: torch.ones(10, 6)}
+    found = weights(adapter(tmp_path / "embedding", table | whole, base))
     a, b = table.values()
-    whole = untied()[EMBEDDING] + 3.0 * (b.double() @ a.double()).T
-    torch.testing.assert_close(found[EMBEDDING].double(), whole, rtol=1e-5, atol=1e-5)
+    moved = untied()[EMBEDDING] + 3.0 * (b.double() @ a.double()).T
+    torch.testing.assert_close(found[EMBEDDING].double(), moved, rtol=1e-5, atol=1e-5)
     assert torch.equal(found[HEAD], torch.ones(10, 6))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
+        {
+            "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "embed_tokens"],
+            "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
+        },
+    ],
+    ids=["plain", "rslora", "patterns"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")  # PEFT's
+def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
+    peft = pytest.importorskip("peft")
+    base = random_model("llama", tie_word_embeddings=False)
+    base.save_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    wrapped.save_pretrained(tmp_path / "lora")
+    found = weights(tmp_path / "lora", tmp_path / "base")
+    merged = dict(wrapped.merge_and_unload().named_parameters())
+    assert set(found) == set(merged)
+    for name, parameter in merged.items():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
