@@ -16,7 +16,7 @@ from typing import Any
 from evoalign_lib import ledger, models, paths, tiny
 from evoalign_lib.engines.base import check_temperature
 from evoalign_lib.records import Record, Spec, ledger_file, pack_bits, read_records, spec_hash
-from evoalign_lib.study import families, measures, training
+from evoalign_lib.study import families, measures, training, weights
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.measures.base import label
 
@@ -121,6 +121,8 @@ def run(spec: Spec) -> Record:
                 f"the weights, {made}, have the digest {digest}, in the record it is {spec['digest']}: this machine "
                 "trains otherwise, or the record is of other code. Nothing is measured on other weights."
             )
+        if made == "trained again":
+            weights.keep(engine.master)
         result = {"made": made, "digest": digest}
         result["test"] = {"n": len(sets["test"])} | sampled("test", spec["temperatures"])
         if _validates(spec):
@@ -138,15 +140,16 @@ def _made_again(
     """The model that a run ended with, in an engine.
 
     A base is loaded. A run of ES whose committed record has a ledger is replayed. Any other run is trained again, with
-    no more points of its curve than are wanted, since evaluation leaves no trace in training.
+    no more points of its curve than are wanted, since evaluation leaves no trace in training; or its end is read where
+    it was kept (`weights`), if no earlier step is wanted.
 
     Args:
         wanted: of kind "decoding".
         place: where trainers write.
 
     Yields:
-        How it was made, "loaded", "replayed" or "trained again"; the engine; the problems of each split; of a run of ES
-        its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
+        How it was made, "loaded", "replayed", "trained again" or "kept"; the engine; the problems of each split; of a
+        run of ES its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
     """
     spec = measured_spec(wanted)
     warm = {name: wanted[name] for name in ("curve_temperature",) if name in wanted}
@@ -163,6 +166,12 @@ def _made_again(
                 engine.master[:] = ledger.replay(kept, spec["base"])
             made = "loaded" if source is None else "replayed"
             yield made, engine, sets, source, {"curve": progress.curve} if warm else {}
+        return
+    if not warm and "at_step" not in wanted and (master := weights.kept(wanted["digest"])) is not None:
+        model, tokenizer, sets = training.world(spec | {"kind": "base"})
+        with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+            engine.master[:] = master
+            yield "kept", engine, sets, None, {}
         return
     few = {} if warm or "curve_points" not in spec else {"curve_points": 1}
     with train.trained(spec | few | warm, place) as found:
