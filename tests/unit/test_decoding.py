@@ -5,7 +5,8 @@ import pytest
 
 from evoalign_lib import ledger, paths, tiny
 from evoalign_lib.records import spec_hash, unpack_counts
-from evoalign_lib.study import kinds, sweep, training, weights
+from evoalign_lib.study import kinds, sweep, training
+from evoalign_lib.study import trained as trained_weights
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.train import train_specs
@@ -61,8 +62,8 @@ def test_a_run_is_trained_again_to_the_same_weights(arm):
 
 def test_weights_kept_damaged_are_refused():
     first = trained("es")
-    file = weights.keep(np.zeros(3, np.float32))
-    assert weights.kept(file.stem) is not None and weights.kept(first["digest"]) is None
+    file = trained_weights.keep(np.zeros(3, np.float32))
+    assert trained_weights.kept(file.stem) is not None and trained_weights.kept(first["digest"]) is None
     file.rename(file.with_stem(first["digest"]))
     with pytest.raises(ValueError, match="Remove it"):
         again(first)
