@@ -1,8 +1,8 @@
 """Weights that runs of the tiny world ended with: made again from their records, and kept on this machine.
 
 A record names the digest of its weights and not the weights. To look at a trained model again, it is replayed from a
-ledger or trained again, which takes minutes: so what was trained again is kept in `runs/weights`, by its digest, and
-read the next time. That folder may be removed at any time.
+ledger or trained again, which takes minutes: so what was made again is kept in `runs/weights`, by its digest, and read
+the next time. That folder may be removed at any time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def kept(digest: str) -> np.ndarray | None:
 def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
     """Return the flat float32 weights that a training run ended with, and how they were made.
 
-    They are "replayed" from the ledger of its committed record, or read where they are "kept", or else "trained again",
-    without looking at the run on its way, and kept.
+    They are read where they are "kept"; or "replayed" from the ledger of the run's committed record, or else "trained
+    again" without looking at the run on its way, and then kept.
 
     Args:
         spec: of the run.
@@ -58,18 +58,17 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
     Raises:
         ValueError: what is made has another digest.
     """
+    if (master := kept(digest)) is not None:
+        return master, "kept"
     if (source := kept_ledger(spec)) is not None:
         master, made = ledger.replay(source, spec["base"]), "replayed"
-    elif (master := kept(digest)) is not None:
-        made = "kept"
     else:
         few = {"curve_points": 1} if "curve_points" in spec else {}
         train = import_module(families.of(spec["arm"]).trainer).train
         with tempfile.TemporaryDirectory() as place, train(spec | few, Path(place), False) as found:
             master, made = found.engine.master.copy(), "trained again"
     check(master, digest, made)
-    if made == "trained again":
-        keep(master)
+    keep(master)
     return master, made
 
 
