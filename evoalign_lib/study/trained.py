@@ -1,8 +1,8 @@
 """Weights that runs of the tiny world ended with: made again from their records, and kept on this machine.
 
 A record names the digest of its weights and not the weights. To look at a trained model again, it is replayed from a
-ledger or trained again, which takes minutes: so what was trained again is kept in `runs/weights`, by its digest, and
-read the next time. That folder may be removed at any time.
+ledger or trained again, which takes minutes: so what was made again is kept in `runs/weights`, by its digest, and read
+the next time. That folder may be removed at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import files, ledger, models, paths
+from evoalign_lib import files, ledger, models, noise, paths
 from evoalign_lib.records import Record, Spec, ledger_file, read_records, spec_hash
 from evoalign_lib.study import families
 
@@ -48,8 +48,8 @@ def kept(digest: str) -> np.ndarray | None:
 def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
     """Return the flat float32 weights that a training run ended with, and how they were made.
 
-    They are "replayed" from the ledger of its committed record, or read where they are "kept", or else "trained again",
-    without looking at the run on its way, and kept.
+    They are read where they are "kept"; or "replayed" from the ledger of the run's committed record, or else "trained
+    again" without looking at the run on its way, and then kept.
 
     Args:
         spec: of the run.
@@ -58,18 +58,17 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
     Raises:
         ValueError: what is made has another digest.
     """
+    if (master := kept(digest)) is not None:
+        return master, "kept"
     if (source := kept_ledger(spec)) is not None:
         master, made = ledger.replay(source, spec["base"]), "replayed"
-    elif (master := kept(digest)) is not None:
-        made = "kept"
     else:
         few = {"curve_points": 1} if "curve_points" in spec else {}
         train = import_module(families.of(spec["arm"]).trainer).train
         with tempfile.TemporaryDirectory() as place, train(spec | few, Path(place), False) as found:
             master, made = found.engine.master.copy(), "trained again"
     check(master, digest, made)
-    if made == "trained again":
-        keep(master)
+    keep(master)
     return master, made
 
 
@@ -119,6 +118,73 @@ def of_group(named: Mapping[str, Any]) -> list[np.ndarray]:
     """Return the flat float32 weights of each run of a group, made as `again` makes them."""
     runs = zip(named["seeds"], named["digests"], strict=True)
     return [again(named["run"] | {"seed": seed}, digest)[0] for seed, digest in runs]
+
+
+# ---- points in the space of weights that runs define
+
+
+def end(
+    records: Sequence[Record], *, factor: float = 1.0, as_long_as: Sequence[Record] = (), draw: int | None = None
+) -> dict[str, Any]:
+    """Return how a spec names the point base + factor * (mean of the runs' weights - base).
+
+    Args:
+        records: of the runs, which make a group; one alone is where it ended.
+        factor: what the mean displacement is multiplied by.
+        as_long_as: runs whose mean displacement gives this one its length, before the factor; none: its own length.
+        draw: instead of the mean displacement a random direction, the draw of this number, with the same norm in each
+            tensor. None: the mean itself.
+
+    Raises:
+        ValueError: runs that make no group, runs from another base, or a factor that is not finite.
+    """
+    if not np.isfinite(factor):
+        raise ValueError(f"factor={factor} must be a finite number.")
+    named: dict[str, Any] = {"of": group(records), "factor": float(factor)}
+    if as_long_as:
+        named["as_long_as"] = group(as_long_as)
+        bases = named["of"]["run"]["base"], named["as_long_as"]["run"]["base"]
+        if bases[0] != bases[1]:
+            raise ValueError(f"as_long_as: runs from base {bases[1]!r} for runs from {bases[0]!r}.")
+    return named if draw is None else named | {"draw": draw}
+
+
+def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layout) -> np.ndarray:
+    """Return the displacement from the base that `end` names, float64 (layout.size,).
+
+    Args:
+        named: of `end`.
+        start: flat float32 weights of the base.
+        layout: of the weights.
+
+    Raises:
+        ValueError: weights that are not those of their record.
+    """
+    found = _mean(named["of"], start)
+    if "as_long_as" in named:
+        found *= _ratio(np.linalg.norm(_mean(named["as_long_as"], start)), np.linalg.norm(found))
+    if "draw" in named:
+        rng = np.random.Generator(np.random.Philox(key=noise.run_key("random direction", named["draw"])))
+        drawn = np.zeros_like(found)
+        for entry in layout.entries:
+            own = slice(entry.offset, entry.offset + entry.rows * entry.cols)
+            drawn[own] = rng.standard_normal(entry.rows * entry.cols)
+            drawn[own] *= _ratio(np.linalg.norm(found[own]), np.linalg.norm(drawn[own]))
+        found = drawn
+    return named["factor"] * found
+
+
+def moved(start: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Return float32 weights moved by a float64 displacement, rounded once."""
+    return (start + by).astype(np.float32)
+
+
+def _mean(named: Mapping[str, Any], start: np.ndarray) -> np.ndarray:
+    return np.mean([master.astype(np.float64) - start for master in of_group(named)], axis=0)
+
+
+def _ratio(length: float, of: float) -> float:
+    return length / of if of else 0.0
 
 
 def _path(digest: str) -> Path:

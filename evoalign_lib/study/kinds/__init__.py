@@ -17,6 +17,7 @@ KINDS: dict[str, str] = {
     "kl": "evoalign_lib.study.kinds.kl",
     "decoding": "evoalign_lib.study.kinds.decoding",
     "merge": "evoalign_lib.study.kinds.merge",
+    "path": "evoalign_lib.study.kinds.path",
     "published": "evoalign_lib.study.kinds.published",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""

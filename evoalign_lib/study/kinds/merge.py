@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import noise
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import measures, specs, trained, training, worlds
 
@@ -47,18 +46,9 @@ def merge_specs(
         ValueError: runs that make no group (`trained.group`), a factor that is not finite, a setting that is missing, a
             base outside the tiny world or of another task.
     """
-    group = trained.group(records)
-    base = group["run"]["base"]
-    if not np.isfinite(factor):
-        raise ValueError(f"factor={factor} must be a finite number.")
-    spec = specs.begin_tiny("merge", base, scale, {}) | specs.take(settings, _SIZES, "a merged model")
-    spec |= {"arm": group["run"]["arm"], "of": group, "factor": float(factor)}
-    if as_long_as:
-        other = trained.group(as_long_as)
-        if other["run"]["base"] != base:
-            raise ValueError(f"as_long_as: runs from base {other['run']['base']!r} for runs from {base!r}.")
-        spec["as_long_as"] = other
-    return spec if draw is None else spec | {"draw": draw}
+    end = trained.end(records, factor=factor, as_long_as=as_long_as, draw=draw)
+    spec = specs.begin_tiny("merge", end["of"]["run"]["base"], scale, {})
+    return spec | specs.take(settings, _SIZES, "a merged model") | {"arm": end["of"]["run"]["arm"]} | end
 
 
 def run(spec: Spec) -> Record:
@@ -70,8 +60,8 @@ def run(spec: Spec) -> Record:
     measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)
     with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
-        moved = _displacement(spec, engine)
-        engine.master[:] = (engine.master + moved).astype(np.float32)
+        moved = trained.displacement(spec, engine.master, engine.layout)
+        engine.master[:] = trained.moved(engine.master, moved)
         result: Record = {"d": engine.layout.d, "norm": float(f"{np.linalg.norm(moved):.7g}")}
         result["test"] = measure.tested(engine, sets["test"])
         cooler = [t for t in TEMPERATURES if t != 1.0]
@@ -79,27 +69,3 @@ def run(spec: Spec) -> Record:
         result["kl_policy_base"] = worlds.kl_from_base(spec | {"seed": 0}, engine)
         result["skills"] = measure.skills(spec, engine)
         return result
-
-
-def _displacement(spec: Spec, engine: Any) -> np.ndarray:
-    """The displacement from the base that a spec names, float64 (size of the engine's buffer,)."""
-    moved = _mean(spec["of"], engine.master)
-    if "as_long_as" in spec:
-        moved *= _ratio(np.linalg.norm(_mean(spec["as_long_as"], engine.master)), np.linalg.norm(moved))
-    if "draw" in spec:
-        rng = np.random.Generator(np.random.Philox(key=noise.run_key("merge", spec["draw"])))
-        drawn = np.zeros_like(moved)
-        for entry in engine.layout.entries:
-            own = slice(entry.offset, entry.offset + entry.rows * entry.cols)
-            drawn[own] = rng.standard_normal(entry.rows * entry.cols)
-            drawn[own] *= _ratio(np.linalg.norm(moved[own]), np.linalg.norm(drawn[own]))
-        moved = drawn
-    return spec["factor"] * moved
-
-
-def _mean(group: Mapping[str, Any], start: np.ndarray) -> np.ndarray:
-    return np.mean([master.astype(np.float64) - start for master in trained.of_group(group)], axis=0)
-
-
-def _ratio(length: float, of: float) -> float:
-    return length / of if of else 0.0
