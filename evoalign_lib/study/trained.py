@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evoalign_lib import files, ledger, models, noise, paths
+from evoalign_lib import files, ledger, models, noise, paths, precision, tiny
 from evoalign_lib.records import Record, Spec, ledger_file, read_records, spec_hash
 from evoalign_lib.study import families
 
@@ -94,6 +95,17 @@ def kept_ledger(spec: Spec) -> Path | None:
             if record["spec_hash"] == wanted and "ledger" in record:
                 return ledger_file(record)
     return None
+
+
+def of_base(base: str) -> np.ndarray:
+    """Return the flat float32 weights of a shipped base, from which its runs start."""
+    return precision.open_weights(tiny.load(base)[0]).float32()
+
+
+@lru_cache(maxsize=8)
+def layout_of(base: str) -> noise.Layout:
+    """Return where each parameter of a shipped base lies in flat weights."""
+    return precision.open_weights(tiny.load(base)[0]).layout
 
 
 # ---- groups of runs that differ in their seeds alone

@@ -18,6 +18,7 @@ KINDS: dict[str, str] = {
     "decoding": "evoalign_lib.study.kinds.decoding",
     "merge": "evoalign_lib.study.kinds.merge",
     "path": "evoalign_lib.study.kinds.path",
+    "products": "evoalign_lib.study.kinds.products",
     "published": "evoalign_lib.study.kinds.published",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""
