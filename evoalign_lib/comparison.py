@@ -256,17 +256,24 @@ def _expected(end: StateDict) -> Expected | None:
     run = end.run
     if run is None:
         return None
-    coefficients = [c for _, c in ledger.updates(run, len(run.steps))]
-    if not coefficients:
+    settings, updates = run.settings, [c for _, c in ledger.updates(run, len(run.steps))]
+    moving = sum(len(c) > 0 for c in updates)  # with a decay those of tied populations are there, and empty
+    if not moving:
         return None
-    settings = run.settings
+    decay = settings["anchor_decay"]
+    # of a step's noise each later update leaves a share of 1 - lambda
+    coefficients = [c * (1 - decay) ** later for later, c in enumerate(reversed(updates))] if decay else updates
     d = sum(int(np.prod(shape)) for shape in end.shapes.values())
     plain = {"antithetic": False, "fitness_shaping": update_rules.SHAPINGS[0], "alpha_schedule": "constant"}
     is_plain = all(settings[name] == value for name, value in plain.items())
+    formula = "alpha sqrt(d T_eff / N)" if is_plain else "sqrt(d sum c^2)"
+    said = f"alpha {settings['alpha']:g}, T_eff {moving}, N {settings['population_size']}"
+    if decay:
+        formula, said = "sqrt(d sum_t c_t^2 (1 - lambda)^(2 (T - t)))", f"{said}, lambda {decay:g}"
     return Expected(
         geometry.norm_of_coefficients(coefficients, d),
-        "alpha sqrt(d T_eff / N)" if is_plain else "sqrt(d sum c^2)",
-        f"alpha {settings['alpha']:g}, T_eff {len(coefficients)}, N {settings['population_size']}",
+        formula,
+        said,
         geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d,
     )
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from evoalign_lib import cli, comparison, ledger, paths
+from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.weights import weights
 
 LEDGERS = sorted((paths.RESULTS / "01_es_countdown" / "ledgers").glob("*.gz"), key=lambda path: path.stat().st_size)
@@ -84,6 +85,28 @@ def test_two_ledgers_of_a_shipped_base(begun, tmp_path):
     assert list(rows["layer"]) == ["embedding (tied)", "layer 0", "layer 1", "final norm"]
     np.testing.assert_allclose(rows[["size_share", "share_a", "share_b"]].sum(), 1, rtol=1e-4)
     assert len(pd.read_csv(tmp_path / "out" / "tensors.csv")) == len(starts)
+
+
+def test_the_norm_of_a_run_that_decays_toward_its_start(tmp_path):
+    """Each update leaves a share of what came before; a tied one does, too, and adds nothing itself."""
+
+    def tied_at_the_end(completions, trainer_state, **columns):
+        return [1.0 if trainer_state.global_step == 4 else float(len(text)) for text in completions]
+
+    settings = {"population_size": 4, "sigma": 0.1, "alpha": 0.02, "anchor_decay": 0.3, "max_completion_length": 4}
+    settings |= {"max_steps": 5, "workers": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"}
+    prompts = [{"prompt": text} for text in ("Using the numbers", "1 2 3")]
+    ESTrainer("A0", tied_at_the_end, ESConfig(output_dir=str(tmp_path), **settings), prompts).train()
+    end, start = weights(tmp_path / ledger.NAME), weights("A0")
+    run_ = ledger.read(tmp_path / ledger.NAME)
+    moving = [t for t, step in enumerate(run_.steps) if np.ptp(step.rewards)]
+    assert 0 < len(moving) < 5 and 4 not in moving
+    expected = comparison._expected(end)
+    moved = sum(float((end[name].double() - start[name].double()).square().sum()) for name in start) ** 0.5
+    by_hand = 0.02 * np.sqrt(expected.d / 4 * sum(0.7 ** (2 * (4 - t)) for t in moving))
+    assert expected.norm == pytest.approx(by_hand) and moved == pytest.approx(by_hand, rel=0.01)
+    assert expected.formula == "sqrt(d sum_t c_t^2 (1 - lambda)^(2 (T - t)))"
+    assert expected.settings == f"alpha 0.02, T_eff {len(moving)}, N 4, lambda 0.3"
 
 
 def test_a_random_direction_and_a_concentrated_one_are_told_apart(base, tmp_path):
