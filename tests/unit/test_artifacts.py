@@ -587,6 +587,7 @@ def test_a_picture_in_a_notebook_has_the_colours_of_the_figure() -> None:
     picture = Image.open(BytesIO(small))
     assert picture.size == (round(style.PAGE * style.SCREEN_DPI), round(2.4 * style.SCREEN_DPI))
     shown = {tuple(pixel) for pixel in _pixels(small).reshape(-1, 3)}
+    assert shown <= {tuple(pixel) for pixel in _pixels(full).reshape(-1, 3)}  # no colour is made up
     for arm in arms:
         color = np.array([int(style.ARMS[arm].color[i : i + 2], 16) for i in (1, 3, 5)])
         assert min(abs(color - pixel).max() for pixel in shown) <= 2, arm
