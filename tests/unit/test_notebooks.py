@@ -417,11 +417,22 @@ def test_the_figures_of_notebook_05_draw_their_data():
         """Heights of all runs that are drawn."""
         return sorted(float(y) for found in ax.collections for y in found.get_offsets()[:, 1])
 
+    figure, data = drawn["seeds"]
+    curves = [data[(data["panel"] == "curves") & (data["arm"] == arm)] for arm in stability.ARMS]
+    for line, band, part in zip(figure.axes[0].lines, figure.axes[0].collections, curves, strict=True):
+        points = part[part["completions"] > 0].groupby("completions")["accuracy"]
+        assert line.get_ydata() == pytest.approx(points.mean())  # every run is in its band
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert (heights.min(), heights.max()) == pytest.approx((points.min().min(), points.max().max()))
     figure, data = drawn["horizon_runs"]
-    for ax, decoding in zip(figure.axes, loading.DECODINGS, strict=True):
-        assert dots(ax) == pytest.approx(sorted(data[decoding]))
+    assert dots(figure.axes[0]) == pytest.approx(sorted(data["greedy"]))
+    figure, data = drawn["prompts_runs"]
+    for ax, column in zip(figure.axes, ("greedy", "reward"), strict=True):
+        assert dots(ax) == pytest.approx(sorted(data[column]))
+    figure, data = drawn["population_curves"]
+    assert dots(figure.axes[1]) == pytest.approx(sorted(data[data["panel"] == "test"]["greedy"]))
     figure, data = drawn["maps"]
-    es, grpo, runs, _ = figure.axes
+    es, grpo, runs = figure.axes
     # the step size is to the right in both, and grows; so does the other setting, upwards
     assert [ax.get_xlabel().split(" (")[0] for ax in (es, grpo)] == ["alpha", "learning rate"]
     for ax in (es, grpo):
@@ -435,6 +446,21 @@ def test_the_figures_of_notebook_05_draw_their_data():
         framed = {ax.get_xticklabels()[x].get_text(), ax.get_yticklabels()[y].get_text()}
         assert framed == {f"{value:g}" for value in setting.values()}
     assert dots(runs) == pytest.approx(sorted(data["score"]))
+
+
+def test_the_kinds_of_runs_are_those_that_were_loaded():
+    load = loaded(stability)
+    of = {name: load.records[name] for name in load.names}
+    table = stability.runs_table(of).set_index("runs")
+    assert table["ES runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "es")
+    assert table["GRPO runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "grpo")
+    tuned = table.loc["tuned"]
+    spec, budget = of["es"][0]["spec"], of["es"][0]["budget"]
+    said = f"sigma {spec['sigma']:g}, alpha {spec['alpha']:g}, N {spec['population_size']}, steps {spec['steps']}"
+    assert tuned["ES"] == said and tuned["ES completions"] == f"{budget['completions']:,}"
+    assert tuned["seeds"] == "0 to 15" and tuned["bases"] == "A0"
+    assert table.loc["map", "seeds"] == "0, 1, 2, 100" and "alpha 0.0025 to 0.01" in table.loc["map", "ES"]
+    assert "N 8 to 128" in table.loc["N=8, 128", "ES"] and table.loc["N=8, 128", "GRPO"] == ""
 
 
 def test_failed_runs_are_named():

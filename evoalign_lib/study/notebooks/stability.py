@@ -32,7 +32,6 @@ from evoalign_lib.study.notebooks.loading import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
     from pandas import DataFrame
 
 NOTEBOOK = "05_stability"
@@ -655,6 +654,52 @@ def plans(committed: Sequence[Record]) -> DataFrame:
     return concat(reports, ignore_index=True)
 
 
+def runs_table(of: Records) -> DataFrame:
+    """Return a row per kind of run: bases and seeds; and for each arm, settings, runs, and completions of a run.
+
+    Groups whose names differ in a number alone, such as "es prompts=2" and "es prompts=50", are of one kind. Where the
+    runs of a kind differ in a setting, its least and its largest value stand.
+    """
+    from pandas import DataFrame
+
+    kinds: dict[str, dict[str, list[str]]] = {}  # kind -> arm -> groups
+    for group in (group for group in of if group.split()[0] in ARMS and of[group]):
+        arm, _, what = group.partition(" ")
+        kinds.setdefault(what.partition("=")[0] or "tuned", {}).setdefault(arm, []).append(group)
+    rows = []
+    for kind, groups_of in kinds.items():
+        found = {arm: [r for group in groups_of.get(arm, ()) for r in of[group]] for arm in ARMS}
+        levels = ", ".join(group.partition("=")[2] for group in next(iter(groups_of.values())))
+        specs = [r["spec"] for arm in ARMS for r in found[arm]]
+        row: dict[str, Any] = {"runs": f"{kind}={levels}" if levels else kind}
+        row |= {"bases": ", ".join(sorted({spec["base"] for spec in specs}))}
+        row |= {"seeds": _seeds([spec["seed"] for spec in specs])}
+        for arm, own in found.items():
+            label = _LABELS[arm]
+            row |= {label: _given(arm, own), f"{label} runs": len(own)}
+            row |= {f"{label} completions": _span([r["budget"]["completions"] for r in own])}
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def _given(arm: str, found: Sequence[Record]) -> str:
+    """Return the settings of runs in words."""
+    names = [*arms.swept(arm), *(("population_size",) if arm == "es" else ()), "steps"]
+    short = {"population_size": "N", "learning_rate": "learning rate"}
+    return ", ".join(f"{short.get(name, name)} {_span([r['spec'][name] for r in found])}" for name in names if found)
+
+
+def _span(values: Sequence[float]) -> str:
+    """Return numbers as the least and the largest of them, or the one that all are."""
+    ends = [f"{value:,}" if isinstance(value, int) else f"{value:.3g}" for value in sorted({*values})]
+    return " to ".join(dict.fromkeys(ends[:1] + ends[-1:]))
+
+
+def _seeds(values: Sequence[int]) -> str:
+    each = sorted({*values})
+    return _span(each) if len(each) > 2 and each == list(range(len(each))) else ", ".join(map(str, each))
+
+
 def budgets(of: Records) -> DataFrame:
     """Return what a run of each group cost, the mean over its runs, on every axis."""
     from pandas import DataFrame
@@ -1025,15 +1070,14 @@ def worst_run(of: Records, arm: str) -> DataFrame:
 
 
 def population_curves(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return the mean validation accuracy, in %, with its 95 % band, by population, decoding and completions."""
+    """Return the mean greedy validation accuracy, in %, with its 95 % band, by population and completions."""
     from pandas import DataFrame, concat
 
     lines = []
-    for (N, group), decoding in product(of_sizes(run).items(), DECODINGS):
-        paths = 100 * np.array([r["curve"][f"validation_{decoding}"] for r in of[group]])
-        mean, low, high = stats.curve_band(paths)
+    for N, group in of_sizes(run).items():
+        mean, low, high = stats.curve_band(100 * np.array([r["curve"]["validation_greedy"] for r in of[group]]))
         band = {"completions": of[group][0]["curve"]["completions"], "mean": mean, "low": low, "high": high}
-        lines.append(DataFrame({"panel": decoding, "population_size": N} | band))
+        lines.append(DataFrame({"panel": "greedy", "population_size": N} | band))
     return concat(lines, ignore_index=True)
 
 
@@ -1060,28 +1104,30 @@ def transfer_runs(run: SimpleNamespace, of: Records) -> DataFrame:
 
 
 def horizon_runs(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return the runs of the horizons as `frame`, with their gains over the base in the place of their accuracies."""
-    found = frame(of, [f"{arm} filler={n}" for arm in ARMS for n in run.horizons])
-    for decoding in DECODINGS:
-        starts = {length: 100 * of[f"base filler={length}"][0]["test"][decoding] for length in run.horizons}
-        found[decoding] -= found["filler_steps"].map(starts)
-    return found
+    """Return the runs of the horizons as `frame`, with their greedy gains over the base in the place of accuracies."""
+    found = frame(of, [f"{arm} filler={n}" for arm in ARMS for n in run.horizons]).drop(columns="t1")
+    starts = {length: 100 * of[f"base filler={length}"][0]["test"]["greedy"] for length in run.horizons}
+    return found.assign(greedy=found["greedy"] - found["filler_steps"].map(starts))
 
 
 # ---- the figures
 
 
 def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw every tuned run, the spread over seeds against the mean, and the ends; return the plotted data, too."""
+    """Draw mean and range of the tuned runs, the spread over seeds against the mean, and the ends.
+
+    A range is from the lowest to the highest run, and no interval. Returns the figure and the plotted data.
+    """
     from matplotlib import pyplot as plt
     from pandas import concat
 
     lines, ends = seed_curves(of), frame(of, ARMS)
-    points = lines.groupby(["arm", "completions"])["accuracy"].agg(["mean", "std"]).reset_index()
+    points = lines.groupby(["arm", "completions"])["accuracy"].agg(["mean", "std", "min", "max"]).reset_index()
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1.2, 1.1, 0.9])
-    for (arm, _), part in lines[lines["completions"] > 0].groupby(["arm", "seed"]):
-        axes[0].plot(part["completions"], part["accuracy"], color=style.ARMS[arm].color, lw=0.5)
     for arm, part in points.groupby("arm"):
+        after = part[part["completions"] > 0]  # 0 has no place on a logarithmic axis
+        axes[0].plot(after["completions"], after["mean"], **style.line(arm))
+        style.band(axes[0], after["completions"], after["min"], after["max"], style.ARMS[arm].color)
         axes[1].plot(part["mean"], part["std"], **style.line(arm) | {"markevery": 1, "lw": 0.5})
     _draw_ends(axes[2], ends)
     axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
@@ -1129,13 +1175,10 @@ def figure_maps(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     every = concat(cells.values())["mean"]
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), width_ratios=[1.4, 1.4, 0.9])
     for ax, arm, side in zip(axes, ARMS, (-0.2, 0.2), strict=False):
-        picture = _draw_map(ax, arm, cells[arm], tuned(run, of, arm), (every.min(), every.max()))
+        _draw_map(ax, arm, cells[arm], tuned(run, of, arm), (every.min(), every.max()))
         settings = [part for _, part in runs[arm].groupby(list(arms.swept(arm)))]
         for rank, part in enumerate(sorted(settings, key=lambda part: -part["score"].mean()), 1):
             style.dots(axes[2], rank + side, part["score"], part["outcome"] == "failed", arm, width=0.3)
-    fig.colorbar(
-        picture, ax=axes[:2], location="bottom", shrink=0.6, aspect=30, label="mean greedy validation accuracy, %"
-    )
     axes[2].axhline(100 * of["base"][0]["validation"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
     axes[2].set_xticks(range(1, max(map(len, cells.values())) + 1))
     axes[2].set(xlabel="rank of the setting", ylabel="greedy validation accuracy, %")
@@ -1143,15 +1186,13 @@ def figure_maps(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     return fig, concat(runs.values())
 
 
-def _draw_map(
-    ax: Axes, arm: str, cells: DataFrame, chosen: Mapping[str, float], limits: tuple[float, float]
-) -> AxesImage:
-    """Draw the means of an arm's settings in grey, with words; the chosen setting is framed."""
+def _draw_map(ax: Axes, arm: str, cells: DataFrame, chosen: Mapping[str, float], limits: tuple[float, float]) -> None:
+    """Draw the means of an arm's settings in grey, with their numbers; the chosen setting is framed."""
     from matplotlib.patches import Rectangle
 
     x, y = STEP[arm], next(name for name in chosen if name != STEP[arm])
     table = cells.pivot(index=y, columns=x, values="mean")
-    picture = ax.imshow(table, cmap="Greys", vmin=limits[0], vmax=limits[1], aspect="auto", origin="lower")
+    ax.imshow(table, cmap="Greys", vmin=limits[0], vmax=limits[1], aspect="auto", origin="lower")
     for _, cell in cells.iterrows():
         at = table.columns.get_loc(cell[x]), table.index.get_loc(cell[y])
         text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
@@ -1165,7 +1206,6 @@ def _draw_map(
     ax.set_yticks(range(table.shape[0]), [f"{v:g}" for v in table.index])
     ax.set(xlabel=f"{x.replace('_', ' ')} (step size)", ylabel=y, title=f"{_LABELS[arm]}, tuned setting framed")
     ax.grid(False)
-    return picture
 
 
 def figure_populations(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
@@ -1177,19 +1217,16 @@ def figure_populations(run: SimpleNamespace, of: Records) -> tuple[Figure, DataF
     blue = np.array(to_rgb(style.ARMS["es"].color))
     shades = ((1 - 0.45 * (1 - blue), "v", ":"), (blue, "o", "-"), (0.35 * blue, "s", "--"))
     bands, ends = population_curves(run, of), frame(of, of_sizes(run).values(), panel="test")
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1, 1, 0.8])
-    axes[1].sharey(axes[0])
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
     for (N, group), (color, marker, dash) in zip(of_sizes(run).items(), shades, strict=True):
-        for ax, decoding in zip(axes, DECODINGS, strict=False):
-            part = bands[(bands["panel"] == decoding) & (bands["population_size"] == N) & (bands["completions"] > 0)]
-            look = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
-            ax.plot(part["completions"], part["mean"], markevery=0.2, **look)
-            style.band(ax, part["completions"], part["low"], part["high"], color)
-            ax.set(xscale="log", xlabel="completions", title=_WORDS[decoding])
-    _draw_levels(axes[2], ends, "population_size", "greedy")
-    axes[0].set_ylabel("validation accuracy, %")
+        part = bands[(bands["population_size"] == N) & (bands["completions"] > 0)]
+        look = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
+        axes[0].plot(part["completions"], part["mean"], markevery=0.2, **look)
+        style.band(axes[0], part["completions"], part["low"], part["high"], color)
+    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
     axes[0].legend()
-    axes[2].set(xlabel="N", ylabel="test accuracy, %", title="greedy, at the end")
+    _draw_levels(axes[1], ends, "population_size", "greedy")
+    axes[1].set(xlabel="N", ylabel="greedy test accuracy, %")
     return fig, concat([bands, ends])
 
 
@@ -1237,33 +1274,30 @@ def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFram
 
 
 def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw test accuracy and training reward of every run by its number of unique problems; return the runs, too."""
+    """Draw greedy test accuracy and training reward of every run by its number of unique problems; return the runs."""
     from matplotlib import pyplot as plt
 
     found = frame(of, [f"{arm} prompts={n}" for arm in ARMS for n in run.prompt_counts])
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
-    for ax, column in zip(axes, [*DECODINGS, "reward"], strict=True):
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
+    looks = {"greedy": ("greedy test accuracy, %", "other problems"), "reward": ("reward", "own problems, last step")}
+    for ax, (column, (label, title)) in zip(axes, looks.items(), strict=True):
         _draw_levels(ax, found, "unique_prompts", column)
-        ax.set(xlabel="unique problems", ylabel="reward", title="training, last step")
-    for ax, (decoding, words) in zip(axes, _WORDS.items(), strict=False):
-        ax.axhline(100 * of["base"][0]["test"][decoding], lw=0.8, color=style.ARMS["base"].color)
-        ax.set(ylabel="accuracy, %", title=f"test, {words}")
+        ax.set(xlabel="unique problems", ylabel=label, title=title)
+    axes[0].axhline(100 * of["base"][0]["test"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
     n = int(found.groupby(["arm", "unique_prompts"]).size().min())
     style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
     return fig, found
 
 
 def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw the gain of every run by its steps of thinking before the answer; return the runs, too."""
+    """Draw the greedy gain of every run by its steps of thinking before the answer; return the runs, too."""
     from matplotlib import pyplot as plt
 
     found = horizon_runs(run, of)
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), sharey=True)
-    for ax, (decoding, words) in zip(axes, _WORDS.items(), strict=True):
-        _draw_levels(ax, found, "filler_steps", decoding)
-        ax.axhline(0, lw=0.8, color=style.ARMS["base"].color)
-        ax.set(xlabel="steps of thinking before the answer", title=words)
-    axes[0].set_ylabel("gain over the base, points")
+    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.4))
+    _draw_levels(ax, found, "filler_steps", "greedy")
+    ax.axhline(0, lw=0.8, color=style.ARMS["base"].color)
+    ax.set(xlabel="steps of thinking before the answer", ylabel="greedy gain, points")
     n = int(found.groupby(["arm", "filler_steps"]).size().min())
     style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
     return fig, found
