@@ -9,41 +9,18 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib import colors
-from matplotlib import pyplot as plt
 from matplotlib.text import Text
 
-from evoalign_lib import claims, paths, style, tiny
+from evoalign_lib import claims, paths, style
 from evoalign_lib._render import csv_text
-from evoalign_lib.study import parameters
 from evoalign_lib.study.notebooks import grpo_countdown as study
-from evoalign_lib.study.notebooks.loading import Loader
 
-PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
-pytestmark = pytest.mark.skipif(
-    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
-)
-
-
-@pytest.fixture(scope="module")
-def run():
-    return parameters.check_parameters(dict(PARAMETERS), study.presets())
-
-
-@pytest.fixture(scope="module")
-def records(run):
-    load = Loader(study.NOTEBOOK, run, study.groups)
-    return load(*load.names)
+pytestmark = pytest.mark.usefixtures("drawn")
 
 
 @pytest.fixture(scope="module")
 def pilot():
     return study.pilot(claims.committed_records("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
 
 
 # ---- answers
