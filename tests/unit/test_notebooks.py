@@ -264,6 +264,10 @@ def test_the_answers_of_notebook_01_have_the_numbers_of_its_tables():
     assert f"takes {ledger['LedgerKilobytes']} kB" in seeds and "by at most 0;" in seeds
     audit = quoted(es_countdown.audit_numbers(run, of["audit"]))
     assert all(audit[f"AuditPath{case}"] in arithmetic for case in ("Inplace", "InplacePublished", "MasterPublished"))
+    assert "(mean of 3 bases, n = 8 seeds of each)" in learns
+    one = SimpleNamespace(**vars(run) | {"bases": ["A0"]})  # as in the quickstart
+    assert "(base A0, n = 8 seeds)" in es_countdown.answers(one, of)["Does ES learn Countdown?"]
+    assert es_countdown.models_in_words(one) == "Tiny base A0, trained from scratch"
     without = es_countdown.answers(run, of | {"es_shuffled": []})
     assert set(answers) - set(without) == {"Does the gain need the reward?"}
     still = [r | {"path": {"cosine": [1.0, None]}} for r in of["audit"]]  # populations that were all tied
