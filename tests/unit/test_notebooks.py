@@ -18,6 +18,8 @@ from evoalign_lib.study import parameters, sweep
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.notebooks import conciseness, es_countdown, grpo_countdown, loading, stability
 from evoalign_lib.study.notebooks.loading import Group, Loader
+from evoalign_lib.study.views import stability as stability_view
+from evoalign_lib.study.views import stability_figures
 from tests.helpers import random_model, tokenizer
 
 FILES = sorted((paths.ROOT / "evoalign_lib/study/notebooks").glob("*.py"))
@@ -365,7 +367,9 @@ def test_the_answers_of_notebook_05_have_the_papers_numbers():
     stated = stability.stated(run, of)
     macros = quoted(stability.numbers(run, of, stated))
     assert macros == generated("05_stability")
-    seeds, curves, settings, population, bases, problems, horizon, replay = stability.answers(run, of, stated).values()
+    seeds, curves, settings, population, bases, problems, horizon, replay = stability_view.answers(
+        run, of, stated
+    ).values()
 
     def interval(stem):
         value, low, high = (macros[f"Stab{stem}{end}"] for end in ("Value", "Low", "High"))
@@ -381,7 +385,7 @@ def test_the_answers_of_notebook_05_have_the_papers_numbers():
         for side in ("Es", "Grpo", "Difference"):
             assert interval(f"{stem}{side}") in answer
     assert replay.startswith("16 of 16 ")
-    without = stability.answers(run, of, stated | {"Regret": {}, "PromptSlope": {}, "HorizonChange": {}})
+    without = stability_view.answers(run, of, stated | {"Regret": {}, "PromptSlope": {}, "HorizonChange": {}})
     assert len(without) == 5  # at scales that have no such runs
 
 
@@ -389,14 +393,14 @@ def test_the_tables_of_notebook_05_are_those_of_the_paper():
     load = loaded(stability)
     run, of = run_of(stability), {name: load.records[name] for name in load.names}
     tables = {
-        "spread": stability.spread_table(run, of),
-        "drawdown": stability.drawdown_table(of, stability.drawdown_gaps(of)),
-        "sensitivity": stability.sensitivity_table(of),
-        "population": stability.population_table(run, of),
-        "transfer": stability.transfer_table(run, of),
-        "prompts": stability.prompts_table(run, of),
-        "horizon": stability.horizon_table(run, of),
-        "budgets": stability.budgets(of),
+        "spread": stability_view.spread_table(run, of),
+        "drawdown": stability_view.drawdown_table(of, stability.drawdown_gaps(of)),
+        "sensitivity": stability_view.sensitivity_table(of),
+        "population": stability_view.population_table(run, of),
+        "transfer": stability_view.transfer_table(run, of),
+        "prompts": stability_view.prompts_table(run, of),
+        "horizon": stability_view.horizon_table(run, of),
+        "budgets": stability_view.budgets(of),
     }
     for name, table in tables.items():
         committed = (paths.GENERATED / f"stability_{name}.csv").read_text(encoding="utf-8")
@@ -406,13 +410,13 @@ def test_the_tables_of_notebook_05_are_those_of_the_paper():
 def test_the_figures_of_notebook_05_draw_their_data():
     run, of = run_of(stability), loaded(stability).records
     drawn = {
-        "seeds": stability.figure_seeds(run, of),
-        "drawdown_runs": stability.figure_drawdowns(of),
-        "maps": stability.figure_maps(run, of),
-        "population_curves": stability.figure_populations(run, of),
-        "transfer_runs": stability.figure_transfer(run, of),
-        "prompts_runs": stability.figure_prompts(run, of),
-        "horizon_runs": stability.figure_horizon(run, of),
+        "seeds": stability_figures.figure_seeds(run, of),
+        "drawdown_runs": stability_figures.figure_drawdowns(of),
+        "maps": stability_figures.figure_maps(run, of),
+        "population_curves": stability_figures.figure_populations(run, of),
+        "transfer_runs": stability_figures.figure_transfer(run, of),
+        "prompts_runs": stability_figures.figure_prompts(run, of),
+        "horizon_runs": stability_figures.figure_horizon(run, of),
     }
     for name, (_, data) in drawn.items():
         assert csv_text(data) == (paths.FIGURES / f"stability_{name}.csv").read_text(encoding="utf-8"), name
@@ -455,7 +459,7 @@ def test_the_figures_of_notebook_05_draw_their_data():
 def test_the_kinds_of_runs_are_those_that_were_loaded():
     load = loaded(stability)
     of = {name: load.records[name] for name in load.names}
-    table = stability.runs_table(of).set_index("runs")
+    table = stability_view.runs_table(of).set_index("runs")
     assert table["ES runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "es")
     assert table["GRPO runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "grpo")
     tuned = table.loc["tuned"]
@@ -469,7 +473,7 @@ def test_the_kinds_of_runs_are_those_that_were_loaded():
 
 def test_failed_runs_are_named():
     load = loaded(stability)
-    found = stability.failures(load.records).set_index("group")
+    found = stability_view.failures(load.records).set_index("group")
     assert {"es", "grpo"} <= set(found.index)  # the tuned ones in any case
     for group, row in found.iterrows():
         assert row["runs"] == len(load.records[group]) and row["failed"] == stability.failed(load.records[group])
