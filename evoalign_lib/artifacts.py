@@ -106,8 +106,7 @@ class Store:
             raise ValueError(f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
         self.notebook, self.scale = notebook, scale
         redirect = os.environ.get("EVOALIGN_ARTIFACTS")
-        self._in_repository = not redirect and not fresh and scale != "smoke"
-        if self._in_repository:
+        if not redirect and not fresh and scale != "smoke":
             self.figures, self.generated = paths.FIGURES, paths.GENERATED
         else:
             run = os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}"
@@ -150,7 +149,6 @@ class Store:
         name: str,
         caption: str,
         formats: dict[str, str] | None = None,
-        readme: bool = False,
         published: bool = False,
         of: str = "",
     ) -> Shown:
@@ -158,7 +156,6 @@ class Store:
 
         frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
         caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
-        readme: write NAME.md too, and in the repository the README's block of this name, if there is one.
         published: the table quotes the literature; the caption says so, and no records are named.
         of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
         Returns the table with its caption above, as the last line of a cell displays it.
@@ -167,15 +164,9 @@ class Store:
         name = self._name(name)
         cells = _render.cell_text(frame, formats or {})
         text = self._caption(caption, published, of)
-        suffixes = ("csv", "md", "tex") if readme else ("csv", "tex")
-        self._register([name], "table", [f"generated/{name}.{suffix}" for suffix in suffixes], published)
+        self._register([name], "table", [f"generated/{name}.{suffix}" for suffix in ("csv", "tex")], published)
         replace_text(self.generated / f"{name}.tex", _render.tex_table(cells, name, text))
         replace_text(self.generated / f"{name}.csv", _render.csv_text(frame))
-        if readme:
-            markdown = _render.markdown_table(cells, text)
-            replace_text(self.generated / f"{name}.md", markdown)
-            if self._in_repository:
-                render_readme_block(name, markdown)
         return _shown_table(cells, text, name)
 
     def save_number(self, name: str, value: float | str, fmt: str) -> None:
@@ -308,7 +299,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
 
     First, and fast, the seals are checked (`records.seal_problems`). Then each notebook is executed as committed, by
     this interpreter, into a temporary folder; runs without a record are named and not made. Compared, byte for byte,
-    are csv, tex, md and json, the notebook's part of the manifest, the README's blocks, and the table of claims.
+    are csv, tex and json, the notebook's part of the manifest, and the table of claims, which the README holds, too.
     Pictures are not compared.
 
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
@@ -472,8 +463,6 @@ def _adopt(notebook: str, folder: Path) -> None:
         for file in entry["files"]:
             _committed(file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / file, _committed(file))
-            if file.endswith(".md"):
-                render_readme_block(Path(file).stem, (folder / file).read_text(encoding="utf-8"))
 
 
 def _committed(file: str) -> Path:

@@ -1,7 +1,9 @@
 """Notebooks executed: into a folder, to check what they draw, or in place; and whether outputs come from their sources.
 
 `execute` writes into the metadata of a notebook which commit it was executed at, and digests of all code cells and of
-the modules that draw its figures. `stale` compares them with what is there now.
+the modules that draw its figures and tables. `stale` compares them with what is there now. Other modules count for
+nothing here, or nearly every commit would make every notebook stale: what becomes of texts and numbers by a change of
+analysis, claims or loading is found by `verify`, which draws them again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import hashlib
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -27,6 +29,15 @@ from evoalign_lib.study import provenance
 if TYPE_CHECKING:
     from nbclient import NotebookClient
     from nbformat import NotebookNode
+
+
+_DRAWING: dict[str, tuple[str, ...]] = {
+    "style.py": (),
+    "arms.py": (),
+    "_render.py": (),
+    "artifacts.py": ("_PRINT_DPI", "_SHOWN_WIDTH", "_SMOKE", "Shown", "show", "answers", "_shown_table", "Store"),
+}
+"""Modules that every notebook's figures and tables go through -> the names that count in them; none: all do."""
 
 
 def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
@@ -91,17 +102,28 @@ def stale(content: NotebookNode) -> list[str]:
 
 
 def _digests(content: NotebookNode) -> dict[str, Any]:
-    """Return the digest of each code cell, and of each module that draws: the notebook's own, its views, the style."""
+    """Return the digest of each code cell, and of each module that draws: the notebook's own, its views, `_DRAWING`."""
     sources = [cell.source for cell in content.cells if cell.cell_type == "code"]
     imported = re.compile(r"^from evoalign_lib\.study\.(notebooks|views) import (\w+) as \w+$", re.MULTILINE)
     own = [f"study/{place}/{name}.py" for place, name in imported.findall("\n".join(sources))]
-    modules = [*own, "style.py"]
-    library = Path(__file__).parent
-    code = {name: ast.unparse(ast.parse((library / name).read_text(encoding="utf-8"))) for name in modules}
     return {
         "cells": [_digest(source) for source in sources],
-        "modules": {name: _digest(text) for name, text in code.items()},
+        "modules": {name: _digest(_code(name, _DRAWING.get(name, ()))) for name in [*own, *_DRAWING]},
     }
+
+
+def _code(module: str, names: Sequence[str]) -> str:
+    """Return the code of a module, or of what it defines by these names, without comments and layout.
+
+    Raises KeyError for a name that it does not define.
+    """
+    tree = ast.parse((Path(__file__).parent / module).read_text(encoding="utf-8"))
+    if not names:
+        return ast.unparse(tree)
+    defined = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    defined |= {name.id: node for node in assigned for name in node.targets if isinstance(name, ast.Name)}
+    return "\n".join(ast.unparse(defined[name]) for name in names)
 
 
 def _digest(text: str) -> str:

@@ -27,6 +27,8 @@ ROOT = HERE.parent
 PACKAGE = "evoalign_lib"
 # Committed texts that are pages of their own; README.md is part of several.
 TEXTS = {"CONTRIBUTING.md": "contributing.md", "LOG.md": "log.md", "README.md": "index.md"}
+# What `make paper` compiles; the site has it if it is there when the site is built.
+PAPER = "runs/paper/main.pdf"
 # The groups of the reference, by the first part of a module's name; the library has what no other group has.
 GROUPS = {
     "Library": (),
@@ -183,6 +185,11 @@ def _readme(marker: str) -> str:
     return _section("README.md", marker)
 
 
+def _paper(_: str) -> str:
+    """A link to the paper's PDF, or how it is made."""
+    return f"[the paper]({PAPER}) (PDF)" if (ROOT / PAPER).is_file() else "the paper (`make paper` compiles its PDF)"
+
+
 def _contributing(marker: str) -> str:
     return _section("CONTRIBUTING.md", marker)
 
@@ -318,6 +325,7 @@ _INCLUDES: dict[str, Callable[[str], str]] = {
     "lead": _lead,
     "findings": _findings_of_readme,
     "readme": _readme,
+    "paper": _paper,
     "contributing": _contributing,
     "notebook_cards": _cards,
     "notebook_tree": _notebook_tree,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.claims.declarations import load_claims
 from evoalign_lib.claims.findings import MISSING, decoding_words
@@ -37,19 +37,28 @@ def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
 def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
     """Return a row per comparison, those of one claim together and the decisive ones first.
 
-    Columns: claim, comparison, estimate with its interval and unit, n, decides ("yes" where the verdict rests on it),
-    decoding. n is an integer, all else text. A comparison without runs says so.
+    Columns: claim, comparison, decoding, estimate with its interval and unit, n, decides ("yes" where the verdict rests
+    on it), other decodings (the same comparison under each of them, where it decides nothing). n is an integer, all
+    else text. A comparison without runs says so.
     """
     from pandas import DataFrame
 
-    columns = ["claim", "comparison", "estimate [95 %]", "n", "decides", "decoding"]
-    rows = {}
+    columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides"]
+    rows: dict[tuple[str, str, str], list[Any]] = {}
+    again: dict[tuple[str, str, str], dict[str, str]] = {}
     for verdict in verdicts:
+        first: dict[str, tuple[str, str, str]] = {}  # comparison -> the row that takes it under other decodings
         for finding in sorted(verdict.findings, key=lambda finding: not finding.decisive):
             what = (finding.compared or finding.label).replace("_", " ")
             words = decoding_words(finding.decoding) if finding.decoding else ""
             value = "not measured" if finding.value == MISSING else finding.value or "no runs"
-            row = [verdict.id, what, value, finding.n, "yes" if finding.decisive else "no", words]
-            # what a claim reports under another decoding is found again among the other decodings
-            rows.setdefault((verdict.id, what, finding.decoding), row)
-    return DataFrame(rows.values(), columns=columns)
+            place = (verdict.id, what, finding.decoding)
+            if place in rows:  # what a claim reports under another decoding is found again among the other decodings
+                continue
+            if finding.decisive or what not in first:
+                rows[place] = [verdict.id, what, words, value, finding.n, "yes" if finding.decisive else "no"]
+                first.setdefault(what, place)
+            else:
+                again.setdefault(first[what], {}).setdefault(finding.decoding, f"{words}: {value}")
+    others = ["; ".join(text for _, text in sorted(again.get(place, {}).items())) for place in rows]
+    return DataFrame(rows.values(), columns=columns).assign(**{"other decodings": others})

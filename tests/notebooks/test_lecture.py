@@ -17,6 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from PIL import Image
 
 from evoalign_lib import execution, paths, style
+from evoalign_lib.records import read_records
 
 TO_DO: set[str] = set()
 """Notebooks that are not written by these rules yet; one that `evoalign execute` has written is."""
@@ -25,11 +26,11 @@ FILES = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 LINES_BEFORE_THE_FIGURE = 60
 UNITS = (
     r"%|per ?cent\b|points?\b|nats?\b|bits\b|completions?\b|characters?\b|tokens?\b|bytes\b|kilobytes\b|kB\b|MB\b|GB\b"
-    r"|parameters\b|seeds?\b|runs?\b|steps?\b|problems?\b|prompts\b|samples\b|members\b|times\b|FLOPs\b|core-seconds\b"
+    r"|minutes\b|parameters\b|seeds?\b|runs?\b|steps?\b|problems?\b|prompts\b|samples\b|members\b|times\b|FLOPs\b|core-seconds\b"
 )
 WORDS = "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty fifty hundred".split()
 VALUES = dict(zip(WORDS, [*range(2, 13), 15, 16, 20, 30, 50, 100], strict=True))
-OF_RESULTS = r"%|per ?cent\b|points?\b|nats?\b|kilobytes\b|characters?\b"
+OF_RESULTS = r"%|per ?cent\b|points?\b|nats?\b|kilobytes\b|characters?\b|minutes\b"
 
 
 def read(path):
@@ -184,6 +185,37 @@ def unproven_numbers(notebook):
     return problems
 
 
+def unproven_in_readme(text, outputs, settings, trials):
+    """Numbers in the README's prose that nothing committed holds.
+
+    outputs: file of a notebook -> what it shows. A paragraph is held to the notebooks that it links, or to all if it
+    links none; a number with an interval must stand there with that interval. settings: text of the declared claims,
+    which may hold a number with its unit instead. trials: text that holds what commands take, in minutes and GB.
+    """
+    prose = re.sub(r"```.*?```|<!-- (\w+) -->.*?<!-- /\1 -->|`[^`]*`", " ", text, flags=re.DOTALL)
+    declared = {(value, unit) for _, value, unit in quantities(settings)}
+    measured = {(value, unit) for _, value, unit in quantities(trials)}
+    problems = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose):
+        linked = [name for name in re.findall(r"\]\(notebooks/([^)]+)\)", paragraph) if name in outputs]
+        held = "\n".join(outputs[name] for name in linked or outputs).replace("\N{NO-BREAK SPACE}", " ")
+        numbers = {n.replace(",", "") for n in re.findall(r"\d[\d,]*(?:\.\d+)?", held)}
+        words = re.sub(r"\]\([^)]*\)|notebooks? \[?\d\d|\[\d\d|Python [\d.]+ to [\d.]+|temperature \d", " ", paragraph)
+        words = re.sub(r"\s+", " ", words)
+        intervals = re.findall(r"([-\d.]+)(?: points| %)? (\[[-\d.]+, [-\d.]+\])", words)
+        problems += [both for both in map(" ".join, intervals) if both not in held]
+        found = quantities(words)
+        of_units = " ".join(written for written, _, _ in found)
+        found += [
+            (n, n.replace(",", ""), "") for n in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", words) if n not in of_units
+        ]
+        for written, value, unit in found:
+            kept = measured if unit in ("minutes", "GB") else declared
+            if (value, unit) not in kept and (unit in ("minutes", "GB") or value not in numbers):
+                problems.append(written)
+    return problems
+
+
 def wrong_colours(notebook):
     """Pictures in a notebook that are small, or whose colours are not those of the saved picture."""
     problems = []
@@ -252,6 +284,17 @@ def test_tables_are_tables_and_what_is_saved_is_shown(notebook):
 
 def test_numbers_in_prose_are_those_of_the_outputs(notebook):
     assert unproven_numbers(notebook) == []
+
+
+def test_numbers_in_the_readme_are_those_of_the_notebooks():
+    sizes = {r["d"] for path in paths.RESULTS.glob("*/tiny.jsonl") for r in read_records(path) if "d" in r}
+    outputs = {path.name: shown(read(path)) for path in FILES}
+    outputs["records"] = ", ".join(f"{size / 1e6:.2f}" for size in sizes)
+    readme, claims, log = (
+        path.read_text(encoding="utf-8")
+        for path in (paths.ROOT / "README.md", paths.PAPER / "claims.yaml", paths.ROOT / "LOG.md")
+    )
+    assert unproven_in_readme(readme, outputs, claims, log) == []
 
 
 def test_pictures_have_the_colours_of_the_saved_ones(notebook):
@@ -367,6 +410,26 @@ def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
     cells = [new_markdown_cell(prose), new_code_cell("x", outputs=[output, new_output("stream", text="12.5 %")])]
     problems = unproven_numbers(new_notebook(cells=cells))
     assert (problems == []) if said is None else (len(problems) == 1 and said in problems[0])
+
+
+@pytest.mark.parametrize(
+    ("prose", "said"),
+    [
+        ("ES gains 4.0 points [1.1, 6.9], with a look at five points ([notebook 02](notebooks/02.ipynb)).", []),
+        ("ES gains 4.1 points.", ["4.1 points"]),
+        ("ES gains 4.0 points ([notebook 01](notebooks/01.ipynb)).", ["4.0 points"]),
+        ("- 4.0 here\n- 4.0 there ([01](notebooks/01.ipynb))", ["4.0"]),
+        ("ES gains 15.6\npoints [1.1, 6.9].", ["15.6 [1.1, 6.9]"]),
+        ("It gains six points of 7 %.", ["six points", "7 %"]),
+        ("`7 %` at temperature 1 with Python 3.11 to 3.13\n<!-- claims -->\n7 %\n<!-- /claims -->", []),
+        ("The tests take 17 minutes, the install 3 GB.", []),
+        ("The tests take 15 minutes, the install 4 GB.", ["15 minutes", "4 GB"]),
+        ("A step takes 90 compressed bytes.", ["90"]),
+    ],
+)
+def test_numbers_in_the_readme_that_nothing_holds_are_found(prose, said):
+    outputs = {"02.ipynb": "4.0 [1.1,\N{NO-BREAK SPACE}6.9] 15.6 and 15 and 4", "01.ipynb": "92"}
+    assert unproven_in_readme(prose, outputs, "more than five points", "17 minutes and 3 GB") == said
 
 
 def test_pictures_in_other_colours_are_found(monkeypatch, tmp_path):

@@ -9,30 +9,15 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib import colors
-from matplotlib import pyplot as plt
 from matplotlib.text import Text
 
-from evoalign_lib import claims, paths, style, tiny
+from evoalign_lib import claims, paths, style
 from evoalign_lib._render import csv_text
-from evoalign_lib.study import parameters
 from evoalign_lib.study.notebooks import grpo_countdown as study
-from evoalign_lib.study.notebooks.loading import Loader
+from evoalign_lib.study.views import grpo_countdown as view
+from evoalign_lib.study.views import grpo_countdown_figures as figures
 
-PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
-pytestmark = pytest.mark.skipif(
-    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
-)
-
-
-@pytest.fixture(scope="module")
-def run():
-    return parameters.check_parameters(dict(PARAMETERS), study.presets())
-
-
-@pytest.fixture(scope="module")
-def records(run):
-    load = Loader(study.NOTEBOOK, run, study.groups)
-    return load(*load.names)
+pytestmark = pytest.mark.usefixtures("drawn")
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +25,12 @@ def pilot():
     return study.pilot(claims.committed_records("tiny"))
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
-
-
 # ---- answers
 
 
 def test_the_answers_hold_the_numbers_that_the_paper_quotes(run, records, pilot):
     judged = claims.evaluate_named(("C2b", "C29", "C30", "C31"), study.judged(run, records))
-    told = study.answers(run, records, pilot, {verdict.id: verdict.intervals for verdict in judged})
+    told = view.answers(run, records, pilot, {verdict.id: verdict.intervals for verdict in judged})
     quoted = json.loads((paths.GENERATED / "numbers_02_grpo_countdown.json").read_text(encoding="utf-8"))
     macros = {
         "Does the answer depend on the budget?": [f"Match{axis}Greedy" for axis in ("Completions", "ForwardFlops")],
@@ -75,9 +54,9 @@ def test_answers_say_what_the_intervals_say(run, records, pilot, monkeypatch):
         return dict.fromkeys(labels, found)
 
     question = "Does tuned GRPO match it?"
-    monkeypatch.setattr(study, "_gains", lambda run, of, decoding: "")  # bootstraps that are not asked for here
+    monkeypatch.setattr(view, "_gains", lambda run, of, decoding: "")  # bootstraps that are not asked for here
     for intervals, said in ((ends(1, 2), "It is ahead."), (ends(-2, -1), "It is behind."), (ends(-1, 1), "Neither")):
-        told = study.answers(run, records, pilot, {"C2b": intervals})
+        told = view.answers(run, records, pilot, {"C2b": intervals})
         assert told[question].startswith(said) and "greedily" in told[question]
         assert not [q for q in told if "details" in q or "KL" in q]  # claims that nothing was said of
 
@@ -88,11 +67,11 @@ def test_answers_say_what_the_intervals_say(run, records, pilot, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        ("grpo_es_match", study.match_table),
-        ("grpo_es_to_target", study.target_table),
-        ("grpo_costs", study.costs_table),
-        ("grpo_es_hindsight", lambda run, of: study.hindsight_table(of)),
-        ("kl_estimators", lambda run, of: study.kl_table(study.kl_frame(of["kl"]))),
+        ("grpo_es_match", view.match_table),
+        ("grpo_es_to_target", view.target_table),
+        ("grpo_costs", view.costs_table),
+        ("grpo_es_hindsight", lambda run, of: view.hindsight_table(of)),
+        ("kl_estimators", lambda run, of: view.kl_table(view.kl_frame(of["kl"]))),
     ],
 )
 def test_tables_are_those_of_the_paper(name, table, run, records):
@@ -101,22 +80,22 @@ def test_tables_are_those_of_the_paper(name, table, run, records):
 
 
 def test_a_setting_at_the_end_of_its_grid_is_found(run, records):
-    found = study.sweep_table(run, records).set_index("setting")["the tuned value is"]
+    found = view.sweep_table(run, records).set_index("setting")["the tuned value is"]
     assert found["noise sigma"] == "inside" and found["KL weight beta"] == "at its natural end"
     best = max(records["sweep es"], key=lambda r: np.mean(r["curve"]["validation_greedy"][-3:]))
     swapped = copy.deepcopy(best)
     swapped["spec"]["sigma"] = 0.03
     changed = dict(records) | {"sweep es": [swapped]}
-    assert study.sweep_table(run, changed).set_index("setting").loc["noise sigma", "the tuned value is"] == "at an end"
+    assert view.sweep_table(run, changed).set_index("setting").loc["noise sigma", "the tuned value is"] == "at an end"
 
 
 def test_wrong_runs_are_found(run, records):
-    assert study.faults(run, records) == []
+    assert view.faults(run, records) == []
     cheap = copy.deepcopy(records["grpo"][0])
     cheap["budget"]["completions"] -= 16
     cheap["budget"]["forward_flops"] += 1
     cheap["counts"]["timeout"] = 3
-    found = study.faults(run, dict(records) | {"grpo": [cheap, *records["grpo"][1:], records["grpo"][1]]})
+    found = view.faults(run, dict(records) | {"grpo": [cheap, *records["grpo"][1:], records["grpo"][1]]})
     assert found[0] == "1 runs occur twice" and "declared 64000" in found[1] and "FLOPs of grpo" in found[2]
     assert found[3:] == ["3 rewards or populations counted as timeout"]
 
@@ -126,7 +105,7 @@ def test_a_loss_that_is_not_trls_is_found(tmp_path):
         ratio = (logp - old_logp).exp()
         return -((ratio * (rewards - rewards.mean(1, keepdim=True))[..., None] * mask).sum(-1) / mask.sum(-1)).mean()
 
-    found = study.losses_agree("grpo", nearly, tmp_path)
+    found = view.losses_agree("grpo", nearly, tmp_path)
     assert found == {"loss of": "GRPO", "same value": "no", "same gradient": "no"}
     assert torch.is_grad_enabled()
 
@@ -139,7 +118,7 @@ def colours_of(axes):
 
 
 def test_the_curves_name_their_lines_and_draw_every_point(records):
-    fig, points = study.draw_curves(records)
+    fig, points = figures.draw_curves(records)
     large = fig.axes[:2]
     for ax, decoding in zip(large, ("greedy", "t1"), strict=True):
         drawn = points[points["decoding"] == decoding]
@@ -151,11 +130,11 @@ def test_the_curves_name_their_lines_and_draw_every_point(records):
         assert ax.get_xlabel() == "forward FLOPs spent on training"
     assert large[0].get_ylabel() == "validation accuracy, %"
     without = dict(records) | {"grpo_long": []}
-    assert len(study.draw_curves(without)[0].axes[0].lines) == len(large[0].lines) - len(records["grpo_long"])
+    assert len(figures.draw_curves(without)[0].axes[0].lines) == len(large[0].lines) - len(records["grpo_long"])
 
 
 def test_the_maps_of_the_sweeps_have_one_orientation_and_frame_the_tuned_setting(run, records):
-    fig, tried = study.draw_sweep(run, records)
+    fig, tried = figures.draw_sweep(run, records)
     es, grpo, right = fig.axes
     assert (es.get_xlabel(), grpo.get_xlabel()) == ("step alpha", "learning rate")
     assert (es.get_ylabel(), grpo.get_ylabel()) == ("noise sigma", "KL weight beta")
@@ -177,7 +156,7 @@ def test_every_arm_that_was_measured_again_is_drawn_and_named():
         for base in ("A0", "A1")
         for t in (0.0, 0.6, 1.0)
     ]
-    fig = study.draw_temperatures(pd.DataFrame(rows), "A0")
+    fig = figures.draw_temperatures(pd.DataFrame(rows), "A0")
     (ax,) = fig.axes
     assert len(ax.lines) == len(ends) and len(ax.collections) == 2  # bands of ES and GRPO
     widths = {colors.to_hex(line.get_color()).upper(): line.get_linewidth() for line in ax.lines}
@@ -187,22 +166,22 @@ def test_every_arm_that_was_measured_again_is_drawn_and_named():
     boxes = [Text.get_window_extent(text) for text in ax.texts]  # an annotation's own has its arrow, too
     boxes = sorted((box.y0, box.y1) for box in boxes)
     assert all(below[1] <= above[0] + 1 for below, above in zip(boxes, boxes[1:], strict=False))
-    assert study.measured(pd.DataFrame(rows), "A0") == dict.fromkeys(ends, 4)
-    table = study.temperature_table(pd.DataFrame(rows), "A0")
+    assert view.measured(pd.DataFrame(rows), "A0") == dict.fromkeys(ends, 4)
+    table = view.temperature_table(pd.DataFrame(rows), "A0")
     assert list(table) == ["arm", "greedy", "temperature 0.6", "temperature 1"] and len(table) == len(ends)
 
 
 def test_labels_are_moved_apart_and_no_farther():
-    assert study._apart([5.0, 1.0], 2.0).tolist() == [5.0, 1.0]
-    assert study._apart([3.0, 3.0], 2.0).tolist() == pytest.approx([2.0, 4.0])
-    places = study._apart([10.0, 10.5, 0.0, 10.2], 1.0)
+    assert figures._apart([5.0, 1.0], 2.0).tolist() == [5.0, 1.0]
+    assert figures._apart([3.0, 3.0], 2.0).tolist() == pytest.approx([2.0, 4.0])
+    places = figures._apart([10.0, 10.5, 0.0, 10.2], 1.0)
     assert places[2] == 0.0 and np.diff(sorted(places)[1:]) == pytest.approx([1.0, 1.0])
     assert np.argsort(places).tolist() == [2, 0, 3, 1]
 
 
 def test_the_estimators_have_looks_of_their_own(records):
-    frame = study.kl_frame(records["kl"])
-    fig, plotted = study.draw_estimators(frame)
+    frame = view.kl_frame(records["kl"])
+    fig, plotted = figures.draw_estimators(frame)
     of_arms = {look.color.upper() for look in style.ARMS.values()}
     for ax in fig.axes:
         assert not colours_of(ax) & of_arms - {"#000000"}

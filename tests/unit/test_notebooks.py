@@ -18,6 +18,8 @@ from evoalign_lib.study import parameters, sweep
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.notebooks import conciseness, es_countdown, grpo_countdown, loading, stability
 from evoalign_lib.study.notebooks.loading import Group, Loader
+from evoalign_lib.study.views import stability as stability_view
+from evoalign_lib.study.views import stability_figures
 from tests.helpers import random_model, tokenizer
 
 FILES = sorted((paths.ROOT / "evoalign_lib/study/notebooks").glob("*.py"))
@@ -264,6 +266,10 @@ def test_the_answers_of_notebook_01_have_the_numbers_of_its_tables():
     assert f"takes {ledger['LedgerKilobytes']} kB" in seeds and "by at most 0;" in seeds
     audit = quoted(es_countdown.audit_numbers(run, of["audit"]))
     assert all(audit[f"AuditPath{case}"] in arithmetic for case in ("Inplace", "InplacePublished", "MasterPublished"))
+    assert "(mean of 3 bases, n = 8 seeds of each)" in learns
+    one = SimpleNamespace(**vars(run) | {"bases": ["A0"]})  # as in the quickstart
+    assert "(base A0, n = 8 seeds)" in es_countdown.answers(one, of)["Does ES learn Countdown?"]
+    assert es_countdown.models_in_words(one) == "Tiny base A0, trained from scratch"
     without = es_countdown.answers(run, of | {"es_shuffled": []})
     assert set(answers) - set(without) == {"Does the gain need the reward?"}
     still = [r | {"path": {"cosine": [1.0, None]}} for r in of["audit"]]  # populations that were all tied
@@ -361,7 +367,9 @@ def test_the_answers_of_notebook_05_have_the_papers_numbers():
     stated = stability.stated(run, of)
     macros = quoted(stability.numbers(run, of, stated))
     assert macros == generated("05_stability")
-    seeds, curves, settings, population, bases, problems, horizon, replay = stability.answers(run, of, stated).values()
+    seeds, curves, settings, population, bases, problems, horizon, replay = stability_view.answers(
+        run, of, stated
+    ).values()
 
     def interval(stem):
         value, low, high = (macros[f"Stab{stem}{end}"] for end in ("Value", "Low", "High"))
@@ -377,7 +385,7 @@ def test_the_answers_of_notebook_05_have_the_papers_numbers():
         for side in ("Es", "Grpo", "Difference"):
             assert interval(f"{stem}{side}") in answer
     assert replay.startswith("16 of 16 ")
-    without = stability.answers(run, of, stated | {"Regret": {}, "PromptSlope": {}, "HorizonChange": {}})
+    without = stability_view.answers(run, of, stated | {"Regret": {}, "PromptSlope": {}, "HorizonChange": {}})
     assert len(without) == 5  # at scales that have no such runs
 
 
@@ -385,14 +393,14 @@ def test_the_tables_of_notebook_05_are_those_of_the_paper():
     load = loaded(stability)
     run, of = run_of(stability), {name: load.records[name] for name in load.names}
     tables = {
-        "spread": stability.spread_table(run, of),
-        "drawdown": stability.drawdown_table(of, stability.drawdown_gaps(of)),
-        "sensitivity": stability.sensitivity_table(of),
-        "population": stability.population_table(run, of),
-        "transfer": stability.transfer_table(run, of),
-        "prompts": stability.prompts_table(run, of),
-        "horizon": stability.horizon_table(run, of),
-        "budgets": stability.budgets(of),
+        "spread": stability_view.spread_table(run, of),
+        "drawdown": stability_view.drawdown_table(of, stability.drawdown_gaps(of)),
+        "sensitivity": stability_view.sensitivity_table(of),
+        "population": stability_view.population_table(run, of),
+        "transfer": stability_view.transfer_table(run, of),
+        "prompts": stability_view.prompts_table(run, of),
+        "horizon": stability_view.horizon_table(run, of),
+        "budgets": stability_view.budgets(of),
     }
     for name, table in tables.items():
         committed = (paths.GENERATED / f"stability_{name}.csv").read_text(encoding="utf-8")
@@ -402,13 +410,13 @@ def test_the_tables_of_notebook_05_are_those_of_the_paper():
 def test_the_figures_of_notebook_05_draw_their_data():
     run, of = run_of(stability), loaded(stability).records
     drawn = {
-        "seeds": stability.figure_seeds(run, of),
-        "drawdown_runs": stability.figure_drawdowns(of),
-        "maps": stability.figure_maps(run, of),
-        "population_curves": stability.figure_populations(run, of),
-        "transfer_runs": stability.figure_transfer(run, of),
-        "prompts_runs": stability.figure_prompts(run, of),
-        "horizon_runs": stability.figure_horizon(run, of),
+        "seeds": stability_figures.figure_seeds(run, of),
+        "drawdown_runs": stability_figures.figure_drawdowns(of),
+        "maps": stability_figures.figure_maps(run, of),
+        "population_curves": stability_figures.figure_populations(run, of),
+        "transfer_runs": stability_figures.figure_transfer(run, of),
+        "prompts_runs": stability_figures.figure_prompts(run, of),
+        "horizon_runs": stability_figures.figure_horizon(run, of),
     }
     for name, (_, data) in drawn.items():
         assert csv_text(data) == (paths.FIGURES / f"stability_{name}.csv").read_text(encoding="utf-8"), name
@@ -417,11 +425,22 @@ def test_the_figures_of_notebook_05_draw_their_data():
         """Heights of all runs that are drawn."""
         return sorted(float(y) for found in ax.collections for y in found.get_offsets()[:, 1])
 
+    figure, data = drawn["seeds"]
+    curves = [data[(data["panel"] == "curves") & (data["arm"] == arm)] for arm in stability.ARMS]
+    for line, band, part in zip(figure.axes[0].lines, figure.axes[0].collections, curves, strict=True):
+        points = part[part["completions"] > 0].groupby("completions")["accuracy"]
+        assert line.get_ydata() == pytest.approx(points.mean())  # every run is in its band
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert (heights.min(), heights.max()) == pytest.approx((points.min().min(), points.max().max()))
     figure, data = drawn["horizon_runs"]
-    for ax, decoding in zip(figure.axes, loading.DECODINGS, strict=True):
-        assert dots(ax) == pytest.approx(sorted(data[decoding]))
+    assert dots(figure.axes[0]) == pytest.approx(sorted(data["greedy"]))
+    figure, data = drawn["prompts_runs"]
+    for ax, column in zip(figure.axes, ("greedy", "reward"), strict=True):
+        assert dots(ax) == pytest.approx(sorted(data[column]))
+    figure, data = drawn["population_curves"]
+    assert dots(figure.axes[1]) == pytest.approx(sorted(data[data["panel"] == "test"]["greedy"]))
     figure, data = drawn["maps"]
-    es, grpo, runs, _ = figure.axes
+    es, grpo, runs = figure.axes
     # the step size is to the right in both, and grows; so does the other setting, upwards
     assert [ax.get_xlabel().split(" (")[0] for ax in (es, grpo)] == ["alpha", "learning rate"]
     for ax in (es, grpo):
@@ -437,9 +456,24 @@ def test_the_figures_of_notebook_05_draw_their_data():
     assert dots(runs) == pytest.approx(sorted(data["score"]))
 
 
+def test_the_kinds_of_runs_are_those_that_were_loaded():
+    load = loaded(stability)
+    of = {name: load.records[name] for name in load.names}
+    table = stability_view.runs_table(of).set_index("runs")
+    assert table["ES runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "es")
+    assert table["GRPO runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "grpo")
+    tuned = table.loc["tuned"]
+    spec, budget = of["es"][0]["spec"], of["es"][0]["budget"]
+    said = f"sigma {spec['sigma']:g}, alpha {spec['alpha']:g}, N {spec['population_size']}, steps {spec['steps']}"
+    assert tuned["ES"] == said and tuned["ES completions"] == f"{budget['completions']:,}"
+    assert tuned["seeds"] == "0 to 15" and tuned["bases"] == "A0"
+    assert table.loc["map", "seeds"] == "0, 1, 2, 100" and "alpha 0.0025 to 0.01" in table.loc["map", "ES"]
+    assert "N 8 to 128" in table.loc["N=8, 128", "ES"] and table.loc["N=8, 128", "GRPO"] == ""
+
+
 def test_failed_runs_are_named():
     load = loaded(stability)
-    found = stability.failures(load.records).set_index("group")
+    found = stability_view.failures(load.records).set_index("group")
     assert {"es", "grpo"} <= set(found.index)  # the tuned ones in any case
     for group, row in found.iterrows():
         assert row["runs"] == len(load.records[group]) and row["failed"] == stability.failed(load.records[group])

@@ -74,6 +74,18 @@ def test_the_start_page_has_the_answers_that_a_notebook_prints(sources):
     assert printed > 5
 
 
+def test_the_start_page_links_the_paper_if_it_is_compiled(monkeypatch, tmp_path):
+    pages.modules()  # of the true repository, before another stands for it
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages._included("<!-- include paper -->") == "the paper (`make paper` compiles its PDF)"
+    (tmp_path / "runs/paper").mkdir(parents=True)
+    (tmp_path / pages.PAPER).write_bytes(b"%PDF")
+    pages._write_text(tmp_path / "source", "index.md", pages._included("Read <!-- include paper -->."), "")
+    assert text_of(tmp_path / "source", "index.md") == f"Read [the paper]({pages.PAPER}) (PDF)."
+    assert (tmp_path / "source" / pages.PAPER).read_bytes() == b"%PDF"  # beside the page
+    assert "<!-- include paper -->" in (SITE / "index.md").read_text(encoding="utf-8")
+
+
 def test_every_claim_has_its_line_and_its_entry_with_the_generated_verdict(sources):
     page = shown(text_of(sources, "claims.md"))
     tables, entries = page.split("## Every claim in full")

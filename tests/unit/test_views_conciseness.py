@@ -2,44 +2,15 @@
 
 import re
 
-import matplotlib as mpl
 import nbformat
 import numpy as np
 import pytest
 
-from evoalign_lib import claims, paths, style, tiny
+from evoalign_lib import claims, paths
 from evoalign_lib.analysis import collapse, hacking
-from evoalign_lib.study import parameters
 from evoalign_lib.study.notebooks import conciseness as study
-from evoalign_lib.study.notebooks.loading import Loader
 from evoalign_lib.study.views import conciseness as view
 from evoalign_lib.study.views import conciseness_figures as figures
-
-pytestmark = pytest.mark.skipif(
-    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
-)
-
-
-@pytest.fixture(scope="module")
-def run():
-    given = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
-    return parameters.check_parameters(given, study.presets())
-
-
-@pytest.fixture(scope="module")
-def of(run):
-    load = Loader(study.NOTEBOOK, run, study.groups)
-    return load(*load.names)
-
-
-@pytest.fixture(scope="module")
-def drawn():
-    """Figures without a screen, in the project's style, which is undone."""
-    mpl.use("agg")
-    with mpl.rc_context():
-        style.use()
-        yield
-    mpl.pyplot.close("all")
 
 
 def function(name):
@@ -64,9 +35,9 @@ def test_repetition_as_the_notebook_writes_it_is_the_librarys():
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "t1"])
-def test_the_first_point_at_a_level_as_the_notebook_writes_it_is_the_librarys(of, decoding):
+def test_the_first_point_at_a_level_as_the_notebook_writes_it_is_the_librarys(records, decoding):
     first_reached, found = function("first_reached"), set()
-    for record in [*of["es"], *of["grpo"]]:
+    for record in [*records["es"], *records["grpo"]]:
         for level in (-20, -10, -5, -1):
             library = collapse.right_at(record, decoding, at_proxy=level)
             here = first_reached(record, decoding, level)
@@ -78,9 +49,9 @@ def test_the_first_point_at_a_level_as_the_notebook_writes_it_is_the_librarys(of
 # ---- answers and tables
 
 
-def test_answers_hold_the_intervals_of_the_claims(run, of):
+def test_answers_hold_the_intervals_of_the_claims(run, records):
     """The sentences are made from the notebook's records alone; the verdicts find the same numbers."""
-    said = " ".join(view.answers(run, of, of["published"]).values())
+    said = " ".join(view.answers(run, records, records["published"]).values())
     declared = [claim for claim in claims.load_claims() if claim["id"] in ("C3", "C4", "C34")]
     found = {v.id: v.intervals for v in claims.evaluate_together(declared, claims.committed_records("tiny"))}
     for label, interval in found["C3"].items():
@@ -90,12 +61,12 @@ def test_answers_hold_the_intervals_of_the_claims(run, of):
     assert share.format(digits=0) in said
     gap = found["C34"]["hacked GRPO map - clean GRPO map, gap at 0.01"]
     assert f"by {gap.value:.2f} [" in said
-    assert len(view.answers(run, of, [])) == len(view.answers(run, of, of["published"])) - 1
+    assert len(view.answers(run, records, [])) == len(view.answers(run, records, records["published"])) - 1
 
 
-def test_the_answer_says_whether_the_order_depends_on_decoding(of):
-    assert view._hacking_in_words(of).startswith("It depends on decoding. Greedily,")
-    greedily = {arm: [r | {"curve": same_decoding(r["curve"])} for r in of[arm]] for arm in study.ARMS}
+def test_the_answer_says_whether_the_order_depends_on_decoding(records):
+    assert view._hacking_in_words(records).startswith("It depends on decoding. Greedily,")
+    greedily = {arm: [r | {"curve": same_decoding(r["curve"])} for r in records[arm]] for arm in study.ARMS}
     assert view._hacking_in_words(greedily).startswith("Greedily,")
 
 
@@ -104,23 +75,24 @@ def same_decoding(curve):
     return curve | {f"{name}_t1": curve[f"{name}_greedy"] for name in ("proxy", "right")}
 
 
-def test_ends_count_hacked_runs(of):
-    rows = view.end_rows(of, "es", "grpo").set_index("arm")
-    assert rows.loc["ES", "hacked"] == study.hacked(of["es"]) and rows.loc["ES", "seeds"] == len(of["es"])
-    assert rows.loc["GRPO", "hacked, t1"] == study.hacked(of["grpo"], "t1")
-    assert rows.loc["GRPO", "right, %"] == f"{100 * np.mean([study.end(r, 'right_greedy') for r in of['grpo']]):.0f}"
+def test_ends_count_hacked_runs(records):
+    rows = view.end_rows(records, "es", "grpo").set_index("arm")
+    assert rows.loc["ES", "hacked"] == study.hacked(records["es"]) and rows.loc["ES", "seeds"] == len(records["es"])
+    assert rows.loc["GRPO", "hacked, t1"] == study.hacked(records["grpo"], "t1")
+    right = np.mean([study.end(r, "right_greedy") for r in records["grpo"]])
+    assert rows.loc["GRPO", "right, %"] == f"{100 * right:.0f}"
 
 
-def test_the_bound_of_the_rule_gives_the_hacked_runs_of_the_rule(of):
-    rows = view.bound_rows(of, study.untrained(of)["B0"]).set_index("right answers fall by more than")
+def test_the_bound_of_the_rule_gives_the_hacked_runs_of_the_rule(records):
+    rows = view.bound_rows(records, study.untrained(records)["B0"]).set_index("right answers fall by more than")
     for arm in study.ARMS:
         counts = rows[f"{view.arm_label(arm)}, greedy"]
-        assert counts[f"{100 * hacking.DROP:.0f} points"] == study.hacked(of[arm])
+        assert counts[f"{100 * hacking.DROP:.0f} points"] == study.hacked(records[arm])
         assert list(counts) == sorted(counts, reverse=True)
 
 
-def test_runs_that_do_not_get_to_a_level_are_a_dash(of):
-    rows = view.matched_rows(of).set_index(["decoding", "level"])
+def test_runs_that_do_not_get_to_a_level_are_a_dash(records):
+    rows = view.matched_rows(records).set_index(["decoding", "level"])
     never = rows.loc[("temperature 1", "reward -5")]
     assert never["ES, %"] == f"{view.UNDECIDED} (0 runs)" and never["ES is at"] == view.UNDECIDED
     assert never["ES - GRPO"] == never["interpolated"] == view.UNDECIDED
@@ -129,7 +101,7 @@ def test_runs_that_do_not_get_to_a_level_are_a_dash(of):
     assert (
         rows.loc[("greedy", "KL 1"), "best point"] == view.UNDECIDED != rows.loc[("greedy", "reward -5"), "best point"]
     )
-    few = view.reached_rows(of, ["es_few"], [("at_kl", 2)])
+    few = view.reached_rows(records, ["es_few"], [("at_kl", 2)])
     assert view.UNDECIDED in set(few["KL 2"])
 
 
@@ -139,17 +111,17 @@ def test_where_two_questions_are_solved():
     assert view.solved({"curve": curve | {"reward": [None, -9.0, -4.0, -3.0]}}) is None
 
 
-def test_a_run_is_counted_once_among_the_gaps(of):
-    gaps = view.gap_rows(of)
+def test_a_run_is_counted_once_among_the_gaps(records):
+    gaps = view.gap_rows(records)
     assert not gaps.duplicated(["arm", "setting", "seed"]).any()
     summary = view.gap_summary(gaps, "0.01")
     hacked, runs = zip(*(map(int, cell.split(" of ")) for cell in summary["hacked"]), strict=True)
     assert sum(runs) == len(gaps) and sum(hacked) == (gaps["end"] == "hacked").sum()
 
 
-def test_published_counts_are_of_all_runs(of):
-    es, grpo = view.published_counts(of["published"])
-    assert es["runs"] + grpo["runs"] == len(of["published"])
+def test_published_counts_are_of_all_runs(records):
+    es, grpo = view.published_counts(records["published"])
+    assert es["runs"] + grpo["runs"] == len(records["published"])
     assert grpo["hacked"] == grpo["by 20 points"] >= grpo["by 30 points"]
     assert view.published_label("GRPO_temp_0.7_beta0.0464") == ("GRPO", "beta 0.0464")
 
@@ -157,29 +129,29 @@ def test_published_counts_are_of_all_runs(of):
 # ---- figures
 
 
-def test_the_answers_figure_says_where_an_arm_does_not_get(run, of, drawn):
-    fig, plotted = figures.answer(run, of)
+def test_the_answers_figure_says_where_an_arm_does_not_get(run, records, drawn):
+    fig, plotted = figures.answer(run, records)
     said = [text.get_text() for text in fig.axes[1].texts]
     assert said == ["ES does not get there"]  # at temperature 1, at a reward of -5
     ends = plotted[plotted["panel"] == "end"]
-    assert len(ends) == 2 * (len(of["es"]) + len(of["grpo"]))
+    assert len(ends) == 2 * (len(records["es"]) + len(records["grpo"]))
 
 
-def test_the_ways_and_ends_have_every_run_once(run, of, drawn):
-    fig, plotted = figures.ways_and_ends(run, of)
+def test_the_ways_and_ends_have_every_run_once(run, records, drawn):
+    fig, plotted = figures.ways_and_ends(run, records)
     runs = plotted.groupby("arm")[["setting", "seed"]].apply(lambda part: len(part.drop_duplicates()))
     for arm in study.ARMS:
-        assert runs[arm] == len({r["spec_hash"] for r in [*of[arm], *of[f"{arm}_map"]]})
+        assert runs[arm] == len({r["spec_hash"] for r in [*records[arm], *records[f"{arm}_map"]]})
     labels = [text.get_text() for text in fig.legends[0].get_texts()]
     assert {"ES, hacked", "GRPO, hacked"} <= set(labels)
     assert plotted["away"].min() == pytest.approx(0.02)
-    _, along = figures.fronts(of)
-    assert len(along.drop_duplicates(["arm", "seed"])) == len(of["es"]) + len(of["grpo"])
+    _, along = figures.fronts(records)
+    assert len(along.drop_duplicates(["arm", "seed"])) == len(records["es"]) + len(records["grpo"])
 
 
-def test_the_lines_of_the_map_lie_where_the_base_breaks(run, of, drawn):
-    fig, _ = figures.es_map(run, of)
-    critical = collapse.breaking_sigma(study.untrained(of)["B0"])
+def test_the_lines_of_the_map_lie_where_the_base_breaks(run, records, drawn):
+    fig, _ = figures.es_map(run, records)
+    critical = collapse.breaking_sigma(study.untrained(records)["B0"])
     walk, noise = fig.axes[0].lines
     sigmas, alphas = np.log(run.sigma), np.log(run.alpha)
     expected = (np.log(critical) - sigmas[0]) / (sigmas[-1] - sigmas[0]) * (len(sigmas) - 1)
@@ -189,7 +161,7 @@ def test_the_lines_of_the_map_lie_where_the_base_breaks(run, of, drawn):
     assert walk.get_xdata()[0] == pytest.approx(expected, abs=0.1)
 
 
-def test_the_settings_far_from_the_others_are_named(of, drawn):
-    fig, _ = figures.gaps(of)
+def test_the_settings_far_from_the_others_are_named(records, drawn):
+    fig, _ = figures.gaps(records)
     named = {text.get_text() for ax in fig.axes for text in ax.texts}
     assert "sigma 0.03\nalpha 0.0015" in named and len(named) <= 2

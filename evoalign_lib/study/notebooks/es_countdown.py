@@ -156,7 +156,11 @@ def mean_gain(run: SimpleNamespace, of: Records, decoding: str) -> stats.Interva
 
 def models_in_words(run: SimpleNamespace) -> str:
     """Return what the models are, for captions."""
-    return "Tiny models, trained from scratch" if set(run.bases) <= set(tiny.BASES) else ", ".join(run.bases)
+    if not set(run.bases) <= set(tiny.BASES):
+        return ", ".join(run.bases)
+    return (
+        "Tiny models, trained from scratch" if len(run.bases) > 1 else f"Tiny base {run.bases[0]}, trained from scratch"
+    )
 
 
 # ---- the answers
@@ -169,11 +173,14 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         100 * np.mean([accuracies(of, "es", base, "greedy")[side].mean() for base in run.bases]) for side in (1, 0)
     )
     gain, sampled = (mean_gain(run, of, decoding) for decoding in DECODINGS)
+    several = len(run.bases) > 1
+    whose = (
+        f"mean of {len(run.bases)} bases, n = {gain.n} seeds of each" if several else f"base {here}, n = {gain.n} seeds"
+    )
     found = {
         "Does ES learn Countdown?": (
-            f"Greedy accuracy on {problems} goes from {before:.1f} % to {after:.1f} %, by {gain.format()} points (mean "
-            f"of {len(run.bases)} bases, n = {gain.n} seeds of each); accuracy at temperature 1 changes by "
-            f"{sampled.format()} points."
+            f"Greedy accuracy on {problems} goes from {before:.1f} % to {after:.1f} %, by {gain.format()} points "
+            f"({whose}); accuracy at temperature 1 changes by {sampled.format()} points."
         )
     }
     if any(r["spec"]["base"] == here for r in of["es_shuffled"]):

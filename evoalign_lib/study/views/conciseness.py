@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import style
+from evoalign_lib import style, tiny
 from evoalign_lib.analysis import collapse, stats
 from evoalign_lib.records import Record
 from evoalign_lib.study.kinds.published import NEAREST_BASE
@@ -41,6 +41,18 @@ def arm_label(group: str) -> str:
 def decoding_label(decoding: str) -> str:
     """Return the name of a decoding in tables and legends."""
     return style.DECODINGS[decoding].label
+
+
+def models(bases: Sequence[str]) -> str:
+    """Return base models in words, for captions.
+
+    >>> models(["B0", "B1"])
+    'bases B0 and B1, tiny models trained from scratch'
+    >>> models(["Qwen/Qwen2.5-7B-Instruct"])
+    'base Qwen/Qwen2.5-7B-Instruct'
+    """
+    kind = "" if bases[0] not in tiny.SHIPPED else ", tiny models" if len(bases) > 1 else ", a tiny model"
+    return f"base{'s' * (len(bases) > 1)} {' and '.join(bases)}{kind and kind + ' trained from scratch'}"
 
 
 def level_label(axis: str, level: float) -> str:

@@ -195,48 +195,44 @@ def _plotted(of: Records, x: str, y: str, ends: bool) -> DataFrame:
 
 # ---- the map of ES
 
-_PANELS = {"right": ("right answers, % (✕ collapsed)", True), "away": ("distance from the target, characters", False)}
-
 
 def es_map(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw right answers and the distance from the target over sigma and alpha, with the two lines of the base.
+    """Draw a map of right answers over sigma and alpha for each base, with the two lines of the base; darker is worse.
 
-    Darker is worse in both. Returns the figure and what it plots, a row per setting.
+    In brackets stands the distance from the target length. Returns the figure and what it plots, a row per
+    setting.
     """
     from matplotlib import pyplot as plt
 
     table, bases = view.map_rows(of), study.untrained(of)
-    size = {"figsize": (style.PAGE, 3.5), "squeeze": False}
-    fig, axes = plt.subplots(len(_PANELS), len(bases), sharex="col", sharey=True, **size)
-    fig.get_layout_engine().set(hspace=0.08, wspace=0.06)
-    for row, (what, (title, high_is_good)) in zip(axes, _PANELS.items(), strict=True):
-        for ax, (base, record) in zip(row, bases.items(), strict=True):
-            _heat(ax, table, what, base, high_is_good)
-            _lines(ax, table[table["base"] == base], run, collapse.breaking_sigma(record))
-            ax.set_title(f"{base}: {title}", pad=16 if ax.get_subplotspec().is_first_row() else None)
-        row[0].set_ylabel("sigma")
-    for ax in axes[-1]:
+    fig, axes = plt.subplots(1, len(bases), figsize=(style.PAGE, 2.2), sharey=True, squeeze=False)
+    fig.get_layout_engine().set(wspace=0.06)
+    for ax, (base, record) in zip(axes[0], bases.items(), strict=True):
+        _heat(ax, table, base)
+        _lines(ax, table[table["base"] == base], run, collapse.breaking_sigma(record))
+        ax.set_title(f"{base}: right answers, % (distance)", pad=16)
         ax.set_xlabel("alpha")
+    axes[0, 0].set_ylabel("sigma")
     return fig, table
 
 
-def _heat(ax: Axes, table: DataFrame, what: str, base: str, high_is_good: bool) -> None:
-    """The number of each cell on a pale ground that is darker where it is worse, and whether its runs collapsed."""
+def _heat(ax: Axes, table: DataFrame, base: str) -> None:
+    """The numbers of each cell on a pale ground that is darker where it is worse, and whether its runs collapsed."""
     import seaborn
     from matplotlib.colors import ListedColormap
 
     own = table[table["base"] == base]
-    values, fallen = (own.pivot(index="sigma", columns="alpha", values=name) for name in (what, "collapsed"))
-    scale = seaborn.light_palette("#98A1B0", n_colors=5, reverse=high_is_good)
-    limits = {"vmin": table[what].min(), "vmax": table[what].max()}
-    ax.imshow(values, cmap=ListedColormap(scale), aspect="auto", origin="lower", **limits)
-    for (i, j), value in np.ndenumerate(values.to_numpy()):
-        text = f"{value:.0f}" if what == "right" else f"{value:.1f}"
-        if fallen.to_numpy()[i, j] >= 0.5:
-            text += " ✕"
+    right, away, fallen = (
+        own.pivot(index="sigma", columns="alpha", values=name) for name in ("right", "away", "collapsed")
+    )
+    scale = ListedColormap(seaborn.light_palette("#98A1B0", n_colors=5, reverse=True))
+    ax.imshow(right, cmap=scale, aspect="auto", origin="lower", vmin=table["right"].min(), vmax=table["right"].max())
+    for (i, j), value in np.ndenumerate(right.to_numpy()):
+        cross = " ✕" if fallen.to_numpy()[i, j] >= 0.5 else ""
+        text = f"{value:.0f}{cross} ({away.to_numpy()[i, j]:.1f})"
         ax.text(j, i, text, ha="center", va="center", color="black", fontsize=7)
-    ax.set_xticks(range(values.shape[1]), [f"{alpha:g}" for alpha in values.columns])
-    ax.set_yticks(range(values.shape[0]), [f"{sigma:g}" for sigma in values.index])
+    ax.set_xticks(range(right.shape[1]), [f"{alpha:g}" for alpha in right.columns])
+    ax.set_yticks(range(right.shape[0]), [f"{sigma:g}" for sigma in right.index])
     ax.grid(False)
 
 
@@ -250,11 +246,9 @@ def _lines(ax: Axes, table: DataFrame, run: SimpleNamespace, critical: float) ->
     ax.axvline(x, ls=(0, (4, 2)), **how)
     ax.axhline(y, ls=(0, (1, 1.5)), **how)
     ax.set(xlim=limits[0], ylim=limits[1])
-    grid = ax.get_subplotspec()
     words = {"fontsize": 6.5, "annotation_clip": False, "textcoords": "offset points"}
-    if grid.is_first_row():
-        ax.annotate("walk breaks the base →", (x, limits[1][1]), (0, 3), ha="left", **words)
-    if grid.is_first_row() and grid.is_last_col():
+    ax.annotate("walk breaks the base →", (x, limits[1][1]), (0, 3), ha="left", **words)
+    if ax.get_subplotspec().is_last_col():
         ax.annotate("↑ noise\nbreaks\nthe base", (limits[0][1], y), (3, -2), va="bottom", **words)
 
 
