@@ -25,7 +25,7 @@ def _exchangeable(rng: np.random.Generator, runs: int, dimensions: int) -> np.nd
     return squareform(pdist(rng.standard_normal((runs, dimensions))))
 
 
-def _pairs_that_agree(first: list[int], second: list[int]) -> float:
+def _rand_by_pairs(first: list[int], second: list[int]) -> float:
     """Return the adjusted Rand index from its definition, pair by pair."""
     pairs = list(combinations(range(len(first)), 2))
     same = [[labels[i] == labels[j] for i, j in pairs] for labels in (first, second)]
@@ -39,7 +39,7 @@ def _pairs_that_agree(first: list[int], second: list[int]) -> float:
 def test_the_adjusted_rand_index_is_that_of_its_definition(data, first) -> None:
     second = data.draw(st.lists(st.integers(0, 3), min_size=len(first), max_size=len(first)))
     found = regimes.adjusted_rand(first, second)
-    assert found == pytest.approx(_pairs_that_agree(first, second))
+    assert found == pytest.approx(_rand_by_pairs(first, second))
     assert found == pytest.approx(regimes.adjusted_rand([f"run {x}" for x in second], [-x for x in first]))
     assert regimes.adjusted_rand(first, first) == 1
 
@@ -88,22 +88,49 @@ def test_planted_regimes_are_found(sizes: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
     for _ in range(3):
         matrix = _planted(rng, sizes)
-        draws = matrix + rng.normal(0, 0.02, (50, *matrix.shape))
-        found = regimes.regimes(matrix, draws, n_resamples=150)
+        draws = matrix + rng.normal(0, 0.02, (20, *matrix.shape))
+        found = regimes.regimes(matrix, draws, n_resamples=60)
         assert found.labels.tolist() == [0] * sizes[0] + [1] * sizes[1]
         assert found.silhouette == pytest.approx(regimes.silhouette(matrix, found.labels)) and found.silhouette > 0.7
         assert found.p_one < 0.05 and found.by_problems > 0.9 and found.by_runs > 0.8
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 20])
-def test_exchangeable_runs_are_not_called_two_regimes(dimensions: int) -> None:
+def _one_cluster(kind: str, rng: np.random.Generator) -> np.ndarray:
+    """Return a matrix of 9 exchangeable runs."""
+    if kind == "normal on a line":
+        return squareform(pdist(rng.standard_normal((9, 1))))
+    if kind == "uniform on a line":
+        return squareform(pdist(rng.random((9, 1))))
+    if kind == "normal in 20 dimensions":
+        return squareform(pdist(rng.standard_normal((9, 20))))
+    if kind == "noise":  # corrected barriers where there is none
+        return rng.normal(0, 0.02, (9, 9))
+    level = rng.exponential(0.05, 9)  # runs at different distances from all others
+    return np.maximum(level[:, None], level) + rng.normal(0, 0.005, (9, 9))
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal on a line", "uniform on a line", "normal in 20 dimensions", "noise", "levels of runs"]
+)
+def test_exchangeable_runs_are_not_called_two_regimes(kind: str) -> None:
     rng = np.random.default_rng(1)
-    found = [regimes.regimes(_exchangeable(rng, 9, dimensions), n_resamples=60) for _ in range(30)]
-    # at most the level of the test, which 5 of 30 would exceed in 1 of 60 cases
-    assert sum(r.p_one <= 0.05 for r in found) <= 4
-    assert all(np.isnan(r.by_problems) and r.one.shape == (60,) for r in found)
-    if dimensions == 1:  # clusters of one cloud can be as stable as one likes
+    found = [regimes.regimes(_one_cluster(kind, rng), n_resamples=30) for _ in range(14)]
+    # 3 of 14 would exceed the level of the test in 1 of 30 cases
+    assert sum(r.p_one <= 0.05 for r in found) <= 2
+    assert all(np.isnan(r.by_problems) and [len(null) for null in r.nulls.values()] == [30] * 3 for r in found)
+    if "line" in kind:  # clusters of one cloud can be stable
         assert np.mean([r.by_runs for r in found]) > 0.5
+
+
+def test_each_kind_of_one_cluster_is_needed() -> None:
+    """A null alone takes matrices of another kind for two regimes."""
+    rng = np.random.default_rng(2)
+    for kind, blind in (("normal on a line", "pairs"), ("noise", "cloud"), ("levels of runs", "pairs")):
+        called = []
+        for _ in range(8):
+            found = regimes.regimes(_one_cluster(kind, rng), n_resamples=20)
+            called.append(np.mean(found.nulls[blind] >= found.silhouette) <= 0.05)
+        assert np.mean(called) >= 0.3
 
 
 def test_regimes_of_measured_barriers() -> None:
