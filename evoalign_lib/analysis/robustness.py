@@ -1,20 +1,70 @@
 """Robustness to noise on the weights: how fast a reward falls, the noise that halves it, and the Jensen gap.
 
-Rewards are measured under perturbations (`weights.perturb`) and compared with the same model's own. Give every model
+Rewards are measured under perturbations (`perturb`) and compared with the same model's own. Give every model
 the same keys: perturbations are then shared as problems are, and a slope for each run and perturbation goes into
 `stats.crossed_bootstrap` with the other arm's as its baseline, which resamples both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import nan, sqrt
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
+from evoalign_lib import noise
 from evoalign_lib.analysis.stats import Interval, crossed_bootstrap
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import choose, whole_number
+
+
+def perturb(
+    weights: Mapping[str, Tensor],
+    sigma: float,
+    key: int,
+    *,
+    mode: Literal["isotropic", "per-tensor relative"] = "isotropic",
+    only: Callable[[str], bool] | None = None,
+) -> dict[str, Tensor]:
+    """Return weights with Gaussian noise added, a pure function of key and name; the given weights do not move.
+
+    The noise is that of `noise.normals`: a key gives the same noise at every sigma, to every model and on every
+    machine, so differences between models are paired. It is made for one tensor at a time.
+
+    weights: tensors of any shape, tied weights under one name: a second name would get noise of its own. sigma: the
+    noise's standard deviation, not negative; in weight units for "isotropic", which gives the bits of `noise.perturb`;
+    for "per-tensor relative" in units of the root mean square of each tensor, so that a tensor of zeros stays as it is.
+    key: 64 bits, such as `noise.member_key(noise.run_key("robustness", seed), 0, trial)`; the arm's name keeps it apart
+    from the noise that a run of ES was trained with. only: whether the tensor of a name is perturbed, by default all
+    are.
+    Returns new tensors under the same names, copies where nothing was added.
+    Raises ValueError for a sigma or key out of range, an unknown mode, and an `only` that no name passes; TypeError for
+    tensors that are not float32 on a CPU.
+    """
+    if not (0 <= sigma <= float(np.finfo(np.float32).max)):
+        raise ValueError(f"sigma={sigma} must be from 0 to the largest float32")
+    choose("mode", mode, ("isotropic", "per-tensor relative"))
+    ids = noise.parameter_ids(weights)
+    chosen = {name for name in ids if only is None or only(name)}
+    if not chosen:
+        raise ValueError(f"no tensor is perturbed: `only` refuses all of {len(ids)} names, such as {sorted(ids)[:3]}")
+    found = {}
+    for name in weights:
+        tensor = weights[name].detach()
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise TypeError(
+                f"{name!r} is {tensor.dtype} on {tensor.device}: give the weights as .float().cpu(), or use"
+                " noise.device_weights"
+            )
+        found[name] = tensor.clone()
+        if name in chosen and sigma > 0:
+            scale = sigma if mode == "isotropic" else sigma * float(tensor.double().square().mean().sqrt())
+            eps = torch.from_numpy(noise.normals(key, ids[name], tensor.shape))
+            found[name] += eps.mul_(float(np.float32(scale)))
+    return found
 
 
 def degradation_slope(
@@ -34,16 +84,16 @@ def degradation_slope(
     >>> round(degradation_slope([0.1, 0.2], 1.0, [0.8, 0.6]).item(), 6)
     2.0
     """
-    noise, before, after = _sigmas(sigmas), np.asarray(baseline, np.float64), np.asarray(perturbed, np.float64)
+    levels, before, after = _sigmas(sigmas), np.asarray(baseline, np.float64), np.asarray(perturbed, np.float64)
     if not power > 0:
         raise ValueError(f"power is {power}: it must be positive")
     more = after.ndim - before.ndim
-    if more not in (1, 2) or after.shape[-1:] != noise.shape or after.shape[: before.ndim] != before.shape:
+    if more not in (1, 2) or after.shape[-1:] != levels.shape or after.shape[: before.ndim] != before.shape:
         raise ValueError(
-            f"perturbed has the shape {after.shape}, baseline {before.shape}, sigmas {noise.shape}: give baseline (...)"
+            f"perturbed has the shape {after.shape}, baseline {before.shape}, sigmas {levels.shape}: give baseline (...)"
             " and perturbed (..., sigmas) or (..., trials, sigmas)"
         )
-    fall, axis = before.reshape(*before.shape, *[1] * more) - after, noise**power
+    fall, axis = before.reshape(*before.shape, *[1] * more) - after, levels**power
     return (fall * axis).sum(-1) / (axis**2).sum()
 
 
@@ -61,10 +111,10 @@ def halving_sigma(
     >>> round(halving_sigma([0.01, 0.1], 0.8, [0.6, 0.2]).item(), 4)
     0.0316
     """
-    noise, before, after = _sigmas(sigmas), np.asarray(baseline, np.float64), np.asarray(rewards, np.float64)
-    if after.shape != (*before.shape, *noise.shape) or (np.diff(noise) <= 0).any():
+    levels, before, after = _sigmas(sigmas), np.asarray(baseline, np.float64), np.asarray(rewards, np.float64)
+    if after.shape != (*before.shape, *levels.shape) or (np.diff(levels) <= 0).any():
         raise ValueError(
-            f"rewards have the shape {after.shape}, baseline {before.shape}, for sigmas {noise}: give baseline (...),"
+            f"rewards have the shape {after.shape}, baseline {before.shape}, for sigmas {levels}: give baseline (...),"
             " rewards (..., sigmas) and rising sigmas"
         )
     half = (floor + (before - floor) / 2)[..., None]
@@ -73,7 +123,7 @@ def halving_sigma(
     y0, y1 = (np.take_along_axis(after, i, -1) for i in (left, at))
     with np.errstate(invalid="ignore", divide="ignore"):
         share = ((y0 - half) / (y0 - y1))[..., 0]
-        logs = np.log(noise)
+        logs = np.log(levels)
         found = np.exp(logs[left[..., 0]] + share * (logs[at[..., 0]] - logs[left[..., 0]]))
     return np.where((at[..., 0] > 0) & (before > floor) & ~np.isnan(after).any(-1), found, nan)
 

@@ -1,7 +1,7 @@
-"""Weights between models and around them: points on the line through two, in the plane through three, and perturbed.
+"""Weights between models: points on the line through two, and in the plane through three.
 
-Weights are state dicts, canonical name -> float32 tensor, read one tensor at a time: a mapping that reads a file when
-it is asked will do. Nothing here changes a tensor it is given, so there is nothing to restore, and nothing loads or
+Weights are mappings from canonical name to float32 tensor, read one tensor at a time: state dicts, or
+`weights.weights`, which reads files as it is asked. Nothing here changes a tensor it is given, and nothing loads or
 runs a model: the caller measures what it is handed.
 """
 
@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from evoalign_lib import noise
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import whole_number
 
 Weights = Mapping[str, Tensor]
-
-# ---- lines and planes
 
 
 def interpolate(a: Weights, b: Weights, alpha: float, *, extrapolate: bool = False) -> dict[str, Tensor]:
@@ -192,48 +189,3 @@ def _tensors(first: Weights, *others: Weights) -> Iterator[tuple[str, list[Tenso
             if tensor.shape != found[0].shape:
                 raise ValueError(f"{name!r} has the shapes {tuple(found[0].shape)} and {tuple(tensor.shape)}")
         yield name, found
-
-
-# ---- perturbations
-
-
-def perturb(
-    weights: Weights,
-    sigma: float,
-    key: int,
-    *,
-    mode: Literal["isotropic", "per-tensor relative"] = "isotropic",
-    only: Callable[[str], bool] | None = None,
-) -> dict[str, Tensor]:
-    """Return weights with Gaussian noise added, a pure function of key and name; the given weights do not move.
-
-    The noise is that of `noise.normals`: a key gives the same noise at every sigma, to every model and on every
-    machine, so differences between models are paired. It is made for one tensor at a time.
-
-    weights: tensors of any shape, tied weights under one name: a second name would get noise of its own. sigma: the
-    noise's standard deviation, not negative; in weight units for "isotropic", which gives the bits of `noise.perturb`;
-    for "per-tensor relative" in units of the root mean square of each tensor, so that a tensor of zeros stays as it is.
-    key: 64 bits, such as `noise.member_key(noise.run_key("robustness", seed), 0, trial)`; the arm's name keeps it apart
-    from the noise that a run of ES was trained with. only: whether the tensor of a name is perturbed, by default all
-    are.
-    Returns new tensors under the same names, copies where nothing was added.
-    Raises ValueError for a sigma or key out of range, an unknown mode, and an `only` that no name passes; TypeError for
-    tensors that are not float32 on a CPU.
-    """
-    if not (0 <= sigma <= float(np.finfo(np.float32).max)):
-        raise ValueError(f"sigma={sigma} must be from 0 to the largest float32")
-    choose("mode", mode, ("isotropic", "per-tensor relative"))
-    ids = noise.parameter_ids(weights)
-    chosen = {name for name in ids if only is None or only(name)}
-    if not chosen:
-        raise ValueError(f"no tensor is perturbed: `only` refuses all of {len(ids)} names, such as {sorted(ids)[:3]}")
-    found = {}
-    for name, (tensor,) in _tensors(weights):
-        if tensor.device.type != "cpu":
-            raise TypeError(f"{name!r} is on {tensor.device}: give the weights as .cpu(), or use noise.device_weights")
-        found[name] = tensor.clone()
-        if name in chosen and sigma > 0:
-            scale = sigma if mode == "isotropic" else sigma * float(tensor.double().square().mean().sqrt())
-            eps = torch.from_numpy(noise.normals(key, ids[name], tensor.shape))
-            found[name] += eps.mul_(float(np.float32(scale)))
-    return found
