@@ -12,6 +12,10 @@ STAMP := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
 PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
+# A file of tests at a time to each of two processes. Without one that died, the other would wait for ever for its tests.
+PARALLEL := -n 2 --dist loadfile --max-worker-restart 0
+NBVAL = rm -rf runs/test && EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest $(PARALLEL) --nbval-lax \
+	--nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 FORCED := runs/reproduce/.forced
 # A second environment, with vLLM's CPU build and Ray, for the tests of engines.
 ENGINES := .venv-engines
@@ -23,7 +27,7 @@ export HF_HUB_OFFLINE = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart reproduce test test-engines smoke bench paper site lint
+.PHONY: quickstart reproduce test test-failed test-engines smoke bench paper site lint
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -65,13 +69,15 @@ reproduce: $(STAMP)
 	@$(MAKE) --no-print-directory paper
 	@if [ "$(FORCE)" = 1 ]; then touch $(FORCED); fi
 
-# Unit and equivalence tests and doctests, each of two processes taking a file of tests at a time; then the notebooks as
-# committed, their marked outputs compared.
+# Unit and equivalence tests and doctests; then the notebooks as committed, their marked outputs compared.
 test: $(STAMP)
-	@rm -rf runs/test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
-	EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout 120 \
-		--nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
+	$(BIN)/python -m pytest $(PARALLEL)
+	$(NBVAL)
+
+# The tests that failed last time, one after the other; then the notebooks.
+test-failed: $(STAMP)
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none || test $$? = 5 # 5: none failed
+	$(NBVAL)
 
 # uv reads neither pip's configuration nor its variables: where wheels lie is passed on. A CPU build of torch is needed,
 # from PIP_FIND_LINKS or an extra index (see the README). Compiled here, as pip does: with PYTHONDONTWRITEBYTECODE, which
@@ -90,7 +96,7 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements
 # Engines for real, without a GPU: vLLM's and Ray's, against transformers in one process; kills of actors included. A
 # third party's warnings are no errors here.
 test-engines: $(ENGINES)/.installed
-	$(ENGINES)/bin/python -m pytest -W default -n 2 --dist loadfile tests/engines
+	$(ENGINES)/bin/python -m pytest -W default $(PARALLEL) tests/engines
 
 # Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
 smoke: $(STAMP)

@@ -129,6 +129,31 @@ def replay(
 
 
 @app.command()
+def compare(
+    base: Annotated[str, typer.Argument(help="Folder, shipped base or name of the model that both started from.")],
+    a: Annotated[str, typer.Argument(help="One end: a folder, a LoRA adapter's folder, or a run's ledger.")],
+    b: Annotated[str, typer.Argument(help="The other end.")],
+    out: Annotated[str, typer.Option(help="Folder for figure and tables.")] = "compare",
+    alpha: Annotated[float | None, typer.Option(help="Step size of A, if it is an ES run without ledger.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Its steps whose population was not tied.")] = None,
+    population: Annotated[int | None, typer.Option(help="Its members per step.")] = None,
+) -> None:
+    """Compare the weights of two models trained from one base, and say what a random direction would show as well."""
+    from evoalign_lib import comparison
+
+    if Path(out).is_file():
+        raise typer.BadParameter(f"--out {out} is a file: name a folder")
+    try:
+        found = comparison.compare(base, a, b, alpha, steps, population)
+        typer.echo(found.text())
+        written = comparison.write(found, out)
+    except (ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    typer.echo("\n" + "\n".join(f"{path}" for path in written))
+
+
+@app.command()
 def tiny(
     out: Annotated[str, typer.Option(help="Folder to write.")],
     family: Annotated[str, typer.Option(help="Family of the tiny world: A, B or H.")] = "A",

@@ -431,6 +431,15 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
     return _replay(ledger, model, step).float32()
 
 
+def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> dict[str, np.ndarray]:
+    """Return the weights that `replay` gives as float32 arrays by canonical name, in their shapes, without padding.
+
+    Arguments and errors: as for `replay`.
+    """
+    weights = _replay(source if isinstance(source, Ledger) else read(source), model, step)
+    return weights.layout.views(weights.float32())
+
+
 def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
     n = len(ledger.steps) if step is None else step
     if not 0 <= n <= len(ledger.steps):

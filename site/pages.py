@@ -33,7 +33,7 @@ GROUPS = {
     "Analysis": ("analysis",),
     "Study": ("study",),
     "Claims": ("claims",),
-    "Artefacts and command": ("artifacts", "style", "cli"),
+    "Artefacts and command": ("artifacts", "comparison", "style", "cli"),
 }
 
 

@@ -83,14 +83,14 @@ def plan(spec: Spec, engine: Any) -> dict[str, Any]:
     return {} if is_local(spec) else {"plan": engine.plan}
 
 
-def kl_from_base(spec: Spec, engine: Any) -> dict[str, Any]:
-    """Return KL(trained || base) in nats, on one sample at temperature 1 per validation prompt (see `kl.measure`)."""
+def kl_from_base(spec: Spec, engine: Any, name: str = "validation") -> dict[str, Any]:
+    """Return KL(trained || base) in nats, on one sample at temperature 1 per prompt of a set (see `kl.measure`)."""
     import torch
 
     engine.write_model()
     base, _ = model_of(spec | {"kind": "base"})
-    prompts = engine.prompts["validation"]
-    (samples,) = engine.generate("validation", samples=1, seed=spec["seed"])
+    prompts = engine.prompts[name]
+    (samples,) = engine.generate(name, samples=1, seed=spec["seed"])
     completions = [ids for _, ids in samples]
     compared, device = (engine.model, base), "cpu"
     if not is_local(spec):  # what generated makes room on the GPU

@@ -33,6 +33,8 @@ FIXED = 2000
 """Problems of a fixed set, validation or test, at most; the public test set has as many."""
 
 _SKILLS = ("Add: ", "Copy: ", "Sort: ", "Reverse: ")
+SKILL_NAMES = ("add", "copy", "sort", "reverse")
+"""What families A and H can do that no reward touches."""
 
 # Shares of the authors of the Countdown answers.
 AUTHORS = {
@@ -185,6 +187,33 @@ def skill(rng: random.Random) -> tuple[str, str]:
     digits = [str(rng.randint(0, 9)) for _ in range(rng.randint(3, 5))]
     shown = {"Copy: ": digits, "Sort: ": sorted(digits), "Reverse: ": digits[::-1]}[name]
     return name + "".join(digits), "".join(shown)
+
+
+def skill_set(name: str, n: int) -> list[tuple[str, str]]:
+    """Return a fixed set of user messages of one skill with their right answers, all distinct.
+
+    The base may have read some of them. They measure what a model still knows, not what it generalises to.
+
+    Args:
+        name: one of `SKILL_NAMES`.
+        n: how many; up to 500. A smaller set is the beginning of a larger one.
+
+    Raises:
+        ValueError: another skill, or a number out of range.
+
+    >>> skill_set("sort", 1)
+    [('Sort: 284', '248')]
+    """
+    if name not in SKILL_NAMES:
+        raise ValueError(f"skill {name!r} is not one of {', '.join(SKILL_NAMES)}.")
+    if not 1 <= n <= 500:
+        raise ValueError(f"n={n}: a set of a skill has 1 to 500 messages.")
+    rng, found = random.Random("skills"), {}
+    while len(found) < n:
+        question, reply = skill(rng)
+        if question.lower().startswith(name):
+            found[question] = reply
+    return list(found.items())
 
 
 def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import pytest
 from evoalign_lib import ledger, paths, tiny
 from evoalign_lib.records import spec_hash, unpack_counts
 from evoalign_lib.study import kinds, sweep, training
+from evoalign_lib.study import trained as trained_weights
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.train import train_specs
@@ -21,6 +22,12 @@ SETTINGS = {
     "curve_points": 4, "curve_spacing": "log", "population_size": 3, "sigma": 0.03, "alpha": 0.01,
     "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "prompts": 24, "batch_size": 4, "epochs": 2,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    """Weights are kept where no other test finds them."""
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
 
 
 def trained(arm: str, **changed) -> dict:
@@ -49,6 +56,17 @@ def test_a_run_is_trained_again_to_the_same_weights(arm):
     if "curve" in first:
         assert second["validation"]["greedy"] == pytest.approx(first["curve"]["validation_greedy"][-1], abs=1e-5)
     assert "validation_at_step" not in second and "curve" not in second
+    third = again(first)
+    assert third["made"] == "kept" and (third["test"], third["validation"]) == (second["test"], second["validation"])
+
+
+def test_weights_kept_damaged_are_refused():
+    first = trained("es")
+    file = trained_weights.keep(np.zeros(3, np.float32))
+    assert trained_weights.kept(file.stem) is not None and trained_weights.kept(first["digest"]) is None
+    file.rename(file.with_stem(first["digest"]))
+    with pytest.raises(ValueError, match="Remove it"):
+        again(first)
 
 
 def test_a_base_is_loaded():

@@ -18,6 +18,9 @@ from evoalign_lib import tasks
 from evoalign_lib.rewards import RewardError, Rewards
 from evoalign_lib.tasks import countdown
 
+# the limits under test have the timer that would cut off a test that hangs
+pytestmark = pytest.mark.timeout(method="thread")
+
 
 def score(rewards, completions, columns=None, prompts=None, ids=None, state=None):
     prompts = [f"prompt {i}" for i in range(len(completions))] if prompts is None else prompts

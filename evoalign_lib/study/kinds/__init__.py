@@ -16,6 +16,9 @@ KINDS: dict[str, str] = {
     "estimator": "evoalign_lib.study.kinds.estimator",
     "kl": "evoalign_lib.study.kinds.kl",
     "decoding": "evoalign_lib.study.kinds.decoding",
+    "merge": "evoalign_lib.study.kinds.merge",
+    "path": "evoalign_lib.study.kinds.path",
+    "products": "evoalign_lib.study.kinds.products",
     "published": "evoalign_lib.study.kinds.published",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""

@@ -13,10 +13,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import ledger, models, paths, tiny
+from evoalign_lib import ledger, models, tiny
 from evoalign_lib.engines.base import check_temperature
-from evoalign_lib.records import Record, Spec, ledger_file, pack_bits, read_records, spec_hash
-from evoalign_lib.study import families, measures, training
+from evoalign_lib.records import Record, Spec, pack_bits
+from evoalign_lib.study import families, measures, trained, training
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.measures.base import label
 
@@ -115,13 +115,13 @@ def run(spec: Spec) -> Record:
 
     with tempfile.TemporaryDirectory() as folder, _made_again(spec, Path(folder)) as again:
         made, engine, sets, source, curve = again
-        digest = models.base_digest(engine.model) if made == "loaded" else models.flat_digest(engine.master)
-        if digest != spec["digest"]:
-            raise ValueError(
-                f"the weights, {made}, have the digest {digest}, in the record it is {spec['digest']}: this machine "
-                "trains otherwise, or the record is of other code. Nothing is measured on other weights."
-            )
-        result = {"made": made, "digest": digest}
+        if made == "loaded":
+            trained.check_digest(models.base_digest(engine.model), spec["digest"], made)
+        else:
+            trained.check(engine.master, spec["digest"], made)
+        if made == "trained again":
+            trained.keep(engine.master)
+        result = {"made": made, "digest": spec["digest"]}
         result["test"] = {"n": len(sets["test"])} | sampled("test", spec["temperatures"])
         if _validates(spec):
             result["validation"] = validation()
@@ -138,19 +138,20 @@ def _made_again(
     """The model that a run ended with, in an engine.
 
     A base is loaded. A run of ES whose committed record has a ledger is replayed. Any other run is trained again, with
-    no more points of its curve than are wanted, since evaluation leaves no trace in training.
+    no more points of its curve than are wanted, since evaluation leaves no trace in training; or its end is read where
+    it was kept (`trained`), if no earlier step is wanted.
 
     Args:
         wanted: of kind "decoding".
         place: where trainers write.
 
     Yields:
-        How it was made, "loaded", "replayed" or "trained again"; the engine; the problems of each split; of a run of ES
-        its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
+        How it was made, "loaded", "replayed", "trained again" or "kept"; the engine; the problems of each split; of a
+        run of ES its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
     """
     spec = measured_spec(wanted)
     warm = {name: wanted[name] for name in ("curve_temperature",) if name in wanted}
-    source = None if spec["kind"] == "base" else _kept_ledger(spec)
+    source = None if spec["kind"] == "base" else trained.kept_ledger(spec)
     if spec["kind"] == "base" or source is not None:
         model, tokenizer, sets = training.world(spec | {"kind": "base"})
         with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
@@ -164,6 +165,13 @@ def _made_again(
             made = "loaded" if source is None else "replayed"
             yield made, engine, sets, source, {"curve": progress.curve} if warm else {}
         return
+    if not warm and "at_step" not in wanted:
+        master, made = trained.again(spec, wanted["digest"])
+        model, tokenizer, sets = training.world(spec | {"kind": "base"})
+        with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+            engine.master[:] = master
+            yield made, engine, sets, None, {}
+        return
     few = {} if warm or "curve_points" not in spec else {"curve_points": 1}
     with train.trained(spec | few | warm, place) as found:
         curve = {}
@@ -171,13 +179,3 @@ def _made_again(
             end, every = f"_{label(warm['curve_temperature'])}", found.result["curve"]
             curve = {"curve": {name: each for name, each in every.items() if name == "step" or name.endswith(end)}}
         yield "trained again", found.engine, found.sets, place / ledger.NAME, curve
-
-
-def _kept_ledger(spec: Spec) -> Path | None:
-    """The ledger of the committed record of a spec; None where there is no such record, or it was made without."""
-    wanted = spec_hash(spec)
-    for path in sorted(paths.RESULTS.glob(f"*/{spec['scale']}.jsonl")):
-        for record in read_records(path):
-            if record["spec_hash"] == wanted and "ledger" in record:
-                return ledger_file(record)
-    return None

@@ -10,6 +10,7 @@ import numpy as np
 
 from evoalign_lib import tiny
 from evoalign_lib.records import Record, Spec
+from evoalign_lib.study import worlds
 from evoalign_lib.study.measures.base import Measures
 from evoalign_lib.tasks import countdown
 
@@ -68,6 +69,26 @@ class _Countdown(Measures):
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
         """Return rows whose prompts ask for as many filler steps as the spec says."""
         return tiny.dataset(problems, tokenizer, spec.get("filler_steps"))
+
+    def skills(self, spec: Spec, engine: Any) -> dict[str, dict[str, float]]:
+        """Return what a model of family A still knows of each skill that no reward touches (`tiny.SKILL_NAMES`).
+
+        Its greedy accuracy, as a fraction, and the exact KL from the base, nats per token of one sample at temperature
+        1 per message.
+
+        spec: with skill_messages, how many of each skill. engine: with the model; gets prompts of each skill.
+        """
+        found = {}
+        for name in tiny.SKILL_NAMES:
+            messages, asked = tiny.skill_set(name, spec["skill_messages"]), f"skill {name}"
+            if asked not in engine.prompts:
+                rows = [{"prompt": [{"role": "user", "content": question}]} for question, _ in messages]
+                engine.add_prompts(asked, rows)
+            (answers,) = engine.generate(asked)
+            right = [text == reply for (text, _), (_, reply) in zip(answers, messages, strict=True)]
+            drift = worlds.kl_from_base(spec | {"seed": 0}, engine, asked)
+            found[name] = {"greedy": round(float(np.mean(right)), 6), "kl": drift["exact_nats_per_token"]}
+        return found
 
     def right(self, problem: Any, completion: str) -> bool:
         """Say whether the strict grader takes a completion for a right answer."""

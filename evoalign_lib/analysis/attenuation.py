@@ -1,0 +1,312 @@
+"""What several runs from one start have in common, told from the noise of each by products of their displacements.
+
+Say D_i = signal + noise_i: the signal is the expected displacement of an arm, its noise differs from run to run. For an
+ES with few members nearly all of |D|^2 is noise, so that any two of its runs, and a run of it and one of another arm,
+are close to orthogonal, whether they learn the same or not. Noises of independent runs are independent, so the product
+of two different runs has the product of their signals as its mean: products of all pairs, the Gram matrix that
+`geometry.measure` sums up, give norms and cosines of signals without bias. `corrected_cosine` divides the mean product
+of two groups by the norms of their signals so estimated: Spearman's correction for attenuation (1904, "The proof and
+measurement of association between two things").
+
+Functions take a (K, K) Gram matrix, of the model (`Displacements.total`) or of a layer (`Displacements.gram[l]`), in
+weight units squared. Ratios that are not defined, such as those of a signal that is estimated as 0 or less, are NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib.analysis.stats import Interval
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What K independent runs from one start have in common."""
+
+    square: Interval
+    """|signal|^2, weight units squared: the mean product of two different runs; unbiased, so it may be negative"""
+    share: Interval
+    """of a run's squared norm: signal / mean |D|^2"""
+    mean_norm: float
+    """|mean of the runs|, weight units, noise / K included"""
+    run_cosine: float
+    """mean cosine of two different runs: the ceiling of a cosine between single runs of two groups"""
+
+
+def signal(gram: ArrayLike, runs: Sequence[int] | None = None, level: float = 0.95) -> Signal:
+    """Estimate what runs have in common: their expected displacement, the rest being noise that differs per run.
+
+    Intervals are jackknife over runs (see `corrected_cosine`).
+
+    gram: (K, K) products of displacements, of the model or of a group (`Displacements.total`, `.gram[l]`), weight units
+    squared. runs: rows that form the group, at least 2, which share nothing but start and settings; None: all.
+    Raises ValueError for another matrix, fewer than 2 runs, a run named twice.
+    """
+    g = _gram(gram)
+    rows = _group(g, runs, "runs")
+
+    def square(chosen: NDArray) -> float:
+        return _off_diagonal(g, chosen)
+
+    def share(chosen: NDArray) -> float:
+        return float(_divided(_off_diagonal(g, chosen), g[chosen, chosen].mean()))
+
+    return Signal(
+        _jackknife(square, [rows], level),
+        _jackknife(share, [rows], level),
+        math.sqrt(max(g[np.ix_(rows, rows)].mean(), 0.0)),
+        _off_diagonal(_normalised(g), rows),
+    )
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """The cosine of two groups' signals, with what it is made of."""
+
+    value: Interval
+    """corrected for attenuation; NaN unless both signals are estimated above 0; it may exceed 1 by chance"""
+    cross: Interval
+    """mean product of a run of one group and a run of the other, weight units squared; 0 if signals are orthogonal"""
+    signals: tuple[Interval, Interval]
+    """|signal|^2 of each group, weight units squared"""
+    run_cosine: float
+    """mean cosine of a run of one group and a run of the other, not corrected"""
+    mean_cosine: float
+    """cosine of the groups' means, not corrected"""
+
+
+def corrected_cosine(
+    gram: ArrayLike, a: Sequence[int], b: Sequence[int], level: float = 0.95, paired: bool = False
+) -> Corrected:
+    """Estimate the cosine of two groups' signals, free of the noise of their runs.
+
+    It is mean(a_i . b_j) / sqrt(mean over i != k of a_i . a_k, times the same of b): each mean is unbiased. Intervals
+    are jackknife over runs, one group's at a time, with Student's quantile for the smaller group. A bootstrap would
+    draw some run twice, and the product of a run with itself is its whole squared norm, noise included; leaving runs
+    out keeps products of different runs only. The intervals err on the wide side: with 4 to 16 runs and signals
+    of 2 to 70 % of the noise a nominal 95 % held the cosine in 98 % or more of 400 simulated pairs of groups (150 where
+    the signal was 2 %). Where a signal cannot be told from 0 (its own interval reaches 0), the ratio can be anything,
+    and its interval is NaN.
+
+    Args:
+        gram: (K, K) products of all runs of both groups, weight units squared.
+        a, b: rows of each group, at least 2; no run in both.
+        level: of the intervals.
+        paired: run i of a and run i of b share draws (data order, noise): their product is left out, and the jackknife
+            leaves out both together.
+
+    Raises:
+        ValueError: another matrix, a group of fewer than 2 runs, a run in both, or pairs of groups of unequal size.
+
+    Source:
+        Spearman 1904; Miller 1974, "The jackknife: a review".
+    """
+    g = _gram(gram)
+    rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
+    if shared := set(rows_a.tolist()) & set(rows_b.tolist()):
+        raise ValueError(f"run {min(shared)} is in both groups: its product with itself is no product of two runs")
+    if paired and len(rows_a) != len(rows_b):
+        raise ValueError(f"paired groups need as many runs each, got {len(rows_a)} and {len(rows_b)}")
+    partner = dict(zip(rows_a.tolist(), rows_b.tolist(), strict=True)) if paired else {}
+
+    def cross_of(matrix: Vector, x: NDArray, y: NDArray) -> float:
+        left_out = [[partner.get(i) == j for j in y.tolist()] for i in x.tolist()]
+        return float(np.ma.masked_array(matrix[np.ix_(x, y)], left_out).mean())
+
+    def value(x: NDArray, y: NDArray) -> float:
+        one, other = _off_diagonal(g, x), _off_diagonal(g, y)
+        return cross_of(g, x, y) / math.sqrt(one * other) if one > 0 and other > 0 else math.nan
+
+    signals = tuple(_jackknife(partial(_off_diagonal, g), [rows], level) for rows in (rows_a, rows_b))
+    found = _jackknife(value, [rows_a, rows_b], level, paired)
+    if not all(s.low > 0 for s in signals):
+        found = Interval(found.value, math.nan, math.nan, found.n, level)
+    return Corrected(
+        found,
+        _jackknife(partial(cross_of, g), [rows_a, rows_b], level, paired),
+        signals,
+        cross_of(_normalised(g), rows_a, rows_b),
+        _cosine_of_means(g, rows_a, rows_b),
+    )
+
+
+@dataclass(frozen=True)
+class CountPoint:
+    """The cosine of the means of k runs of each group."""
+
+    k: int
+    """runs per group"""
+    cosine: float
+    """of the means, averaged over random subsets of k runs"""
+    std: float
+    """over these subsets, which overlap: less than over new runs"""
+    corrected: float
+    """the median of `corrected_cosine` over the subsets for which it is defined; NaN for k = 1"""
+    undefined: float
+    """share of the subsets for which it is not"""
+    predicted: float
+    """what signal and noise, estimated from all runs, let expect of `cosine`"""
+
+
+def cosine_by_count(
+    gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: int = 200, seed: int = 0
+) -> list[CountPoint]:
+    """Return the cosine of two groups' means for k = 1, 2, ... runs: it grows with k if the groups share a signal.
+
+    gram, a, b: as for `corrected_cosine`, whose errors it raises. draws: random subsets per k.
+    """
+    g = _gram(gram)
+    rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
+    everything = corrected_cosine(g, rows_a, rows_b)
+    signals = [s.value for s in everything.signals]
+    noises = [g[rows, rows].mean() - s for rows, s in zip((rows_a, rows_b), signals, strict=True)]
+    rng, points = np.random.default_rng(seed), []
+    for k in range(1, min(len(rows_a), len(rows_b)) + 1):
+        subsets = [[rng.choice(rows, k, replace=False) for rows in (rows_a, rows_b)] for _ in range(draws)]
+        means = [_cosine_of_means(g, *subset) for subset in subsets]
+        corrected = np.array([_plain_corrected(g, *subset) for subset in subsets]) if k > 1 else np.full(draws, np.nan)
+        defined = corrected[~np.isnan(corrected)]
+        squares = [s + n / k for s, n in zip(signals, noises, strict=True)]
+        points.append(
+            CountPoint(
+                k,
+                float(np.mean(means)),
+                float(np.std(means)),
+                float(np.median(defined)) if len(defined) else math.nan,
+                1 - len(defined) / draws,
+                everything.cross.value / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan,
+            )
+        )
+    return points
+
+
+def split_half(gram: ArrayLike, runs: Sequence[int] | None = None, draws: int = 200, seed: int = 0) -> float:
+    """Return the mean cosine of the means of two random halves of a group: the ceiling of a cosine of such means.
+
+    gram, runs: as for `signal`, whose errors it raises. draws: random halvings. An odd run is left out, another each
+    time.
+    """
+    g = _gram(gram)
+    rows, rng = _group(g, runs, "runs"), np.random.default_rng(seed)
+    half = len(rows) // 2
+    deals = (rng.permutation(rows) for _ in range(draws))
+    return float(np.mean([_cosine_of_means(g, deal[:half], deal[half : 2 * half]) for deal in deals]))
+
+
+# ---- projections
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A displacement split into its part in a span of directions and the rest."""
+
+    along: float
+    """norm of the part in the span, weight units; with one direction it has the sign of the product"""
+    rest: float
+    """norm of the rest, weight units"""
+    share: float
+    """of the squared norm that lies in the span; NaN for a displacement of 0"""
+    rank: int
+    """dimensions of the span: a random direction has the share rank / d"""
+
+
+def projection(gram: ArrayLike, target: int, span: Sequence[int], tolerance: float = 1e-10) -> Projection:
+    """Project one displacement on the span of others, from their products alone (a QR by the Gram matrix).
+
+    Args:
+        gram: (K, K) products, weight units squared.
+        target: row of the displacement.
+        span: rows of the directions.
+        tolerance: directions of the span whose share of its normalised Gram matrix is less count as dependent.
+
+    Raises:
+        ValueError: another matrix, no direction, or a row that is not there.
+    """
+    g, rows = _gram(gram), np.asarray(span, np.int64)
+    if len(rows) == 0 or not all(0 <= row < len(g) for row in (target, *rows.tolist())):
+        raise ValueError(f"target {target} and span {rows.tolist()} must be rows 0 to {len(g) - 1}, at least one")
+    rows = rows[np.diagonal(g)[rows] > 0]
+    squared = g[target, target]
+    if len(rows) == 0:
+        return Projection(0.0, math.sqrt(squared), float(_divided(0.0, squared)), 0)
+    norms = np.sqrt(np.diagonal(g)[rows])
+    values, vectors = np.linalg.eigh(g[np.ix_(rows, rows)] / np.outer(norms, norms))
+    kept = values > tolerance * values.max()
+    components = (vectors[:, kept].T @ (g[rows, target] / norms)) / np.sqrt(values[kept])
+    inside = min(float(components @ components), squared)
+    sign = math.copysign(1.0, g[rows[0], target]) if len(rows) == 1 else 1.0
+    return Projection(
+        sign * math.sqrt(inside), math.sqrt(squared - inside), float(_divided(inside, squared)), int(kept.sum())
+    )
+
+
+# ---- the matrix
+
+
+def _gram(gram: ArrayLike) -> Vector:
+    g = np.asarray(gram, np.float64)
+    if g.ndim != 2 or g.shape[0] != g.shape[1] or not np.isfinite(g).all():
+        raise ValueError(f"gram has the shape {g.shape}: give the finite (K, K) products of K displacements")
+    return g
+
+
+def _group(gram: Vector, runs: Sequence[int] | None, name: str) -> NDArray[np.int64]:
+    rows = np.arange(len(gram)) if runs is None else np.asarray(runs, np.int64)
+    if len(rows) < 2 or len(set(rows.tolist())) < len(rows):
+        raise ValueError(f"{name} is {rows.tolist()}: signal and noise are told apart by 2 or more different runs")
+    if not ((rows >= 0) & (rows < len(gram))).all():
+        raise ValueError(f"{name} is {rows.tolist()}: there are runs 0 to {len(gram) - 1}")
+    return rows
+
+
+def _off_diagonal(gram: Vector, rows: NDArray) -> float:
+    """Mean product of two different runs; NaN for a single one."""
+    k, chosen = len(rows), gram[np.ix_(rows, rows)]
+    return float((chosen.sum() - np.trace(chosen)) / (k * (k - 1))) if k > 1 else math.nan
+
+
+def _normalised(gram: Vector) -> Vector:
+    norms = np.sqrt(np.diagonal(gram))
+    return _divided(gram, np.outer(norms, norms))
+
+
+def _plain_corrected(gram: Vector, a: NDArray, b: NDArray) -> float:
+    one, other = _off_diagonal(gram, a), _off_diagonal(gram, b)
+    return float(gram[np.ix_(a, b)].mean() / math.sqrt(one * other)) if one > 0 and other > 0 else math.nan
+
+
+def _cosine_of_means(gram: Vector, a: NDArray, b: NDArray) -> float:
+    squares = [gram[np.ix_(rows, rows)].mean() for rows in (a, b)]
+    return float(gram[np.ix_(a, b)].mean() / math.sqrt(squares[0] * squares[1])) if min(squares) > 0 else math.nan
+
+
+def _jackknife(
+    statistic: Callable[..., float], groups: Sequence[NDArray], level: float, together: bool = False
+) -> Interval:
+    """Return a statistic of groups of runs with its delete-one jackknife interval.
+
+    together: leave out run i of every group at once, since these share draws; otherwise groups are independent.
+    """
+    from scipy.stats import t
+
+    value, variance, fewest = statistic(*groups), 0.0, min(map(len, groups))
+    for chosen in [range(len(groups))] if together else [[g] for g in range(len(groups))]:
+        k = len(groups[chosen[0]])
+        left = [[np.delete(rows, i) if g in chosen else rows for g, rows in enumerate(groups)] for i in range(k)]
+        found = np.array([statistic(*others) for others in left])
+        variance += (k - 1) / k * float(np.square(found - found.mean()).sum())
+    reach = float(t.ppf((1 + level) / 2, fewest - 1)) * math.sqrt(variance)
+    return Interval(value, value - reach, value + reach, fewest, level)
+
+
+def _divided(numerator: ArrayLike, denominator: ArrayLike) -> Vector:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.asarray(denominator) == 0, np.nan, np.divide(numerator, denominator))

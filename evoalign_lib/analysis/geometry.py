@@ -1,0 +1,713 @@
+"""How far and where training moved the weights, read against what needs no learning at all.
+
+A displacement is D = end - start. Ends and starts are mappings from a parameter's name to its float32 tensor: state
+dicts, or `weights.weights`, which reads a part of a tensor at a time. `measure` goes over the entries once, a part at a
+time, and keeps sums in float64 for each tensor: products of all displacements (Gram matrices), |start|^2, and counts.
+Everything about norms, shares, cosines and means of runs follows from these sums, for single tensors, for layers
+(`Displacements.by`) and for the model.
+
+Three nulls say what a number would be if the reward had taught nothing:
+
+- Norm. A step of ES is alpha/N sum_n z_n eps_n, and z-scores have sum z^2 = N whatever was rewarded. So |D| is
+  alpha sqrt(d T / N) times chi_d / sqrt(d), T being the steps whose population was not tied: `es_norm`, `norm_band`.
+- Shares. A random direction has the share d_l / d of its squared norm in a tensor of d_l entries: `size_null`. That of
+  a gradient method is the gradient's own share |g_l|^2 / |g|^2, and where Adam takes steps of equal size whatever the
+  gradient's, the share of the entries with a gradient: `measure(None, [gradient])` gives both.
+- Cosine. That of random directions has the standard deviation d^-1/2, and d_eff^-1/2 where tensors weigh differently.
+
+A cosine of 0 between two runs does not say that they learned different things: most of an ES displacement is noise that
+differs from run to run. `attenuation` tells signal from noise by the Gram matrix of several runs.
+
+Ratios that are not defined, such as shares of a displacement of 0, are NaN. The quantities are
+those of Qiu et al. (arXiv 2509.24372), Hoy et al. (arXiv 2604.01499: norms, shares, orthogonality) and Mukherjee et al.
+(arXiv 2505.11711: sparsity), without their nulls.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from evoalign_lib import noise
+from evoalign_lib.analysis.stats import Interval
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes in which entries are counted that moved: as they are, and after both ends were rounded."""
+THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4)
+"""Weight units; an entry moved by a threshold tau if |D| > tau. 1e-5 is that of Mukherjee et al."""
+_PART = 1 << 20  # entries in memory at once, of all models together
+_LEAST_PART = 1 << 14  # of each, however many they are
+_SAMPLE = 1 << 16  # entries of a tensor that a distribution is looked at by
+_KS_95 = 1.3581  # the 95 % point of Kolmogorov's distribution
+_EDGES = np.linspace(-6, 6, 61)
+
+Vector = NDArray[np.float64]
+
+
+# ---- names
+
+
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.|^output\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings)\.weight$")
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.(\d+)\.")
+_FINAL_NORM = re.compile(r"(^|\.)(norm|norm_f|ln_f|final_layer_norm|final_layernorm)\.(weight|bias)$")
+_NORM = re.compile(r"norm|^ln_")
+_QKV = re.compile(r"^(c_attn|query_key_value|qkv_proj|W_?qkv)$")
+
+
+def layer_of(name: str, tied: bool = False) -> str:
+    """Return the layer of a parameter: "embedding", "positions", "layer 0", ..., "final norm" or "head".
+
+    name: canonical Hugging Face name of Llama, Qwen, GPT-2, GPT-NeoX and models named alike; of any other parameter the
+    part before the first dot is the layer. tied: whether the head is tied to the embedding, which is then called
+    "embedding (tied)".
+
+    >>> [layer_of(n) for n in ("model.embed_tokens.weight", "transformer.h.11.ln_1.bias", "embed_out.weight")]
+    ['embedding', 'layer 11', 'head']
+    """
+    if _HEAD.search(name):
+        return "head"
+    if _EMBEDDING.search(name):
+        return "embedding (tied)" if tied else "embedding"
+    if _POSITIONS.search(name):
+        return "positions"
+    if found := _LAYER.search(name):
+        return f"layer {int(found[3])}"
+    return "final norm" if _FINAL_NORM.search(name) else name.split(".")[0]
+
+
+def kind_of(name: str, tied: bool = False) -> str:
+    """Return the kind of a parameter: "embedding", "attention q", "k", "v", "o", "qkv" (fused), "mlp", "norm", "head".
+
+    Arguments: as for `layer_of`, which also says what other names become.
+
+    >>> [kind_of(n) for n in ("model.layers.0.self_attn.q_norm.weight", "transformer.h.0.attn.c_proj.weight")]
+    ['norm', 'attention o']
+    """
+    layer = layer_of(name, tied)
+    if layer in ("head", "positions", "final norm") or layer.startswith("embedding"):
+        return "norm" if layer == "final norm" else layer
+    modules = name.split(".")[:-1]
+    own = modules[-1] if modules else name
+    if _NORM.search(own):
+        return "norm"
+    if any("attn" in module or "attention" in module for module in modules):
+        if _QKV.match(own):
+            return "attention qkv"
+        return f"attention {own[0] if own in ('q_proj', 'k_proj', 'v_proj') else 'o'}"
+    if any(module in ("mlp", "feed_forward", "ffn", "experts") for module in modules):
+        return "mlp"
+    return layer if layer.startswith("layer ") else name.split(".")[0]
+
+
+_ORDER = ("embedding", "embedding (tied)", "positions", "layer", "attention q", "attention k", "attention v")
+_ORDER += ("attention qkv", "attention o", "mlp", "norm", "final norm", "head")
+
+
+def _place(group: str) -> tuple[int, int, str]:
+    """Return what sorts groups from the input of a model to its output, unknown ones last."""
+    numbered = re.fullmatch(r"layer (\d+)", group)
+    known = "layer" if numbered else group
+    return (_ORDER.index(known) if known in _ORDER else len(_ORDER), int(numbered[1]) if numbered else 0, group)
+
+
+# ---- sums over the entries
+
+
+@dataclass(frozen=True, eq=False)
+class Displacements:
+    """K displacements from one start, as sums over the entries of each tensor, or of each group of tensors."""
+
+    names: tuple[str, ...]
+    """of the tensors or groups"""
+    entries: NDArray[np.int64]
+    """(groups,) d_l"""
+    start: Vector
+    """(groups,) |theta_0|^2, weight units squared; 0 without a start"""
+    gram: Vector
+    """(groups, K, K) products D_i . D_j, weight units squared"""
+    moved: Mapping[str, NDArray[np.int64]]
+    """dtype -> (thresholds, groups, K): entries with |D| above the threshold, both ends rounded to the dtype"""
+    thresholds: tuple[float, ...]
+    """weight units"""
+    tied: bool
+    """whether the head is tied to the embedding: no tensor is called a head"""
+
+    @property
+    def total(self) -> Vector:
+        """(K, K) Gram matrix of the whole model, weight units squared."""
+        return self.gram.sum(0)
+
+    @property
+    def d(self) -> int:
+        """Entries of the whole model."""
+        return int(self.entries.sum())
+
+    @property
+    def squares(self) -> Vector:
+        """(groups, K) |D_l|^2, weight units squared."""
+        return np.diagonal(self.gram, axis1=1, axis2=2)
+
+    @property
+    def norms(self) -> Vector:
+        """(groups, K) |D_l|, weight units."""
+        return np.sqrt(self.squares)
+
+    @property
+    def relative_norms(self) -> Vector:
+        """(groups, K) |D_l| / |theta_0l|; NaN where the start is 0."""
+        return np.sqrt(_ratio(self.squares, self.start[:, None]))
+
+    @property
+    def shares(self) -> Vector:
+        """(groups, K) s_l = |D_l|^2 / |D|^2; NaN where D is 0."""
+        return _ratio(self.squares, self.squares.sum(0))
+
+    @property
+    def size_shares(self) -> Vector:
+        """(groups,) d_l / d, the shares of a random direction."""
+        return self.entries / self.d
+
+    def unmoved(self, dtype: str = "float32", threshold: float = 0.0) -> Vector:
+        """Return (groups, K): the share of entries with |D| <= threshold, with 0 those exactly unchanged.
+
+        Raises KeyError for a dtype, ValueError for a threshold that was not counted.
+        """
+        if threshold not in self.thresholds:
+            raise ValueError(
+                f"threshold {threshold} was not counted: give it to `measure`, which had {self.thresholds}"
+            )
+        moved, entries = self.moved[dtype][self.thresholds.index(threshold)], self.entries[:, None]
+        return _ratio(entries - moved, entries)
+
+    def by(self, key: str | Callable[[str], str]) -> Displacements:
+        """Return the sums over groups of tensors, sorted from the input of the model to its output.
+
+        key: "layer" (`layer_of`), "kind" (`kind_of`), "all" (one group), or a function of the tensor's name.
+        Raises ValueError for another key.
+        """
+        members = self._members(key)
+
+        def sums(values: NDArray, axis: int = 0) -> NDArray:
+            parts = [values.take(rows, axis).sum(axis, keepdims=True) for rows in members.values()]
+            return np.concatenate(parts, axis)
+
+        return Displacements(
+            tuple(members),
+            sums(self.entries),
+            sums(self.start),
+            sums(self.gram),
+            {dtype: sums(counts, 1) for dtype, counts in self.moved.items()},
+            self.thresholds,
+            self.tied,
+        )
+
+    def _members(self, key: str | Callable[[str], str]) -> dict[str, list[int]]:
+        """Return the rows of each group, groups sorted."""
+        functions = {"layer": partial(layer_of, tied=self.tied), "kind": partial(kind_of, tied=self.tied)}
+        functions["all"] = lambda name: "all"
+        if isinstance(key, str) and key not in functions:
+            raise ValueError(f"key {key!r} is none of {', '.join(functions)} and no function of a tensor's name")
+        group_of = functions[key] if isinstance(key, str) else key
+        members: dict[str, list[int]] = {}
+        for row, name in enumerate(self.names):
+            members.setdefault(group_of(name), []).append(row)
+        return {group: members[group] for group in sorted(members, key=_place)}
+
+    def select(self, runs: Sequence[int]) -> Displacements:
+        """Return some of the displacements, in this order; raises IndexError for one that is not there."""
+        chosen = np.asarray(runs, int)
+        moved = {dtype: counts[:, :, chosen] for dtype, counts in self.moved.items()}
+        gram = self.gram[:, chosen][:, :, chosen]
+        return Displacements(self.names, self.entries, self.start, gram, moved, self.thresholds, self.tied)
+
+
+def measure(
+    start: Mapping[str, Tensor] | None,
+    ends: Sequence[Mapping[str, Tensor]],
+    thresholds: Sequence[float] = THRESHOLDS,
+    dtypes: Sequence[str] = tuple(DTYPES),
+) -> Displacements:
+    """Go over the entries of all tensors once and return the sums from which everything else follows.
+
+    Differences are taken in float64, so that they are exact, and summed in float64. Memory: a million entries of each
+    model at a time, and K x K numbers per tensor.
+
+    Args:
+        start: name -> tensor, float32 (or a dtype that converts to it exactly); None: `ends` are displacements, or
+            gradients, themselves.
+        ends: K of them, with the names and shapes of the start.
+        thresholds: weight units, at least 0.
+        dtypes: in which moved entries are counted, keys of `DTYPES`. Rounding is to nearest, as a cast does it.
+
+    Raises:
+        ValueError: no end, names or shapes that differ (the message names the first), an unknown dtype, a negative
+            threshold, or weights that are not finite.
+    """
+    if not ends:
+        raise ValueError("measure needs at least one end of training, got none")
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    limits = tuple(float(threshold) for threshold in thresholds)
+    if not all(limit >= 0 for limit in limits):
+        raise ValueError(f"thresholds are {limits}: give numbers of at least 0, weight units")
+    shapes = check_same(*([] if start is None else [start]), *ends)
+    names = tuple(shapes)
+    entries = np.array([math.prod(shapes[name]) for name in names], np.int64)
+    square, gram = np.zeros(len(names)), np.zeros((len(names), len(ends), len(ends)))
+    moved = {dtype: np.zeros((len(limits), len(names), len(ends)), np.int64) for dtype in dtypes}
+    for row, name in enumerate(names):
+        for first, last in _parts(entries[row], len(ends) + 1):
+            origin = torch.zeros(last - first) if start is None else _part(start, name, first, last)
+            parts = [_part(end, name, first, last) for end in ends]
+            exact = np.stack([part.double().numpy() for part in parts])
+            before = origin.double().numpy()
+            exact -= before
+            square[row] += before @ before
+            gram[row] += exact @ exact.T
+            for dtype, counts in moved.items():
+                for k, part in enumerate(parts):
+                    size = np.abs(exact[k]) if dtype == "float32" else _rounded_difference(part, origin, dtype)
+                    counts[:, row, k] += [int((size > limit).sum()) for limit in limits]
+        if not (np.isfinite(gram[row]).all() and np.isfinite(square[row])):
+            raise ValueError(
+                f"{name!r} has weights that are not finite, of which no norm can be taken: leave the run out"
+            )
+    tied = not any(layer_of(name) == "head" for name in names)
+    return Displacements(names, entries, square, gram, moved, limits, tied)
+
+
+def check_same(*states: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes that all these weights have; raise ValueError, naming the first that differs."""
+    first = _shapes(states[0])
+    for number, state in enumerate(states[1:], 1):
+        other = _shapes(state)
+        if other == first:
+            continue
+        name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+        said = [f"has the shape {shapes[name]}" if name in shapes else "is missing" for shapes in (first, other)]
+        where = [getattr(s, "source", None) or f"number {i}" for i, s in ((0, states[0]), (number, state))]
+        raise ValueError(
+            f"these are not weights of one model: {name!r} {said[0]} in {where[0]} and {said[1]} in {where[1]}. Give a "
+            "start and ends trained from it, all written under the same names (save_pretrained)."
+        )
+    if not first:
+        raise ValueError("the weights have no tensor: there is nothing to measure")
+    return first
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    known = getattr(state, "shapes", None)
+    return dict(known) if known is not None else {name: tuple(state[name].shape) for name in state}
+
+
+def _parts(size: int, states: int) -> Iterator[tuple[int, int]]:
+    part = max(_LEAST_PART, _PART // states)
+    return ((i, min(i + part, int(size))) for i in range(0, int(size), part))
+
+
+def _part(state: Mapping[str, Tensor], name: str, first: int, last: int) -> Tensor:
+    """Return entries of a tensor as float32; weights that can read a part of a tensor read no more."""
+    read: Any = getattr(state, "part", None)
+    part = read(name, first, last) if read else torch.as_tensor(state[name]).detach().reshape(-1)[first:last]
+    return part.to("cpu", torch.float32)
+
+
+def _rounded_difference(end: Tensor, start: Tensor, dtype: str) -> Vector:
+    rounded = [tensor.to(DTYPES[dtype]).double().numpy() for tensor in (end, start)]
+    with np.errstate(invalid="ignore"):  # both beyond the dtype: no difference, and NaN is above no threshold
+        return np.abs(rounded[0] - rounded[1])
+
+
+def _ratio(numerator: ArrayLike, denominator: ArrayLike) -> Vector:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.asarray(denominator) == 0, np.nan, np.divide(numerator, denominator))
+
+
+# ---- shares
+
+
+def as_shares(values: ArrayLike) -> Vector:
+    """Return values of at least 0, such as squared norms or Adam's second moments by tensor, as shares of their sum.
+
+    values: (groups,). NaN where the sum is 0. Raises ValueError for a negative or infinite value.
+
+    >>> as_shares([1.0, 3.0])
+    array([0.25, 0.75])
+    """
+    array = np.asarray(values, np.float64)
+    if not (np.isfinite(array).all() and (array >= 0).all()):
+        raise ValueError(f"values are {array.tolist()!s:.100}: shares are made of finite numbers of at least 0")
+    return _ratio(array, array.sum())
+
+
+def sign_shares(gradients: Displacements) -> Vector:
+    """Return (groups, K): each group's share of the entries with a gradient that is not 0.
+
+    Adam's step divides a gradient by its root mean square, so a first or a steady one has about the size of the
+    learning rate in every entry: these are then the shares of its displacement (Kingma and Ba, arXiv 1412.6980).
+
+    gradients: from `measure(None, gradients)`; its `shares` are |g_l|^2 / |g|^2. Raises ValueError if threshold 0 or
+    float32 was not counted.
+    """
+    unmoved = gradients.unmoved("float32", 0.0) if "float32" in gradients.moved else None
+    if unmoved is None:
+        raise ValueError('float32 was not counted: measure with dtypes=("float32",)')
+    return _ratio(counted := (1 - unmoved) * gradients.entries[:, None], counted.sum(0))
+
+
+def total_variation(shares: ArrayLike, others: ArrayLike) -> float:
+    """Return the total variation distance of two share vectors, sum |p - q| / 2: 0 equal, 1 nothing in common.
+
+    >>> total_variation([0.5, 0.5], [0.75, 0.25])
+    0.25
+    """
+    p, q = np.asarray(shares, np.float64), np.asarray(others, np.float64)
+    if p.shape != q.shape:
+        raise ValueError(f"shares have the shapes {p.shape} and {q.shape}: give those of the same groups")
+    return float(np.abs(p - q).sum() / 2)
+
+
+def gini(shares: ArrayLike, sizes: ArrayLike) -> float:
+    """Return the Gini coefficient of shares relative to sizes: 0 if each has its size's, near 1 if a small one has all.
+
+    It is 1 - 2 times the area below the Lorenz curve of the groups' shares over their sizes, sorted by their ratio.
+
+    shares: (groups,) of the squared norm, sum 1. sizes: (groups,) entries, or their shares. NaN if a share is NaN.
+    Raises ValueError for different shapes and a size that is not positive.
+
+    >>> gini([0.25, 0.75], [1, 3]), gini([1.0, 0.0], [1, 3])
+    (0.0, 0.75)
+    """
+    s, w = np.asarray(shares, np.float64), np.asarray(sizes, np.float64)
+    if s.shape != w.shape or s.ndim != 1 or not (w > 0).all():
+        raise ValueError(f"shares {s.shape} and sizes {w.shape} must be those of the same groups, sizes positive")
+    if np.isnan(s).any():
+        return math.nan
+    order = np.argsort(s / w, kind="stable")
+    s, w = s[order] / s.sum(), w[order] / w.sum()
+    heights = np.concatenate(([0.0], np.cumsum(s)))
+    return float(1 - w @ (heights[1:] + heights[:-1]))
+
+
+def head_concentration(displacements: Displacements) -> Vector:
+    """Return (K,): the head's share of the squared norm over its share of the entries, 1 for a random direction.
+
+    displacements: of tensors. Where the head is tied to the embedding, it is the one matrix that both share. NaN where
+    there is neither, or D is 0.
+    """
+    layers = displacements.by("layer")
+    name = "embedding (tied)" if displacements.tied else "head"
+    if name not in layers.names:
+        return np.full(displacements.gram.shape[1], np.nan)
+    row = layers.names.index(name)
+    return _ratio(layers.shares[row], layers.size_shares[row])
+
+
+@dataclass(frozen=True)
+class SizeNull:
+    """What a random direction of the same size gives by chance."""
+
+    distance: float
+    """`total_variation` of its shares from the size shares: exceeded by 5 % of random directions, or another level"""
+    gini: float
+    """the same for `gini`"""
+
+
+def size_null(entries: ArrayLike, level: float = 0.95, draws: int = 2000, seed: int = 0) -> SizeNull:
+    """Return how far from the size shares a random direction's shares are by chance: |D_l|^2 is chi^2 of d_l.
+
+    entries: (groups,) d_l. level: share of random directions that stay below. Raises ValueError as `gini`.
+    """
+    sizes = np.asarray(entries, np.float64)
+    squares = np.random.default_rng(seed).chisquare(sizes, (draws, len(sizes)))
+    shares, own = squares / squares.sum(1, keepdims=True), sizes / sizes.sum()
+    distances = np.abs(shares - own).sum(1) / 2
+    ginis = [gini(share, sizes) for share in shares]
+    return SizeNull(float(np.quantile(distances, level)), float(np.quantile(ginis, level)))
+
+
+# ---- the norm of ES
+
+
+def es_norm(
+    alpha: float, d: int, steps: int, population: int, antithetic: bool = False, shaping: str = "zscore"
+) -> float:
+    """Return the norm that T steps of ES have whatever is rewarded, weight units: alpha sqrt(d T / N).
+
+    Each step is sum_n c_n eps_n, and steps are independent, so E|D|^2 = d sum_t sum_n c_n^2.
+
+    - Members drawn independently: c_n = alpha z_n / N and sum z^2 = N, so E|D|^2 = alpha^2 d T / N, exactly, for any
+      rewards that are not tied.
+    - Antithetic pairs: c_i = alpha (z+ - z-) / N, N / 2 of them. Where rewards are exchangeable (random, or shuffled),
+      z-scores have E[z_n z_m] = -1 / (N - 1), so E(z+ - z-)^2 = 2 N / (N - 1) and E|D|^2 = alpha^2 d T / (N - 1). With
+      rewards that depend on the weights it is less where the two members of a pair tend to be alike (curvature), and up
+      to 2 alpha^2 d T / N where they are opposite: `norm_of_coefficients` has no such spread.
+    - Centred ranks without ties have sum z^2 = N (N + 1) / (12 (N - 1)) in place of N.
+
+    Args:
+        alpha: step size, 1/sigma digested, weight units.
+        d: weights that move.
+        steps: T_eff, steps whose population was not tied; the others move nothing.
+        population: N, members per step, even if antithetic.
+        antithetic: whether members come in pairs.
+        shaping: "zscore" or "centred_ranks".
+
+    Raises:
+        ValueError: a number that is not positive (steps may be 0), N below 2 or odd with pairs, an unknown shaping.
+
+    Source:
+        Hoy et al. (arXiv 2604.01499) for the first case.
+
+    >>> round(es_norm(alpha=7.5e-4, d=4_020_000_000, steps=100, population=30), 2)  # Hoy et al. report 87.28
+    86.82
+    """
+    if not (alpha > 0 and d > 0 and steps >= 0 and population >= 2):
+        raise ValueError(f"alpha {alpha}, d {d}, steps {steps}, N {population}: alpha and d are positive, N at least 2")
+    if antithetic and population % 2:
+        raise ValueError(f"N is {population}: antithetic pairs need an even population")
+    if shaping not in ("zscore", "centred_ranks"):
+        raise ValueError(f"shaping {shaping!r} is neither 'zscore' nor 'centred_ranks'")
+    n = population
+    squares = n if shaping == "zscore" else n * (n + 1) / (12 * (n - 1))
+    pairs = n / (n - 1) if antithetic else 1.0
+    return float(alpha * math.sqrt(d * steps * squares * pairs) / n)
+
+
+def norm_of_coefficients(coefficients: Sequence[ArrayLike], d: int) -> float:
+    """Return the same from what multiplied each noise: sqrt(d sum c^2), weight units, for any shaping and schedule.
+
+    coefficients: (members,) of each step, weight units, as `update_rules.coefficients` gives them. d: weights.
+
+    >>> norm_of_coefficients([[0.5, -0.5]], d=8)
+    2.0
+    """
+    return math.sqrt(d * sum(float(np.square(np.asarray(c, np.float64)).sum()) for c in coefficients))
+
+
+def norm_band(d: float, level: float = 0.95) -> tuple[float, float]:
+    """Return the ends of the ratio |D| / expected root mean square of |D| under the null: chi_d / sqrt(d).
+
+    Given the coefficients, D is Gaussian with equal variances, since Gaussian noise is independent of them under the
+    null. The ratio's standard deviation is nearly 1 / sqrt(2 d).
+
+    d: independent coordinates: the weights, or fewer (with tied noise, those of the largest tensor).
+    Raises ValueError unless d is positive.
+
+    >>> [round(end, 3) for end in norm_band(10_000)]
+    [0.986, 1.014]
+    """
+    from scipy.stats import chi2
+
+    if not d > 0:
+        raise ValueError(f"d is {d}: it must be positive")
+    return tuple(float(math.sqrt(chi2.ppf(p, d) / d)) for p in ((1 - level) / 2, (1 + level) / 2))
+
+
+def tied_d(shapes: Mapping[str, Sequence[int]]) -> float:
+    """Return the independent coordinates of |D|^2 under tied noise, for `norm_band`: d^2 / sum_x m_x^2.
+
+    m_x is the number of tensors that take their entry from position x, (row, column), of one matrix of noise: with a
+    Gaussian matrix, |D|^2 has the mean d and the variance 2 sum m^2, in units of the step.
+
+    shapes: name -> shape of each tensor; one with a single dimension is one row.
+
+    >>> tied_d({"a": (2, 3), "b": (2, 3)}), tied_d({"a": (2, 3), "b": (6,)})
+    (6.0, 8.0)
+    """
+    sides = np.array([(1, math.prod(s)) if len(s) < 2 else (s[0], math.prod(s[1:])) for s in shapes.values()], float)
+    shared = np.minimum.outer(sides[:, 0], sides[:, 0]) * np.minimum.outer(sides[:, 1], sides[:, 1])
+    return float(sides.prod(1).sum() ** 2 / shared.sum())
+
+
+# ---- cosines
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The cosine of two displacements, and what random directions give."""
+
+    value: float
+    """NaN if one of them is 0"""
+    d: int
+    """entries"""
+    effective_d: float
+    """that of random directions with the same norm in each tensor: |a|^2 |b|^2 / sum_l |a_l|^2 |b_l|^2 / d_l"""
+
+    @property
+    def isotropic_std(self) -> float:
+        """Standard deviation of the cosine of two random directions, d^-1/2."""
+        return self.d**-0.5
+
+    @property
+    def std(self) -> float:
+        """That of random directions with the same norm in each tensor, d_eff^-1/2."""
+        return self.effective_d**-0.5
+
+    @property
+    def z(self) -> float:
+        """The value in such standard deviations."""
+        return self.value / self.std
+
+    def band(self, level: float = 0.95) -> float:
+        """Return b, where a share `level` of random directions has a cosine from -b to b."""
+        from statistics import NormalDist
+
+        return NormalDist().inv_cdf((1 + level) / 2) * self.std
+
+
+def cosine(tensors: Displacements, a: int = 0, b: int = 1) -> Cosine:
+    """Return the cosine of two displacements over all tensors. tensors: ungrouped, since each has its own norm.
+
+    Raises IndexError for a displacement that is not there.
+    """
+    products, squares = tensors.gram[:, a, b], tensors.squares
+    both = squares[:, a].sum() * squares[:, b].sum()
+    spread = (squares[:, a] * squares[:, b] / tensors.entries).sum()
+    value = float(products.sum() / math.sqrt(both)) if both > 0 else math.nan
+    return Cosine(value, tensors.d, float(both / spread) if spread > 0 else math.nan)
+
+
+def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0, b: int = 1) -> dict[str, Cosine]:
+    """Return the same by layer or kind, sorted as `Displacements.by`, whose `key` it takes; errors are its own."""
+    found: dict[str, Cosine] = {}
+    for group, rows in tensors._members(key).items():
+        names = tuple(tensors.names[row] for row in rows)
+        part = Displacements(
+            names, tensors.entries[rows], tensors.start[rows], tensors.gram[rows], {}, (), tensors.tied
+        )
+        found[group] = cosine(part, a, b)
+    return found
+
+
+# ---- a random walk
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """A tensor's displacement beside a Gaussian of the same root mean square: what a random walk leaves."""
+
+    name: str
+    """of the tensor"""
+    entries: int
+    """d_l"""
+    rms: float
+    """root mean square of D, weight units"""
+    kurtosis: Interval
+    """excess kurtosis about 0, sum D^4 d / (sum D^2)^2 - 3: 0 for a Gaussian; n is d_l"""
+    distance: float
+    """Kolmogorov-Smirnov distance of a sample of D / rms from the normal distribution"""
+    critical: float
+    """below it 95 % of Gaussian samples stay, a little more since the rms is estimated"""
+    histogram: NDArray[np.int64]
+    """the sample counted in the bins of `edges`, D / rms"""
+    edges: Vector
+    """of the bins; the outermost hold what lies beyond"""
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether a random walk explains the tensor: the distance is not above the critical one."""
+        return bool(self.distance <= self.critical)
+
+
+def walk(start: Mapping[str, Tensor] | None, end: Mapping[str, Tensor], level: float = 0.95) -> Iterator[Walk]:
+    """Compare the entries of each tensor's displacement with a Gaussian of mean 0 and the same root mean square.
+
+    Sums of powers go over all entries, histogram and distance over a sample of every k-th one, at most 65,536. The
+    kurtosis has an interval from moments up to the eighth (delta method); with few entries or heavy tails it is too
+    narrow. Of tensors that a walk explains 5 % are above the critical distance. Weights saved in half precision lie on
+    a lattice, and their differences are no Gaussian whatever moved them: give float32 ends.
+
+    start, end: as for `measure`, whose errors it raises. level: of the interval. Yields a `Walk` per tensor,
+    NaN where D is 0.
+    """
+    from statistics import NormalDist
+
+    from scipy.special import ndtr
+
+    shapes, reach = check_same(*([] if start is None else [start]), end), NormalDist().inv_cdf((1 + level) / 2)
+    for name, shape in shapes.items():
+        n = math.prod(shape)
+        stride, powers, sampled = -(-n // _SAMPLE) | 1, np.zeros(4), []
+        for first, last in _parts(n, 2):
+            d = _part(end, name, first, last).double().numpy()
+            d = d if start is None else d - _part(start, name, first, last).double().numpy()
+            squared = d * d
+            powers += [(squared**p).sum() for p in (1, 2, 3, 4)]
+            sampled.append(d[-first % stride :: stride])
+        if not np.isfinite(powers).all():
+            raise ValueError(f"{name!r} has weights that are not finite: leave the run out")
+        rms = math.sqrt(powers[0] / n) if n else 0.0
+        if rms == 0:
+            nothing = Interval(math.nan, math.nan, math.nan, n, level)
+            yield Walk(name, n, rms, nothing, math.nan, math.nan, np.zeros(len(_EDGES) - 1, np.int64), _EDGES)
+            continue
+        m4, m6, m8 = (powers[p - 1] / n / rms ** (2 * p) for p in (2, 3, 4))
+        # the influence of an entry z on m4 / m2^2 is z^4 - 2 m4 z^2 + m4; 24 for a Gaussian
+        error = reach * math.sqrt(max(m8 - 4 * m4 * m6 + 4 * m4**3 - m4**2, 0.0) / n)
+        sample = np.sort(np.concatenate(sampled) / rms)
+        k, expected = len(sample), ndtr(sample)
+        distance = max((np.arange(1, k + 1) / k - expected).max(), (expected - np.arange(k) / k).max())
+        counts, _ = np.histogram(np.clip(sample, _EDGES[0], _EDGES[-1]), _EDGES)
+        kurtosis = Interval(float(m4 - 3), float(m4 - 3 - error), float(m4 - 3 + error), n, level)
+        yield Walk(name, n, rms, kurtosis, float(distance), _KS_95 / math.sqrt(k), counts, _EDGES)
+
+
+# ---- a random direction
+
+
+class RandomDirection(Mapping[str, Tensor]):
+    """A random displacement with given norms, each tensor drawn when it is read; made by `random_like`."""
+
+    def __init__(self, norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]], key: int):
+        self.shapes = {name: tuple(shapes[name]) for name in norms}
+        """of each tensor"""
+        self._norms, self._key = dict(norms), key
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Draw one tensor, float32 in its shape. Raises KeyError for an unknown name."""
+        shape = self.shapes[name]
+        # its own stream by name, so that neither order nor choice of tensors changes what is drawn
+        seeds = np.random.SeedSequence(self._key, spawn_key=(noise.parameter_id(name),))
+        drawn = np.random.Generator(np.random.Philox(seeds)).standard_normal(shape, dtype=np.float32)
+        length = math.sqrt(float(np.square(drawn, dtype=np.float64).sum()))
+        return torch.from_numpy(drawn * np.float32(self._norms[name] / length if length else 0.0))
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in the order of the norms."""
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.shapes)
+
+
+def random_like(norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]], key: int) -> RandomDirection:
+    """Return a random direction with the norm of a displacement in each tensor: the null of a direction.
+
+    Each tensor is Gaussian, from NumPy's Philox with a seed of its own by (key, parameter id), then scaled. The same
+    key, name and shape give the same entries, with one version of NumPy. It is a displacement: add it to the start.
+
+    norms: name -> |D_l|, weight units, such as `dict(zip(found.names, found.norms[:, k]))`. shapes: name -> shape.
+    key: of the draws, at least 0.
+    Raises ValueError for a norm that is negative or not finite or without a shape, and a negative key.
+    """
+    for name, norm in norms.items():
+        if name not in shapes or not (math.isfinite(norm) and norm >= 0):
+            raise ValueError(
+                f"{name!r} has the norm {norm} and the shape {shapes.get(name)}: give both, the norm finite"
+            )
+    if key < 0:
+        raise ValueError(f"key is {key}: it must be at least 0")
+    return RandomDirection(norms, shapes, key)

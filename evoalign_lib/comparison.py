@@ -1,0 +1,356 @@
+"""`evoalign compare`: two models trained from one base, their weights read against the nulls of `analysis.geometry`.
+
+It takes folders, adapters and ledgers of any size (see `weights`), prints a table, and says in sentences what a random
+direction, or any ES with the same settings, would show as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from evoalign_lib import _render, ledger, style, update_rules
+from evoalign_lib.analysis import geometry
+from evoalign_lib.weights import StateDict, weights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+    from pandas import DataFrame
+
+ENDS: tuple[style.Look, style.Look] = (
+    style.Look("#16404D", "o", "-", "A"),
+    style.Look("#7F9AA1", "s", "--", "B"),
+)
+"""The looks of the two ends, whichever arms they are."""
+_SIZE = "#D9D9D9"  # of what needs no training: shares of sizes, bands of random directions
+_SHORT = {"embedding (tied)": "tied\nembedding", "final norm": "final\nnorm"}
+_MANY = 12  # layers whose ticks would no longer stand side by side
+_LEAST_SHARE = 0.05  # of the entries: a cast that hides fewer is not worth a sentence
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The norm that an ES run has whatever was rewarded."""
+
+    norm: float
+    """weight units"""
+    formula: str
+    """how it was computed"""
+    settings: str
+    """with what"""
+    d: float
+    """independent coordinates, which set the spread"""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two ends of training from one base, measured."""
+
+    sources: tuple[str, str, str]
+    """base, A and B, as they were named"""
+    tensors: geometry.Displacements
+    """sums of each tensor"""
+    expected: tuple[Expected | None, Expected | None]
+    """of A and B: the norm of ES, where its settings are known"""
+    dtypes: tuple[frozenset[str], frozenset[str]]
+    """in which A and B are stored"""
+    shared_noise: bool
+    """whether both are ES runs with one run key, so that they drew the same noise"""
+
+    def table(self) -> DataFrame:
+        """Return the quantities of both ends as text, a row each."""
+        import pandas as pd
+
+        layers, d = self.tensors.by("layer"), self.tensors.by("all")
+        null = geometry.size_null(layers.entries)
+        head = "tied embedding" if self.tensors.tied else "head"
+        rows = [("entries d", *[f"{self.tensors.d:,}"] * 2)]
+        rows += [("norm |D|", *_cells(d.norms[0]))]
+        rows += [("norm over that of the start", *_cells(d.relative_norms[0]))]
+        if any(self.expected):
+            ratios = [np.nan if e is None else n / e.norm for e, n in zip(self.expected, d.norms[0], strict=True)]
+            rows += [("norm over its formula for ES", *_cells(ratios))]
+        rows += [(f"{head}: share of |D|^2 over share of d", *_cells(geometry.head_concentration(self.tensors)))]
+        shares = layers.shares.T
+        ginis = [geometry.gini(share, layers.entries) for share in shares]
+        rows += [(f"Gini of layers (random: up to {_number(null.gini)})", *_cells(ginis))]
+        rows += [
+            (f"distance of layers from sizes (random: up to {_number(null.distance)})", *_cells(self._distances()))
+        ]
+        for dtype in self.tensors.moved:
+            rows += [(f"unchanged entries, {'as ' if dtype == 'float32' else 'rounded to '}{dtype}", *[
+                f"{100 * share:.1f} %" for share in d.unmoved(dtype)[0]
+            ])]  # fmt: skip
+        return pd.DataFrame(rows, columns=["quantity", "A", "B"])
+
+    def _distances(self) -> list[float]:
+        layers = self.tensors.by("layer")
+        return [geometry.total_variation(share, layers.size_shares) for share in layers.shares.T]
+
+    def frame(self, key: str | None = None) -> DataFrame:
+        """Return one row per group of `Displacements.by`, or per tensor: what the figure shows, and more.
+
+        Norms are in weight units; shares and unchanged entries are fractions; cosine_std is that of random directions.
+        """
+        import pandas as pd
+
+        found = self.tensors.by(key) if key else self.tensors
+        cosines = geometry.cosines(self.tensors, key or (lambda name: name))
+        columns = {key or "tensor": found.names, "entries": found.entries, "size_share": found.size_shares}
+        for k, end in enumerate("ab"):
+            columns[f"share_{end}"] = found.shares[:, k]
+            columns[f"norm_{end}"] = found.norms[:, k]
+            columns[f"relative_norm_{end}"] = found.relative_norms[:, k]
+            columns |= {f"unchanged_{dtype}_{end}": found.unmoved(dtype)[:, k] for dtype in found.moved}
+        columns["cosine"] = [cosines[name].value for name in found.names]
+        columns["cosine_std"] = [cosines[name].std for name in found.names]
+        return pd.DataFrame(columns)
+
+    def sentences(self) -> list[str]:
+        """Return what the numbers say and, before all, what they do not."""
+        said = []
+        d = self.tensors.by("all")
+        for k, end in enumerate("AB"):
+            if not d.norms[0, k]:
+                said.append(f"{end} has the weights of the base: nothing moved.")
+                continue
+            if self.expected[k] is not None:
+                said.append(self._about_norm(k))
+            said.append(self._about_shares(k))
+            said += self._about_rounding(k)
+        return [*said, *self._about_cosine()]
+
+    def _about_norm(self, k: int) -> str:
+        expected, norm, end = self.expected[k], self.tensors.by("all").norms[0, k], "AB"[k]
+        low, high = geometry.norm_band(expected.d)
+        ratio = norm / expected.norm
+        said = (
+            f"The norm of {end}, {_number(norm)}, is {ratio:.4f} times {expected.formula} = {_number(expected.norm)} "
+            f"({expected.settings})"
+        )
+        if low <= ratio <= high:
+            return (
+                f"{said}, within {low:.4f} to {high:.4f}: any ES with these settings moves as far, whatever it rewards."
+            )
+        return f"{said}, outside {low:.4f} to {high:.4f}, where 95 % of the runs lie whose rewards mean nothing."
+
+    def _about_shares(self, k: int) -> str:
+        layers, end, distance = self.tensors.by("layer"), "AB"[k], self._distances()[k]
+        null = geometry.size_null(layers.entries)
+        if distance <= null.distance:
+            return (
+                f"The shares of layers of {end} are those of its sizes (distance {_number(distance)}; 95 % of random "
+                f"directions stay below {_number(null.distance)}): that {end} moves everywhere says nothing about what "
+                "it learned."
+            )
+        excess = layers.shares[:, k] - layers.size_shares
+        most = int(np.argmax(excess))
+        return (
+            f"The shares of layers of {end} are not those of its sizes (distance {_number(distance)}; 95 % of random "
+            f"directions stay below {_number(null.distance)}): {layers.names[most]} has "
+            f"{100 * layers.shares[most, k]:.1f} % of |D|^2 and {100 * layers.size_shares[most]:.1f} % of the entries. "
+            "Compare with the shares of the gradient before reading more into it."
+        )
+
+    def _about_rounding(self, k: int) -> list[str]:
+        all_, end, halves = self.tensors.by("all"), "AB"[k], sorted(self.dtypes[k] - {"float32"})
+        exact, rounded = (all_.unmoved(dtype)[0, k] for dtype in ("float32", "bfloat16"))
+        if halves:
+            return [
+                f"{end} is stored as {' and '.join(halves)}: what moved by less than its rounding was lost when it was "
+                f"saved, so the {100 * exact:.1f} % of unchanged entries do not show that training was sparse."
+            ]
+        if rounded - exact > _LEAST_SHARE:
+            return [
+                f"Of {end} {100 * exact:.1f} % of the entries are unchanged in float32, and {100 * rounded:.1f} % "
+                "after both ends are rounded to bfloat16: the difference is rounding, not sparse training."
+            ]
+        return []
+
+    def _about_cosine(self) -> list[str]:
+        found = geometry.cosine(self.tensors)
+        if np.isnan(found.value):
+            return ["The cosine is not defined, since one of the two did not move."]
+        band = found.band()
+        value, digits = f"{found.value:.{_digits(band)}f}", f"{band:.{_digits(band)}f}"
+        if self.shared_noise:
+            return [
+                f"The cosine is {value}. A and B drew the same noise (one run key), so that the band of independent "
+                f"random directions, ±{digits}, does not apply."
+            ]
+        if abs(found.value) <= band:
+            return [
+                f"The cosine {value} lies within the band of a random direction, ±{digits}: it says nothing about "
+                "whether the two solutions differ. Means of several runs of each would."
+            ]
+        how = "share a direction" if found.value > 0 else "have opposite parts"
+        return [
+            f"The cosine {value} lies outside the band of a random direction, ±{digits} (z = {found.z:.1f}): the two "
+            f"{how}. Its size is that of the signal in the noise of single runs: compare it with the cosine of two "
+            "runs of one arm."
+        ]
+
+    def text(self) -> str:
+        """Return table, cosine and sentences for a terminal."""
+        caption = "base {}\nA    {}\nB    {}".format(*self.sources)
+        parts, found = [_render.plain_table(self.table(), caption)], geometry.cosine(self.tensors)
+        if not np.isnan(found.value):
+            band = found.band()
+            value, reach = (f"{number:.{_digits(band)}f}" for number in (found.value, band))
+            parts.append(f"cosine of A and B: {value}, random directions ±{reach} (95 %), z {found.z:.2f}")
+        return "\n\n".join([*parts, "\n".join(self.sentences())])
+
+
+def compare(
+    base: str | os.PathLike[str],
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    alpha: float | None = None,
+    steps: int | None = None,
+    population: int | None = None,
+) -> Comparison:
+    """Measure how two models moved from their base.
+
+    Args:
+        base, a, b: what `weights` opens; base is also that of adapters and ledgers.
+        alpha: step size of A with 1/sigma digested, weight units, where A is an ES run without its ledger.
+        steps: T_eff of A, the steps whose population was not tied.
+        population: N of A.
+
+    Raises:
+        ValueError: what cannot be opened, other names or shapes, a part of A's settings, or settings beside a ledger.
+            All but a ledger of another base is found before anything is read.
+    """
+    given = {"alpha": alpha, "steps": steps, "population": population}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise ValueError(f"{' and '.join(missing)} missing: the norm of ES follows from alpha, steps and population")
+    start, ends = weights(base), [weights(end, base) for end in (a, b)]
+    if not missing and ends[0].run is not None:
+        raise ValueError(f"{str(a)!r} is a ledger, which holds alpha, steps and population: leave the options out")
+    geometry.check_same(start, *ends)
+    expected = [_expected(end) for end in ends]
+    if not missing:
+        d = sum(int(np.prod(shape)) for shape in start.shapes.values())
+        said = f"alpha {alpha:g}, T_eff {steps}, N {population}"
+        expected[0] = Expected(geometry.es_norm(alpha, d, steps, population), "alpha sqrt(d T_eff / N)", said, d)
+    runs = [end.run for end in ends if end.run is not None]
+    shared = len(runs) == 2 and len({run.header["run_key"] for run in runs}) == 1
+    return Comparison(
+        (str(base), str(a), str(b)),
+        geometry.measure(start, ends),
+        (expected[0], expected[1]),
+        (ends[0].dtypes, ends[1].dtypes),
+        shared,
+    )
+
+
+def _expected(end: StateDict) -> Expected | None:
+    """Return the norm that the coefficients of a ledger let expect; None for what is no ledger or did not move."""
+    run = end.run
+    if run is None:
+        return None
+    coefficients = [c for _, c in ledger.updates(run, len(run.steps))]
+    if not coefficients:
+        return None
+    settings = run.settings
+    d = sum(int(np.prod(shape)) for shape in end.shapes.values())
+    plain = {"antithetic": False, "fitness_shaping": update_rules.SHAPINGS[0], "alpha_schedule": "constant"}
+    is_plain = all(settings[name] == value for name, value in plain.items())
+    return Expected(
+        geometry.norm_of_coefficients(coefficients, d),
+        "alpha sqrt(d T_eff / N)" if is_plain else "sqrt(d sum c^2)",
+        f"alpha {settings['alpha']:g}, T_eff {len(coefficients)}, N {settings['population_size']}",
+        geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d,
+    )
+
+
+def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
+    """Write compare.png and .pdf (`figure`), compare.csv (a row per layer) and tensors.csv into a folder.
+
+    Files of these names are replaced. Returns their paths. Raises OSError where they cannot be written.
+    """
+    from matplotlib import pyplot as plt
+
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    fig = figure(comparison)
+    picture, page = folder / "compare.png", folder / "compare.pdf"
+    picture.write_bytes(style.png(fig, 200))
+    fig.savefig(page, metadata={"CreationDate": None, "ModDate": None})
+    plt.close(fig)
+    tables = {folder / "compare.csv": comparison.frame("layer"), folder / "tensors.csv": comparison.frame()}
+    for path, frame in tables.items():
+        frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+    return [picture, page, *tables]
+
+
+def figure(comparison: Comparison) -> Figure:
+    """Draw the shares of layers beside those of their sizes, and cosines by layer in the band of random directions."""
+    from matplotlib import pyplot as plt
+
+    style.use()
+    rows = comparison.frame("layer")
+    x, shown, texts = _places(list(rows["layer"]))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
+    sizes = "share of the entries, $d_l/d$"
+    left.hlines(rows["size_share"], x - 0.45, x + 0.45, color=_SIZE, lw=4, label=sizes, capstyle="butt")
+    for look, end, shift in zip(ENDS, "ab", (-0.14, 0.14), strict=True):
+        shares = rows[f"share_{end}"].where(rows[f"share_{end}"] > 0)
+        left.plot(
+            x + shift, shares, color=look.color, marker=look.marker, ls="", label=f"{look.label}: $|D_l|^2/|D|^2$"
+        )
+    left.set(yscale="log", ylabel="share of the layer")
+    left.margins(y=0.1)
+    reach = geometry.Cosine(0.0, 1, 1.0).band() * rows["cosine_std"]
+    right.bar(x, 2 * reach, 0.9, -reach, color=_SIZE, label="95 % of random directions")
+    right.plot(x, rows["cosine"], color="black", marker="D", ls="", label="cosine of A and B")
+    right.axhline(0, color="black", lw=0.6)
+    right.set(ylabel="cosine of the displacements")
+    if reach.notna().any():
+        # bands of small and large layers differ by orders of magnitude: linear up to a power of ten, then logarithmic
+        decade = int(np.ceil(np.log10(reach.min())))
+        right.set_yscale("symlog", linthresh=10.0**decade)
+        most = max(reach.max(), rows["cosine"].abs().max())
+        sides = [10.0**k for k in range(decade, 1) if k == decade or 10.0**k <= 2 * most]
+        right.set_yticks([-side for side in sides[::-1]] + [0.0] + sides)
+        right.yaxis.set_major_formatter("{x:g}")
+        right.minorticks_off()
+        right.set_ylim(-2 * most, 2 * most)
+    for ax in (left, right):
+        ax.set_xticks(x[shown], texts, rotation=90 if len(x) > _MANY else 0)
+        ax.set_xlabel("layer")
+        ax.grid(axis="x", visible=False)
+        ax.margins(x=0.02)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.4)
+    return fig
+
+
+def _places(layers: list[str]) -> tuple[NDArray[np.float64], list[int], list[str]]:
+    """Return where layers stand, which have a tick, and its text: of many, every k-th numbered one and all others."""
+    many, named = len(layers) > _MANY, [not layer.startswith("layer ") for layer in layers]
+    room = max(1.0, len(layers) / 20)  # for the text of a named layer beside its neighbours
+    steps = [room if named[i] or named[i - 1] else 1.0 for i in range(1, len(layers))]
+    x, every = np.cumsum([0.0, *steps]), -(-len(layers) // _MANY)
+    shown = [i for i, layer in enumerate(layers) if named[i] or int(layer.split()[1]) % every == 0]
+    texts = [_SHORT.get(layers[i], layers[i].removeprefix("layer ")) for i in shown]
+    return x, shown, [text.replace("\n", " ") for text in texts] if many else texts
+
+
+def _cells(values: Iterable[float]) -> list[str]:
+    return ["" if np.isnan(value) else _number(value) for value in values]
+
+
+def _number(value: float) -> str:
+    return "NaN" if np.isnan(value) else f"{value:.3g}"
+
+
+def _digits(band: float) -> int:
+    """Return the decimals that show two significant digits of a band."""
+    return max(1, 1 - int(np.floor(np.log10(band)))) if band > 0 else 1

@@ -1,0 +1,392 @@
+"""The weights of a model as a read-only mapping that reads one tensor, or a part of one, at a time, as float32.
+
+`weights` opens a Hugging Face folder, a PEFT LoRA adapter over a base, or the ledger of an ES run, without loading a
+model: names and shapes come from the files' headers, and the files are mapped into memory, not read. So two models of
+any size can be compared in the memory of a few parts of one tensor. (A ledger is the exception: its replay holds the
+model.)
+
+A head that is tied to the embedding appears once, under the embedding's name. Files nearly always store it that way;
+where one stores both names with the same values, and its configuration does not say that they are untied, the head's is
+left out. Buffers that old files store among the weights (causal masks, rotary frequencies) are left out too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoalign_lib import ledger, models, tiny
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_PART = 1 << 20  # entries that are compared at once
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+_BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
+_MASK = re.compile(r"\.(attn|attention)\.bias$")
+_LORA = re.compile(r"(.+)\.lora_(?:(embedding)_)?([AB])(?:\.weight)?")
+# Initialisations after which the adapter's product starts from the weights of the base as they are.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# What changes an adapter beyond a product of two matrices beside some weights.
+_OTHER_KINDS = (
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "target_parameters", "arrow_config",
+    "trainable_token_indices", "alora_invocation_tokens",
+)  # fmt: skip
+
+
+class StateDict(Mapping[str, Tensor]):
+    """Weights by canonical Hugging Face name, each read when it is asked for; made by `weights`."""
+
+    source: str
+    """what was opened"""
+    shapes: dict[str, tuple[int, ...]]
+    """of each tensor, known without reading it"""
+    dtypes: frozenset[str]
+    """in which the tensors are stored, such as {"bfloat16"}: differences below its rounding are lost"""
+    run: ledger.Ledger | None = None
+    """the ledger, if one was opened"""
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Return the entries start to stop of a tensor in row-major order, float32 (stop - start,), a copy.
+
+        Raises KeyError for an unknown name.
+        """
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor, float32 in its shape, a copy. Raises KeyError for an unknown name."""
+        shape = self.shapes[name]
+        return self.part(name, 0, math.prod(shape)).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in the order in which they are stored."""
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.shapes)
+
+
+def weights(
+    source: str | os.PathLike[str], base: str | os.PathLike[str] | Mapping[str, Tensor] | None = None
+) -> StateDict:
+    """Open weights, to be read one tensor at a time as float32.
+
+    - A Hugging Face folder with safetensors files, one or several; a shipped base, such as "A0"; or a model in the
+      Hub's cache (nothing is fetched).
+    - A PEFT LoRA adapter: its base, as float32, plus scaling * B @ A, not rounded to the base's dtype. Known are
+      matrices beside linear layers and embeddings, with ranks and alphas of their own where the adapter has patterns,
+      and whole weights saved with it (modules_to_save), which replace those of the base.
+    - A run's ledger: the weights after its last step, replayed when the first of them is read. Names are those of the
+      loaded model; where a folder stores others (the head of GPT-NeoX, fused experts), write a folder of the ledger
+      first (evoalign replay --out).
+
+    Args:
+        source: folder or name of a model, folder of an adapter, or a file .jsonl or .jsonl.gz.
+        base: of an adapter: where it differs from the name that the adapter holds, or as weights opened already; of a
+            ledger: name or folder of the model that the run started from. None: the name in the adapter or ledger.
+
+    Returns:
+        The weights. Each reading is a copy; the files do not change.
+
+    Raises:
+        ValueError: no such file or folder; weights of other formats, which may hold code; quantised ones; tensors that
+            are not float32, bfloat16 or float16; a damaged file; an adapter of another kind or over another base; an
+            invalid ledger. The message names the source and the remedy.
+    """
+    text = str(source)
+    if text.endswith((".jsonl", ".jsonl.gz")):
+        if base is not None and not isinstance(base, (str, os.PathLike)):
+            raise ValueError(f"{text!r} is a ledger: give the name or folder of its base, not weights.")
+        return _Ledger(text, base)
+    folder = _folder(text)
+    if (folder / "adapter_config.json").is_file():
+        return _Adapter(folder, base)
+    return _Files(folder, text)
+
+
+def _folder(source: str) -> Path:
+    folder = Path(models.place(source))
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{source!r} is a file: give the folder that it lies in, or a run's ledger.jsonl.")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ValueError(f"{source!r} does not exist: give a folder with a model, a ledger, or a name.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{source!r} is neither a folder nor a shipped base ({', '.join(tiny.SHIPPED)}) nor a model in the Hub's "
+            "cache: correct it, or fetch it once, with a network: hf download NAME."
+        ) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): restore it from a copy.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not settings: restore it from a copy.")
+    return found
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): restore it from a copy, or fetch it again.") from error
+
+
+class _Files(StateDict):
+    """A folder's safetensors files, mapped into memory."""
+
+    def __init__(self, folder: Path, source: str):
+        self.source = source
+        configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        if quantisation := configuration.get("quantization_config"):
+            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+            raise ValueError(
+                f"{source!r} is quantised (quant_method={method!r}): its files hold codes, and a difference of codes "
+                "is none of weights. Give the model as it was before it was quantised."
+            )
+        self._files: dict[str, Any] = {}
+        for path, expected in _shards(folder, source).items():
+            file = _open(path)
+            names = set(file.keys())
+            if expected is not None and (missing := sorted(expected - names)):
+                raise ValueError(f"{path} lacks {missing[0]!r}, which the index says it has: fetch the folder again.")
+            self._files |= dict.fromkeys(sorted(names), file)
+        slices = {name: file.get_slice(name) for name, file in self._files.items()}
+        self.shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+        for name in [name for name in self.shapes if self._is_buffer(name)]:
+            del self.shapes[name]
+        stored = {name: slices[name].get_dtype() for name in self.shapes}
+        for name, dtype in stored.items():
+            if dtype not in _DTYPES:
+                raise ValueError(
+                    f"{name!r} of {source!r} is stored as {dtype}, not as {', '.join(_DTYPES)}: quantised weights and "
+                    "other dtypes are not read. Save the model in one of these."
+                )
+        self.dtypes = frozenset(_DTYPES[dtype] for dtype in stored.values())
+        if configuration.get("tie_word_embeddings") is not False:
+            self._drop_tied_head()
+
+    def _is_buffer(self, name: str) -> bool:
+        return bool(_BUFFER.search(name) or (_MASK.search(name) and len(self.shapes[name]) == 4))
+
+    def _drop_tied_head(self) -> None:
+        heads = [name for name in self.shapes if name.endswith(_HEADS)]
+        embeddings = [name for name in self.shapes if _EMBEDDING.search(name)]
+        if len(heads) != 1 or len(embeddings) != 1 or self.shapes[heads[0]] != self.shapes[embeddings[0]]:
+            return
+        (head,), (embedding,), size = heads, embeddings, math.prod(self.shapes[heads[0]])
+        parts = ((i, min(i + _PART, size)) for i in range(0, size, _PART))
+        if all(torch.equal(self.part(head, *part), self.part(embedding, *part)) for part in parts):
+            del self.shapes[head]
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        self.shapes[name]
+        # a view of the file: only the pages of this part are read
+        return self._files[name].get_tensor(name).reshape(-1)[start:stop].to(torch.float32, copy=True)
+
+
+def _shards(folder: Path, source: str) -> dict[Path, set[str] | None]:
+    """Return a folder's weight files, and the names that the index promises of each."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        if (folder / ledger.NAME).is_file():
+            raise ValueError(f"{source!r} holds no model, but a ledger: give {str(folder / ledger.NAME)!r}.")
+        raise ValueError(
+            f"{source!r} has neither model.safetensors nor model.safetensors.index.json: weights of other formats are "
+            "not read, since they may hold code. Save the model anew with save_pretrained()."
+        )
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} has no weight_map: fetch the folder again.")
+    shards: dict[Path, set[str] | None] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index} places {name!r} in {file!r}, which is no file of the folder: fetch it again.")
+        shards.setdefault(folder / file, set()).add(name)
+    for path in shards:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, which the index names: fetch the folder again.")
+    return shards
+
+
+class _Adapter(StateDict):
+    """A LoRA adapter's base plus its products, each computed when it is read."""
+
+    def __init__(self, folder: Path, base: str | os.PathLike[str] | Mapping[str, Tensor] | None):
+        self.source = str(folder)
+        settings = _json(folder / "adapter_config.json")
+        self._check_kind(settings)
+        self._base = self._open_base(settings.get("base_model_name_or_path"), base)
+        self.shapes = dict(_shapes(self._base))
+        path = folder / "adapter_model.safetensors"
+        if not path.is_file():
+            raise ValueError(
+                f"{self.source!r} has no adapter_model.safetensors: weights of other formats are not read, since they "
+                "may hold code. Save the adapter anew with save_pretrained()."
+            )
+        self._file = _open(path)
+        factors: dict[str, dict[str, str]] = {}
+        self._whole: dict[str, str] = {}
+        self._embedded: set[str] = set()
+        for key in sorted(self._file.keys()):
+            name = key.removeprefix("base_model.model.")
+            if found := _LORA.fullmatch(name):
+                target = f"{found[1].removesuffix('.base_layer')}.weight"
+                factors.setdefault(target, {})[found[3]] = key
+                if found[2]:
+                    self._embedded.add(target)
+            else:
+                self._whole[name.replace(".base_layer.", ".")] = key
+        for name in (*factors, *self._whole):
+            if name not in self.shapes:
+                tied = " (a head tied to the embedding has no weights of its own)" if name.endswith(_HEADS) else ""
+                raise self._refused(f"it moves {name!r}, which its base does not have{tied}")
+        if tied := [name for name in factors if _EMBEDDING.search(name)]:
+            if not any(name.endswith(_HEADS) for name in self.shapes):
+                raise self._refused(f"it moves {tied[0]!r} as embedding only, but the head is tied to it")
+        for name, key in self._whole.items():
+            if (shape := tuple(self._file.get_slice(key).get_shape())) != self.shapes[name]:
+                raise self._refused(f"{name!r} has the shape {shape}, in its base {self.shapes[name]}")
+        self._transposed = bool(settings.get("fan_in_fan_out"))
+        self._factors = {name: self._product(name, keys, settings) for name, keys in factors.items()}
+        self.dtypes = frozenset({"float32"})
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(
+            f"the adapter {self.source!r} is not read: {why}. Merge it in PEFT (merge_and_unload(), then "
+            "save_pretrained(), in float32) and give that folder."
+        )
+
+    def _check_kind(self, settings: Mapping[str, Any]) -> None:
+        if (kind := settings.get("peft_type")) != "LORA":
+            raise self._refused(f"its peft_type is {kind!r}, and only 'LORA' is known")
+        for name in _OTHER_KINDS:
+            if settings.get(name):
+                raise self._refused(f"{name} is {settings[name]!r}")
+        if (bias := settings.get("bias", "none")) != "none":
+            raise self._refused(f"bias is {bias!r}")
+        start = settings.get("init_lora_weights", True)
+        if not any(start is plain or start == plain for plain in _PLAIN_STARTS):
+            raise self._refused(f"init_lora_weights is {start!r}, which changes the weights of the base itself")
+
+    def _open_base(self, named: Any, base: str | os.PathLike[str] | Mapping[str, Tensor] | None) -> Mapping:
+        if isinstance(base, Mapping):
+            return base
+        if base is None:
+            if not named:
+                raise ValueError(f"the adapter {self.source!r} does not name its base: give it as base.")
+            base = str(named)
+        elif named and not _same_model(str(named), str(base)):
+            raise ValueError(
+                f"the adapter {self.source!r} was trained over {str(named)!r}, not over {str(base)!r}: give that base. "
+                "If both are the same weights, correct base_model_name_or_path in its adapter_config.json."
+            )
+        found = _folder(str(base))
+        if (found / "adapter_config.json").is_file():
+            raise ValueError(f"the base {str(base)!r} is an adapter itself: merge it first (merge_and_unload()).")
+        return _Files(found, str(base))
+
+    def _product(self, name: str, keys: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
+        """Return left and right, float32, and the scaling: scaling * left @ right is added to the weight."""
+        if keys.keys() != {"A", "B"}:
+            raise self._refused(f"{name!r} has only one of its two matrices")
+        a, b = (self._file.get_tensor(keys[side]).float() for side in "AB")
+        if len(self.shapes[name]) != 2 or a.ndim != 2 or b.ndim != 2:
+            raise self._refused(f"{name!r} is no matrix")
+        module = name.removesuffix(".weight")
+        try:
+            rank = _of_pattern(settings.get("rank_pattern"), module, settings.get("r"))
+            alpha = _of_pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha"))
+        except re.error as error:
+            raise self._refused(f"rank_pattern or alpha_pattern is no pattern ({error})") from error
+        if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
+            raise self._refused(f"{name!r} has the rank {rank!r} and lora_alpha {alpha!r}")
+        left, right = (a.T, b.T) if name in self._embedded or self._transposed else (b, a)
+        if a.shape[0] != rank or b.shape[1] != rank or (left.shape[0], right.shape[1]) != self.shapes[name]:
+            raise self._refused(
+                f"{name!r} has matrices of {tuple(b.shape)} and {tuple(a.shape)} with rank {rank}, in its base the "
+                f"shape {self.shapes[name]}"
+            )
+        return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        if name in self._whole:  # PEFT saves an embedding that has a product of its own, too
+            entries = self._file.get_tensor(self._whole[name]).reshape(-1)[start:stop].to(torch.float32, copy=True)
+        else:
+            entries = _part(self._base, name, start, stop)
+        if name in self._factors and stop > start:
+            left, right, scaling = self._factors[name]
+            columns = self.shapes[name][1]
+            first, last = start // columns, -(-stop // columns)  # whole rows, of which a part is taken
+            added = scaling * (left[first:last] @ right)
+            entries += added.reshape(-1)[start - first * columns : stop - first * columns]
+        return entries
+
+
+def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
+    """Return a module's own rank or alpha, where a pattern names it as PEFT matches them."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _same_model(named: str, base: str) -> bool:
+    one, other = models.place(named), models.place(base)
+    if one == other or os.path.realpath(one) == os.path.realpath(other):
+        return True
+    # a folder may be a copy of the model that the adapter names by another place
+    return not (os.path.isdir(one) and os.path.isdir(other)) and Path(one).name == Path(other).name
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    if isinstance(tensors, StateDict):
+        return tensors.shapes
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _part(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) -> Tensor:
+    if isinstance(tensors, StateDict):
+        return tensors.part(name, start, stop)
+    return tensors[name].detach().reshape(-1)[start:stop].to(torch.float32, copy=True)
+
+
+class _Ledger(StateDict):
+    """The weights after the last step of an ES run; the replay is done when the first of them is read."""
+
+    def __init__(self, source: str, base: str | os.PathLike[str] | None):
+        self.source, self._model = source, base
+        self.run: ledger.Ledger = ledger.read(source)
+        self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
+        self.dtypes = frozenset({"float32"})
+
+    @cached_property
+    def _tensors(self) -> dict[str, Any]:
+        model = self._model or self.run.header["model"]["name"]
+        if model is None:
+            raise ValueError(f"{self.source} does not name the model that the run started from: give it as base.")
+        return ledger.replay_by_name(self.run, model)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        return torch.from_numpy(self._tensors[name].reshape(-1)[start:stop].copy())
