@@ -1,7 +1,7 @@
 """Linear mode connectivity: barriers on the path between two models, and where a gain sets in, from measured curves.
 
-The path is theta(a) = (1 - a) theta_A + a theta_B (`interpolation.path`), and E(a) an error measured on it, the lower the
-better. With rewards=True a curve holds rewards, whose error is their negative; heights keep the unit of the curve.
+The path is theta(a) = (1 - a) theta_A + a theta_B (`interpolation.path`), and E(a) an error measured on it, the lower
+the better. With rewards=True a curve holds rewards, whose error is their negative; heights keep the unit of the curve.
 
     barrier_mean = sup_a E(a) - (E_A + E_B) / 2               Frankle et al. 2020 (arXiv 1912.05671)
     barrier_line = sup_a [E(a) - (1 - a) E_A - a E_B]

@@ -90,8 +90,8 @@ def degradation_slope(
     more = after.ndim - before.ndim
     if more not in (1, 2) or after.shape[-1:] != levels.shape or after.shape[: before.ndim] != before.shape:
         raise ValueError(
-            f"perturbed has the shape {after.shape}, baseline {before.shape}, sigmas {levels.shape}: give baseline (...)"
-            " and perturbed (..., sigmas) or (..., trials, sigmas)"
+            f"perturbed has the shape {after.shape}, baseline {before.shape}, sigmas {levels.shape}: give baseline"
+            " (...) and perturbed (..., sigmas) or (..., trials, sigmas)"
         )
     fall, axis = before.reshape(*before.shape, *[1] * more) - after, levels**power
     return (fall * axis).sum(-1) / (axis**2).sum()
