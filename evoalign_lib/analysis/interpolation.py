@@ -128,7 +128,7 @@ class Plane:
             along_u, along_v, square = along_u + float(m @ u), along_v + float(m @ v), square + float(m @ m)
         x = along_u / width
         y = (along_v - c * x) / s
-        return Projection(x, y, sqrt(max(square - x**2 - y**2, 0.0)))
+        return Projection(float(x), float(y), sqrt(max(square - x**2 - y**2, 0.0)))
 
     def weights(self, x: float, y: float) -> dict[str, Tensor]:
         """Return the weights at a point of the plane, float32, rounded once; the corners are the three models' bits.
