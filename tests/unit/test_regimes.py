@@ -1,0 +1,207 @@
+"""Two planted regimes are found; exchangeable runs are not called two, however stable their clusters are."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import pdist, squareform
+
+from evoalign_lib.analysis import connectivity, regimes
+
+LABELS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
+
+
+def _planted(rng: np.random.Generator, sizes: tuple[int, int] = (4, 5), far: float = 0.2) -> np.ndarray:
+    """Return barriers of runs: 0 within a regime, `far` between, and noise."""
+    labels = np.repeat([0, 1], sizes)
+    matrix = far * (labels[:, None] != labels) + rng.normal(0, 0.02, (len(labels),) * 2)
+    return np.triu(matrix, 1) + np.triu(matrix, 1).T
+
+
+def _exchangeable(rng: np.random.Generator, runs: int, dimensions: int) -> np.ndarray:
+    return squareform(pdist(rng.standard_normal((runs, dimensions))))
+
+
+def _rand_by_pairs(first: list[int], second: list[int]) -> float:
+    """Return the adjusted Rand index from its definition, pair by pair."""
+    pairs = list(combinations(range(len(first)), 2))
+    same = [[labels[i] == labels[j] for i, j in pairs] for labels in (first, second)]
+    both, a, b = (sum(x) for x in ([p and q for p, q in zip(*same, strict=True)], *same))
+    expected = a * b / len(pairs) if pairs else 0
+    most = (a + b) / 2
+    return 1.0 if most == expected else (both - expected) / (most - expected)
+
+
+@given(st.data(), LABELS)
+def test_the_adjusted_rand_index_is_that_of_its_definition(data, first) -> None:
+    second = data.draw(st.lists(st.integers(0, 3), min_size=len(first), max_size=len(first)))
+    found = regimes.adjusted_rand(first, second)
+    assert found == pytest.approx(_rand_by_pairs(first, second))
+    assert found == pytest.approx(regimes.adjusted_rand([f"run {x}" for x in second], [-x for x in first]))
+    assert regimes.adjusted_rand(first, first) == 1
+
+
+def test_the_adjusted_rand_index_of_random_labels_is_0_on_average() -> None:
+    rng = np.random.default_rng(0)
+    found = [regimes.adjusted_rand(rng.integers(2, size=8), rng.integers(2, size=8)) for _ in range(400)]
+    assert np.mean(found) == pytest.approx(0, abs=0.04)
+    with pytest.raises(ValueError, match="3 labels against 2"):
+        regimes.adjusted_rand([0, 1, 1], [0, 1])
+
+
+def test_the_silhouette_by_hand() -> None:
+    matrix = np.array([[0, 1, 4, 6], [1, 0, 5, 5], [4, 5, 0, 2], [6, 5, 2, 0]], float)
+    widths = [(5 - 1) / 5, (5 - 1) / 5, (4.5 - 2) / 4.5, (5.5 - 2) / 5.5]
+    assert regimes.silhouette(matrix, ["a", "a", "b", "b"]) == pytest.approx(np.mean(widths))
+    # a run alone has 0; of three clusters the nearest other one counts
+    widths = [(4 - 1) / 4, (5 - 1) / 5, 0, 0]
+    assert regimes.silhouette(matrix, [0, 0, 1, 2]) == pytest.approx(np.mean(widths))
+    assert regimes.silhouette(np.zeros((4, 4)), [0, 0, 1, 1]) == 0
+    for labels in ([0, 0, 0, 0], [0, 1]):
+        with pytest.raises(ValueError, match="two kinds"):
+            regimes.silhouette(matrix, labels)
+
+
+@pytest.mark.parametrize("method", regimes.METHODS)
+def test_two_clusters_are_those_of_scipy_and_follow_the_runs(method: str) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        matrix = _exchangeable(rng, 7, 3)
+        labels = regimes.two_clusters(matrix, method)
+        cut = fcluster(linkage(squareform(matrix), method), 2, "maxclust")
+        assert labels[0] == 0 and regimes.adjusted_rand(labels, cut) == 1
+        order = rng.permutation(7)
+        again = regimes.two_clusters(matrix[np.ix_(order, order)], method)
+        assert regimes.adjusted_rand(again, labels[order]) == 1
+    # ties: two clusters even where all runs are equally far
+    assert set(regimes.two_clusters(np.ones((5, 5)), method)) == {0, 1}
+    # the upper triangle alone counts, and no negative barrier
+    upper = np.triu(_planted(rng), 1) + np.tril(np.full((9, 9), np.nan))
+    assert regimes.two_clusters(upper, method).tolist() == [0] * 4 + [1] * 5
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 6), (2, 8)])
+def test_planted_regimes_are_found(sizes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        matrix = _planted(rng, sizes)
+        draws = matrix + rng.normal(0, 0.02, (20, *matrix.shape))
+        found = regimes.regimes(matrix, draws, n_resamples=60)
+        assert found.labels.tolist() == [0] * sizes[0] + [1] * sizes[1]
+        assert found.silhouette == pytest.approx(regimes.silhouette(matrix, found.labels)) and found.silhouette > 0.7
+        assert found.p_one < 0.05 and found.by_problems > 0.9 and found.by_runs > 0.8
+
+
+def _one_cluster(kind: str, rng: np.random.Generator) -> np.ndarray:
+    """Return a matrix of 9 exchangeable runs."""
+    if kind == "normal on a line":
+        return squareform(pdist(rng.standard_normal((9, 1))))
+    if kind == "uniform on a line":
+        return squareform(pdist(rng.random((9, 1))))
+    if kind == "normal in 20 dimensions":
+        return squareform(pdist(rng.standard_normal((9, 20))))
+    if kind == "noise":  # corrected barriers where there is none
+        return rng.normal(0, 0.02, (9, 9))
+    level = rng.exponential(0.05, 9)  # runs at different distances from all others
+    return np.maximum(level[:, None], level) + rng.normal(0, 0.005, (9, 9))
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal on a line", "uniform on a line", "normal in 20 dimensions", "noise", "levels of runs"]
+)
+def test_exchangeable_runs_are_not_called_two_regimes(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    found = [regimes.regimes(_one_cluster(kind, rng), n_resamples=30) for _ in range(14)]
+    # 3 of 14 would exceed the level of the test in 1 of 30 cases
+    assert sum(r.p_one <= 0.05 for r in found) <= 2
+    assert all(np.isnan(r.by_problems) and [len(null) for null in r.nulls.values()] == [30] * 3 for r in found)
+    if "line" in kind:  # clusters of one cloud can be stable
+        assert np.mean([r.by_runs for r in found]) > 0.5
+
+
+def test_each_kind_of_one_cluster_is_needed() -> None:
+    """A null alone takes matrices of another kind for two regimes."""
+    rng = np.random.default_rng(2)
+    for kind, blind in (("normal on a line", "pairs"), ("noise", "cloud"), ("levels of runs", "pairs")):
+        called = []
+        for _ in range(8):
+            found = regimes.regimes(_one_cluster(kind, rng), n_resamples=20)
+            called.append(np.mean(found.nulls[blind] >= found.silhouette) <= 0.05)
+        assert np.mean(called) >= 0.3
+
+
+def test_regimes_of_measured_barriers() -> None:
+    """From outcomes of pairs, through corrected barriers and their draws, to clusters."""
+    rng = np.random.default_rng(0)
+    hacked = np.array([0, 0, 0, 1, 1, 1])
+    bump = 4 * np.linspace(0, 1, 7) * np.linspace(1, 0, 7)
+    heights = 0.3 * (hacked[:, None] != hacked)
+    outcomes = (rng.random((6, 6, 80, 7)) < 0.3 + heights[..., None, None] * bump).astype(float)
+    estimate = connectivity.estimate_barrier(outcomes, within=True, n_resamples=60)
+    found = regimes.regimes(estimate.pairs, estimate.pair_draws, n_resamples=100)
+    assert (found.labels == hacked).all() and found.by_problems > 0.8
+    tested = regimes.within_between(estimate.pairs, hacked)
+    assert tested.p == pytest.approx(0.1)  # 6 over 3 in 20 ways, each with its mirror: the least there is
+    assert tested.within == pytest.approx(0, abs=0.06) and tested.between == pytest.approx(0.3, abs=0.06)
+
+
+def test_within_between_is_the_permutation_test_of_all_deals() -> None:
+    rng = np.random.default_rng(0)
+    matrix = _exchangeable(rng, 7, 2)
+    labels = np.array(["clean"] * 3 + ["hacked"] * 4)
+
+    def statistic(first: tuple[int, ...]) -> float:
+        one = np.isin(np.arange(7), first)
+        same = one[:, None] == one
+        upper = np.triu(np.ones((7, 7), bool), 1)
+        return matrix[~same & upper].mean() - matrix[same & upper].mean()
+
+    every = [statistic(first) for first in combinations(range(7), 3)]
+    found = regimes.within_between(matrix, labels)
+    assert found.between - found.within == pytest.approx(statistic((0, 1, 2)))
+    assert found.p == pytest.approx(np.mean(np.array(every) >= statistic((0, 1, 2)) - 1e-9))
+    drawn = regimes.within_between(matrix, labels, n_resamples=30)
+    assert drawn.p == pytest.approx(found.p, abs=0.25) and drawn.p >= 1 / 31
+    # three labels are drawn
+    planted = _planted(rng, (4, 5))
+    assert regimes.within_between(planted, [0, 0, 0, 0, 1, 1, 1, 1, 1]).p == pytest.approx(1 / 126)
+    assert regimes.within_between(planted, [0, 0, 1, 1, 2, 2, 2, 2, 2], n_resamples=300).p < 0.05
+    # hacked runs share a basin, clean ones are scattered: asked of the hacked ones alone
+    scattered = np.full((9, 9), 0.2)
+    scattered[4:, 4:] = 0.0
+    alone = regimes.within_between(scattered, [0] * 4 + [1] * 5, only=1)
+    assert (alone.within, alone.between) == pytest.approx((0, 0.2)) and alone.p == pytest.approx(1 / 126)
+    assert regimes.within_between(scattered, [0] * 4 + [1] * 5, only=0).p > 0.3
+
+
+def test_within_between_holds_its_level_and_says_nan_without_a_pair() -> None:
+    rng, labels = np.random.default_rng(0), [0, 0, 0, 0, 1, 1, 1]
+    p = [regimes.within_between(_exchangeable(rng, 7, 2), labels).p for _ in range(120)]
+    assert np.mean(np.array(p) <= 0.1) <= 0.17 and 0.4 < np.mean(p) < 0.65
+    found = regimes.within_between(np.ones((3, 3)), ["a", "b", "c"])
+    assert np.isnan([found.within, found.p]).all() and found.between == 1
+    for wrong, message in ((labels[:3], "3 labels"), ([1] * 7, "two kinds")):
+        with pytest.raises(ValueError, match=message):
+            regimes.within_between(np.ones((7, 7)), wrong)
+    with pytest.raises(ValueError, match="names none"):
+        regimes.within_between(np.ones((7, 7)), labels, only="hacked")
+
+
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    good = np.ones((5, 5))
+    part = good.copy()
+    part[0, 3] = np.nan
+    for matrix, message in ((good[:2], "has the shape"), (good[:2, :2], "at least 3"), (part, "not finite")):
+        with pytest.raises(ValueError, match=message):
+            regimes.two_clusters(matrix)
+    with pytest.raises(ValueError, match="4 at least"):
+        regimes.regimes(good[:3, :3])
+    with pytest.raises(ValueError, match="draws"):
+        regimes.regimes(good, np.ones((7, 4, 4)))
+    with pytest.raises(ValueError, match="method"):
+        regimes.two_clusters(good, "ward")
+    # one point: no two clusters of it are separate
+    assert regimes.regimes(np.zeros((5, 5)), n_resamples=20).p_one == 1
