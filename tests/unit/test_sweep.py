@@ -705,36 +705,44 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(
+needs_avx2 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the CPU has no AVX2 to be held to"
 )
+
+
+@needs_avx2
+def test_runs_of_the_local_engine_compute_with_avx2(tmp_path):
+    """As the committed records were made, on a CPU with AVX-512, too; this process keeps what it has."""
+    script, answer = tmp_path / "probe.py", tmp_path / "answer.json"
+    script.write_text(PROBE)
+    environment = {name: value for name, value in os.environ.items() if name not in sweep._INSTRUCTIONS}
+    with open(answer, "w") as file:  # a pipe would be open for as long as the server of the sweep is there
+        environment |= {"PYTHONPATH": str(paths.ROOT)}
+        done = subprocess.run([sys.executable, script, "{}"], env=environment, stdout=file, timeout=250)
+    assert done.returncode == 0
+    found = json.loads(answer.read_text())
+    assert [found[name] for name in sweep._INSTRUCTIONS] == ["avx2", "AVX2"] and found["OMP_NUM_THREADS"] == "1"
+    assert found["torch"] == "AVX2" and all(found["at the start"].values())
+
+
+@needs_avx2
 @pytest.mark.parametrize(
     ("engine", "given", "expected"),
     [
-        ({}, {}, ("avx2", "AVX2", "AVX2")),
-        ({}, {"ATEN_CPU_CAPABILITY": "default"}, ("default", None, "DEFAULT")),
-        ({"engine": "vllm"}, {}, (None, None, None)),
+        ({}, {}, ["avx2", "AVX2"]),
+        ({}, {"ATEN_CPU_CAPABILITY": "default"}, ["default", "AVX2"]),
+        ({"engine": "vllm"}, {}, [None, None]),
     ],
 )
-def test_runs_of_the_local_engine_compute_with_avx2_unless_the_user_says_otherwise(tmp_path, engine, given, expected):
-    """As the committed records were made, on a CPU with AVX-512, too; this process keeps what it has."""
-    script = tmp_path / "probe.py"
-    script.write_text(PROBE)
-    environment = {name: value for name, value in os.environ.items() if name not in sweep._INSTRUCTIONS} | given
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(engine)],
-        env=environment | {"PYTHONPATH": str(paths.ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    *variables, capability = expected
-    assert [found[name] for name in sweep._INSTRUCTIONS] == variables and found["OMP_NUM_THREADS"] == "1"
-    assert capability in (None, found["torch"])
-    assert found["at the start"] == {
-        name: value is not None for name, value in zip(found["at the start"], ["1", *variables], strict=True)
-    }
+def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, engine, given, expected):
+    for name in ("OMP_NUM_THREADS", *sweep._INSTRUCTIONS):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    sweep._set_environment([{"kind": "base"} | engine])
+    assert [os.environ.get(name) for name in sweep._INSTRUCTIONS] == expected
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def _alive(pids) -> list[int]:
