@@ -41,7 +41,7 @@ def again(record: dict, **arguments) -> dict:
     return sweep.run(spec, "nb", "commit")
 
 
-@pytest.mark.parametrize("arm", ["es", "es_sampled", "grpo", "dr_grpo", "sft"])
+@pytest.mark.parametrize("arm", ["es", "grpo", "sft"])
 def test_a_run_is_trained_again_to_the_same_weights(arm):
     """With another curve than the first time: what is measured at temperature 1 is then what the record has."""
     first = trained(arm)
