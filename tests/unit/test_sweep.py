@@ -361,8 +361,6 @@ SETTINGS = {
 }
 
 
-
-
 def test_equal_specs_and_foreign_scales_are_refused(folders):
     spec = record(1)["spec"]
     with pytest.raises(ValueError, match="two of the specs are equal"):
