@@ -43,7 +43,7 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
     """
     from pandas import DataFrame
 
-    columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides"]
+    columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides", "other decodings"]
     rows: dict[tuple[str, str, str], list[Any]] = {}
     again: dict[tuple[str, str, str], dict[str, str]] = {}
     for verdict in verdicts:
@@ -60,5 +60,5 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
                 first.setdefault(what, place)
             else:
                 again.setdefault(first[what], {}).setdefault(finding.decoding, f"{words}: {value}")
-    others = ["; ".join(text for _, text in sorted(again.get(place, {}).items())) for place in rows]
-    return DataFrame(rows.values(), columns=columns).assign(**{"other decodings": others})
+    others = {place: "; ".join(text for _, text in sorted(again.get(place, {}).items())) for place in rows}
+    return DataFrame([[*row, others[place]] for place, row in rows.items()], columns=columns)

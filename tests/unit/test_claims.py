@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from evoalign_lib import claims, cli, paths
+from evoalign_lib import artifacts, claims, cli, paths
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims import evaluate
 from evoalign_lib.claims.findings import Finding
@@ -589,3 +589,6 @@ def test_verdicts_as_tables() -> None:
     beside = [f"temperature 0.6: not measured; temperature 1: {value}" for value in sampled.values()]
     assert len(beside) == 3 and list(first["other decodings"]) == beside  # they have no rows of their own
     assert "C17" not in set(rows["claim"])
+    # at scale smoke no claim has records: the tables are empty, and are shown
+    for empty in (claims.table_of_verdicts([]), claims.table_of_comparisons([])):
+        assert all(name in repr(artifacts.show(empty, "Nothing")) for name in ("Nothing", *empty.columns))
