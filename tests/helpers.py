@@ -1,8 +1,10 @@
 """Small models and trainers that several test files use."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -23,6 +25,28 @@ QWEN = {
 }
 CONFIG_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 CONFIG_NAMES = (*CONFIG_NAMES, "vocab_size", "tie_word_embeddings")
+
+
+STATE_SHAPES = {"embed.weight": (7, 5), "norm.bias": (6,), "scale": ()}
+
+
+def state(seed: int, spread: float = 1.0) -> dict[str, torch.Tensor]:
+    """A state dict of Gaussian float32 entries, of `STATE_SHAPES`."""
+    rng = np.random.default_rng(seed)
+    drawn = {name: spread * rng.standard_normal(shape) for name, shape in STATE_SHAPES.items()}
+    return {name: torch.tensor(entries, dtype=torch.float32) for name, entries in drawn.items()}
+
+
+def same_bits(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two state dicts have the same names and bits, the sign of 0 included."""
+    return list(first) == list(second) and all(
+        first[name].numpy().tobytes() == second[name].numpy().tobytes() for name in first
+    )
+
+
+def flat(weights: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """All entries of a state dict, float64."""
+    return np.concatenate([tensor.double().numpy().ravel() for tensor in weights.values()])
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import files, ledger, models, noise, paths, precision, tiny
+from evoalign_lib.analysis import geometry
 from evoalign_lib.records import Record, Spec, ledger_file, read_records, spec_hash
 from evoalign_lib.study import families
 
@@ -176,13 +177,11 @@ def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layo
     if "as_long_as" in named:
         found *= _ratio(np.linalg.norm(_mean(named["as_long_as"], start)), np.linalg.norm(found))
     if "draw" in named:
-        rng = np.random.Generator(np.random.Philox(key=noise.run_key("random direction", named["draw"])))
-        drawn = np.zeros_like(found)
-        for entry in layout.entries:
-            own = slice(entry.offset, entry.offset + entry.rows * entry.cols)
-            drawn[own] = rng.standard_normal(entry.rows * entry.cols)
-            drawn[own] *= _ratio(np.linalg.norm(found[own]), np.linalg.norm(drawn[own]))
-        found = drawn
+        parts = layout.views(found)
+        norms = {name: float(np.linalg.norm(part)) for name, part in parts.items()}
+        direction = geometry.random_like(norms, {name: part.shape for name, part in parts.items()}, named["draw"])
+        for name, part in parts.items():
+            part[...] = direction[name].numpy()
     return named["factor"] * found
 
 

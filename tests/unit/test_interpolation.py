@@ -9,26 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib.analysis import interpolation as paths
-
-SHAPES = {"embed.weight": (7, 5), "norm.bias": (6,), "scale": ()}
-
-
-def _model(seed: int, spread: float = 1.0) -> dict[str, torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return {
-        name: torch.tensor(spread * rng.standard_normal(shape), dtype=torch.float32) for name, shape in SHAPES.items()
-    }
-
-
-def _same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two models have the same names and bits, the sign of 0 included."""
-    return list(first) == list(second) and all(
-        first[name].numpy().tobytes() == second[name].numpy().tobytes() for name in first
-    )
-
-
-def _flat(weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-    return np.concatenate([tensor.double().numpy().ravel() for tensor in weights.values()])
+from tests.helpers import STATE_SHAPES, flat, same_bits, state
 
 
 class _OnDisk(Mapping):
@@ -50,52 +31,52 @@ class _OnDisk(Mapping):
 
 @given(st.integers(0, 99), st.integers(100, 199), st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
 def test_the_ends_of_a_path_are_the_models_bit_for_bit(one: int, other: int, spread: float) -> None:
-    a, b = _model(one, spread), _model(other)
+    a, b = state(one, spread), state(other)
     a["embed.weight"][0, 0] = -0.0
     b["embed.weight"][1] = float("inf")  # 0 * inf is not 0
     found = dict(paths.path(a, b, [0, 0.5, 1]))
-    assert _same(found[0.0], a) and _same(found[1.0], b)
+    assert same_bits(found[0.0], a) and same_bits(found[1.0], b)
     found[0.0]["norm.bias"].zero_()  # a copy, not the model
-    assert not _same(found[0.0], a) and _same(_model(one, spread) | {"embed.weight": a["embed.weight"]}, a)
+    assert not same_bits(found[0.0], a) and same_bits(state(one, spread) | {"embed.weight": a["embed.weight"]}, a)
 
 
 @given(st.integers(0, 99), st.floats(-0.5, 1.5))
 def test_points_lie_on_the_line_in_the_same_place_from_either_end(seed: int, alpha: float) -> None:
-    a, b = _model(seed), _model(seed + 1)
+    a, b = state(seed), state(seed + 1)
     b["norm.bias"] = a["norm.bias"].clone()
     middle = paths.interpolate(a, b, alpha, extrapolate=True)
-    assert _same({"": middle["norm.bias"]}, {"": a["norm.bias"]})  # what ends share never moves
-    expected = (1 - alpha) * _flat(a) + alpha * _flat(b)
+    assert same_bits({"": middle["norm.bias"]}, {"": a["norm.bias"]})  # what ends share never moves
+    expected = (1 - alpha) * flat(a) + alpha * flat(b)
     # within a few roundings of float32 of the largest number that is added
-    size = np.maximum(np.abs(_flat(a)), np.abs(_flat(b)))
+    size = np.maximum(np.abs(flat(a)), np.abs(flat(b)))
     for found in (middle, paths.interpolate(b, a, 1 - alpha, extrapolate=True)):
         assert all(tensor.dtype == torch.float32 for tensor in found.values())
-        assert (np.abs(_flat(found) - expected) <= 3e-7 * size).all()
+        assert (np.abs(flat(found) - expected) <= 3e-7 * size).all()
 
 
 def test_a_path_is_read_tensor_by_tensor_and_refuses_what_does_not_fit() -> None:
-    a, b = _OnDisk(_model(0)), _OnDisk(_model(1))
+    a, b = _OnDisk(state(0)), _OnDisk(state(1))
     assert len(dict(paths.path(a, b, paths.points(5)))) == 5
-    assert a.reads == b.reads == list(SHAPES) * 5
+    assert a.reads == b.reads == list(STATE_SHAPES) * 5
     for alpha in (-0.01, 1.01, float("nan")):
         with pytest.raises(ValueError, match="extrapolate=True"):
             paths.interpolate(a, b, alpha)
     with pytest.raises(ValueError, match="differ in names"):
         paths.interpolate(a, {"scale": torch.zeros(())}, 0.5)
     with pytest.raises(ValueError, match="has the shapes"):
-        paths.interpolate(a, _model(1) | {"scale": torch.zeros(2)}, 0.5)
+        paths.interpolate(a, state(1) | {"scale": torch.zeros(2)}, 0.5)
     with pytest.raises(TypeError, match="float16"):
-        paths.interpolate(a, _model(1) | {"scale": torch.zeros((), dtype=torch.float16)}, 0.5)
+        paths.interpolate(a, state(1) | {"scale": torch.zeros((), dtype=torch.float16)}, 0.5)
 
 
 def test_measures_of_a_path_are_curves() -> None:
-    a, b = _model(0), _model(1)
+    a, b = state(0), state(1)
     found = paths.measure_path(
-        a, b, lambda w: {"first": w["scale"].item(), "norm": np.linalg.norm(_flat(w))}, [0, 0.25, 1]
+        a, b, lambda w: {"first": w["scale"].item(), "norm": np.linalg.norm(flat(w))}, [0, 0.25, 1]
     )
     assert found["alpha"].tolist() == [0, 0.25, 1]
     assert found["first"][1] == pytest.approx(0.75 * a["scale"].item() + 0.25 * b["scale"].item())
-    assert found["norm"][[0, 2]] == pytest.approx([np.linalg.norm(_flat(a)), np.linalg.norm(_flat(b))])
+    assert found["norm"][[0, 2]] == pytest.approx([np.linalg.norm(flat(a)), np.linalg.norm(flat(b))])
     for measure in (lambda w: {"alpha": 0.0}, lambda w: {str(float(w["scale"])): 0.0}):
         with pytest.raises(ValueError, match="the same at"):
             paths.measure_path(a, b, measure, [0, 1])
@@ -104,31 +85,31 @@ def test_measures_of_a_path_are_curves() -> None:
 @given(st.integers(0, 99), st.floats(-2, 2), st.floats(-2, 2))
 @settings(max_examples=30)
 def test_the_plane_holds_its_models_and_measures_the_distance_of_others(seed: int, x: float, y: float) -> None:
-    base, u, v, other = (_model(seed + 100 * i) for i in range(4))
+    base, u, v, other = (state(seed + 100 * i) for i in range(4))
     plane = paths.plane(base, u, v)
     for corner, model in zip(plane.corners, (base, u, v), strict=True):
-        assert _same(plane.weights(*corner), model)
+        assert same_bits(plane.weights(*corner), model)
         found = plane.coordinates(model)
         assert (found.x, found.y) == pytest.approx(tuple(corner), abs=1e-6)
         assert found.distance == pytest.approx(0, abs=1e-6)
     # an orthonormal frame: coordinates are distances
-    on_plane = _flat(plane.weights(x, y)) - _flat(base)
+    on_plane = flat(plane.weights(x, y)) - flat(base)
     assert np.linalg.norm(on_plane) == pytest.approx(np.hypot(x, y), abs=1e-5)
     assert plane.coordinates(plane.weights(x, y)) == pytest.approx((x, y, 0), abs=1e-5)
     # against the projection by least squares
-    axes = np.column_stack([_flat(u) - _flat(base), _flat(v) - _flat(base)])
-    residual = np.linalg.lstsq(axes, _flat(other) - _flat(base), rcond=None)[1][0]
+    axes = np.column_stack([flat(u) - flat(base), flat(v) - flat(base)])
+    residual = np.linalg.lstsq(axes, flat(other) - flat(base), rcond=None)[1][0]
     found = plane.coordinates(other)
     assert found.distance == pytest.approx(np.sqrt(residual), rel=1e-6)
-    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(_flat(other) - _flat(base)))
+    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(flat(other) - flat(base)))
 
 
 def test_a_plane_needs_three_models_off_one_line_and_makes_grids() -> None:
-    base, u = _model(0), _model(1)
+    base, u = state(0), state(1)
     for third in (u, base, paths.interpolate(base, u, 2.0, extrapolate=True)):
         with pytest.raises(ValueError, match="on a line"):
             paths.plane(base, u, third)
-    plane = paths.plane(base, u, _model(2))
+    plane = paths.plane(base, u, state(2))
     grid = list(plane.grid([0, 1], [0, 2]))
     assert [(x, y) for x, y, _ in grid] == [(0, 0), (1, 0), (0, 2), (1, 2)]
-    assert _same(grid[3][2], plane.weights(1, 2))
+    assert same_bits(grid[3][2], plane.weights(1, 2))

@@ -5,27 +5,23 @@ import itertools
 import numpy as np
 import pytest
 
-from evoalign_lib import paths, tiny
+from evoalign_lib import tiny
 from evoalign_lib.study import sweep, trained
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.merge import merge_specs
-from evoalign_lib.study.kinds.train import train_specs
-
-pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
 
 SIZES = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "skill_messages": 12}
 SETTINGS = {
     "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
     "curve_points": 2, "population_size": 3, "sigma": 0.03, "alpha": 0.01,
 }  # fmt: skip
+RUNS = [("es", 3)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Records of three short runs of ES; their weights are kept in a folder of this file's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
-        yield [sweep.run(spec, "nb", "commit") for spec in train_specs("es", ["A0"], range(3), SETTINGS, "tiny")]
+def runs(es_runs):
+    (found,) = es_runs
+    return found
 
 
 def merged(records, **how):

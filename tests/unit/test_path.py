@@ -3,26 +3,22 @@
 import numpy as np
 import pytest
 
-from evoalign_lib import paths, tiny
 from evoalign_lib.records import unpack_bits
 from evoalign_lib.study import sweep, trained
 from evoalign_lib.study.kinds.path import path_spec
-from evoalign_lib.study.kinds.train import train_specs
-
-pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
 
 SIZES = {"max_completion_length": 16, "validation_problems": 40, "path_points": 3}
 SETTINGS = {
     "max_completion_length": 16, "validation_problems": 40, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
     "curve_points": 2, "population_size": 3, "sigma": 0.03, "alpha": 0.03,
 }  # fmt: skip
+RUNS = [("es", 2)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
-        yield [sweep.run(spec, "nb", "commit") for spec in train_specs("es", ["A0"], range(2), SETTINGS, "tiny")]
+def runs(es_runs):
+    (found,) = es_runs
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Perturbations follow the noise law; slopes, halving noise and Jensen gaps are those of known functions."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 import torch
@@ -10,50 +8,32 @@ from hypothesis import strategies as st
 
 from evoalign_lib import noise
 from evoalign_lib.analysis import robustness, stats
+from tests.helpers import STATE_SHAPES, flat, same_bits, state
 
-SHAPES = {"embed.weight": (7, 5), "norm.bias": (6,), "scale": ()}
 KEY = noise.member_key(noise.run_key("robustness", 0), 0, 0)
 
 
-def _model(seed: int, spread: float = 1.0) -> dict[str, torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return {
-        name: torch.tensor(spread * rng.standard_normal(shape), dtype=torch.float32) for name, shape in SHAPES.items()
-    }
-
-
-def _same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two models have the same names and bits, the sign of 0 included."""
-    return list(first) == list(second) and all(
-        first[name].numpy().tobytes() == second[name].numpy().tobytes() for name in first
-    )
-
-
-def _flat(weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-    return np.concatenate([tensor.double().numpy().ravel() for tensor in weights.values()])
-
-
 def test_a_perturbation_is_a_function_of_its_key_and_leaves_the_model_alone() -> None:
-    model, copy = _model(0), _model(0)
+    model, copy = state(0), state(0)
     once, again = (robustness.perturb(model, 0.1, KEY) for _ in range(2))
-    assert _same(once, again) and _same(model, copy)
+    assert same_bits(once, again) and same_bits(model, copy)
     other = robustness.perturb(model, 0.1, KEY + 1)
-    assert all(not torch.equal(once[name], other[name]) for name in SHAPES)
+    assert all(not torch.equal(once[name], other[name]) for name in STATE_SHAPES)
     once["scale"] += 1
-    assert _same(model, copy)
+    assert same_bits(model, copy)
     still = robustness.perturb(model, 0.0, KEY)
-    assert _same(still, model) and all(still[name] is not model[name] for name in SHAPES)
+    assert same_bits(still, model) and all(still[name] is not model[name] for name in STATE_SHAPES)
 
 
 def test_isotropic_noise_is_the_noise_law() -> None:
-    model = _model(0)
-    layout = noise.Layout.from_shapes(SHAPES.items())
+    model = state(0)
+    layout = noise.Layout.from_shapes(STATE_SHAPES.items())
     master, member = np.zeros(layout.size, np.float32), np.zeros(layout.size, np.float32)
     for name, view in layout.views(master).items():
         view[...] = model[name].numpy()
     noise.perturb(member, master, layout, KEY, 0.03)
     expected = {name: torch.from_numpy(np.array(view)) for name, view in layout.views(member).items()}
-    assert _same(robustness.perturb(model, 0.03, KEY), expected)
+    assert same_bits(robustness.perturb(model, 0.03, KEY), expected)
 
 
 @pytest.mark.parametrize("mode", ["isotropic", "per-tensor relative"])
@@ -65,23 +45,23 @@ def test_the_noise_has_the_size_that_was_asked_for(mode: str) -> None:
     }
     model["zero"] = torch.zeros(50)
     found = robustness.perturb(model, 0.2, KEY, mode=mode)
-    moved = {name: np.sqrt(np.mean(np.square(_flat({0: found[name] - model[name]})))) for name in model}
+    moved = {name: np.sqrt(np.mean(np.square(flat({0: found[name] - model[name]})))) for name in model}
     sizes = (0.2, 0.002, 0.0) if mode == "per-tensor relative" else (0.2, 0.2, 0.2)
     assert moved["a"] == pytest.approx(sizes[0], rel=0.03) and moved["b"] == pytest.approx(sizes[1], rel=0.03)
     # 50 weights: the root mean square has a standard error of a tenth
     assert moved["zero"] == pytest.approx(sizes[2], rel=0.4)
     # one key is one direction at every sigma
     half = robustness.perturb(model, 0.1, KEY, mode=mode)
-    difference = _flat({0: found["a"] - model["a"]}) - 2 * _flat({0: half["a"] - model["a"]})
+    difference = flat({0: found["a"] - model["a"]}) - 2 * flat({0: half["a"] - model["a"]})
     assert np.abs(difference).max() < 2e-6
 
 
 def test_only_chosen_tensors_are_perturbed() -> None:
-    model = _model(0)
+    model = state(0)
     found = robustness.perturb(model, 0.1, KEY, only=lambda name: name == "norm.bias")
-    whole = robustness.perturb(_model(0), 0.1, KEY)
+    whole = robustness.perturb(state(0), 0.1, KEY)
     for name, tensor in found.items():
-        assert torch.equal(tensor, whole[name] if name == "norm.bias" else _model(0)[name])
+        assert torch.equal(tensor, whole[name] if name == "norm.bias" else state(0)[name])
     with pytest.raises(ValueError, match="refuses all of 3 names"):
         robustness.perturb(model, 0.1, KEY, only=lambda name: name == "lm_head")
     with pytest.raises(TypeError, match="float16 on cpu"):

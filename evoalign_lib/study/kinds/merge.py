@@ -16,8 +16,8 @@ import numpy as np
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import measures, specs, trained, training, worlds
 
-TEMPERATURES = (0.6, 1.0)
-"""At which the test set is sampled, besides greedy decoding."""
+TEMPERATURE = 0.6
+"""At which the test set is sampled, besides greedy decoding and temperature 1."""
 _SIZES = ("max_completion_length", "validation_problems", "test_problems", "skill_messages")
 
 
@@ -54,8 +54,8 @@ def merge_specs(
 def run(spec: Spec) -> Record:
     """Return how far a merged model lies from its base, and what it can do.
 
-    The record has the norm of the displacement; the test set greedily and at `TEMPERATURES`; the KL from the base on
-    the task; and of each skill that no reward touches accuracy and KL.
+    The record has the norm of the displacement; the test set greedily, at `TEMPERATURE` and at 1; the KL from the base
+    on the task; and of each skill that no reward touches accuracy and KL.
     """
     measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)
@@ -64,8 +64,7 @@ def run(spec: Spec) -> Record:
         engine.master[:] = trained.moved(engine.master, moved)
         result: Record = {"d": engine.layout.d, "norm": float(f"{np.linalg.norm(moved):.7g}")}
         result["test"] = measure.tested(engine, sets["test"])
-        cooler = [t for t in TEMPERATURES if t != 1.0]
-        result["test"] |= measure.sampled(spec, engine, sets, "test", cooler, 16)
+        result["test"] |= measure.sampled(spec, engine, sets, "test", [TEMPERATURE], 16)
         result["kl_policy_base"] = worlds.kl_from_base(spec | {"seed": 0}, engine)
         result["skills"] = measure.skills(spec, engine)
         return result
