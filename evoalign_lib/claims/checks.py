@@ -37,6 +37,9 @@ def check_arms(claim: Mapping[str, Any]) -> None:
                 arms.get(wanted["arm"])
             except ValueError as error:
                 raise ValueError(f"claim {claim['id']}, arm {label}: {error}") from error
+        seeds = wanted.get("seeds", 1)
+        if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+            raise ValueError(f"claim {claim['id']}, arm {label}: seeds {seeds!r}: declare how many, from 0 on, judge")
         if "setting" in wanted:
             check_setting(claim, f"arm {label}", wanted["setting"])
 

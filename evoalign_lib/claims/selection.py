@@ -25,6 +25,9 @@ BASE = "base"
 """The null that is the untrained model itself."""
 NULLS = (*(name for name, arm in arms.ARMS.items() if arm.null), BASE)
 """Arms that learn nothing."""
+JUDGED_SEEDS = 16
+"""Runs with a seed below this judge a claim, unless an arm of it declares more `seeds`: what a later notebook runs
+besides, for a purpose of its own, changes no earlier verdict."""
 
 _OF_DECODING = ("kind", "digest", "temperatures", "samples", "at_step", "curve_temperature")
 """What the spec of a record of kind "decoding" has besides that of the run whose model it measures."""
@@ -78,8 +81,9 @@ class Evidence:
         return self._selected[key]
 
     def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
-        setting = wanted.pop("setting", None)
-        chosen = [r for r in self.records if matches(r, wanted)]
+        setting, seeds = wanted.pop("setting", None), wanted.pop("seeds", JUDGED_SEEDS)
+        there = [r for r in self.records if matches(r, wanted)]
+        chosen = [r for r in there if _judges(r, seeds)]
         name = arm_words(wanted.get("arm", wanted["kind"]))
         if setting and chosen:
             tuned = _tuned(self.records, chosen[0]["spec"], setting)
@@ -98,7 +102,7 @@ class Evidence:
             found[favoured] = self.stand_in(beside, claim["unit"])
         return [found[arm] for arm in pair]
 
-    def stand_in(self, beside: Sequence[Sequence[Record]], unit: str) -> Runs:
+    def stand_in(self, beside: Sequence[Sequence[Record]], unit: str, seeds: int = JUDGED_SEEDS) -> Runs:
         """Return the runs of the null that take the place of a favoured arm's.
 
         A null arm's runs must have the spec of the arm of its own family, but for the hyper-parameters, which nobody
@@ -106,6 +110,7 @@ class Evidence:
         runs as the favoured arm has: with the results of its own record, and a curve that stays at its first point.
 
         beside: the runs of the favoured arm, then those of the arms that it is compared with.
+        seeds: those of the favoured arm.
         """
         if not beside[0]:
             return Runs([], f"0 of {arm_words(self.null)}")
@@ -119,7 +124,7 @@ class Evidence:
         blocks = ({"test", "curve", "jensen"} & beside[0][0].keys()) if alike else set()
         by_setting: dict[tuple, list[Record]] = {}
         for record in self.records if alike else ():
-            if record["spec"].get("arm") != self.null:
+            if record["spec"].get("arm") != self.null or not _judges(record, seeds):
                 continue
             names = (record["spec"].keys() | alike[0]["spec"].keys()) - set(varied)
             if blocks <= record.keys() and all(record["spec"].get(k) == alike[0]["spec"].get(k) for k in names):
@@ -168,9 +173,15 @@ def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
 
 def has_runs(claim: Claim, records: Iterable[Record]) -> bool:
     """Return whether there is any replicate of any arm that a claim compares, whatever its setting."""
-    compared = [{k: v for k, v in arm.items() if k != "setting"} for arm in claim.get("arms", {}).values()]
+    declared = claim.get("arms", {}).values()
+    compared = [{k: v for k, v in arm.items() if k not in ("setting", "seeds")} for arm in declared]
     wanted = [arm | where for arm in compared for _, where in cells(claim)]
     return any(claim["unit"] in r["spec"] and any(matches(r, fields) for fields in wanted) for r in records)
+
+
+def _judges(record: Record, seeds: int) -> bool:
+    """Return whether a run is one of the first `seeds`; a model without seed is."""
+    return record["spec"].get("seed", 0) < seeds
 
 
 def check_one_base(label: str, records: Iterable[Record]) -> None:

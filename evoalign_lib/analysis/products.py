@@ -1,0 +1,65 @@
+"""The products of displacements that records of kind "products" hold, put together for any runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib.analysis.geometry import Displacements
+
+Record = dict[str, Any]
+_DTYPES = ("float32", "bfloat16")
+
+
+def gram(records: Iterable[Record], runs: Sequence[Record]) -> Displacements:
+    """Return the displacements of runs by layer, from the blocks of products in which they are.
+
+    Args:
+        records: of kind "products"; each has one block, (runs of a, runs of b), for each layer.
+        runs: of training, from one base; a run is known by the digest of its weights.
+
+    Returns:
+        As `geometry.measure(...).by("layer")`: K = len(runs), threshold 0, dtypes float32 and bfloat16.
+
+    Raises:
+        ValueError: no run, a run twice, or products of two of the runs that no record has.
+    """
+    digests = [run["digest"] for run in runs]
+    if not digests or len(set(digests)) < len(digests):
+        raise ValueError(f"{len(digests)} runs, {len(set(digests))} of them different: give each once, at least one")
+    place, first = {digest: row for row, digest in enumerate(digests)}, None
+    for record in records:
+        a, b = (
+            [(i, place[digest]) for i, digest in enumerate(record["spec"][side]["digests"]) if digest in place]
+            for side in ("a", "b")
+        )
+        if not a or not b:
+            continue
+        layers = record["layers"]
+        if first is None:
+            first, size = layers, len(digests)
+            products = np.full((len(layers), size, size), np.nan)
+            moved = {dtype: np.zeros((1, len(layers), size), np.int64) for dtype in _DTYPES}
+        for row, layer in enumerate(layers.values()):
+            block = np.array(layer["products"])
+            for i, k in a:
+                for j, m in b:
+                    products[row, k, m] = products[row, m, k] = block[i, j]
+            for dtype, counts in layer.get("moved", {}).items():
+                for i, k in a:
+                    moved[dtype][0, row, k] = counts[i]
+    lacking = list(range(len(digests))) if first is None else np.argwhere(np.isnan(products[0]))[:1].ravel().tolist()
+    if lacking:
+        named = " and ".join(digests[row] for row in lacking[:2])
+        raise ValueError(f"no record has the products of the runs that ended with the weights {named}: measure them")
+    return Displacements(
+        tuple(first),
+        np.array([layer["entries"] for layer in first.values()]),
+        np.array([layer["start"] for layer in first.values()]),
+        products,
+        moved,
+        (0.0,),
+        any("tied" in name for name in first),
+    )

@@ -1,0 +1,319 @@
+"""What a comparison of weights may take: of displacements, of merged models, of the lines between models.
+
+A side of a comparison is made of the training runs of an arm: where each run ended, the means of several runs, a run
+shrunk to the length of such a mean, or a random direction of a run's norms. Each model so named has a record of its own
+(kinds "products", "merge" and "path"), found by the digests of the runs' weights. A new quantity is an entry in
+`QUANTITIES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign_lib.analysis import attenuation, connectivity, geometry, paths, products, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.claims.checks import check_keys
+from evoalign_lib.claims.findings import Undecided, defined
+from evoalign_lib.claims.selection import Evidence, Record
+from evoalign_lib.records import accuracy_matrix
+
+Array = NDArray[np.float64]
+
+
+class Side(NamedTuple):
+    """One side of a comparison."""
+
+    arm: str
+    """Of the claim."""
+    mean: int = 1
+    """Runs whose mean a model is: those of the arm in the order of their seeds, each in one mean."""
+    shrunk: int = 0
+    """Runs as short as whose mean each run is made; 0: it keeps its length."""
+    random: bool = False
+    """A random direction with the run's norm in each tensor instead of the run."""
+
+    @property
+    def words(self) -> str:
+        """What is made of the arm's runs; empty where they are taken as they are."""
+        if self.random:
+            return "as a random direction"
+        if self.shrunk:
+            return f"shrunk to the mean of {self.shrunk}"
+        return f"mean of {self.mean}" if self.mean > 1 else ""
+
+
+class Model(NamedTuple):
+    """A point that runs define, as its records name it (`study.trained.end`)."""
+
+    digests: tuple[str, ...]
+    """Of the runs whose mean displacement it has."""
+    as_long_as: tuple[str, ...] = ()
+    draw: int | None = None
+    factor: float = 1.0
+
+
+class Chosen(NamedTuple):
+    """A side with the runs that it is made of, sorted by seed."""
+
+    side: Side
+    runs: Sequence[Record]
+
+    def models(self) -> list[Model]:
+        """Return the models of the side, in the order of the seeds."""
+        digests = [run["digest"] for run in self.runs]
+        each, size = self.side, max(self.side.mean, self.side.shrunk)
+        means = [tuple(digests[i : i + size]) for i in range(0, len(digests) - size + 1, size)]
+        if each.shrunk:
+            return [Model((digest,), mean) for digest, mean in zip(digests, means, strict=False)]
+        if each.random:
+            seeds = [run["spec"]["seed"] for run in self.runs]
+            return [Model((digest,), draw=seed) for digest, seed in zip(digests, seeds, strict=True)]
+        return [Model(mean) for mean in means]
+
+
+def side_of(declared: str | Mapping[str, Any]) -> Side:
+    """Return a side as a claim declares it: the name of an arm, or a mapping of the fields of `Side`."""
+    return Side(declared) if isinstance(declared, str) else Side(**declared)
+
+
+def check_side(name: str, declared: str | Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the claim, where a side is not well declared."""
+    if isinstance(declared, str):
+        return
+    check_keys(f"{name}, side", declared, ("arm",), ("mean", "shrunk", "random"))
+    side = side_of(declared)
+    if side.mean < 1 or side.shrunk < 0 or (side.mean > 1) + bool(side.shrunk) + side.random > 1:
+        raise ValueError(f"{name}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
+
+
+def _model(named: Mapping[str, Any] | None) -> Model | None:
+    if named is None:
+        return None
+    long = named.get("as_long_as", {"digests": ()})["digests"]
+    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"])
+
+
+def _of_kind(evidence: Evidence, kind: str) -> list[Record]:
+    return [record for record in evidence.records if record["spec"]["kind"] == kind]
+
+
+# ---- displacements
+
+
+def _displacements(evidence: Evidence, *sides: Chosen) -> geometry.Displacements:
+    """Return the products of all runs of the sides, by layer, in their order."""
+    runs = [run for side in sides for run in side.runs]
+    return defined(products.gram, _of_kind(evidence, "products"), runs)
+
+
+def _log_norms(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+    return np.log(np.diagonal(_displacements(evidence, side).total)) / 2
+
+
+def _norms_over_walk(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+    found, walks = _displacements(evidence, side), []
+    for run in side.runs:
+        spec = run["spec"]
+        steps = spec["steps"] - run["counts"]["tied"]
+        walks.append(geometry.es_norm(spec["alpha"], found.d, steps, spec["population_size"]))
+    return np.sqrt(np.diagonal(found.total)) / walks
+
+
+def _unevenness(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+    found = _displacements(evidence, side)
+    return np.array([geometry.total_variation(shares, found.size_shares) for shares in found.shares.T])
+
+
+def _head(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+    found = _displacements(evidence, side)
+    names = [name for name in found.names if name in ("head", "embedding (tied)")]
+    if not names:
+        raise Undecided("there is no head")
+    row = found.names.index(names[0])
+    return found.shares[row] / found.size_shares[row]
+
+
+def _unmoved(dtype: str) -> Callable[[Evidence, Chosen, str], Array]:
+    def read(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+        found = _displacements(evidence, side)
+        return (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
+
+    return read
+
+
+def _rows(*sides: Chosen) -> list[list[int]]:
+    ends = np.cumsum([0, *(len(side.runs) for side in sides)]).tolist()
+    return [list(range(first, last)) for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def _cosine(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    gram, (a, b) = _displacements(evidence, *sides).total, _rows(*sides)
+    norms = np.sqrt(np.diagonal(gram))
+    return stats.crossed_bootstrap((gram / np.outer(norms, norms))[np.ix_(a, b)], n_resamples=evidence.resamples)
+
+
+def _corrected_cosine(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    found = attenuation.corrected_cosine(_displacements(evidence, *sides).total, *_rows(*sides)).value
+    if math.isnan(found.low):
+        raise Undecided("an arm's runs have nothing in common that can be told from 0")
+    return found
+
+
+def _common_share(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    return attenuation.signal(_displacements(evidence, *sides).total).share
+
+
+# ---- merged models
+
+
+def _merged(evidence: Evidence, side: Chosen) -> list[Record]:
+    """Return the records of those models of a side that were measured."""
+    found = {_model(record["spec"]): record for record in _of_kind(evidence, "merge")}
+    return [found[model] for model in side.models() if model in found]
+
+
+def _of_merged(read: Callable[[Record], float]) -> Callable[[Evidence, Chosen, str], Array]:
+    return lambda evidence, side, decoding: np.array([read(record) for record in _merged(evidence, side)])
+
+
+def _skills(name: str) -> Callable[[Record], float]:
+    return lambda record: float(np.mean([skill[name] for skill in record["skills"].values()]))
+
+
+def _accuracy(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    matrices = [accuracy_matrix(_merged(evidence, side), decoding) for side in sides]
+    return stats.crossed_bootstrap(*matrices, n_resamples=evidence.resamples)
+
+
+# ---- lines
+
+
+def _lines(evidence: Evidence, first: Sequence[Model | None], last: Sequence[Model]) -> list[tuple[Record, bool]]:
+    """Return the path records between models, pair by pair, where there are any, and whether they run backwards."""
+    found = {
+        (_model(record["spec"].get("first")), _model(record["spec"].get("last"))): record
+        for record in _of_kind(evidence, "path")
+    }
+    pairs = list(zip(first, last, strict=False))
+    return [
+        (found[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in found and pair[0] != pair[1]
+    ]
+
+
+def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
+    """Return the errors (pairs, problems, points) along lines, all in one direction."""
+    every = [paths.errors([record], decoding)[:, :, :: -1 if backwards else 1] for record, backwards in lines]
+    return np.concatenate(every)
+
+
+def _barrier(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    """Return the height of the mean curve over the line between its ends, its upper end that of `below_margin`."""
+    errors = _errors(_lines(evidence, *(side.models() for side in sides)), decoding)
+    outcomes = np.full((len(errors), len(errors), *errors.shape[1:]), np.nan)
+    outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
+    resamples = min(1000, evidence.resamples)
+    found = connectivity.estimate_barrier(outcomes, kind="line", across="curve", n_resamples=resamples)
+    high = max(found.interval.high, connectivity.below_margin(found).high)
+    return Interval(found.interval.value, found.interval.low, high, len(errors))
+
+
+def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    """Return where on the line from the base half of the gain lies, or the difference of two sides."""
+    rewards = []
+    for side in sides:
+        models = side.models()
+        rewards.append(1 - _errors(_lines(evidence, [None] * len(models), models), decoding))
+    baseline = rewards[1] if len(rewards) > 1 else None
+    resamples = min(1000, evidence.resamples)
+    found = connectivity.half_gain_interval(rewards[0], baseline=baseline, monotone=True, n_resamples=resamples)
+    if math.isnan(found.low):
+        raise Undecided("an arm has no gain along its lines")
+    return found
+
+
+# ---- the registry
+
+
+def _between(read: Callable[[Evidence, Chosen, str], Array]) -> Callable[[Evidence, Sequence[Chosen], str], Interval]:
+    """Make a quantity of one number per model: its mean, or the difference of the means of two sides."""
+
+    def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+        values = [read(evidence, side, decoding) for side in sides]
+        if len(values) == 1:
+            return stats.bootstrap_mean(values[0], n_resamples=evidence.resamples)
+        return defined(stats.stratified_bootstrap, [values[0]], [values[1]], n_resamples=evidence.resamples)
+
+    return find
+
+
+def _displaced(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    """Return how many runs of each side have products."""
+    known = {d for r in _of_kind(evidence, "products") for block in ("a", "b") for d in r["spec"][block]["digests"]}
+    return [sum(run.get("digest") in known for run in side.runs) for side in sides]
+
+
+def _counted(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    return [len(_merged(evidence, side)) for side in sides]
+
+
+def _drawn(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    return [len(_lines(evidence, *(side.models() for side in sides)))]
+
+
+def _drawn_from_base(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    every = [side.models() for side in sides]
+    return [len(_lines(evidence, [None] * len(models), models)) for models in every]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity of one side, or a difference of two."""
+
+    words: str
+    """What it is called in labels."""
+    find: Callable[[Evidence, Sequence[Chosen], str], Interval]
+    """Its value with its 95 % interval. Raises Undecided where it is not defined."""
+    units: Callable[[Evidence, Sequence[Chosen]], list[int]]
+    """How many models, or lines, were measured, of each side or of both together."""
+    sides: tuple[int, ...] = (1, 2)
+    """How many sides it may have."""
+    decoded: bool = False
+    """Whether it depends on how completions are decoded."""
+    unit: str = ""
+    """"points", "ratio" (of a difference of logarithms), or empty."""
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "norm": Quantity("norm of the displacement", _between(_log_norms), _displaced, (2,), unit="ratio"),
+    "norm_over_walk": Quantity("norm over that of a walk", _between(_norms_over_walk), _displaced),
+    "unevenness": Quantity("distance of the layers' shares from their sizes'", _between(_unevenness), _displaced),
+    "head": Quantity("the head's share over its size's", _between(_head), _displaced),
+    "unmoved_float32": Quantity("weights that stay, float32", _between(_unmoved("float32")), _displaced, unit="points"),
+    "unmoved_bfloat16": Quantity(
+        "weights that stay, rounded to bfloat16", _between(_unmoved("bfloat16")), _displaced, unit="points"
+    ),
+    "cosine": Quantity("cosine of two runs", _cosine, _displaced, (2,)),
+    "corrected_cosine": Quantity("cosine of what runs have in common", _corrected_cosine, _displaced, (2,)),
+    "common_share": Quantity("share of a run's squared norm that all have", _common_share, _displaced, (1,)),
+    "accuracy": Quantity("test", _accuracy, _counted, decoded=True, unit="points"),
+    "skills_accuracy": Quantity(
+        "accuracy on other skills", _between(_of_merged(_skills("greedy"))), _counted, unit="points"
+    ),
+    "skills_kl": Quantity("KL on other skills", _between(_of_merged(_skills("kl"))), _counted),
+    "skills_kl_ratio": Quantity(
+        "KL on other skills",
+        _between(_of_merged(lambda record: math.log(_skills("kl")(record)))),
+        _counted,
+        (2,),
+        unit="ratio",
+    ),
+    "barrier": Quantity("barrier of the error", _barrier, _drawn, (2,), decoded=True, unit="points"),
+    "half_gain": Quantity("place of half the gain", _half_gain, _drawn_from_base, decoded=True),
+}
+"""What a rule of kind "weights" may ask, by the name that declares it."""

@@ -1,0 +1,218 @@
+"""Rule "weights" on planted worlds: signals and walks of known length, merged models, lines with known barriers."""
+
+import numpy as np
+import pytest
+from claim_worlds import DECLARED, PROBLEMS, SWEEPS, evaluate, judge, results, runs_of
+
+from evoalign_lib.claims import declarations
+from evoalign_lib.claims.quantities import Chosen, Model, Side
+from evoalign_lib.records import pack_bits
+
+SIZES = {"embedding (tied)": 600, "layer 0": 1200, "layer 1": 2200}
+D = sum(SIZES.values())
+ALPHA, STEPS, N = 0.005, 208, 30
+WALK = ALPHA * np.sqrt(D * STEPS / N)
+SKILLS = ("copy", "sort")
+
+
+def planted(shared: float = 0.0, seed: int = 0) -> dict[str, list[dict]]:
+    """Runs with displacements: ES is a walk with a short signal, GRPO mostly signal, of which ES's shares so much."""
+    rng = np.random.default_rng(seed)
+    unit = rng.standard_normal((2, D))
+    unit[1] -= unit[1] @ unit[0] / (unit[0] @ unit[0]) * unit[0]
+    own, other = unit / np.linalg.norm(unit, axis=1, keepdims=True)
+    signal = shared * own + np.sqrt(1 - shared**2) * other
+    runs = {"es": runs_of("es", 54), "es_random": runs_of("es_random", 22, seeds=8), "grpo": runs_of("grpo", 62)}
+    for i in range(16, 32):
+        runs["es"].append(runs["es"][i - 16] | {"spec": runs["es"][i - 16]["spec"] | {"seed": i}})
+        if i < 24:
+            runs["es_random"].append(
+                runs["es_random"][i - 16] | {"spec": runs["es_random"][i - 16]["spec"] | {"seed": i}}
+            )
+    for arm, found in runs.items():
+        for record in found:
+            walk = rng.standard_normal(D)
+            walk *= WALK / np.linalg.norm(walk)
+            by = {"es": walk + 0.15 * WALK * signal, "es_random": walk, "grpo": 0.3 * WALK * own + 0.1 * walk}[arm]
+            record |= {"digest": f"{arm} {record['spec']['seed']}", "by": by, "counts": {"tied": 0}}
+    return runs
+
+
+def products(runs: dict[str, list[dict]], size: int = 8) -> list[dict]:
+    blocks = [found[i : i + size] for found in runs.values() for i in range(0, len(found), size)]
+    ends = np.cumsum([0, *SIZES.values()])
+    made = []
+    for i, a in enumerate(blocks):
+        for b in blocks[i:]:
+            layers = {}
+            for name, first, last in zip(SIZES, ends, ends[1:], strict=False):
+                x, y = (np.array([run["by"][first:last] for run in block]) for block in (a, b))
+                layers[name] = {"entries": int(last - first), "start": 1.0, "products": (x @ y.T).tolist()}
+                if a is b:
+                    counts = [int(last - first)] * len(a)
+                    layers[name]["moved"] = {"float32": counts, "bfloat16": [count // 2 for count in counts]}
+            spec = {"kind": "products", "scale": "tiny"} | {
+                side: {"digests": [run["digest"] for run in block]} for side, block in (("a", a), ("b", b))
+            }
+            made.append({"spec": spec, "status": "finished", "layers": layers})
+    return made
+
+
+def end_of(runs: list[dict], **more: object) -> dict:
+    """How a spec names a point; `as_long_as` takes runs, too."""
+    named = {"of": {"digests": [run["digest"] for run in runs]}, "factor": 1.0} | more
+    if "as_long_as" in more:
+        named["as_long_as"] = {"digests": [run["digest"] for run in more["as_long_as"]]}
+    return named
+
+
+def merged(end: dict, right: int, kl: float, skill: float) -> dict:
+    test = results(right, right)
+    test |= {"t0.6_counts": test["t1_counts"]}
+    skills = {name: {"greedy": skill, "kl": kl} for name in SKILLS}
+    return {"spec": {"kind": "merge", "scale": "tiny"} | end, "status": "finished", "test": test, "skills": skills}
+
+
+def line(first: dict | None, last: dict, errors: list[float]) -> dict:
+    """A path whose error at each point is as given, under every decoding."""
+    bits = [pack_bits([0] * (n := round(PROBLEMS * e)) + [1] * (PROBLEMS - n)) for e in errors]
+    points = {f"{name}_bits": bits for name in ("greedy", "t0.6", "t1")} | {"nll": [0.0] * len(errors)}
+    ends = {name: end for name, end in (("first", first), ("last", last)) if end is not None}
+    return {"spec": {"kind": "path", "scale": "tiny"} | ends, "status": "finished", "n": PROBLEMS, "points": points}
+
+
+RUNS = planted()
+TRAINED = [*SWEEPS, *(record for found in RUNS.values() for record in found)]
+GRAMS = products(RUNS)
+
+
+def test_a_longer_walk_is_no_evidence() -> None:
+    verdict = judge("C20", [*TRAINED, *GRAMS])
+    assert (verdict.verdict, verdict.n) == ("not evidence", 16)
+    assert verdict.placebo.startswith("passed by ES with random fitness (n = 8)")
+    (ratio,) = verdict.intervals.values()
+    # a signal of .15 and a walk of 1, over .3 and .1
+    assert np.exp(ratio.value) == pytest.approx(np.hypot(1, 0.15) / np.hypot(0.3, 0.1), rel=0.02)
+
+
+def test_the_norm_of_es_is_that_of_a_walk_of_as_many_steps() -> None:
+    verdict = judge("E7", [*TRAINED, *GRAMS])
+    # the planted signal adds 1.1 %: the rule finds it
+    assert verdict.verdict == "contradicted"
+    walk = verdict.intervals["ES with random fitness, norm over that of a walk, above 0.99"]
+    assert walk.value == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(0.1, "supported"), (0.9, "contradicted")])
+def test_the_cosine_of_what_runs_have_in_common_is_recovered(shared: float, expected: str) -> None:
+    runs = planted(shared, seed=1)
+    records = [*SWEEPS, *(record for found in runs.values() for record in found), *products(runs)]
+    verdict = judge("E8", records)
+    assert verdict.verdict == expected
+    found = verdict.intervals["ES to GRPO, cosine of what runs have in common"]
+    assert found.low < shared < found.high
+    assert found.value == pytest.approx(shared, abs=0.15)
+    # a walk has nothing in common with anything
+    assert verdict.placebo.startswith("failed by ES with random fitness")
+    raw = judge("C22", records)
+    assert raw.verdict == ("not evidence" if shared < 0.2 else raw.verdict)
+
+
+def test_the_share_of_the_signal_and_how_many_runs_count() -> None:
+    verdict = judge("E5", [*TRAINED, *GRAMS])
+    share = verdict.intervals["ES, share of a run's squared norm that all have, below 0.01"]
+    assert share.value == pytest.approx(0.15**2 / (1 + 0.15**2), abs=0.004)
+    assert share.n == 32
+    assert judge("C20", [*TRAINED, *GRAMS]).n == 16  # further seeds change no verdict that does not ask for them
+
+
+def merges(mean: int, single: int, shrunk: int, drift: tuple[float, float]) -> list[dict]:
+    """The models of claim E6, with their right answers and KL; means of random walks solve as much as single ones."""
+    es, null, made = RUNS["es"], RUNS["es_random"], []
+    for k in range(8):
+        four = es[4 * k : 4 * k + 4]
+        made.append(merged(end_of([es[k]]), single + k % 3, drift[0], 0.5))
+        made.append(merged(end_of(four), mean + k % 2, drift[1], 0.9))
+        made.append(merged(end_of([es[k]], as_long_as=four), shrunk, 0.01, 0.9))
+        made.append(merged(end_of([null[k]]), 20, drift[0], 0.5))
+    for k in range(4):
+        four = null[4 * k : 4 * k + 4]
+        made.append(merged(end_of(four), 20, drift[1], 0.9))
+        made.append(merged(end_of([null[k]], as_long_as=four), 20, 0.01, 0.9))
+    return made
+
+
+def test_a_mean_of_runs_keeps_the_gain() -> None:
+    verdict = judge("E6", [*TRAINED, *merges(55, 54, 25, (0.4, 0.1))])
+    assert verdict.verdict == "supported", verdict.text
+    assert verdict.placebo.startswith("failed by ES with random fitness (n = 4)")
+    assert "over ES, KL on other skills 0.25 [0.25, 0.25]" in verdict.text
+    for changed in (merges(40, 54, 25, (0.4, 0.1)), merges(55, 54, 25, (0.4, 0.3)), merges(55, 54, 55, (0.4, 0.1))):
+        assert judge("E6", [*TRAINED, *changed]).verdict == "contradicted"
+    assert judge("E6", TRAINED).verdict == "open"
+
+
+def lines(height: float, null: float = 0.0) -> list[dict]:
+    """Lines from ES to GRPO with a bump of so many hundredths in the middle, and the same from random fitness."""
+    straight = np.linspace(0.73, 0.69, 21)
+    bump = np.sin(np.linspace(0, np.pi, 21)) ** 2
+    ends = {arm: [end_of([run]) for run in found] for arm, found in RUNS.items()}
+    made = []
+    for k in range(8):
+        made.append(line(ends["es"][k], ends["grpo"][k], straight + height * bump))
+        # recorded the other way round
+        made.append(line(ends["grpo"][k], ends["es_random"][k], straight[::-1] + null * bump))
+    return made
+
+
+def test_a_planted_barrier_is_found_and_a_null_without_one_takes_the_evidence_away() -> None:
+    high = judge("C25", [*TRAINED, *lines(0.2)])
+    assert high.verdict == "contradicted"
+    assert high.intervals["ES to GRPO, barrier of the error greedy"].value == pytest.approx(0.2, abs=0.04)
+    both = judge("C25", [*TRAINED, *lines(-0.1, null=-0.1)])
+    assert (both.verdict, both.placebo.split(";")[0]) == ("not evidence", "passed by ES with random fitness (n = 8)")
+    kept = judge("C25", [*TRAINED, *lines(-0.1, null=0.2)])
+    assert (kept.verdict, kept.placebo.split(";")[0]) == ("supported", "failed by ES with random fitness (n = 8)")
+
+
+def test_where_half_of_the_gain_lies() -> None:
+    climb, late = np.linspace(0.9, 0.6, 21), 0.9 - 0.3 * np.linspace(0, 1, 21) ** 6
+    made = []
+    for k in range(8):
+        made += [line(None, end_of([RUNS[arm][k]]), errors) for arm, errors in (("es", climb), ("grpo", late))]
+        made.append(line(None, end_of([RUNS["es_random"][k]]), np.full(21, 0.9)))
+    verdict = judge("C28", [*TRAINED, *made])
+    assert verdict.verdict == "supported"
+    found = verdict.intervals["GRPO - ES, place of half the gain greedy"]
+    assert found.value == pytest.approx(0.5 ** (1 / 6) - 0.5, abs=0.03)
+    assert "failed by ES with random fitness" in verdict.placebo
+
+
+def test_models_are_named_by_the_digests_of_their_runs() -> None:
+    runs = [{"digest": letter, "spec": {"seed": seed}} for seed, letter in enumerate("abcde")]
+    assert Chosen(Side("es", mean=2), runs).models() == [Model(("a", "b")), Model(("c", "d"))]
+    assert Chosen(Side("es", shrunk=2), runs).models() == [Model(("a",), ("a", "b")), Model(("b",), ("c", "d"))]
+    assert Chosen(Side("es", random=True), runs[:1]).models() == [Model(("a",), draw=0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"comparisons": [{"quantity": "length", "of": "es", "above": 0}]}, "unknown quantity 'length'"),
+        ({"comparisons": [{"quantity": "norm", "of": "es", "above": 0}]}, "has 1 sides, it needs 2"),
+        ({"comparisons": [{"quantity": "head", "of": "es"}]}, "above or below a value, or between"),
+        ({"comparisons": [{"quantity": "head", "of": "sgd", "above": 1}]}, "arm 'sgd' of the rule is not declared"),
+        ({"favours": "dapo"}, "arm 'dapo' of the rule is not declared"),
+        ({"comparisons": [{"quantity": "accuracy", "of": "es", "above": 0}]}, "declare decodings"),
+        ({"comparisons": [{"quantity": "head", "of": {"arm": "es", "mean": 0}, "above": 1}]}, "take a mean of runs"),
+    ],
+)
+def test_a_rule_that_is_not_well_declared_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        declarations.check_claim(DECLARED["C21"] | {"rule": DECLARED["C21"]["rule"] | change})
+
+
+def test_seeds_of_an_arm_must_be_a_number() -> None:
+    arms = {"es": DECLARED["E6"]["arms"]["es"] | {"seeds": 0}}
+    with pytest.raises(ValueError, match="declare how many, from 0 on, judge"):
+        evaluate(DECLARED["E6"] | {"arms": arms}, [])
