@@ -1,0 +1,106 @@
+"""Notebook 09, linear mode connectivity: its presets, groups of runs, and the ends of its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from evoalign_lib import tiny
+from evoalign_lib.records import Record, Spec
+from evoalign_lib.study import trained
+from evoalign_lib.study.kinds.path import path_spec
+from evoalign_lib.study.kinds.products import products_specs
+from evoalign_lib.study.notebooks import loading, weight_geometry
+from evoalign_lib.study.notebooks.loading import After, Groups, Records
+
+NOTEBOOK = "09_lmc_analysis"
+CLAIMS = ("C25", "C26", "C27", "C28")
+TRAINED = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
+"""Groups of training runs, between whose ends lines are drawn."""
+TINY = {
+    "bases": ["A0"],
+    "retrain": [],  # groups that `force` makes anew; none: all
+    "seeds_es": 32,  # of ES, of which means are taken
+    "seeds_random": list(range(8)),  # of ES with random fitness
+    "mean": 4,  # ES runs whose mean is an end
+    "pairs": 8,  # lines of each kind
+    "path_points": 21,
+    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
+    "validation_problems": 256,  # asked at every point
+}
+SMOKE = TINY | {
+    "seeds_es": 4,
+    "seeds_random": [0, 1],
+    "mean": 2,
+    "pairs": 2,
+    "path_points": 3,
+    "validation_problems": 16,
+}
+FULL = TINY
+BASE = "base"
+MEAN, RANDOM = "es mean", "random"
+"""Ends that are made of ES runs: their means, and random directions with their norms in each tensor."""
+LINES = (
+    ("es", "grpo"),
+    ("es", "es"),
+    ("grpo", "grpo"),
+    ("es", "es_sampled"),
+    ("es", "sft"),
+    (MEAN, "grpo"),
+    ("es", "es_random"),
+    ("es_random", "grpo"),
+    ("grpo_random", "grpo"),
+    (RANDOM, "grpo"),
+    *((BASE, end) for end in ("es", "grpo", "sft", MEAN, "es_random", RANDOM)),
+)
+"""Kinds of end that lines join. A line between two runs of one arm joins different seeds."""
+
+
+def presets(model: str = "") -> dict[str, dict[str, Any]]:
+    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
+    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+
+
+def groups(run: SimpleNamespace, of: Records) -> Groups:
+    """Return the runs by name: notebook 02's arms, products of their displacements, and lines between their ends."""
+    scale, exact = loading.of_tiny_world(run, TINY)
+    found = weight_geometry.trained(run, of, scale, exact)
+    found = {name: group for name, group in found.items() if name in (*TRAINED, "base") or name.startswith("sweep")}
+    complete = all(name in of for name in TRAINED)
+    found["products"] = After(products_specs([of[name] for name in TRAINED], scale) if complete else [], TRAINED)
+    settings = SimpleNamespace(**exact)
+    for first, last in LINES:
+        needed = tuple(dict.fromkeys(_arm(end) for end in (first, last) if end != BASE))
+        known = all(name in of for name in needed)
+        found[name_of(first, last)] = After(_lines(settings, of, first, last, scale) if known else [], needed)
+    return found
+
+
+def name_of(first: str, last: str) -> str:
+    """Return the name of the group of lines from one kind of end to another."""
+    return f"{first} to {last}"
+
+
+def _arm(end: str) -> str:
+    return "es" if end in (MEAN, RANDOM) else end
+
+
+def _lines(run: SimpleNamespace, of: Records, first: str, last: str, scale: str) -> list[Spec]:
+    starts, ends = (_ends(run, of, end) for end in (first, last))
+    if first == last:  # each run with that half of the runs further
+        starts, ends = starts[: run.pairs], (starts[run.pairs :] or starts[1:])
+    pairs = list(zip(starts, ends, strict=False))[: run.pairs]
+    return [path_spec(run.bases[0], *pair, vars(run), scale) for pair in pairs]
+
+
+def _ends(run: SimpleNamespace, of: Records, end: str) -> Sequence[dict[str, Any] | None]:
+    """Return the ends of one kind, as specs name them, in the order of their seeds; the base is always the same."""
+    if end == BASE:
+        return [None] * run.pairs
+    records: Sequence[Record] = of[_arm(end)]
+    if end == MEAN:
+        return [trained.end(runs) for runs in weight_geometry.means(records, run.mean, run.pairs)]
+    if end == RANDOM:
+        return [trained.end([record], draw=record["spec"]["seed"]) for record in records]
+    return [trained.end([record]) for record in records]

@@ -1,0 +1,121 @@
+"""Notebook 08, weight geometry: its presets, groups of runs, and what the records say of signal and walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from evoalign_lib import tiny
+from evoalign_lib.records import Record
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.merge import merge_specs
+from evoalign_lib.study.kinds.products import products_specs
+from evoalign_lib.study.notebooks import es_countdown, grpo_countdown, loading
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
+
+NOTEBOOK = "08_weight_geometry"
+CLAIMS = ("E5", "E6", "E7", "E8", "C20", "C21", "C22", "C23", "C24")
+TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft")
+"""Groups of training runs, whose displacements are compared."""
+TINY = {
+    "bases": ["A0"],
+    "retrain": [],  # groups that `force` makes anew; none: all
+    "seeds_es": 32,  # of ES, half of them new here
+    "seeds_random": [*range(8), *range(16, 24)],  # of ES with random fitness
+    "means": {  # arm -> numbers of runs of which the mean is taken
+        "es": [1, 2, 4, 8, 16, 32],
+        "es_sampled": [1, 4, 8],
+        "es_random": [1, 4, 16],
+        "grpo": [1, 2, 4, 8, 16],
+        "dr_grpo": [1, 8],
+        "grpo_random": [1, 8],
+        "sft": [1, 4],
+    },
+    "means_of_each": 8,  # means of one number of runs, at most
+    "shrunk": {"es": 4, "es_random": 4},  # arm -> size of the means, to whose lengths runs are shrunk one by one
+    "shrunk_far": 16,  # runs of ES to the length of whose mean single ones are shrunk
+    "multiples": [2.0, 3.0],  # of the mean of all ES runs
+    "skill_messages": 256,  # of each skill that no reward touches
+    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
+    "validation_problems": 512,
+    "test_problems": 2000,
+}
+SMOKE = TINY | {
+    "seeds_es": 2,
+    "seeds_random": [0, 1],
+    "means": {"es": [1, 2], "es_sampled": [1], "es_random": [1, 2], "grpo": [1, 2], "grpo_random": [1], "sft": [1]},
+    "means_of_each": 2,
+    "shrunk": {"es": 2, "es_random": 2},
+    "shrunk_far": 2,
+    "multiples": [2.0],
+    "skill_messages": 8,
+    "validation_problems": 16,
+    "test_problems": 32,
+}
+FULL = TINY | {"ends": {}}  # name -> a folder, a ledger or an adapter, to be compared with the model
+
+
+def presets(model: str = "") -> dict[str, dict[str, Any]]:
+    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
+    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+
+
+def groups(run: SimpleNamespace, of: Records) -> Groups:
+    """Return the runs by name: those of notebook 02's arms, their products, and models that are merged from them.
+
+    At scale full the runs are those of the tiny world, and the model's own ends are compared apart from them.
+    """
+    scale, exact = loading.of_tiny_world(run, TINY)
+    found = trained(run, of, scale, exact)
+    measured = {name: of[name] for name in TRAINED if name in of}
+    complete = len(measured) == len(TRAINED)
+    found["products"] = After(products_specs(list(measured.values()), scale) if complete else [], TRAINED)
+    return found | _merged(SimpleNamespace(**exact), of, scale)
+
+
+def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
+    """Return notebook 02's groups of the first base as it declares them, with more seeds, and 01's shuffled runs.
+
+    exact: the notebook's settings at this scale (`loading.of_tiny_world`), with seeds_es and seeds_random.
+    """
+    few = {"seeds_match": 2, "seeds_compare": 2, "seeds_describe": 2} if scale == "smoke" else {}
+    common = {"scale": scale, "seeds": run.seeds, "force": run.force, "retrain": run.retrain}
+    other = SimpleNamespace(**grpo_countdown.presets()[scale] | few | common)
+    declared = grpo_countdown.groups(other, of)
+    found = {name: declared[name] for name in ("sweep es", "sweep grpo", *TRAINED) if name in declared}
+    found["es"] = declared["es"]._replace(seeds=exact["seeds_es"])
+    found["es_random"] = declared["es_random"]._replace(seeds=exact["seeds_random"])
+    first = es_countdown.presets()[scale]
+    found["es_shuffled"] = Group("es_shuffled", exact["bases"][:1], first["n_seeds"], loading.of_runs(first))
+    found["base"] = base_specs(exact["bases"][:1], loading.of_runs(vars(other)), scale)
+    return found
+
+
+def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:
+    """Return the models that are made of several runs, one group for each way."""
+    found: dict[str, After] = {}
+    make = partial(merge_specs, settings=vars(run), scale=scale)
+
+    def add(name: str, arm: str, specs: Sequence[Any]) -> None:
+        found[name] = After(list(specs), (arm,))
+
+    for arm, sizes in run.means.items():
+        for size in sizes:
+            add(f"{arm} mean={size}", arm, [make(runs) for runs in means(of.get(arm, ()), size, run.means_of_each)])
+    for arm, size in run.shrunk.items():
+        pairs = zip(of.get(arm, ()), means(of.get(arm, ()), size, run.means_of_each), strict=False)
+        add(f"{arm} shrunk={size}", arm, [make([record], as_long_as=mean) for record, mean in pairs])
+    es = of.get("es", ())
+    singles, far = es[: run.means_of_each], es[: run.shrunk_far]
+    add("es shrunk far", "es", [make([record], as_long_as=far) for record in singles])
+    add("random", "es", [make([record], draw=record["spec"]["seed"]) for record in singles])
+    for factor in run.multiples:
+        add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
+    return found
+
+
+def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Record]]:
+    """Return groups of so many runs, in the order of their seeds; no run is in two of them."""
+    return [records[first : first + size] for first in range(0, len(records) - size + 1, size)][:most]
