@@ -2,8 +2,8 @@
 
 A side of a comparison is made of the training runs of an arm: where each run ended, the means of several runs, a run
 shrunk to the length of such a mean, or a random direction of a run's norms. Each model so named has a record of its own
-(kinds "products", "merge" and "path"), found by the digests of the runs' weights. A new quantity is an entry in
-`QUANTITIES`.
+(kinds "products", "merge", "path" and "noise"), found by the digests of the runs' weights. A new quantity is an entry
+in `QUANTITIES`.
 """
 
 from __future__ import annotations
@@ -237,6 +237,28 @@ def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> In
     return found
 
 
+# ---- noise on the weights
+
+
+def _noisy(evidence: Evidence, side: Chosen) -> list[Record]:
+    """Return the records under noise of those models of a side that have one."""
+    found = {_model(record["spec"].get("end")): record for record in _of_kind(evidence, "noise")}
+    return [found[model] for model in side.models() if model in found]
+
+
+def _clean(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+    return np.array([record["clean"][decoding] for record in _noisy(evidence, side)])
+
+
+def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
+    """Read the share of a model's accuracy that it keeps under noise, the mean over draws and sigmas."""
+
+    def read(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+        return np.array([np.mean(r[part][decoding]) / r["clean"][decoding] for r in _noisy(evidence, side)])
+
+    return read
+
+
 # ---- the registry
 
 
@@ -260,6 +282,10 @@ def _displaced(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
 
 def _counted(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
     return [len(_merged(evidence, side)) for side in sides]
+
+
+def _shaken(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    return [len(_noisy(evidence, side)) for side in sides]
 
 
 def _drawn(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
@@ -314,6 +340,13 @@ QUANTITIES: dict[str, Quantity] = {
         unit="ratio",
     ),
     "barrier": Quantity("barrier of the error", _barrier, _drawn, (2,), decoded=True, unit="points"),
+    "clean": Quantity("accuracy without noise", _between(_clean), _shaken, decoded=True, unit="points"),
+    "kept_isotropic": Quantity(
+        "accuracy kept under isotropic noise", _between(_kept("isotropic")), _shaken, decoded=True, unit="points"
+    ),
+    "kept_relative": Quantity(
+        "accuracy kept under relative noise", _between(_kept("relative")), _shaken, decoded=True, unit="points"
+    ),
     "half_gain": Quantity("place of half the gain", _half_gain, _drawn_from_base, decoded=True),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -188,6 +188,28 @@ def test_where_half_of_the_gain_lies() -> None:
     assert "failed by ES with random fitness" in verdict.placebo
 
 
+def noisy(runs: list[dict], clean: float, kept: float) -> list[dict]:
+    each = {name: [[clean * kept] * 2] for name in ("greedy", "t0.6", "t1")}
+    made = []
+    for i, run in enumerate(runs[:8]):
+        spec = {"kind": "noise", "scale": "tiny", "end": end_of([run])}
+        start = dict.fromkeys(each, clean + 0.001 * i)
+        made.append({"spec": spec, "status": "finished", "clean": start, "isotropic": each, "relative": each})
+    return made
+
+
+def test_who_keeps_more_under_noise_must_have_learned_something() -> None:
+    grpo = noisy(RUNS["grpo"], 0.3, 0.7)
+    learned = judge("C27", [*TRAINED, *noisy(RUNS["es"], 0.28, 0.9), *grpo, *noisy(RUNS["es_random"], 0.12, 1.0)])
+    assert learned.verdict == "supported", learned.text
+    assert "failed by ES with random fitness" in learned.placebo
+    assert learned.intervals["ES - GRPO, accuracy kept under isotropic noise greedy"].value == pytest.approx(
+        0.2, abs=0.02
+    )
+    nothing = judge("C27", [*TRAINED, *noisy(RUNS["es"], 0.12, 1.0), *grpo, *noisy(RUNS["es_random"], 0.12, 1.0)])
+    assert nothing.verdict == "contradicted"
+
+
 def test_models_are_named_by_the_digests_of_their_runs() -> None:
     runs = [{"digest": letter, "spec": {"seed": seed}} for seed, letter in enumerate("abcde")]
     assert Chosen(Side("es", mean=2), runs).models() == [Model(("a", "b")), Model(("c", "d"))]

@@ -17,6 +17,7 @@ KINDS: dict[str, str] = {
     "kl": "evoalign_lib.study.kinds.kl",
     "decoding": "evoalign_lib.study.kinds.decoding",
     "merge": "evoalign_lib.study.kinds.merge",
+    "noise": "evoalign_lib.study.kinds.noise",
     "path": "evoalign_lib.study.kinds.path",
     "products": "evoalign_lib.study.kinds.products",
     "published": "evoalign_lib.study.kinds.published",

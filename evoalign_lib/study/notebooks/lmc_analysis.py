@@ -9,6 +9,7 @@ from typing import Any
 from evoalign_lib import tiny
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import trained
+from evoalign_lib.study.kinds.noise import noise_spec
 from evoalign_lib.study.kinds.path import path_spec
 from evoalign_lib.study.kinds.products import products_specs
 from evoalign_lib.study.notebooks import loading, weight_geometry
@@ -27,7 +28,9 @@ TINY = {
     "pairs": 8,  # lines of each kind
     "path_points": 21,
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 256,  # asked at every point
+    "validation_problems": 256,  # asked at every point, and under every noise
+    "noise_sigmas": [0.005, 0.01, 0.02, 0.03],  # weight units
+    "noise_trials": 4,  # draws of each noise
 }
 SMOKE = TINY | {
     "seeds_es": 4,
@@ -36,6 +39,8 @@ SMOKE = TINY | {
     "pairs": 2,
     "path_points": 3,
     "validation_problems": 16,
+    "noise_sigmas": [0.01],
+    "noise_trials": 1,
 }
 FULL = TINY
 BASE = "base"
@@ -56,6 +61,9 @@ LINES = (
 )
 """Kinds of end that lines join. A line between two runs of one arm joins different seeds."""
 
+SHAKEN = (BASE, "es", "grpo", "sft", MEAN, "es_random", "grpo_random", RANDOM)
+"""Kinds of end whose weights get noise."""
+
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
     """Return scale -> settings; model: that of scale full, empty for the scale's own."""
@@ -63,7 +71,7 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name: notebook 02's arms, products of their displacements, and lines between their ends."""
+    """Return the runs by name: notebook 02's arms, products of their displacements, lines, noise."""
     scale, exact = loading.of_tiny_world(run, TINY)
     found = weight_geometry.trained(run, of, scale, exact)
     found = {name: group for name, group in found.items() if name in (*TRAINED, "base") or name.startswith("sweep")}
@@ -74,6 +82,11 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         needed = tuple(dict.fromkeys(_arm(end) for end in (first, last) if end != BASE))
         known = all(name in of for name in needed)
         found[name_of(first, last)] = After(_lines(settings, of, first, last, scale) if known else [], needed)
+    for end in SHAKEN:
+        needed = () if end == BASE else (_arm(end),)
+        ends = _ends(settings, of, end)[: 1 if end == BASE else settings.pairs] if all(n in of for n in needed) else []
+        specs = [noise_spec(settings.bases[0], each, exact, scale) for each in ends]
+        found[f"noise on {end}"] = After(specs, needed)
     return found
 
 
