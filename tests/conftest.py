@@ -14,6 +14,7 @@ from pathlib import Path
 # As `sweep` sets them for its runs, with which tests compare their own.
 os.environ.update(
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2"}
     if Path("/proc/cpuinfo").is_file() and " avx2 " in Path("/proc/cpuinfo").read_text()
     else {}
 )

@@ -683,12 +683,15 @@ import json, os, sys
 import torch
 from evoalign_lib.study import sweep
 
-NAMES = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+NAMES = ("OMP_NUM_THREADS", *sweep._INSTRUCTIONS)
 
 def probe(spec, notebook, commit, keep):
     import torch
     found = {name: os.environ.get(name) for name in NAMES} | {"torch": torch.backends.cpu.get_cpu_capability()}
     started = open("/proc/self/environ", "rb").read().decode().split("\\0")  # the server's, of which this is a copy
+    from evoalign_lib.engines import _decode_cpu  # which imports numba
+    from numba import config
+    found["numba"] = [config.CPU_NAME, config.CPU_FEATURES]
     return found | {"at the start": {name: any(entry.startswith(f"{name}=") for entry in started) for name in NAMES}}
 
 if __name__ == "__main__":
@@ -716,17 +719,19 @@ def test_runs_of_the_local_engine_compute_with_avx2(tmp_path):
         done = subprocess.run([sys.executable, script, "{}"], env=environment, stdout=file, timeout=250)
     assert done.returncode == 0
     found = json.loads(answer.read_text())
-    assert [found[name] for name in sweep._INSTRUCTIONS] == ["avx2", "AVX2"] and found["OMP_NUM_THREADS"] == "1"
+    assert {name: found[name] for name in sweep._INSTRUCTIONS} == sweep._INSTRUCTIONS
+    assert found["OMP_NUM_THREADS"] == "1"
     assert found["torch"] == "AVX2" and all(found["at the start"].values())
+    assert found["numba"] == ["haswell", "+avx2"]
 
 
 @needs_avx2
 @pytest.mark.parametrize(
     ("engine", "given", "expected"),
     [
-        ({}, {}, ["avx2", "AVX2"]),
-        ({}, {"ATEN_CPU_CAPABILITY": "default"}, ["default", "AVX2"]),
-        ({"engine": "vllm"}, {}, [None, None]),
+        ({}, {}, sweep._INSTRUCTIONS),
+        ({}, {"ATEN_CPU_CAPABILITY": "default"}, sweep._INSTRUCTIONS | {"ATEN_CPU_CAPABILITY": "default"}),
+        ({"engine": "vllm"}, {}, dict.fromkeys(sweep._INSTRUCTIONS)),
     ],
 )
 def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, engine, given, expected):
@@ -736,7 +741,7 @@ def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, e
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     sweep._set_environment([{"kind": "base"} | engine])
-    assert [os.environ.get(name) for name in sweep._INSTRUCTIONS] == expected
+    assert {name: os.environ.get(name) for name in sweep._INSTRUCTIONS} == expected
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 

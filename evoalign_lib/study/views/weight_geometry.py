@@ -1,0 +1,320 @@
+"""What notebook 08 says and tabulates: the answers, displacements, cosines, and models merged from several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evoalign_lib import style
+from evoalign_lib.analysis import attenuation, geometry, products, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.records import Record, accuracy_matrix
+from evoalign_lib.study import families
+from evoalign_lib.study.notebooks import weight_geometry as study
+from evoalign_lib.study.notebooks.loading import Records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+DECODINGS = tuple(style.STROKES)
+"""Under which merged models are measured."""
+PAIRS = (
+    ("es", "grpo"),
+    ("es", "dr_grpo"),
+    ("es", "sft"),
+    ("es", "es_sampled"),
+    ("es_sampled", "grpo"),
+    ("grpo", "dr_grpo"),
+    ("grpo", "sft"),
+    ("es_random", "grpo"),
+    ("grpo_random", "grpo"),
+)
+"""Arms whose cosine is shown."""
+
+
+def label(arm: str) -> str:
+    """Return the name of an arm in tables and legends."""
+    return style.ARMS[arm].label
+
+
+# ---- displacements
+
+
+def displacements(of: Records, *arms: str) -> geometry.Displacements:
+    """Return the products of all runs of some arms, by layer, in their order."""
+    return products.gram(of["products"], [run for arm in arms for run in of[arm]])
+
+
+def rows_of(of: Records, *arms: str) -> list[list[int]]:
+    """Return the rows of each arm in `displacements(of, *arms)`."""
+    ends = np.cumsum([0, *(len(of[arm]) for arm in arms)]).tolist()
+    return [list(range(first, last)) for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def norms(of: Records, arm: str) -> np.ndarray:
+    """Return the norm of the displacement of each run, weight units."""
+    return np.sqrt(np.diagonal(displacements(of, arm).total))
+
+
+def over_walk(of: Records, arm: str) -> np.ndarray:
+    """Return the norm of each run of an ES arm over alpha sqrt(d T / N), T without its tied steps."""
+    d = displacements(of, arm).d
+    walks = [
+        geometry.es_norm(s["alpha"], d, s["steps"] - run["counts"]["tied"], s["population_size"])
+        for run in of[arm]
+        for s in [run["spec"]]
+    ]
+    return norms(of, arm) / walks
+
+
+def is_es(arm: str) -> bool:
+    """Return whether an arm's runs have a population."""
+    return families.of(arm).has_members
+
+
+def displacement_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per arm: norm, norm over the walk's, evenness over layers, the head, and weights that stay."""
+    from pandas import DataFrame
+
+    rows = []
+    for arm in study.TRAINED:
+        found = displacements(of, arm)
+        stay = {
+            dtype: 100 * (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
+            for dtype in ("float32", "bfloat16")
+        }
+        uneven = [geometry.total_variation(shares, found.size_shares) for shares in found.shares.T]
+        row = {"arm": label(arm), "runs": len(of[arm]), "norm": _mean_and_std(norms(of, arm), ".2f")}
+        row["over a walk's"] = _mean_and_std(over_walk(of, arm), ".4f") if is_es(arm) else ""
+        row["distance from even"] = _mean_and_std(uneven, ".3f")
+        row["head over its size"] = _mean_and_std(head_shares(of, arm), ".2f")
+        row |= {f"stay, {dtype}, %": _mean_and_std(values, ".1f") for dtype, values in stay.items()}
+        rows.append(row)
+    null = geometry.size_null(displacements(of, "es").entries)
+    random = {"arm": "a random direction", "runs": "", "norm": "any", "over a walk's": "", "head over its size": "1.00"}
+    rows.append(random | {"distance from even": f"< {null.distance:.3f}"} | dict.fromkeys(list(rows[0])[-2:], ""))
+    return DataFrame(rows)
+
+
+def head_shares(of: Records, arm: str) -> np.ndarray:
+    """Return the head's share of the squared displacement of each run over its share of the weights.
+
+    The head of these models is their embedding.
+    """
+    found = displacements(of, arm)
+    row = next(i for i, name in enumerate(found.names) if name in ("head", "embedding (tied)"))
+    return found.shares[row] / found.size_shares[row]
+
+
+def _mean_and_std(values: Sequence[float] | np.ndarray, fmt: str) -> str:
+    values = np.asarray(values, np.float64)
+    spread = f" ± {values.std(ddof=1):{fmt}}" if len(values) > 1 else ""
+    return f"{values.mean():{fmt}}{spread}"
+
+
+# ---- cosines
+
+
+def corrected(of: Records, a: str, b: str) -> attenuation.Corrected:
+    """Return the cosine of what the runs of two arms have in common."""
+    return attenuation.corrected_cosine(displacements(of, a, b).total, *rows_of(of, a, b))
+
+
+def signal(of: Records, arm: str) -> attenuation.Signal:
+    """Return what the runs of an arm have in common."""
+    return attenuation.signal(displacements(of, arm).total)
+
+
+def signal_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per arm: how much of a run is common to all of them."""
+    from pandas import DataFrame
+
+    rows = []
+    for arm in [arm for arm in study.TRAINED if len(of[arm]) > 1]:
+        found = signal(of, arm)
+        row = {"arm": label(arm), "runs": len(of[arm]), "common share of |D|^2 [95 %]": interval(found.share, 4)}
+        row["norm of the common part"] = f"{np.sqrt(found.square.value):.2f}" if found.square.value > 0 else "none"
+        row |= {"norm of the mean": f"{found.mean_norm:.2f}", "cosine of two runs": f"{found.run_cosine:.4f}"}
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def cosine_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per pair of arms: the cosine of two runs, of the means of all, and of what each has in common."""
+    from pandas import DataFrame
+
+    rows = []
+    for a, b in PAIRS:
+        if min(len(of[a]), len(of[b])) < 2:
+            continue
+        found = corrected(of, a, b)
+        row = {"arms": f"{label(a)}, {label(b)}", "runs": f"{len(of[a])} and {len(of[b])}"}
+        row |= {"two runs": f"{found.run_cosine:.4f}", "means": f"{found.mean_cosine:.3f}"}
+        undefined = np.isnan(found.value.low)
+        rows.append(row | {"in common [95 %]": "not to be told" if undefined else interval(found.value, 2)})
+    return DataFrame(rows)
+
+
+def interval(found: Interval, digits: int) -> str:
+    """Return an interval in words, in its own unit."""
+    return found.format(percent=False, digits=digits)
+
+
+# ---- models merged from several runs
+
+
+def accuracies(found: Sequence[Record], decoding: str) -> np.ndarray:
+    """Return the test accuracy of each merged model, fractions."""
+    return accuracy_matrix(found, decoding).mean(axis=1)
+
+
+def skill(record: Record, what: str) -> float:
+    """Return the mean over skills that no reward touches: "greedy" accuracy, or "kl" from the base, nats per token."""
+    return float(np.mean([each[what] for each in record["skills"].values()]))
+
+
+def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Record]]]:
+    """Return what each kind of merged model is called, with its records."""
+    found = []
+    for arm, sizes in run.means.items():
+        for size in sizes:
+            what = f"{label(arm)}, one run" if size == 1 else f"{label(arm)}, mean of {size}"
+            found.append((what, of[f"{arm} mean={size}"]))
+    for arm, size in run.shrunk.items():
+        found.append((f"{label(arm)}, one run as short as the mean of {size}", of[f"{arm} shrunk={size}"]))
+    found.append((f"{label('es')}, one run as short as the mean of {run.shrunk_far}", of["es shrunk far"]))
+    found.append((f"random directions with the norms of {label('es')}", of["random"]))
+    for factor in run.multiples:
+        found.append((f"{label('es')}, {factor:g} times the mean of all", of[f"es times {factor:g}"]))
+    return [(what, records) for what, records in found if records]
+
+
+def merged_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per kind of merged model: norm, accuracy under each decoding, KL on the task and off it, skills."""
+    from pandas import DataFrame
+
+    rows = []
+    for what, found in merged_rows(run, of):
+        row = {"model": what, "models": len(found), "norm": f"{np.mean([r['norm'] for r in found]):.2f}"}
+        row |= {f"{style.STROKES[d].label}, %": f"{100 * accuracies(found, d).mean():.1f}" for d in DECODINGS}
+        row["KL on the task"] = f"{np.mean([r['kl_policy_base']['exact_nats_per_token'] for r in found]):.4f}"
+        row["KL off the task"] = f"{np.mean([skill(r, 'kl') for r in found]):.4f}"
+        row["other skills, %"] = f"{100 * np.mean([skill(r, 'greedy') for r in found]):.1f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def skills_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per kind of model and skill: greedy accuracy and KL from the base, means over models."""
+    from pandas import DataFrame
+
+    four = max(size for size in run.means["es"] if len(of[f"es mean={size}"]) > 1)
+    kinds = {f"{label(arm)}, one run": of[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
+    kinds[f"{label('es')}, mean of {four}"] = of[f"es mean={four}"]
+    rows = []
+    for what, found in kinds.items():
+        row = {"model": what, "models": len(found)}
+        for name in found[0]["skills"]:
+            right, kl = (np.mean([r["skills"][name][key] for r in found]) for key in ("greedy", "kl"))
+            row[f"{name}: right, %; KL"] = f"{100 * right:.1f}; {kl:.3f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def accuracy_difference(of: Records, a: str, b: str, decoding: str) -> Interval:
+    """Return by how much models of one group are more accurate than those of another, fractions."""
+    return stats.crossed_bootstrap(accuracy_matrix(of[a], decoding), accuracy_matrix(of[b], decoding))
+
+
+# ---- the answers
+
+
+def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
+    """Return question -> one sentence with its number, interval and n."""
+    size, many = run.shrunk["es"], max(run.means["es"])
+    es, grpo, walk = signal(of, "es"), signal(of, "grpo"), stats.bootstrap_mean(over_walk(of, "es"))
+    null = stats.bootstrap_mean(over_walk(of, "es_random"))
+    found = {
+        "How far does ES move, and why?": (
+            f"{norms(of, 'es').mean() / norms(of, 'grpo').mean():.1f} times as far as GRPO. Its norm is "
+            f"{interval(walk, 4)} times that of a random walk of as many steps (n = {walk.n} runs); with random "
+            f"fitness it is {interval(null, 4)} times (n = {null.n})."
+        ),
+        "How much of a run is what ES has learned?": (
+            f"Of the squared length of an ES run, {_percent(es.share)} is common to all runs (n = {es.share.n}); of a "
+            f"GRPO run {_percent(grpo.share)} (n = {grpo.share.n})."
+        ),
+    }
+    both = corrected(of, "es", "grpo")
+    angle = "cannot be told" if np.isnan(both.value.low) else f"is {interval(both.value, 2)}"
+    found["Do ES and GRPO learn the same?"] = (
+        f"The cosine of a run of ES and one of GRPO is {both.run_cosine:.4f}. Of what the runs of each arm have in "
+        f"common it {angle} (n = {len(of['es'])} and {len(of['grpo'])} runs)."
+    )
+    kept = {d: accuracy_difference(of, f"es mean={size}", "es mean=1", d) for d in DECODINGS}
+    parts = [f"{style.STROKES[d].label} {each.format()}" for d, each in kept.items()]
+    found["What is left when the walk is averaged away?"] = (
+        f"The mean of {size} runs - a run, in points of accuracy: {', '.join(parts)} (n = {kept['greedy'].n} means). "
+        f"A run made as short is {_shrunk(of, size)}. The mean of {many} solves "
+        f"{100 * accuracies(of[f'es mean={many}'], 'greedy').mean():.1f} % greedily."
+    )
+    found["What does the walk cost?"] = _cost(of, size)
+    return found
+
+
+def _percent(share: Interval) -> str:
+    return f"{share.format(digits=2)} %"
+
+
+def _shrunk(of: Records, size: int) -> str:
+    worse = accuracy_difference(of, f"es shrunk={size}", f"es mean={size}", "greedy")
+    return f"{worse.format()} points from that mean, greedily"
+
+
+def _cost(of: Records, size: int) -> str:
+    """What models drift and forget on skills that no reward touches."""
+    kinds = {"a run of ES": "es mean=1", "of random fitness": "es_random mean=1", "of GRPO": "grpo mean=1"}
+    kinds[f"the mean of {size} of ES"] = f"es mean={size}"
+    each = []
+    for what, group in kinds.items():
+        kl, right = (stats.bootstrap_mean([skill(r, key) for r in of[group]]) for key in ("kl", "greedy"))
+        each.append(f"{what} {interval(kl, 3)} and {right.format()} % (n = {kl.n})")
+    return (
+        "On skills that no reward touches, KL from the base (nats per token) and greedy accuracy are: "
+        f"{'; '.join(each)}."
+    )
+
+
+_MACROS = {"greedy": "Greedy", "t0.6": "Warm", "t1": "Sampled"}
+
+
+def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
+    """Return macro -> value and format, for the paper."""
+    size, many = run.shrunk["es"], max(run.means["es"])
+    both = corrected(of, "es", "grpo")
+    found: dict[str, tuple[Any, str]] = {
+        "GeoEsRuns": (len(of["es"]), "d"),
+        "GeoGrpoRuns": (len(of["grpo"]), "d"),
+        "GeoEsNorm": (norms(of, "es").mean(), ".2f"),
+        "GeoGrpoNorm": (norms(of, "grpo").mean(), ".2f"),
+        "GeoEsOverWalk": (over_walk(of, "es").mean(), ".4f"),
+        "GeoEsCommon": (signal(of, "es").share.format(digits=2), ""),
+        "GeoGrpoCommon": (signal(of, "grpo").share.format(digits=0), ""),
+        "GeoRawCosine": (both.run_cosine, ".4f"),
+        "GeoCorrectedCosine": ("-" if np.isnan(both.value.low) else interval(both.value, 2), ""),
+        "GeoMean": (size, "d"),
+        "GeoMost": (many, "d"),
+    }
+    for decoding, name in _MACROS.items():
+        kept = accuracy_difference(of, f"es mean={size}", "es mean=1", decoding)
+        found[f"GeoKept{name}"] = (kept.format(), "")
+        for what, group in {"Single": "es mean=1", "Mean": f"es mean={size}", "Most": f"es mean={many}"}.items():
+            found[f"Geo{what}{name}"] = (100 * accuracies(of[group], decoding).mean(), ".1f")
+    groups = {"Single": "es mean=1", "Mean": f"es mean={size}", "Most": f"es mean={many}", "Grpo": "grpo mean=1"}
+    for what, group in (groups | {"Null": "es_random mean=1"}).items():
+        found[f"Geo{what}Drift"] = (np.mean([skill(r, "kl") for r in of[group]]), ".3f")
+        found[f"Geo{what}Skill"] = (100 * np.mean([skill(r, "greedy") for r in of[group]]), ".0f")
+    return found
