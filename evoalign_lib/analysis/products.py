@@ -18,17 +18,15 @@ def gram(records: Iterable[Record], runs: Sequence[Record]) -> Displacements:
 
     Args:
         records: of kind "products"; each has one block, (runs of a, runs of b), for each layer.
-        runs: of training, from one base; a run is known by the digest of its weights.
+        runs: of training, from one base, each known by the digest of its weights; runs that stood still share theirs.
 
     Returns:
         As `geometry.measure(...).by("layer")`: K = len(runs), threshold 0, dtypes float32 and bfloat16.
 
     Raises:
-        ValueError: no run, a run twice, or products of two of the runs that no record has.
+        ValueError: no run, or products of two of the runs that no record has.
     """
-    digests = [run["digest"] for run in runs]
-    if not digests or len(set(digests)) < len(digests):
-        raise ValueError(f"{len(digests)} runs, {len(set(digests))} of them different: give each once, at least one")
+    digests = list(dict.fromkeys(run["digest"] for run in runs))
     place, first = {digest: row for row, digest in enumerate(digests)}, None
     for record in records:
         a, b = (
@@ -50,10 +48,13 @@ def gram(records: Iterable[Record], runs: Sequence[Record]) -> Displacements:
             for dtype, counts in layer.get("moved", {}).items():
                 for i, k in a:
                     moved[dtype][0, row, k] = counts[i]
-    lacking = list(range(len(digests))) if first is None else np.argwhere(np.isnan(products[0]))[:1].ravel().tolist()
-    if lacking:
-        named = " and ".join(digests[row] for row in lacking[:2])
+    if first is None or np.isnan(products).any():
+        pair = [0, 0] if first is None else np.argwhere(np.isnan(products[0]))[0]
+        named = " and ".join(digests[row] for row in dict.fromkeys(pair)) if digests else "no run"
         raise ValueError(f"no record has the products of the runs that ended with the weights {named}: measure them")
+    rows = [place[run["digest"]] for run in runs]
+    products = products[:, rows][:, :, rows]
+    moved = {dtype: counts[:, :, rows] for dtype, counts in moved.items()}
     return Displacements(
         tuple(first),
         np.array([layer["entries"] for layer in first.values()]),

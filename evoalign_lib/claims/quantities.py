@@ -122,7 +122,8 @@ def _norms_over_walk(evidence: Evidence, side: Chosen, decoding: str) -> Array:
         spec = run["spec"]
         steps = spec["steps"] - run["counts"]["tied"]
         walks.append(geometry.es_norm(spec["alpha"], found.d, steps, spec["population_size"]))
-    return np.sqrt(np.diagonal(found.total)) / walks
+    with np.errstate(invalid="ignore"):  # a run that stood still: 0 / 0
+        return np.sqrt(np.diagonal(found.total)) / walks
 
 
 def _unevenness(evidence: Evidence, side: Chosen, decoding: str) -> Array:
@@ -268,7 +269,7 @@ def _between(read: Callable[[Evidence, Chosen, str], Array]) -> Callable[[Eviden
     def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
         values = [read(evidence, side, decoding) for side in sides]
         if len(values) == 1:
-            return stats.bootstrap_mean(values[0], n_resamples=evidence.resamples)
+            return defined(stats.bootstrap_mean, values[0], n_resamples=evidence.resamples)
         return defined(stats.stratified_bootstrap, [values[0]], [values[1]], n_resamples=evidence.resamples)
 
     return find

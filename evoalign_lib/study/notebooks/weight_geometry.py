@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from evoalign_lib import tiny
-from evoalign_lib.records import Record
+from evoalign_lib.records import Record, ledger_file
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.merge import merge_specs
 from evoalign_lib.study.kinds.products import products_specs
@@ -38,6 +38,7 @@ TINY = {
     "shrunk_far": 16,  # runs of ES to the length of whose mean single ones are shrunk
     "multiples": [2.0, 3.0],  # of the mean of all ES runs
     "skill_messages": 256,  # of each skill that no reward touches
+    "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
     "validation_problems": 512,
     "test_problems": 2000,
@@ -54,7 +55,7 @@ SMOKE = TINY | {
     "validation_problems": 16,
     "test_problems": 32,
 }
-FULL = TINY | {"ends": {}}  # name -> a folder, a ledger or an adapter, to be compared with the model
+FULL = TINY
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -114,6 +115,19 @@ def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:
     for factor in run.multiples:
         add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
     return found
+
+
+def ends(run: SimpleNamespace, of: Records) -> tuple[str, str, str]:
+    """Return what section 7 compares: a base and two ends of training from it.
+
+    Raises ValueError for another number of ends than two.
+    """
+    if not run.ends:
+        first, second = (str(ledger_file(record)) for record in of["es"][:2])
+        return str(tiny.bases_folder() / of["es"][0]["spec"]["base"]), first, second
+    if len(run.ends) != 2:
+        raise ValueError(f"ends={run.ends}: give two models that started from {run.bases[0]!r}, or none.")
+    return run.bases[0], *run.ends
 
 
 def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Record]]:

@@ -60,14 +60,14 @@ def norms(of: Records, arm: str) -> np.ndarray:
 
 
 def over_walk(of: Records, arm: str) -> np.ndarray:
-    """Return the norm of each run of an ES arm over alpha sqrt(d T / N), T without its tied steps."""
-    d = displacements(of, arm).d
-    walks = [
-        geometry.es_norm(s["alpha"], d, s["steps"] - run["counts"]["tied"], s["population_size"])
-        for run in of[arm]
-        for s in [run["spec"]]
-    ]
-    return norms(of, arm) / walks
+    """Return the norm of each run of an ES arm that moved over alpha sqrt(d T / N), T without its tied steps."""
+    d, walks = displacements(of, arm).d, []
+    for record in of[arm]:
+        spec = record["spec"]
+        steps = spec["steps"] - record["counts"]["tied"]
+        walks.append(geometry.es_norm(spec["alpha"], d, steps, spec["population_size"]))
+    moved = np.array(walks) > 0
+    return norms(of, arm)[moved] / np.array(walks)[moved]
 
 
 def is_es(arm: str) -> bool:
@@ -111,6 +111,8 @@ def head_shares(of: Records, arm: str) -> np.ndarray:
 
 def _mean_and_std(values: Sequence[float] | np.ndarray, fmt: str) -> str:
     values = np.asarray(values, np.float64)
+    if not len(values):
+        return ""
     spread = f" ± {values.std(ddof=1):{fmt}}" if len(values) > 1 else ""
     return f"{values.mean():{fmt}}{spread}"
 
@@ -235,13 +237,12 @@ def accuracy_difference(of: Records, a: str, b: str, decoding: str) -> Interval:
 def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     """Return question -> one sentence with its number, interval and n."""
     size, many = run.shrunk["es"], max(run.means["es"])
-    es, grpo, walk = signal(of, "es"), signal(of, "grpo"), stats.bootstrap_mean(over_walk(of, "es"))
-    null = stats.bootstrap_mean(over_walk(of, "es_random"))
+    es, grpo = signal(of, "es"), signal(of, "grpo")
+    walk, null = (_mean_in_words(over_walk(of, arm)) for arm in ("es", "es_random"))
     found = {
         "How far does ES move, and why?": (
             f"{norms(of, 'es').mean() / norms(of, 'grpo').mean():.1f} times as far as GRPO. Its norm is "
-            f"{interval(walk, 4)} times that of a random walk of as many steps (n = {walk.n} runs); with random "
-            f"fitness it is {interval(null, 4)} times (n = {null.n})."
+            f"{walk} times that of a random walk of as many steps; with random fitness it is {null} times."
         ),
         "How much of a run is what ES has learned?": (
             f"Of the squared length of an ES run, {_percent(es.share)} is common to all runs (n = {es.share.n}); of a "
@@ -263,6 +264,12 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     )
     found["What does the walk cost?"] = _cost(of, size)
     return found
+
+
+def _mean_in_words(values: np.ndarray) -> str:
+    if not len(values):
+        return "not defined (no run moved)"
+    return f"{interval(stats.bootstrap_mean(values), 4)} (n = {len(values)} runs)"
 
 
 def _percent(share: Interval) -> str:
