@@ -1,0 +1,201 @@
+"""What notebook 09 says and tabulates: barriers, ways from the base, and noise on the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evoalign_lib import style
+from evoalign_lib.analysis import connectivity, paths, stats
+from evoalign_lib.analysis.connectivity import BarrierEstimate
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.records import Record
+from evoalign_lib.study.notebooks import lmc_analysis as study
+from evoalign_lib.study.notebooks.loading import Records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+DECODINGS = tuple(style.STROKES)
+"""Under which every point of a line is answered."""
+PAIRS = tuple(pair for pair in study.LINES if study.BASE not in pair)
+"""Kinds of line between two trained ends."""
+NULLS = (("es_random", "grpo"), (study.RANDOM, "grpo"), ("es", "es_random"), ("grpo_random", "grpo"))
+"""Lines with an end that learned nothing."""
+_RESAMPLES = 400
+
+
+def end_label(end: str) -> str:
+    """Return the name of a kind of end in tables and legends."""
+    if end == study.MEAN:
+        return "mean of ES runs"
+    return "base + random direction" if end == study.RANDOM else style.ARMS[end].label
+
+
+def line_label(first: str, last: str) -> str:
+    """Return the name of a kind of line."""
+    other = " (another seed)" if first == last else ""
+    return f"{end_label(first)} to {end_label(last)}{other}"
+
+
+def errors(of: Records, first: str, last: str, decoding: str) -> np.ndarray:
+    """Return the errors along all lines of a kind, (lines, problems, points)."""
+    return paths.errors(of[study.name_of(first, last)], decoding)
+
+
+def barrier(of: Records, first: str, last: str, decoding: str) -> BarrierEstimate:
+    """Return the height of the mean error over the straight line between the ends' errors, a fraction."""
+    found = errors(of, first, last, decoding)
+    outcomes = np.full((len(found), *found.shape), np.nan)
+    outcomes[np.arange(len(found)), np.arange(len(found))] = found
+    return connectivity.estimate_barrier(outcomes, kind="line", across="curve", n_resamples=_RESAMPLES)
+
+
+def barrier_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per kind of line: the barrier of the error under each decoding, and that of the likelihood."""
+    from pandas import DataFrame
+
+    rows = []
+    for first, last in PAIRS:
+        found = of[study.name_of(first, last)]
+        row = {"line": line_label(first, last), "lines": len(found)}
+        row["distance"] = f"{np.mean([r['distance'] for r in found]):.2f}"
+        for decoding in DECODINGS:
+            each = barrier(of, first, last, decoding)
+            row[f"{style.STROKES[decoding].label} [95 %]"] = each.interval.format()
+        greedy, nll = (errors(of, first, last, "greedy").mean((0, 1)), paths.curves(found, "nll").mean(0))
+        row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy).height:.1f}"
+        row["NLL, nats"] = f"{connectivity.barrier_line(nll).height:.2f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+# ---- from the base
+
+
+def ends_from_base() -> list[str]:
+    """Return the kinds of end to which lines lead from the base."""
+    return [last for first, last in study.LINES if first == study.BASE]
+
+
+def half_gain(of: Records, end: str, decoding: str, by: str = "weights") -> Interval:
+    """Return where on the way from the base half of the gain of accuracy lies: a share of the way, or of the final KL.
+
+    by: "weights" or "kl". NaN where no line of the kind has a gain.
+    """
+    rewards = 1 - errors(of, study.BASE, end, decoding)
+    kl = paths.curves(of[study.name_of(study.BASE, end)], "kl")
+    how: dict[str, Any] = {"x": kl, "relative": True} if by == "kl" else {}
+    return connectivity.half_gain_interval(rewards, monotone=True, n_resamples=_RESAMPLES, **how)
+
+
+def from_base_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per kind of end: gain, and where half of it lies, by weights and by KL."""
+    from pandas import DataFrame
+
+    rows = []
+    for end in ends_from_base():
+        for decoding in DECODINGS:
+            found = errors(of, study.BASE, end, decoding)
+            gain = stats.crossed_bootstrap(found[:, :, 0] - found[:, :, -1])
+            row = {"end": end_label(end), "decoding": style.STROKES[decoding].label, "lines": len(found)}
+            row["gain, points [95 %]"] = gain.format()
+            for by in ("weights", "kl"):
+                half = half_gain(of, end, decoding, by)
+                # without a gain of its own a line has no half of it
+                told = gain.low > 0 and np.isfinite(half.low)
+                row[f"half of it, by {'KL' if by == 'kl' else by}"] = interval(half) if told else "no gain"
+            rows.append(row)
+    return DataFrame(rows)
+
+
+def interval(found: Interval, digits: int = 2) -> str:
+    """Return an interval in words, in its own unit."""
+    return found.format(percent=False, digits=digits)
+
+
+# ---- noise on the weights
+
+
+def kept(found: Sequence[Record], part: str, decoding: str) -> np.ndarray:
+    """Return the share of its accuracy that each model keeps under each noise, mean over draws: (models, sigmas)."""
+    return np.array([np.mean(r[part][decoding], axis=1) / r["clean"][decoding] for r in found])
+
+
+def noise_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per kind of model and decoding: accuracy without noise, and the share that is kept of it."""
+    from pandas import DataFrame
+
+    rows = []
+    for end in study.SHAKEN:
+        found = of[f"noise on {end}"]
+        for decoding in DECODINGS:
+            clean = 100 * np.mean([r["clean"][decoding] for r in found])
+            row = {"model": end_label(end), "decoding": style.STROKES[decoding].label, "models": len(found)}
+            row["without noise, %"] = f"{clean:.1f}"
+            for part in ("isotropic", "relative", "head", "body"):
+                values = kept(found, part, decoding).mean(axis=1)
+                mean = stats.bootstrap_mean(values)
+                row[f"kept, {part}, %"] = mean.format() if len(values) > 1 else f"{100 * mean.value:.1f}"
+            rows.append(row)
+    return DataFrame(rows)
+
+
+# ---- the answers
+
+
+def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
+    """Return question -> one sentence with its number, interval and n."""
+    found = {}
+    heights = {pair: [barrier(of, *pair, decoding) for decoding in DECODINGS] for pair in (("es", "grpo"), NULLS[0])}
+    said = [
+        ", ".join(
+            f"{each.interval.format()} {_under(decoding)}" for decoding, each in zip(DECODINGS, every, strict=True)
+        )
+        for every in heights.values()
+    ]
+    n = len(of[study.name_of("es", "grpo")])
+    found["Is there a barrier between ES and GRPO?"] = (
+        f"The largest error above the line between the ends is, in points, {said[0]} (n = {n} lines). With random "
+        f"fitness in the place of ES it is {said[1]}."
+    )
+    places = {end: [half_gain(of, end, decoding) for decoding in ("greedy", "t1")] for end in ("es", "grpo")}
+    words = [
+        f"to {end_label(end)} at {interval(greedy)} greedily"
+        + ("" if np.isnan(sampled.low) else f" and at {interval(sampled)} at temperature 1")
+        for end, (greedy, sampled) in places.items()
+    ]
+    found["Where does the gain set in on the way from the base?"] = (
+        f"Half of the gain of accuracy lies {', '.join(words)} of the way (n = {n} lines each)."
+    )
+    shares = {end: stats.bootstrap_mean(kept(of[f"noise on {end}"], "isotropic", "greedy").mean(1)) for end in _ASKED}
+    parts = [f"{end_label(end)} {each.format()} %" for end, each in shares.items()]
+    found["Who keeps more under noise on the weights?"] = (
+        f"Of its greedy accuracy, under isotropic noise, mean over its sizes: {', '.join(parts)} (n = {n} models each)."
+    )
+    return found
+
+
+_ASKED = ("es", "grpo", "es_random")
+
+
+def _under(decoding: str) -> str:
+    return "greedily" if decoding == "greedy" else f"at {style.STROKES[decoding].label}"
+
+
+def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
+    """Return macro -> value and format, for the paper."""
+    names = {"greedy": "Greedy", "t0.6": "Warm", "t1": "Sampled"}
+    found: dict[str, tuple[Any, str]] = {"LmcLines": (len(of[study.name_of("es", "grpo")]), "d")}
+    for decoding, name in names.items():
+        found[f"LmcBarrier{name}"] = (barrier(of, "es", "grpo", decoding).interval.format(), "")
+        found[f"LmcNull{name}"] = (barrier(of, *NULLS[0], decoding).interval.format(), "")
+    for end in ("es", "grpo"):
+        found[f"LmcHalf{end.title()}"] = (interval(half_gain(of, end, "greedy")), "")
+    for end, name in zip(_ASKED, ("Es", "Grpo", "Random"), strict=True):
+        values = kept(of[f"noise on {end}"], "isotropic", "greedy").mean(1)
+        found[f"LmcKept{name}"] = (stats.bootstrap_mean(values).format(digits=0), "")
+    return found
