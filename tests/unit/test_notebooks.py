@@ -16,10 +16,20 @@ from evoalign_lib.analysis import stats
 from evoalign_lib.records import read_records, spec_hash
 from evoalign_lib.study import parameters, sweep
 from evoalign_lib.study.kinds.base import base_specs
-from evoalign_lib.study.notebooks import conciseness, es_countdown, grpo_countdown, loading, stability
+from evoalign_lib.study.notebooks import (
+    conciseness,
+    es_countdown,
+    grpo_countdown,
+    lmc_analysis,
+    loading,
+    stability,
+    weight_geometry,
+)
 from evoalign_lib.study.notebooks.loading import Group, Loader
+from evoalign_lib.study.views import lmc_analysis as lmc_view
+from evoalign_lib.study.views import lmc_analysis_figures, stability_figures, weight_geometry_figures
 from evoalign_lib.study.views import stability as stability_view
-from evoalign_lib.study.views import stability_figures
+from evoalign_lib.study.views import weight_geometry as geometry_view
 from tests.helpers import random_model, tokenizer
 
 FILES = sorted((paths.ROOT / "evoalign_lib/study/notebooks").glob("*.py"))
@@ -98,13 +108,15 @@ def test_the_groups_are_the_committed_records():
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
 def test_the_groups_have_the_same_names_at_every_scale(module, model_folder):
     """At scale full, too, where settings and sizes differ; what is measured on small models alone stays tiny."""
-    names = {}
+    names, of_tiny_world = {}, module in (lmc_analysis, weight_geometry)
     for scale, model in (("tiny", ""), ("smoke", ""), ("full", model_folder)):
         load = loader_of(module, scale=scale, model=model, dry_run=True)
         names[scale] = {name.split("=")[0] for name in load.names}
         for name, own in load.specs().items():
             exact = ("estimator", "audit", "audit base", "kl")
-            assert {spec["scale"] for spec in own} <= {"tiny" if name in exact and model else scale}, name
+            assert {spec["scale"] for spec in own} <= {
+                "tiny" if (name in exact or of_tiny_world) and model else scale
+            }, name
     assert names["tiny"] == names["smoke"] == names["full"] | {n for n in names["tiny"] if "filler" in n}
 
 
@@ -224,6 +236,59 @@ def test_numbers_of_notebook_05():
         "HorizonBetween": stability.compared(between, "es", "grpo"),
     }
     assert quoted(stability.numbers(run, of, stated)) == generated("05_stability")
+
+
+@pytest.mark.parametrize(
+    ("module", "view"), [(weight_geometry, geometry_view), (lmc_analysis, lmc_view)], ids=["08", "09"]
+)
+def test_numbers_of_notebooks_08_and_09(module, view):
+    assert quoted(view.numbers(run_of(module), loaded(module).records)) == generated(module.NOTEBOOK)
+
+
+def test_what_the_weights_say_is_what_the_claims_are_judged_by():
+    """The tables and the rules reach the same numbers by ways of their own."""
+    of, ids = loaded(weight_geometry).records, ("E5", "E7", "E8", "C20", "C23", "C25")
+    found = {v.id: v.intervals for v in claims.evaluate_named(ids, claims.committed_records("tiny"))}
+    both = geometry_view.corrected(of, "es", "grpo").value
+    assert found["E8"]["ES to GRPO, cosine of what runs have in common"] == both
+    assert geometry_view.signal(of, "grpo").share in found["E5"].values()
+    walk = geometry_view.over_walk(of, "es")[:16].mean()
+    assert any(interval.value == pytest.approx(walk) for interval in found["E7"].values())
+    norms = [np.log(geometry_view.norms(of, arm)[:16]).mean() for arm in ("es", "grpo")]
+    assert found["C20"]["ES over GRPO, norm of the displacement"].value == pytest.approx(norms[0] - norms[1])
+    drift = [np.mean([geometry_view.skill(r, "kl") for r in of[f"{arm} mean=1"]]) for arm in ("es", "grpo")]
+    assert found["C23"]["ES - GRPO, KL on other skills"].value == pytest.approx(drift[0] - drift[1])
+    height = lmc_view.barrier(loaded(lmc_analysis).records, "es", "grpo", "greedy").interval.value
+    assert found["C25"]["ES to GRPO, barrier of the error greedy"].value == pytest.approx(height, abs=2e-3)
+
+
+@pytest.mark.parametrize("draw", ["signal", "norms", "layers", "cosines", "drift"])
+def test_the_figures_of_notebook_08_draw_their_data(draw):
+    of, run = loaded(weight_geometry).records, run_of(weight_geometry)
+    check_drawn(*getattr(weight_geometry_figures, draw)(run, of))
+
+
+@pytest.mark.parametrize("draw", ["barriers", "from_base", "plane", "noise", "likelihood"])
+def test_the_figures_of_notebook_09_draw_their_data(draw):
+    check_drawn(*getattr(lmc_analysis_figures, draw)(run_of(lmc_analysis), loaded(lmc_analysis).records))
+
+
+def check_drawn(fig, plotted):
+    """Every value of the data stands in the figure, as it is drawn."""
+    values = plotted[next(name for name in ("value", "y", "across") if name in plotted)].to_numpy(float)
+    lines = [line.get_xydata() for ax in fig.axes for line in ax.get_lines()]
+    dots = [dot.get_offsets() for ax in fig.axes for dot in ax.collections]
+    drawn = np.concatenate([np.ravel(np.asarray(each, float)) for each in [*lines, *dots]])
+    assert [value for value in values if not np.isclose(drawn, value, rtol=1e-9, atol=1e-12).any()] == []
+    plt.close(fig)
+
+
+def test_ends_to_compare_are_two():
+    of = loaded(weight_geometry).records
+    base, first, second = weight_geometry.ends(run_of(weight_geometry), of)
+    assert base.endswith("A0") and first != second
+    with pytest.raises(ValueError, match="give two models that started from"):
+        weight_geometry.ends(SimpleNamespace(ends=["one"], bases=["B"]), of)
 
 
 def test_numbers_leave_out_what_has_no_interval():

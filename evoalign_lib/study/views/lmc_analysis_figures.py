@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from evoalign_lib import style
-from evoalign_lib.analysis import connectivity, paths, products
+from evoalign_lib.analysis import paths, products
 from evoalign_lib.study.notebooks import lmc_analysis as study
 from evoalign_lib.study.notebooks.loading import Records
 from evoalign_lib.study.views import lmc_analysis as view
@@ -105,9 +105,8 @@ def plane(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     gram = products.gram(of["products"], runs).total
     means = {arm: np.array([name == arm for name in arms]) / arms.count(arm) for arm in ("es", "grpo")}
     # an orthonormal basis: x along the mean of GRPO, y along what is left of that of ES
-    x = means["grpo"] / np.sqrt(means["grpo"] @ gram @ means["grpo"])
-    rest = means["es"] - (means["es"] @ gram @ x) * x
-    y = rest / np.sqrt(rest @ gram @ rest)
+    x = _unit(means["grpo"], gram)
+    y = _unit(means["es"] - (means["es"] @ gram @ x) * x, gram)
     coordinates = gram @ np.array([x, y]).T
     off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(coordinates).sum(1), 0))
     fig, ax = plt.subplots(figsize=(style.COLUMN + 0.6, 3.2))
@@ -126,6 +125,12 @@ def plane(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     ax.set_aspect("equal", adjustable="datalim")
     ax.legend(fontsize=6, loc="best")
     return fig, pd.DataFrame(rows)
+
+
+def _unit(combination: np.ndarray, gram: np.ndarray) -> np.ndarray:
+    """Return a combination of displacements scaled to length 1; one without length stays."""
+    length = np.sqrt(max(combination @ gram @ combination, 0.0))
+    return combination / length if length else combination
 
 
 def noise(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
@@ -167,8 +172,6 @@ def likelihood(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         ls = "-" if first != last else "--"
         ax.plot(alphas, over, color=color, marker=marker, ms=3, markevery=5, ls=ls, label=view.end_label(first))
         rows += [{"line": view.line_label(first, last), "x": a, "value": b} for a, b in zip(alphas, over, strict=True)]
-        height: Any = connectivity.barrier_line(curve).height
-        rows.append({"line": view.line_label(first, last), "x": np.nan, "value": height})
     _zero(ax)
     ax.set(xlabel="to GRPO (1)", ylabel="NLL above the line, nats")
     ax.legend(fontsize=6)

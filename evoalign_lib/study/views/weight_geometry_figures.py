@@ -119,7 +119,8 @@ def layers(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         ends = [mean - ratio.min(1), ratio.max(1) - mean]
         ax.errorbar(x, mean, ends, fmt=look.marker, color=look.color, ms=4, lw=0.8, capsize=1.5, label=look.label)
         for name, values in zip(names, ratio, strict=True):
-            rows += [{"arm": arm, "layer": name, "value": value} for value in values]
+            row = {"arm": arm, "layer": name, "value": values.mean()}
+            rows.append(row | {"low": values.min(), "high": values.max()})
     ax.axhline(1, **_NULL)
     ax.set(yscale="log", ylabel="share of |D|² / share of weights")
     ax.set_xticks(range(len(names)), names)
