@@ -493,12 +493,16 @@ def _crossed_resamples(
     """Return (n_resamples,) means of the first arm - those of the second, all arms on the same problems."""
     problems = arms[0].shape[1]
     draws = np.zeros(n_resamples)
+    # sixteenths, such as shares of 16 samples, have sums that float32 holds exactly: the same draws in half the time
+    exact = problems < 2**16 and all((arm * 16 == np.rint(arm * 16)).all() and abs(arm).max() <= 16 for arm in arms)
+    dtype = np.float32 if exact else np.float64
+    arms = [arm.astype(dtype) for arm in arms]
     # chunks keep the (resamples, problems) counts at a few megabytes
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
-        problem_counts = _resample_counts(rng, size, problems)
+        problem_counts = _resample_counts(rng, size, problems).astype(dtype)
         for sign, arm in zip((1.0, -1.0), arms, strict=False):
-            accuracy = problem_counts @ arm.T / problems
+            accuracy = (problem_counts @ arm.T).astype(np.float64) / problems
             seeds = rng.integers(len(arm), size=accuracy.shape)
             draws[start : start + size] += sign * np.take_along_axis(accuracy, seeds, axis=1).mean(-1)
     return draws
@@ -573,10 +577,10 @@ def _ends(draws: NDArray[np.float64], level: float) -> NDArray[np.float64]:
     return np.quantile(draws, ((1 - level) / 2, (1 + level) / 2), axis=0)
 
 
-def _resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArray[np.float64]:
+def _resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArray[np.int64]:
     """Return (n_resamples, n): how often each of n units is drawn when n are drawn with replacement."""
     drawn = rng.integers(n, size=(n_resamples, n)) + n * np.arange(n_resamples)[:, None]
-    return np.bincount(drawn.ravel(), minlength=n_resamples * n).reshape(n_resamples, n).astype(np.float64)
+    return np.bincount(drawn.ravel(), minlength=n_resamples * n).reshape(n_resamples, n)
 
 
 def _finite(values: ArrayLike, name: str, ndim: int) -> NDArray[np.float64]:
