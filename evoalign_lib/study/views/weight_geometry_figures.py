@@ -73,6 +73,7 @@ def _short(ax: Axes, run: SimpleNamespace, of: Records, what: str, read: Any) ->
     words = f"{look.label}, one run as short"
     ax.plot(list(found), means, color=look.color, marker=look.marker, mfc="white", ms=5, ls=":", label=words)
     for size, values in found.items():
+        ax.plot([size] * len(values), values, ".", color=look.color, ms=2.5, alpha=0.5)
         rows += [{"panel": what, "arm": "es, one run as short", "runs": size, "value": value} for value in values]
     return rows
 
@@ -88,7 +89,7 @@ def norms(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         values = view.norms(of, arm)
         style.dots(axes[0], i, values, np.zeros(len(values), bool), arm, 0.3)
         rows += [{"panel": "norm", "arm": arm, "value": value} for value in values]
-    axes[0].set(yscale="log", ylabel="norm of the displacement", title="every run")
+    axes[0].set(ylim=(0, None), ylabel="norm of the displacement", title="every run")
     _names(axes[0], study.TRAINED)
     walkers = [arm for arm in study.TRAINED if view.is_es(arm)]
     low, high = geometry.norm_band(view.displacements(of, "es").d)
@@ -200,12 +201,13 @@ def drift(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         ax.set(xlabel="greedy test accuracy, %")
     axes[0].set(yscale="log", ylabel="KL from the base, nats per token", title="drift off the task")
     axes[1].set(ylabel="right, %", title="other skills")
-    _key(fig, axes[0], 5)
+    _key(fig, axes[0], 4)
     return fig, pd.DataFrame(rows)
 
 
 def _names(ax: Axes, arms: Any) -> None:
-    ax.set_xticks(range(len(arms)), [view.label(arm).replace(", ", ",\n") for arm in arms], fontsize=6, rotation=30)
+    names = [view.label(arm).replace(", ", ",\n") for arm in arms]
+    ax.set_xticks(range(len(arms)), names, fontsize=6, rotation=35, ha="right", rotation_mode="anchor")
     ax.grid(axis="x", visible=False)
 
 
