@@ -16,7 +16,7 @@ from evoalign_lib.study.notebooks import es_countdown, grpo_countdown, loading
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "08_weight_geometry"
-CLAIMS = ("E5", "E6", "E7", "E8", "C20", "C21", "C22", "C23", "C24")
+CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "C20", "C21", "C22", "C23", "C24")
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft")
 """Groups of training runs, whose displacements are compared."""
 TINY = {
@@ -124,7 +124,7 @@ def ends(run: SimpleNamespace, of: Records) -> tuple[str, str, str]:
     """
     if not run.ends:
         first, second = (str(ledger_file(record)) for record in of["es"][:2])
-        return str(tiny.bases_folder() / of["es"][0]["spec"]["base"]), first, second
+        return of["es"][0]["spec"]["base"], first, second
     if len(run.ends) != 2:
         raise ValueError(f"ends={run.ends}: give two models that started from {run.bases[0]!r}, or none.")
     return run.bases[0], *run.ends

@@ -241,8 +241,8 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     walk, null = (_mean_in_words(over_walk(of, arm)) for arm in ("es", "es_random"))
     found = {
         "How far does ES move, and why?": (
-            f"{norms(of, 'es').mean() / norms(of, 'grpo').mean():.1f} times as far as GRPO. Its norm is "
-            f"{walk} times that of a random walk of as many steps; with random fitness it is {null} times."
+            f"{norms(of, 'es').mean() / norms(of, 'grpo').mean():.1f} times as far as GRPO. Its norm over that of a "
+            f"random walk of as many steps is {walk}; with random fitness it is {null}."
         ),
         "How much of a run is what ES has learned?": (
             f"Of the squared length of an ES run, {_percent(es.share)} is common to all runs (n = {es.share.n}); of a "
@@ -259,7 +259,7 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     parts = [f"{style.STROKES[d].label} {each.format()}" for d, each in kept.items()]
     found["What is left when the walk is averaged away?"] = (
         f"The mean of {size} runs - a run, in points of accuracy: {', '.join(parts)} (n = {kept['greedy'].n} means). "
-        f"A run made as short is {_shrunk(of, size)}. The mean of {many} solves "
+        f"That mean - a run made as short: {_shrunk(of, size)}. The mean of {many} solves "
         f"{100 * accuracies(of[f'es mean={many}'], 'greedy').mean():.1f} % greedily."
     )
     found["What does the walk cost?"] = _cost(of, size)
@@ -277,8 +277,8 @@ def _percent(share: Interval) -> str:
 
 
 def _shrunk(of: Records, size: int) -> str:
-    worse = accuracy_difference(of, f"es shrunk={size}", f"es mean={size}", "greedy")
-    return f"{worse.format()} points from that mean, greedily"
+    better = accuracy_difference(of, f"es mean={size}", f"es shrunk={size}", "greedy")
+    return f"{better.format()} points greedily"
 
 
 def _cost(of: Records, size: int) -> str:
