@@ -43,15 +43,18 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
     return spec | {"base_digest": worlds.base_digest(base)} | measure.spec_fields(base, settings)
 
 
-def begin_tiny(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec:
-    """Return what a spec of Countdown begins with that only plain models of the tiny world can run, locally.
+def begin_tiny(
+    kind: str, base: str, scale: str, settings: Mapping[str, Any], bases: Sequence[str] = tiny.BASES
+) -> Spec:
+    """Return what a spec begins with that only plain models of the tiny world can run, locally.
 
-    Raises ValueError for any other base, task or engine, and what `begin` refuses.
+    bases: those that can run it, by default Countdown's. Raises ValueError for any other base, task or engine, and what
+    `begin` refuses.
     """
-    if base not in tiny.BASES:
+    if base not in bases:
         raise ValueError(
             f"base {base!r} has no runs of kind {kind!r}: they take plain models of the tiny world, one of "
-            f"{', '.join(tiny.BASES)}."
+            f"{', '.join(bases)}."
         )
     engine_fields([base], settings)  # refuses any but the local one
     return begin(kind, base, scale, settings)

@@ -37,20 +37,21 @@ def records(request, run):
 def es_runs(request, tmp_path_factory):
     """Records of the arms that the file of tests names in `RUNS`, (arm, seeds) each, trained with its `SETTINGS`.
 
-    Their weights are kept in a folder of the file's own.
+    They start from its `BASE`, "A0" where it names none. Their weights are kept in a folder of the file's own.
     """
     from evoalign_lib import paths
     from evoalign_lib.study import sweep
     from evoalign_lib.study.kinds.train import train_specs
 
-    if not (tiny.bases_folder() / "A0").is_dir():
+    base = getattr(request.module, "BASE", "A0")
+    if not (tiny.bases_folder() / base).is_dir():
         pytest.skip("the bases have not been trained yet")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
         yield [
             [
                 sweep.run(spec, "nb", "commit")
-                for spec in train_specs(arm, ["A0"], range(n), request.module.SETTINGS, "tiny")
+                for spec in train_specs(arm, [base], range(n), request.module.SETTINGS, "tiny")
             ]
             for arm, n in request.module.RUNS
         ]

@@ -37,6 +37,7 @@ def test_without_noise_and_with_next_to_none_a_model_answers_as_it_did(runs, sha
             assert still == [clean, clean]
             assert len(loud) == 2
     assert any(shaken[part]["t1"][1] != [shaken["clean"]["t1"]] * 2 for part in PARTS)
+    assert any(len(set(shaken[part][name][1])) == 2 for part in PARTS for name in shaken["clean"])  # draws differ
     assert len(record_line(shaken)) < 8_000
 
 
@@ -79,6 +80,7 @@ def test_the_draws_are_those_of_no_run_and_the_same_for_all(monkeypatch, runs):
     [
         ({"noise_sigmas": []}, "take 1 to 8 finite standard deviations"),
         ({"noise_sigmas": [0.01, -1.0]}, "take 1 to 8 finite standard deviations"),
+        ({"noise_sigmas": [0.0, 0.01]}, "take 1 to 8 finite standard deviations above 0"),
         ({"noise_sigmas": [float("nan")]}, "take 1 to 8 finite standard deviations"),
         ({"noise_trials": 0}, "noise_trials=0: take 1 to 8"),
     ],

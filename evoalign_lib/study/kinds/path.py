@@ -19,6 +19,9 @@ from evoalign_lib.records import Record, Spec, pack_bits
 from evoalign_lib.study import measures, specs, trained, training, worlds
 
 _SIZES = ("max_completion_length", "validation_problems", "path_points")
+_JUDGED = ("task", "measure", "validation_problems")
+"""Settings that `specs.begin` reads: the task, the measure of length that conciseness is rewarded by, and how many
+questions are asked of it, which has no more than its split."""
 DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "t0.6": {"samples": 1, "temperature": 0.6},
@@ -33,16 +36,19 @@ def path_spec(
     """Return the spec of the line (1 - a) * first + a * last, for a from 0 to 1.
 
     Args:
-        base: that all runs started from, a plain one of the tiny world.
+        base: that all runs started from, a plain one of the tiny world, of the task.
         first, last: ends, of `trained.end`; None: the base itself.
-        settings: max_completion_length, validation_problems (asked at every point) and path_points, 3 to 50.
+        settings: max_completion_length, validation_problems (asked at every point) and path_points, 3 to 50; task
+            ("countdown" where it is missing), and of conciseness its measure.
         scale: of the notebook.
 
     Raises:
         ValueError: two ends that are one, ends of another base, too few or too many points, a setting that is missing,
-            or a base outside the tiny world.
+            a base outside the tiny world or of another task, or what the task refuses.
     """
-    spec = specs.begin_tiny("path", base, scale, {}) | specs.take(settings, _SIZES, "a path")
+    asked = {name: settings[name] for name in _JUDGED if name in settings}
+    spec = specs.begin_tiny("path", base, scale, asked, tiny.BASES + tiny.QUESTION_BASES)
+    spec |= specs.take(settings, _SIZES, "a path")
     if first == last:
         raise ValueError("both ends of the path are the same model: give two.")
     if not 3 <= spec["path_points"] <= 50:
@@ -60,13 +66,14 @@ def run(spec: Spec) -> Record:
 
     The record has the distance between the ends and, for each point, in lists: under each of `DECODINGS` which problems
     are right, and the mean reward; the negative log-likelihood of a right answer, one fixed for each problem, nats per
-    answer; and the KL from the base along these answers, nats per token.
+    answer; and the KL from the base along these answers, nats per token. What is right, the reward and the right answer
+    are those of the task (`Measures.judged`, `Measures.right_answer`).
     """
     measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)
     problems = sets["validation"]
     rng = random.Random("answers of paths")
-    written = [tiny.answer(problem, "right", rng) for problem in problems]
+    written = [measure.right_answer(problem, rng) for problem in problems]
     answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in written]
     base, _ = worlds.model_of(spec | {"kind": "base"})
     points: dict[str, list] = {}
@@ -83,9 +90,9 @@ def run(spec: Spec) -> Record:
             }
             for name, how in DECODINGS.items():
                 (row,) = engine.generate("validation", **how)
-                pairs = [(problem, text) for (text, _), problem in zip(row, problems, strict=True)]
-                point[f"reward_{name}"] = float(np.mean([measure.score(*pair) for pair in pairs]))
-                point[f"{name}_bits"] = pack_bits([int(measure.right(*pair)) for pair in pairs])
+                rewards, right = measure.judged(spec, engine, problems, row)
+                point[f"reward_{name}"] = float(rewards.mean())
+                point[f"{name}_bits"] = pack_bits(right.astype(int))
             for name, value in point.items():
                 points.setdefault(name, []).append(float(f"{value:.6g}") if isinstance(value, float) else value)
         distance = float(np.linalg.norm(ends[1] - ends[0]))

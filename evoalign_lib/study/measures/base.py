@@ -8,6 +8,7 @@ from its base. A task overrides what is different about it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,17 @@ class Measures:
 
     def score(self, problem: Any, completion: str) -> float:
         """Return the reward of one completion, by which best-of-n chooses."""
+        raise NotImplementedError
+
+    def judged(
+        self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[tuple[str, Sequence[int]]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rewards, and which answers are right, each (problems,), of a row of `engine.generate`."""
+        pairs = [(problem, text) for (text, _), problem in zip(row, problems, strict=True)]
+        return np.array([self.score(*pair) for pair in pairs]), np.array([self.right(*pair) for pair in pairs])
+
+    def right_answer(self, problem: Any, rng: random.Random) -> str:
+        """Return a right answer to a problem of the tiny world, the end token included, whose likelihood is asked."""
         raise NotImplementedError
 
     # ---- what is measured

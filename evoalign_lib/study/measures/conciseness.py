@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -120,7 +121,11 @@ def _answers(
 ) -> dict[str, Any]:
     """Completions with their rewards and grades, each (samples or 1, problems); tokens likewise."""
     warmth = {} if temperature == 1.0 else {"temperature": temperature}
-    rows = engine.generate(name, samples=samples, seed=seed, **warmth)
+    return _graded(engine, problems, engine.generate(name, samples=samples, seed=seed, **warmth), measure)
+
+
+def _graded(engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[Any]], measure: str) -> dict[str, Any]:
+    """Rows of `engine.generate` with their rewards and grades; see `_answers`."""
     texts = [[text for text, _ in row] for row in rows]
     targets = [p.answer for p in problems]
     return {
@@ -360,6 +365,17 @@ class _Conciseness(Measures):
     def right(self, problem: Any, completion: str) -> bool:
         """Say whether a completion holds the answer; that alone makes it no good one (see `hacking`)."""
         return conciseness.is_correct(completion, problem)
+
+    def judged(
+        self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[tuple[str, Sequence[int]]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rewards under the spec's measure, and which answers are right and answers at all (`hacking`)."""
+        answers = _graded(engine, problems, [row], spec["measure"])
+        return answers["rewards"][0], _judged(spec, problems, answers)[1][0]
+
+    def right_answer(self, problem: Any, rng: random.Random) -> str:
+        """Return the answer alone, in as many characters as the reward asks for; nothing is drawn."""
+        return problem.answer + tiny.END
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Return what a point of the curve shows; see `point`."""

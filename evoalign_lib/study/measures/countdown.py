@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,6 +98,10 @@ class _Countdown(Measures):
     def score(self, problem: Any, completion: str) -> float:
         """Return the reward of a completion under the strict grader."""
         return countdown.grade(completion, problem.numbers, problem.target).reward
+
+    def right_answer(self, problem: Any, rng: random.Random) -> str:
+        """Return one of the expressions that reach the target, drawn, in the right format."""
+        return tiny.answer(problem, "right", rng)
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return pass@k on the validation set beside the test set."""
