@@ -57,6 +57,7 @@ def test_bad_lines_are_refused(runs):
         ((None, None), SIZES, "both ends of the path are the same model"),
         ((None, end), SIZES | {"path_points": 2}, "path_points=2: a path has 3 to 50"),
         ((None, end), {"path_points": 3}, "a path needs the setting"),
+        ((None, end), SIZES | {"path_points": 50, "validation_problems": 256}, "12800 answers, too many for a record"),
     ):
         with pytest.raises(ValueError, match=message):
             path_spec("A0", *ends, sizes, "tiny")
