@@ -255,7 +255,11 @@ def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
     """Read the share of a model's accuracy that it keeps under noise, the mean over draws and sigmas."""
 
     def read(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-        return np.array([np.mean(r[part][decoding]) / r["clean"][decoding] for r in _noisy(evidence, side)])
+        found = _noisy(evidence, side)
+        clean, left = ([np.mean(r[block][decoding]) for r in found] for block in ("clean", part))
+        if 0 in clean:
+            raise Undecided("a model has no accuracy to keep")
+        return np.divide(left, clean)
 
     return read
 

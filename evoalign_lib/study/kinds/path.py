@@ -55,8 +55,8 @@ def path_spec(
         raise ValueError(f"path_points={spec['path_points']}: a path has 3 to 50.")
     if (asked := spec["path_points"] * spec["validation_problems"]) > 7000:
         raise ValueError(
-            f"{spec['path_points']} path_points on {spec['validation_problems']} problems are {asked} answers, too many "
-            "for a record of 8 kB: take at most 7,000, such as 21 points on 256 problems."
+            f"{spec['path_points']} path_points on {spec['validation_problems']} problems are {asked} answers, too many"
+            " for a record of 8 kB: take at most 7,000, such as 21 points on 256 problems."
         )
     for end in (first, last):
         if end is not None and end["of"]["run"]["base"] != base:

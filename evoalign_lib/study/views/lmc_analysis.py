@@ -121,8 +121,13 @@ def interval(found: Interval, digits: int = 2) -> str:
 
 
 def kept(found: Sequence[Record], part: str, decoding: str) -> np.ndarray:
-    """Return the share of its accuracy that each model keeps under each noise, mean over draws: (models, sigmas)."""
-    return np.array([np.mean(r[part][decoding], axis=1) / r["clean"][decoding] for r in found])
+    """Return the share of its accuracy that each model keeps under each noise, mean over draws: (models, sigmas).
+
+    Models that solve nothing without noise are left out: they have nothing to keep.
+    """
+    able = [r for r in found if r["clean"][decoding] > 0]
+    shares = [np.mean(r[part][decoding], axis=1) / r["clean"][decoding] for r in able]
+    return np.array(shares).reshape(len(able), -1)
 
 
 def noise_table(run: SimpleNamespace, of: Records) -> DataFrame:
@@ -137,11 +142,17 @@ def noise_table(run: SimpleNamespace, of: Records) -> DataFrame:
             row = {"model": end_label(end), "decoding": style.STROKES[decoding].label, "models": len(found)}
             row["without noise, %"] = f"{clean:.1f}"
             for part in ("isotropic", "relative", "head", "body"):
-                values = kept(found, part, decoding).mean(axis=1)
-                mean = stats.bootstrap_mean(values)
-                row[f"kept, {part}, %"] = mean.format() if len(values) > 1 else f"{100 * mean.value:.1f}"
+                row[f"kept, {part}, %"] = _kept_in_words(kept(found, part, decoding))
             rows.append(row)
     return DataFrame(rows)
+
+
+def _kept_in_words(shares: np.ndarray) -> str:
+    """Return the mean share of models in words, with their number."""
+    values = shares.mean(axis=1) if len(shares) else shares
+    if len(values) < 2:
+        return f"{100 * values[0]:.1f}" if len(values) else "nothing to keep"
+    return f"{stats.bootstrap_mean(values).format()} (n = {len(values)})"
 
 
 # ---- the answers
@@ -171,10 +182,9 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     found["Where does the gain set in on the way from the base?"] = (
         f"Half of the gain of accuracy lies {', '.join(words)} of the way (n = {n} lines each)."
     )
-    shares = {end: stats.bootstrap_mean(kept(of[f"noise on {end}"], "isotropic", "greedy").mean(1)) for end in _ASKED}
-    parts = [f"{end_label(end)} {each.format()} %" for end, each in shares.items()]
+    parts = [f"{end_label(end)} {_kept_in_words(kept(of[f'noise on {end}'], 'isotropic', 'greedy'))}" for end in _ASKED]
     found["Who keeps more under noise on the weights?"] = (
-        f"Of its greedy accuracy, under isotropic noise, mean over its sizes: {', '.join(parts)} (n = {n} models each)."
+        f"Of their greedy accuracy, under isotropic noise, mean over its sizes, in %: {', '.join(parts)}."
     )
     return found
 
@@ -197,5 +207,5 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         found[f"LmcHalf{end.title()}"] = (interval(half_gain(of, end, "greedy")), "")
     for end, name in zip(_ASKED, ("Es", "Grpo", "Random"), strict=True):
         values = kept(of[f"noise on {end}"], "isotropic", "greedy").mean(1)
-        found[f"LmcKept{name}"] = (stats.bootstrap_mean(values).format(digits=0), "")
+        found[f"LmcKept{name}"] = (stats.bootstrap_mean(values).format(digits=0) if len(values) else "-", "")
     return found

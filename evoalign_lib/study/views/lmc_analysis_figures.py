@@ -87,6 +87,7 @@ def from_base(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         ax.set_xlabel("share of the way from the base" if by == "weights" else "KL from the base, nats per token")
     axes[0].set_ylabel("accuracy, %")
     axes[2].set_xscale("symlog", linthresh=0.01)
+    axes[2].set_xlim(left=-1e-3)
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncol=6, fontsize=6.5)
     return fig, pd.DataFrame(rows)
@@ -95,36 +96,39 @@ def from_base(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
 def plane(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     """Draw all runs in the plane through the base, the mean of the ES runs and the mean of the GRPO runs.
 
-    A run lies where its displacement falls on the plane; how far it lies off it is written beside the arm.
+    A run lies where its displacement falls on the plane; how far it lies off it is written beside the arm. The means
+    are those of all other runs: a run would lie near a mean that it is part of, whatever it learned.
     """
     import pandas as pd
     from matplotlib import pyplot as plt
 
     runs = [record for arm in study.TRAINED for record in of[arm]]
-    arms = [arm for arm in study.TRAINED for _ in of[arm]]
+    arms = np.array([arm for arm in study.TRAINED for _ in of[arm]])
     gram = products.gram(of["products"], runs).total
-    means = {arm: np.array([name == arm for name in arms]) / arms.count(arm) for arm in ("es", "grpo")}
-    # an orthonormal basis: x along the mean of GRPO, y along what is left of that of ES
-    x = _unit(means["grpo"], gram)
-    y = _unit(means["es"] - (means["es"] @ gram @ x) * x, gram)
-    coordinates = gram @ np.array([x, y]).T
-    off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(coordinates).sum(1), 0))
-    fig, ax = plt.subplots(figsize=(style.COLUMN + 0.6, 3.2))
+    places = np.array([_place(gram, arms, i) for i in range(len(runs))])
+    off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
+    fig, ax = plt.subplots(figsize=(style.COLUMN + 0.9, 2.7))
     rows = []
     for arm in study.TRAINED:
-        chosen, (color, marker) = np.array([name == arm for name in arms]), _look(arm)
+        chosen, (color, marker) = arms == arm, _look(arm)
         label = f"{view.end_label(arm)}: {off[chosen].mean():.2f} off"
-        ax.plot(*coordinates[chosen].T, marker, color=color, ms=4, ls="", alpha=0.8, label=label)
-        for (a, b), c in zip(coordinates[chosen], off[chosen], strict=True):
+        ax.plot(*places[chosen].T, marker, color=color, ms=4, ls="", alpha=0.8, label=label)
+        for (a, b), c in zip(places[chosen], off[chosen], strict=True):
             rows.append({"arm": arm, "along GRPO": a, "across": b, "off the plane": c})
-    for weights in means.values():
-        ax.annotate("", np.array([weights @ gram @ x, weights @ gram @ y]), (0, 0), arrowprops={"arrowstyle": "->"})
-    ax.plot(0, 0, "+", color="black", ms=9)
-    ax.annotate("base", (0, 0), (4, -9), textcoords="offset points", fontsize=7)
+    ax.plot(0, 0, "+", color="black", ms=10)
+    ax.annotate("base", (0, 0), (5, -10), textcoords="offset points", fontsize=7)
     ax.set(xlabel="along the mean of GRPO, weight units", ylabel="across, towards the mean of ES")
-    ax.set_aspect("equal", adjustable="datalim")
-    ax.legend(fontsize=6, loc="best")
+    ax.legend(fontsize=6, loc="upper right")
     return fig, pd.DataFrame(rows)
+
+
+def _place(gram: np.ndarray, arms: np.ndarray, i: int) -> np.ndarray:
+    """Return where run i falls on the plane of the means of the other runs: along GRPO's, and across it."""
+    others = np.arange(len(arms)) != i
+    means = {arm: (chosen := others & (arms == arm)) / max(chosen.sum(), 1) for arm in ("es", "grpo")}
+    x = _unit(means["grpo"], gram)
+    y = _unit(means["es"] - (means["es"] @ gram @ x) * x, gram)
+    return np.array([x, y]) @ gram[i]
 
 
 def _unit(combination: np.ndarray, gram: np.ndarray) -> np.ndarray:
