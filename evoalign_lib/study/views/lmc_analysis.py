@@ -127,7 +127,7 @@ def kept(found: Sequence[Record], part: str, decoding: str) -> np.ndarray:
     """
     able = [r for r in found if r["clean"][decoding] > 0]
     shares = [np.mean(r[part][decoding], axis=1) / r["clean"][decoding] for r in able]
-    return np.array(shares).reshape(len(able), -1)
+    return np.array(shares).reshape(len(able), len(found[0][part][decoding]))
 
 
 def noise_table(run: SimpleNamespace, of: Records) -> DataFrame:
