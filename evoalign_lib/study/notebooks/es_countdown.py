@@ -39,7 +39,7 @@ TINY = {
     "validation_problems": 512,
     "test_problems": 2000,
     "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
-    "decoded": [],  # groups that are: "es" and "es_shuffled"; none yet
+    "decoded": ["es", "es_shuffled"],  # groups that are
     "estimator_problems": 128,  # of the single steps in section 7
     "populations": [4, 8, 30, 128],
     "repeats": 16,
@@ -47,6 +47,7 @@ TINY = {
     "audit_seeds": 4,  # of the arithmetics in section 9
 }
 SMOKE = TINY | {
+    "decoded": ["es_shuffled"],
     "bases": ["A0"],
     "n_seeds": 2,
     "steps": 3,

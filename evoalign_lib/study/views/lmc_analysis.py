@@ -173,14 +173,9 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"The largest error above the line between the ends is, in points, {said[0]} (n = {n} lines). With random "
         f"fitness in the place of ES it is {said[1]}."
     )
-    places = {end: [half_gain(of, end, decoding) for decoding in ("greedy", "t1")] for end in ("es", "grpo")}
-    words = [
-        f"to {end_label(end)} at {interval(greedy)} greedily"
-        + ("" if np.isnan(sampled.low) else f" and at {interval(sampled)} at temperature 1")
-        for end, (greedy, sampled) in places.items()
-    ]
+    half = [f"to {end_label(end)} at {interval(half_gain(of, end, 'greedy'))} of it" for end in ("es", "grpo")]
     found["Where does the gain set in on the way from the base?"] = (
-        f"Half of the gain of accuracy lies {', '.join(words)} of the way (n = {n} lines each)."
+        f"Half of the gain of greedy accuracy lies, on the way {' and '.join(half)} (n = {n} lines each)."
     )
     parts = [f"{end_label(end)} {_kept_in_words(kept(of[f'noise on {end}'], 'isotropic', 'greedy'))}" for end in _ASKED]
     found["Who keeps more under noise on the weights?"] = (

@@ -312,6 +312,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "GeoGrpoCommon": (signal(of, "grpo").share.format(digits=0), ""),
         "GeoRawCosine": (both.run_cosine, ".4f"),
         "GeoCorrectedCosine": ("-" if np.isnan(both.value.low) else interval(both.value, 2), ""),
+        "GeoGrpoHead": (head_shares(of, "grpo").mean(), ".2f"),
         "GeoMean": (size, "d"),
         "GeoMost": (many, "d"),
     }
