@@ -278,18 +278,20 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
 
 
 def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
-    """Return the README's table: of each claim of the field that has a rule, the last rule and its verdict."""
+    """Return the README's table: of each claim of the field that has a rule and is decided, the last rule's verdict."""
     from pandas import DataFrame
 
     of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine
     first = [v for v in of_field if v.id[1:].isdigit()]
     last = {v.id.rstrip("abcdefgh"): v for v in of_field if v.rule != "open"}  # C2b is another rule for C2
-    rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in last.values()]
+    decided = [v for v in last.values() if v.verdict != "underpowered"]
+    rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in decided]
     waiting = sum(v.verdict in ("open", "not testable at this scale") for v in first)
+    undecided = ", ".join(v.id for v in last.values() if v.verdict == "underpowered")
     caption = (
-        f"{len(last)} of {len(first)} claims of the field have a rule, and a verdict that code computed from the "
-        f"committed records of tiny models; {waiting} wait for their notebook or for larger models. A letter marks a "
-        "rule that was declared after the data of the first were seen."
+        f"Verdicts by code, from the records of tiny models. Of {len(first)} claims of the field {waiting} wait for "
+        f"their notebook or for larger models{f'; undecided: {undecided}' if undecided else ''}. A letter marks a rule "
+        "declared after the data of the first were seen."
     )
     return _render.markdown_table(DataFrame(rows), caption)
 

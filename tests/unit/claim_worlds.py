@@ -47,10 +47,8 @@ def runs_of(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int
         score = (right + jitter * shift) / PROBLEMS
         validation = [0.1, 0.2, 0.25, score]
         shape = {"validation_greedy": validation, "validation_t1": validation}
-        test = results(right + jitter * shift)
-        records.append(
-            {"spec": run_spec(arm, base, seed, **spec), "status": "finished", "test": test, "curve": curve | shape}
-        )
+        found = {"status": "finished", "digest": f"{arm} {base} {seed}", "test": results(right + jitter * shift)}
+        records.append({"spec": run_spec(arm, base, seed, **spec), "curve": curve | shape} | found)
     return records
 
 

@@ -337,11 +337,11 @@ def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(reposit
     last = [name for name in with_rule if f"{name}b" not in with_rule]
     assert [row[0].split()[0] for row in rows] == last and "C2b" in last and "C1" in last
     assert rows[0] == ["C1 ES improves Countdown on every base and beats RL", "open"]
-    assert f"{len(last)} of 39 claims of the field have a rule" in markdown and "38 wait for their notebook" in markdown
+    assert "Of 39 claims of the field 38 wait for their notebook or for larger models. A letter" in markdown
     tex = (repository / "paper/generated/claims.tex").read_text().splitlines()
     assert tex[0].startswith(r"\begin{longtable}{lp{") and tex[-1] == r"\end{longtable}"
     assert tex.count(r"claim & statement & verdict & result & checks \\") == 2  # on the first page, and on the others
-    assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == 49
+    assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == len(declared)
     table = pd.read_csv(repository / "paper/generated/claims.csv", index_col="claim")
     assert list(table.index) == [c["id"] for c in declared]
     assert table.loc["C17", "verdict"] == "not testable at this scale" and len(table.loc["C2", "rule"]) == 64

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evoalign_lib import arms, grpo, ledger, models, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
-from evoalign_lib.study import sweep, training
+from evoalign_lib.study import sweep, trained, training
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.audit import audit_specs
 from evoalign_lib.study.kinds.base import base_specs
@@ -20,6 +20,10 @@ from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.estimator import estimator_specs
 from evoalign_lib.study.kinds.kl import kl_specs
+from evoalign_lib.study.kinds.merge import merge_specs
+from evoalign_lib.study.kinds.noise import noise_spec
+from evoalign_lib.study.kinds.path import path_spec
+from evoalign_lib.study.kinds.products import products_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
 from evoalign_lib.study.notebooks.loading import of_runs
@@ -246,6 +250,40 @@ def remade(spec):
 
 
 MAKERS["decoding"] = remade
+
+
+def runs_in(group):
+    """Records of the runs that a spec names, as `trained.group` reads them."""
+    runs = zip(group["seeds"], group["digests"], strict=True)
+    return [{"spec": group["run"] | {"seed": seed}, "digest": digest} for seed, digest in runs]
+
+
+def end_in(named):
+    """The end that a spec names, made again; None: the base."""
+    if named is None:
+        return None
+    more = {name: named[name] for name in ("factor", "draw") if name in named}
+    long = runs_in(named["as_long_as"]) if "as_long_as" in named else ()
+    return trained.end(runs_in(named["of"]), as_long_as=long, **more)
+
+
+def remade_merge(s):
+    more = {name: s[name] for name in ("factor", "draw") if name in s}
+    long = runs_in(s["as_long_as"]) if "as_long_as" in s else ()
+    return [merge_specs(runs_in(s["of"]), s, s["scale"], as_long_as=long, **more)]
+
+
+def remade_products(s):
+    blocks = [runs_in(s["a"])] if s["a"] == s["b"] else [runs_in(s["a"]), runs_in(s["b"])]
+    return [made for made in products_specs(blocks, s["scale"]) if (made["a"], made["b"]) == (s["a"], s["b"])]
+
+
+MAKERS |= {
+    "merge": remade_merge,
+    "products": remade_products,
+    "path": lambda s: [path_spec(s["base"], end_in(s.get("first")), end_in(s.get("last")), s, s["scale"])],
+    "noise": lambda s: [noise_spec(s["base"], end_in(s.get("end")), s, s["scale"])],
+}
 
 
 @pytest.mark.parametrize("notebook", sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")))

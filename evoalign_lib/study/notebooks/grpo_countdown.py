@@ -57,7 +57,17 @@ TINY = {
     "curve_points": 25,
     "curve_spacing": "log",
     "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
-    "decoded": ["dr_grpo", "es_random", "es_sampled", "grpo_random", "sft"],  # besides base, ES and GRPO
+    "decoded": [  # besides base, ES and GRPO
+        "dapo",
+        "dr_grpo",
+        "dr_grpo_scaled",
+        "es_random",
+        "es_sampled",
+        "grpo_random",
+        "grpo_unscaled",
+        "rloo",
+        "sft",
+    ],
     "curve_temperature": 0.6,  # at which whole curves are measured again
     "decoded_curves": ["es", "es_elsewhere", "grpo", "grpo_elsewhere"],  # groups whose curves are
     "kl_sigmas": [0.003, 0.01, 0.03],  # of the noise that moves the base in section 4

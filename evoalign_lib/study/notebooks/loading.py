@@ -38,6 +38,8 @@ class Group(NamedTuple):
     """Groups whose records choose the settings: they are loaded first."""
     ledgers: Sequence[str] = ()
     """Bases whose runs keep their ledgers."""
+    scale: str = ""
+    """Of the runs; empty: that of the notebook (`of_tiny_world` gives another)."""
 
 
 class After(NamedTuple):
@@ -150,12 +152,13 @@ class Loader:
     def _specs_of(self, name: str, group: Group | After | Sequence[Spec]) -> list[Spec]:
         if not isinstance(group, Group):
             return list(group.specs if isinstance(group, After) else group)
+        scale = group.scale or self._run.scale
         seeds = range(seed_count(self._run, name, group.seeds)) if isinstance(group.seeds, int) else group.seeds
         return [
             spec
             for base in group.bases
             for change in _changes(group, base)
-            for spec in train_specs(group.arm, [base], seeds, dict(group.settings) | dict(change), self._run.scale)
+            for spec in train_specs(group.arm, [base], seeds, dict(group.settings) | dict(change), scale)
         ]
 
 

@@ -46,11 +46,11 @@ TINY = {
 SMOKE = TINY | {
     "seeds_es": 2,
     "seeds_random": [0, 1],
-    "means": {"es": [1, 2], "es_sampled": [1], "es_random": [1, 2], "grpo": [1, 2], "grpo_random": [1], "sft": [1]},
+    "means": {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
+    | {arm: [1] for arm in ("es_sampled", "dr_grpo", "grpo_random", "sft")},
     "means_of_each": 2,
     "shrunk": {"es": 2, "es_random": 2},
     "shrunk_far": 2,
-    "multiples": [2.0],
     "skill_messages": 8,
     "validation_problems": 16,
     "test_problems": 32,
@@ -90,8 +90,8 @@ def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, A
     found["es_random"] = declared["es_random"]._replace(seeds=exact["seeds_random"])
     first = es_countdown.presets()[scale]
     found["es_shuffled"] = Group("es_shuffled", exact["bases"][:1], first["n_seeds"], loading.of_runs(first))
-    found["base"] = base_specs(exact["bases"][:1], loading.of_runs(vars(other)), scale)
-    return found
+    found = {name: each._replace(scale=scale) if isinstance(each, Group) else each for name, each in found.items()}
+    return found | {"base": base_specs(exact["bases"][:1], loading.of_runs(vars(other)), scale)}
 
 
 def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:

@@ -25,7 +25,8 @@ PAIRS = tuple(pair for pair in study.LINES if study.BASE not in pair)
 """Kinds of line between two trained ends."""
 NULLS = (("es_random", "grpo"), (study.RANDOM, "grpo"), ("es", "es_random"), ("grpo_random", "grpo"))
 """Lines with an end that learned nothing."""
-_RESAMPLES = 400
+_RESAMPLES = 1000
+"""As many as the verdicts take (`claims.quantities`): table and verdict show one number."""
 
 
 def end_label(end: str) -> str:
@@ -142,17 +143,18 @@ def noise_table(run: SimpleNamespace, of: Records) -> DataFrame:
             row = {"model": end_label(end), "decoding": style.STROKES[decoding].label, "models": len(found)}
             row["without noise, %"] = f"{clean:.1f}"
             for part in ("isotropic", "relative", "head", "body"):
-                row[f"kept, {part}, %"] = _kept_in_words(kept(found, part, decoding))
+                row[f"kept, {part}, %"] = _kept_in_words(kept(found, part, decoding), len(found))
             rows.append(row)
     return DataFrame(rows)
 
 
-def _kept_in_words(shares: np.ndarray) -> str:
-    """Return the mean share of models in words, with their number."""
+def _kept_in_words(shares: np.ndarray, models: int) -> str:
+    """Return the mean share of models in words, with their number where some of them have nothing to keep."""
     values = shares.mean(axis=1) if len(shares) else shares
     if len(values) < 2:
         return f"{100 * values[0]:.1f}" if len(values) else "nothing to keep"
-    return f"{stats.bootstrap_mean(values).format()} (n = {len(values)})"
+    counted = "" if len(values) == models else f" (n = {len(values)})"
+    return stats.bootstrap_mean(values).format() + counted
 
 
 # ---- the answers
