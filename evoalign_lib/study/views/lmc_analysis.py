@@ -148,8 +148,8 @@ def noise_table(run: SimpleNamespace, of: Records) -> DataFrame:
     return DataFrame(rows)
 
 
-def _kept_in_words(shares: np.ndarray, models: int) -> str:
-    """Return the mean share of models in words, with their number where some of them have nothing to keep."""
+def _kept_in_words(shares: np.ndarray, models: int = 0) -> str:
+    """Return the mean share of models in words, with their number unless it is `models`."""
     values = shares.mean(axis=1) if len(shares) else shares
     if len(values) < 2:
         return f"{100 * values[0]:.1f}" if len(values) else "nothing to keep"
