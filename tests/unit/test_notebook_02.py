@@ -150,9 +150,10 @@ def test_the_maps_of_the_sweeps_have_one_orientation_and_frame_the_tuned_setting
 
 def test_every_arm_that_was_measured_again_is_drawn_and_named():
     ends = {"base": 11.5, "es": 12.5, "grpo": 29.2, "es_random": 10.8, "grpo_random": 0.1, "rloo": 29.5, "dapo": 29.0}
+    again = {"grpo_unscaled": 29.9}  # GRPO once more, with another setting: in the table alone
     rows = [
         {"group": group, "base": base, "temperature": t, "accuracy": end, "low": end - 1, "high": end + 1, "n": 4}
-        for group, end in ends.items()
+        for group, end in (ends | again).items()
         for base in ("A0", "A1")
         for t in (0.0, 0.6, 1.0)
     ]
@@ -166,9 +167,12 @@ def test_every_arm_that_was_measured_again_is_drawn_and_named():
     boxes = [Text.get_window_extent(text) for text in ax.texts]  # an annotation's own has its arrow, too
     boxes = sorted((box.y0, box.y1) for box in boxes)
     assert all(below[1] <= above[0] + 1 for below, above in zip(boxes, boxes[1:], strict=False))
-    assert view.measured(pd.DataFrame(rows), "A0") == dict.fromkeys(ends, 4)
-    table = view.temperature_table(pd.DataFrame(rows), "A0")
-    assert list(table) == ["arm", "greedy", "temperature 0.6", "temperature 1"] and len(table) == len(ends)
+    of = {group: [{"spec": {"kind": group} if group == "base" else {"kind": "train", "arm": group}}] for group in ends}
+    of["grpo_unscaled"] = [{"spec": {"kind": "train", "arm": "grpo", "scale_rewards": "none"}}]
+    labels = [style.ARMS[group].label for group in ends] + ["GRPO, not scaled"]
+    assert view.measured(of, pd.DataFrame(rows), "A0") == dict.fromkeys(labels, 4)
+    table = view.temperature_table(of, pd.DataFrame(rows), "A0")
+    assert list(table) == ["arm", "greedy", "temperature 0.6", "temperature 1"] and list(table["arm"]) == labels
 
 
 def test_labels_are_moved_apart_and_no_farther():

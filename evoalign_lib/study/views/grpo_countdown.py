@@ -447,14 +447,15 @@ def best_of_table(of: Records) -> DataFrame:
     return DataFrame([{"n": "solved, %"} | {n: f"{100 * found[n].mean():.1f}" for n in ordered}])
 
 
-def measured(rows: DataFrame, base: str) -> dict[str, int]:
-    """Return group -> number of runs of what was measured again on a base; rows: of `by_temperature`."""
-    return rows[rows["base"] == base].groupby("group", sort=False)["n"].first().to_dict()
+def measured(of: Records, rows: DataFrame, base: str) -> dict[str, int]:
+    """Return label -> number of runs of what was measured again on a base; rows: of `by_temperature`."""
+    found = rows[rows["base"] == base].groupby("group", sort=False)["n"].first()
+    return {label_of(of, group): n for group, n in found.items()}
 
 
-def temperature_table(rows: DataFrame, base: str) -> DataFrame:
+def temperature_table(of: Records, rows: DataFrame, base: str) -> DataFrame:
     """Return accuracy on one base by temperature, as text; rows: of `by_temperature`, accuracies in %."""
-    here = rows[rows["base"] == base].assign(arm=lambda part: [style.ARMS[group].label for group in part["group"]])
+    here = rows[rows["base"] == base].assign(arm=lambda part: [label_of(of, group) for group in part["group"]])
     table = here.pivot(index="arm", columns="temperature", values="accuracy").loc[here["arm"].unique()]
     table.columns = ["greedy" if not t else f"temperature {t:g}" for t in table.columns]
     return table.map(lambda x: "" if np.isnan(x) else f"{x:.1f}").reset_index()

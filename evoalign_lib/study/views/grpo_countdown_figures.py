@@ -190,14 +190,15 @@ def _ticks(values: Sequence[float]) -> list[str]:
 
 
 def draw_temperatures(rows: DataFrame, base: str) -> Figure:
-    """Draw test accuracy on one base against the temperature, every measured group named beside its line.
+    """Draw test accuracy on one base against the temperature, every arm that was measured named beside its line.
 
-    rows: of `by_temperature`, with accuracies in %. ES and GRPO have their bands; other groups are thin lines.
+    rows: of `by_temperature`, with accuracies in %. ES and GRPO have their bands; other arms are thin lines. Groups of
+    an arm that another group has, too, are left to the table.
     """
     from matplotlib import pyplot as plt
 
     fig, ax = plt.subplots(figsize=(style.COLUMN, 2.8))
-    here = rows[rows["base"] == base]
+    here = rows[(rows["base"] == base) & rows["group"].isin(list(style.ARMS))]
     ends: dict[str, tuple[float, str]] = {}
     for group, part in here.groupby("group", sort=False):
         strong = group in study.ARMS
