@@ -106,8 +106,10 @@ def test_the_groups_are_the_committed_records():
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
-def test_the_groups_have_the_same_names_at_every_scale(module, model_folder):
+def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, request):
     """At scale full, too, where settings and sizes differ; what is measured on small models alone stays tiny."""
+    if module is conciseness:  # at scale full it trains on published questions
+        request.getfixturevalue("external_data")
     names, of_tiny_world = {}, module in (lmc_analysis, weight_geometry)
     for scale, model in (("tiny", ""), ("smoke", ""), ("full", model_folder)):
         load = loader_of(module, scale=scale, model=model, dry_run=True)
