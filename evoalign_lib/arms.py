@@ -7,7 +7,7 @@ the tuned arms choose from, and `ranked` orders the runs of such a sweep.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -80,6 +80,12 @@ ARMS: dict[str, Arm] = {
         "h",
         "ES, sampled fitness",
         {"fitness": "reward", "sampling": "common", "arm": "es_sampled"},
+    ),
+    # each step takes back a share of the way from the base; its own draws of noise
+    "es_anchored": replace(
+        _es("#56B4E9", "p", "ES, anchored", {"fitness": "reward", "arm": "es_anchored"}),
+        settings=(*_ES, "anchor_decay"),
+        optional=_OPTIONAL,
     ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     "dr_grpo": _gradient(

@@ -143,8 +143,9 @@ class ESConfig(TrainingArguments):
     of the way from the starting weights, theta -= lambda (theta - theta_0), that of a tied population too; 0: off, and
     below 1. Steps drift in random directions, which costs skill off the task: without a decay the drift's squared norm
     grows as alpha^2 d T / N, with it it stops at alpha^2 d / (N (1 - (1 - lambda)^2)). lambda is not multiplied by
-    alpha, nor follows its schedule. Needs precision="master", and a copy of the starting weights: 4 bytes per parameter
-    where the master is, and on GPUs as many as the model's dtype has"""
+    alpha, nor follows its schedule; the paper's code multiplies its lambda by alpha (10 * 0.0005, so 0.005 a step) and
+    decays after the step, which only makes the last step shorter by that share. Needs precision="master", and a copy of
+    the starting weights: 4 bytes per parameter where the master is, and on GPUs as many as the model's dtype has"""
     prompts_per_step: int | None = field(default=None, metadata={"help": "prompts per step; None: all"})
     """prompts per step, the same for every member; None: the whole training set, as Qiu et al. A member is perturbed
     once per step and decodes all of them under that one perturbation, `chunk_rows` at a time"""

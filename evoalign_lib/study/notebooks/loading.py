@@ -239,6 +239,15 @@ def of_tiny_world(run: SimpleNamespace, preset: Mapping[str, Any]) -> tuple[str,
     return (run.scale, vars(run)) if run.bases[0] in tiny.BASES else ("tiny", dict(preset))
 
 
+def of_size(settings: Mapping[str, Any], N: int) -> dict[str, Any]:
+    """Return what a population of N members changes in a setting of ES, at the same number of evaluated members.
+
+    alpha grows with N, so that steps, which are fewer, go as far together; the walk then has the same length.
+    """
+    size = settings["population_size"]
+    return {"population_size": N, "steps": round(settings["steps"] * size / N), "alpha": settings["alpha"] * N / size}
+
+
 def _after(group: Group | After | Sequence[Spec]) -> tuple[str, ...]:
     return group.after if isinstance(group, (Group, After)) else ()
 

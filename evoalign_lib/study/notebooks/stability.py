@@ -26,6 +26,7 @@ from evoalign_lib.study.notebooks.loading import (
     Records,
     decodings,
     of_runs,
+    of_size,
     own_settings,
     ranked_choices,
     scaled,
@@ -154,7 +155,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
             change = _thinking(run, n) | {"steps": run.horizon_steps[arm]}
             found[f"{arm} filler={n}"] = train[arm]([run.horizon_base], seeds, changes=[change])
     for N in [N for N in run.populations if N != run.es_population_size]:
-        found[f"es N={N}"] = train["es"](here, seeds, changes=[_of_size(run, own["es"]["alpha"], N)])
+        found[f"es N={N}"] = train["es"](here, seeds, changes=[of_size(own["es"], N)])
     for n in run.horizons:
         found[f"base filler={n}"] = base_specs([run.horizon_base], common | _thinking(run, n), run.scale)
     for arm in ARMS:
@@ -222,12 +223,6 @@ def _grid(run: SimpleNamespace, arm: str) -> list[dict[str, float]]:
     names = arms.swept(arm)
     values = product(*(vars(run)[f"map_{name}"] for name in names))
     return scaled(run, [dict(zip(names, pair, strict=True)) for pair in values])
-
-
-def _of_size(run: SimpleNamespace, alpha: float, N: int) -> dict[str, Any]:
-    """Return what a population of N members changes, at the same number of evaluated members (section 6)."""
-    members = run.es_steps * run.es_population_size
-    return {"population_size": N, "steps": round(members / N), "alpha": alpha * N / run.es_population_size}
 
 
 def _thinking(run: SimpleNamespace, steps: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from evoalign_lib.study.notebooks import es_countdown, grpo_countdown, loading
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "08_weight_geometry"
-CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "C20", "C21", "C22", "C23", "C24")
+CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "C20", "C21", "C22", "C23", "C24")
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft")
 """Groups of training runs, whose displacements are compared."""
 TINY = {
@@ -37,6 +37,8 @@ TINY = {
     "shrunk": {"es": 4, "es_random": 4},  # arm -> size of the means, to whose lengths runs are shrunk one by one
     "shrunk_far": 16,  # runs of ES to the length of whose mean single ones are shrunk
     "multiples": [2.0, 3.0],  # of the mean of all ES runs
+    "anchor_decays": [0.005, 0.02],  # share of the way from the base that a step takes back; the first is the published
+    "populations": [8, 128],  # besides the tuned one, at as many evaluated members
     "skill_messages": 256,  # of each skill that no reward touches
     "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
@@ -51,6 +53,8 @@ SMOKE = TINY | {
     "means_of_each": 2,
     "shrunk": {"es": 2, "es_random": 2},
     "shrunk_far": 2,
+    "anchor_decays": [0.02],
+    "populations": [2],
     "skill_messages": 8,
     "validation_problems": 16,
     "test_problems": 32,
@@ -73,6 +77,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     measured = {name: of[name] for name in TRAINED if name in of}
     complete = len(measured) == len(TRAINED)
     found["products"] = After(products_specs(list(measured.values()), scale) if complete else [], TRAINED)
+    found |= _remedies(SimpleNamespace(**exact), found["es"])
     return found | _merged(SimpleNamespace(**exact), of, scale)
 
 
@@ -92,6 +97,25 @@ def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, A
     found["es_shuffled"] = Group("es_shuffled", exact["bases"][:1], first["n_seeds"], loading.of_runs(first))
     found = {name: each._replace(scale=scale) if isinstance(each, Group) else each for name, each in found.items()}
     return found | {"base": base_specs(exact["bases"][:1], loading.of_runs(vars(other)), scale)}
+
+
+def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
+    """Return ES runs that are said to drift less: pulled to the base, and with populations of other sizes."""
+    each = es._replace(seeds=run.means_of_each, ledgers=())
+    anchored = {anchored_name(decay): {"anchor_decay": decay} for decay in run.anchor_decays}
+    sized = {sized_name(N): loading.of_size(es.settings, N) for N in run.populations}
+    found = {name: each._replace(arm="es_anchored", changes=[change]) for name, change in anchored.items()}
+    return found | {name: each._replace(changes=[change]) for name, change in sized.items()}
+
+
+def anchored_name(decay: float) -> str:
+    """Return the name of the group of runs with anchored weight decay."""
+    return f"es_anchored={decay:g}"
+
+
+def sized_name(N: int) -> str:
+    """Return the name of the group of runs with N members."""
+    return f"es N={N}"
 
 
 def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:
@@ -114,6 +138,8 @@ def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:
     add("random", "es", [make([record], draw=record["spec"]["seed"]) for record in singles])
     for factor in run.multiples:
         add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
+    for name in (*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations)):
+        add(f"{name} mean=1", name, [make([record]) for record in of.get(name, ())])
     return found
 
 
