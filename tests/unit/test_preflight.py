@@ -401,6 +401,7 @@ def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     wanted |= {"prompts": 16, "batch_size": 8, "epochs": 2}
     config = AutoConfig.from_pretrained(tmp_path / "A0")
     for arm in arms.ARMS:
-        (spec,) = train_specs(arm, [str(tmp_path / "A0")], [0], wanted, "full")
+        anchored = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
+        (spec,) = train_specs(arm, [str(tmp_path / "A0")], [0], wanted | anchored, "full")
         assert plan(config, spec, engine="local", gpus=0, host_gib=8).fits
         assert plan(config, spec, gpus=2).fits

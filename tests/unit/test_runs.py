@@ -49,7 +49,8 @@ AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
 def spec_of(arm: str, seed: int = 0, **changed):
-    [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | changed, "smoke")
+    anchored = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
+    [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | anchored | changed, "smoke")
     return spec
 
 
@@ -306,6 +307,7 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
         ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
         ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
+        ("es_anchored", {"anchor_decay": 0.0}, "anchor_decay=0.0: arm 'es_anchored' needs one above 0"),
         ("es", {"anchor_decay": 1.5}, "anchor_decay=1.5 must be 0 .off. or a number above 0 and below 1"),
         ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
         ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),

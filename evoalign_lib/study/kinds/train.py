@@ -58,7 +58,9 @@ def train_specs(
         measures.get(settings.get("task", "countdown")).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
-    if not check_decay(wanted.get("anchor_decay", 0.0)):
+    if not check_decay(decay := wanted.get("anchor_decay", 0.0)):
+        if "anchor_decay" in entry.settings:
+            raise ValueError(f"anchor_decay={decay}: arm {arm!r} needs one above 0; without it, take arm 'es'.")
         wanted.pop("anchor_decay", None)
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:

@@ -124,9 +124,9 @@ def interval(found: Interval, digits: int = 2) -> str:
 def kept(found: Sequence[Record], part: str, decoding: str) -> np.ndarray:
     """Return the share of its accuracy that each model keeps under each noise, mean over draws: (models, sigmas).
 
-    Models that solve nothing without noise are left out: they have nothing to keep.
+    Models that solve less than a hundredth without noise are left out: they have nothing to keep.
     """
-    able = [r for r in found if r["clean"][decoding] > 0]
+    able = [r for r in found if r["clean"][decoding] >= 0.01]
     shares = [np.mean(r[part][decoding], axis=1) / r["clean"][decoding] for r in able]
     return np.array(shares).reshape(len(able), len(found[0][part][decoding]))
 
@@ -200,6 +200,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
     for decoding, name in names.items():
         found[f"LmcBarrier{name}"] = (barrier(of, "es", "grpo", decoding).interval.format(), "")
         found[f"LmcNull{name}"] = (barrier(of, *NULLS[0], decoding).interval.format(), "")
+    found["LmcMeanGreedy"] = (barrier(of, study.MEAN, "grpo", "greedy").interval.format(), "")
     for end in ("es", "grpo"):
         found[f"LmcHalf{end.title()}"] = (interval(half_gain(of, end, "greedy")), "")
     for end, name in zip(_ASKED, ("Es", "Grpo", "Random"), strict=True):

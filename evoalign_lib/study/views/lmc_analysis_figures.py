@@ -83,11 +83,11 @@ def from_base(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             ax.plot(x, right, color=color, marker=marker, ms=3, markevery=5, label=view.end_label(end))
             panel = f"{decoding}, {by}"
             rows += [{"panel": panel, "end": end, "x": a, "value": b} for a, b in zip(x, right, strict=True)]
-        ax.set(title=style.STROKES[decoding].label, ylim=(0, None))
+        ax.set(title=f"{style.STROKES[decoding].label}, by {'KL' if by == 'kl' else by}", ylim=(0, None))
         ax.set_xlabel("share of the way from the base" if by == "weights" else "KL from the base, nats per token")
     axes[0].set_ylabel("accuracy, %")
     axes[2].set_xscale("symlog", linthresh=0.01)
-    axes[2].set_xlim(left=-1e-3)
+    axes[2].set_xlim(left=-1e-3, right=1.3 * axes[2].get_xlim()[1])
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncol=6, fontsize=6.5)
     return fig, pd.DataFrame(rows)
@@ -117,7 +117,7 @@ def plane(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             rows.append({"arm": arm, "along GRPO": a, "across": b, "off the plane": c})
     ax.plot(0, 0, "+", color="black", ms=10)
     ax.annotate("base", (0, 0), (5, -10), textcoords="offset points", fontsize=7)
-    ax.set(xlabel="along the mean of GRPO, weight units", ylabel="across, towards the mean of ES")
+    ax.set(xlabel="along the mean of GRPO, weight units", ylabel="across, to the mean of ES, weight units")
     ax.legend(fontsize=6, loc="upper right")
     return fig, pd.DataFrame(rows)
 
@@ -154,7 +154,7 @@ def noise(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             ax.plot([0, *sigmas], right, color=color, marker=marker, ms=3, label=view.end_label(end))
             panel = f"{part}, {decoding}"
             rows += [{"panel": panel, "end": end, "x": a, "value": b} for a, b in zip([0, *sigmas], right, strict=True)]
-        ax.set(title=f"{part},\n{style.STROKES[decoding].label}", ylim=(0, None), xlabel="sigma")
+        ax.set(title=f"{part},\n{style.STROKES[decoding].label}", ylim=(0, None), xlabel="deviation, weight units")
     axes[0].set_ylabel("accuracy, %")
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncol=4, fontsize=6.5)
@@ -177,7 +177,7 @@ def likelihood(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         ax.plot(alphas, over, color=color, marker=marker, ms=3, markevery=5, ls=ls, label=view.end_label(first))
         rows += [{"line": view.line_label(first, last), "x": a, "value": b} for a, b in zip(alphas, over, strict=True)]
     _zero(ax)
-    ax.set(xlabel="to GRPO (1)", ylabel="NLL above the line, nats")
+    ax.set(xlabel="to GRPO (1)", ylabel="NLL above the line,\nnats per answer")
     ax.legend(fontsize=6)
     return fig, pd.DataFrame(rows)
 

@@ -191,7 +191,21 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
     found.append((f"random directions with the norms of {label('es')}", of["random"]))
     for factor in run.multiples:
         found.append((f"{label('es')}, {factor:g} times the mean of all", of[f"es times {factor:g}"]))
+    found += [(what, of[f"{name} mean=1"]) for name, what in remedies(run).items()]
     return [(what, records) for what, records in found if records]
+
+
+def remedies(run: SimpleNamespace) -> dict[str, str]:
+    """Return group -> name of the runs that are said to drift less."""
+    found = {study.anchored_name(decay): f"{label('es_anchored')}, {decay:g} a step" for decay in run.anchor_decays}
+    return found | {study.sized_name(N): f"{label('es')}, N = {N}" for N in run.populations}
+
+
+def drift_ratio(of: Records, a: str, b: str) -> Interval:
+    """Return the geometric mean of the KL on other skills of models of one group over that of another."""
+    logs = [np.log([skill(record, "kl") for record in of[group]]) for group in (a, b)]
+    found = stats.stratified_bootstrap([logs[0]], [logs[1]])
+    return Interval(*np.exp([found.value, found.low, found.high]).tolist(), found.n, found.level)
 
 
 def merged_table(run: SimpleNamespace, of: Records) -> DataFrame:
@@ -205,6 +219,22 @@ def merged_table(run: SimpleNamespace, of: Records) -> DataFrame:
         row["KL on the task"] = f"{np.mean([r['kl_policy_base']['exact_nats_per_token'] for r in found]):.4f}"
         row["KL off the task"] = f"{np.mean([skill(r, 'kl') for r in found]):.4f}"
         row["other skills, %"] = f"{100 * np.mean([skill(r, 'greedy') for r in found]):.1f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def remedy_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per way of drifting less: norm, and drift and accuracies against those of a run of ES."""
+    from pandas import DataFrame
+
+    size, rows = run.shrunk["es"], []
+    kinds = {f"{name} mean=1": what for name, what in remedies(run).items()}
+    for group, what in (kinds | {f"es mean={size}": f"{label('es')}, mean of {size}"}).items():
+        row = {"model": what, "models": len(of[group]), "norm": f"{np.mean([r['norm'] for r in of[group]]):.2f}"}
+        row["drift, times [95 %]"] = interval(drift_ratio(of, group, "es mean=1"), 2)
+        for decoding in DECODINGS:
+            gain = accuracy_difference(of, group, "es mean=1", decoding)
+            row[f"{style.STROKES[decoding].label}, points [95 %]"] = gain.format()
         rows.append(row)
     return DataFrame(rows)
 
@@ -263,6 +293,7 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"{100 * accuracies(of[f'es mean={many}'], 'greedy').mean():.1f} % greedily."
     )
     found["What does the walk cost?"] = _cost(of, size)
+    found["Can one run shed it?"] = _shed(run, of)
     return found
 
 
@@ -295,6 +326,19 @@ def _cost(of: Records, size: int) -> str:
     )
 
 
+def _shed(run: SimpleNamespace, of: Records) -> str:
+    """What anchored decay, and populations of other sizes, change in drift and in greedy accuracy."""
+    each = []
+    for name, what in remedies(run).items():
+        group = f"{name} mean=1"
+        ratio, gain = drift_ratio(of, group, "es mean=1"), accuracy_difference(of, group, "es mean=1", "greedy")
+        each.append(f"{what}: {interval(ratio, 2)} times and {gain.format()} points (n = {len(of[group])})")
+    return (
+        "Against a run of ES, at as many evaluated members, drift off the task and greedy accuracy change by: "
+        f"{'; '.join(each)}."
+    )
+
+
 _MACROS = {"greedy": "Greedy", "t0.6": "Warm", "t1": "Sampled"}
 
 
@@ -312,6 +356,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "GeoGrpoCommon": (signal(of, "grpo").share.format(digits=0), ""),
         "GeoRawCosine": (both.run_cosine, ".4f"),
         "GeoCorrectedCosine": ("-" if np.isnan(both.value.low) else interval(both.value, 2), ""),
+        "GeoSampledCosine": (interval(corrected(of, "es_sampled", "grpo").value, 2), ""),
         "GeoGrpoHead": (head_shares(of, "grpo").mean(), ".2f"),
         "GeoMean": (size, "d"),
         "GeoMost": (many, "d"),
@@ -321,8 +366,18 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         found[f"GeoKept{name}"] = (kept.format(), "")
         for what, group in {"Single": "es mean=1", "Mean": f"es mean={size}", "Most": f"es mean={many}"}.items():
             found[f"Geo{what}{name}"] = (100 * accuracies(of[group], decoding).mean(), ".1f")
+    short = accuracy_difference(of, f"es mean={size}", f"es shrunk={size}", "greedy")
+    found |= {"GeoShrunkGreedy": (short.format(), ""), "GeoFar": (run.shrunk_far, "d")}
     groups = {"Single": "es mean=1", "Mean": f"es mean={size}", "Most": f"es mean={many}", "Grpo": "grpo mean=1"}
     for what, group in (groups | {"Null": "es_random mean=1"}).items():
         found[f"Geo{what}Drift"] = (np.mean([skill(r, "kl") for r in of[group]]), ".3f")
         found[f"Geo{what}Skill"] = (100 * np.mean([skill(r, "greedy") for r in of[group]]), ".0f")
+    weak, strong = (study.anchored_name(run.anchor_decays[place]) for place in (0, -1))
+    small, large = (study.sized_name(N) for N in (min(run.populations), max(run.populations)))
+    for what, name in {"Anchored": weak, "Strong": strong, "Small": small, "Large": large}.items():
+        found[f"Geo{what}Ratio"] = (interval(drift_ratio(of, f"{name} mean=1", "es mean=1"), 2), "")
+        for decoding, short in (("greedy", "Greedy"), ("t1", "Sampled")):
+            gain = accuracy_difference(of, f"{name} mean=1", "es mean=1", decoding)
+            found[f"Geo{what}{short}"] = (gain.format(), "")
+    found["GeoAnchor"], found["GeoAnchorStrong"] = (run.anchor_decays[0], "g"), (run.anchor_decays[-1], "g")
     return found

@@ -34,7 +34,7 @@ def signal(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     rows = []
     for ax, decoding in zip(axes, ("greedy", "t1"), strict=False):
         base = 100 * float(np.mean(of["base"][0]["test"][decoding]))
-        ax.axhline(base, color=style.ARMS["base"].color, lw=1)
+        ax.axhline(base, color=style.ARMS["base"].color, lw=1, label=style.ARMS["base"].label)
         rows += _against_count(ax, run, of, decoding, lambda r, d=decoding: 100 * view.accuracies([r], d)[0])
         rows += _short(ax, run, of, decoding, lambda r, d=decoding: 100 * view.accuracies([r], d)[0])
         ax.set(title=f"test accuracy, {style.STROKES[decoding].label}", ylabel="%", ylim=(0, None))
@@ -46,7 +46,7 @@ def signal(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         counts = run.means["es"]
         ax.set_xticks(counts, [str(n) for n in counts])
         ax.minorticks_off()
-    _key(fig, axes[0], 5)
+    _key(fig, axes[0], 6)
     return fig, pd.DataFrame(rows)
 
 
@@ -194,10 +194,19 @@ def drift(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         y = [factor * view.skill(r, what) for r in mean]
         ax.plot(x, y, look.marker, color=look.color, mfc="white", ms=5, ls="", label=f"{look.label}, mean of {size}")
         rows += [{"panel": what, "model": f"es mean={size}", "x": a, "y": b} for a, b in zip(x, y, strict=True)]
+        for decay, fill in zip(run.anchor_decays, (style.ARMS["es_anchored"].color, "white"), strict=False):
+            group, look = f"{study.anchored_name(decay)} mean=1", style.ARMS["es_anchored"]
+            x = [100 * view.accuracies([r], "greedy")[0] for r in of[group]]
+            y = [factor * view.skill(r, what) for r in of[group]]
+            name = f"{look.label}, {decay:g} a step"
+            ax.plot(x, y, look.marker, color=look.color, mfc=fill, ms=5, ls="", label=name)
+            rows += [{"panel": what, "model": group, "x": a, "y": b} for a, b in zip(x, y, strict=True)]
         y = [factor * view.skill(r, what) for r in of["random"]]
         x = [100 * view.accuracies([r], "greedy")[0] for r in of["random"]]
         ax.plot(x, y, "x", color="black", ms=4, ls="", label="random direction as long as ES")
         rows += [{"panel": what, "model": "random", "x": a, "y": b} for a, b in zip(x, y, strict=True)]
+        base = 100 * float(np.mean(of["base"][0]["test"]["greedy"]))
+        ax.axvline(base, color=style.ARMS["base"].color, lw=1)
         ax.set(xlabel="greedy test accuracy, %")
     axes[0].set(yscale="log", ylabel="KL from the base, nats per token", title="drift off the task")
     axes[1].set(ylabel="right, %", title="other skills")
