@@ -41,6 +41,8 @@ class Arm:
     """Reward that it is trained on: the task's, or 0 and 1 with equal chance."""
     trl: Literal["GRPO", "RLOO"] = "GRPO"
     """Of family "gradient": which of TRL's trainers runs it, with that trainer's configuration."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Of family "gradient": the dtype whose numbers its weights are before the first step and after every one."""
 
 
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
@@ -48,6 +50,7 @@ _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_s
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts")
 _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None}
+_SGD = {"optim": "sgd"}
 
 
 def _es(color: str, marker: str, label: str, options: Mapping[str, Any], null: bool = False) -> Arm:
@@ -100,6 +103,12 @@ ARMS: dict[str, Arm] = {
         trl="RLOO",
     ),
     "grpo_random": _gradient("#999999", ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
+    # what of an update is the optimiser's, and what is rounding
+    "grpo_sgd": _gradient("#009E73", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
+    "grpo_rounded": _gradient("#009E73", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
+    "grpo_sgd_rounded": _gradient(
+        "#009E73", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"
+    ),
     # fine-tuning on right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
 }

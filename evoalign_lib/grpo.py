@@ -7,7 +7,7 @@ TRL's trainer the reward wrapper of ES (`evoalign_lib.rewards`: one treatment of
 correction of the KL did), so none is relied upon.
 
 Common to all arms: float32 weights, gradients, optimiser moments and generation (the master weights of ES are float32,
-too); AdamW without weight decay at a constant learning rate, gradient norm clipped at 1; sampling from the model's own
+too); AdamW without weight decay at a constant learning rate (but for 16 and 17), gradient norm clipped at 1; sampling from the model's own
 distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of prompts_per_step *
 num_generations completions per step and one update from it, so that samples are on-policy, the importance ratio is 1
 and its clip inactive; prompts in the order of the data set.
@@ -40,6 +40,14 @@ Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
 11. TRL's trainer clips PPO's ratio at sequence level, which is inactive here. The KL penalty is k1 summed over the
    sequence, inside the reward, as in the paper.
+
+Two variations of `grpo` tell the optimiser and rounding from the loss (`grpo_sgd`, `grpo_rounded`, and both at once):
+
+16. SGD without momentum in the place of AdamW, with a learning rate of its own; the gradient's norm is clipped at 1,
+   too.
+17. Weights in bfloat16 without a float32 master, as published runs of ES and GRPO had them: they are rounded to the
+   nearest bfloat16 before the first step and after every one (`RoundedWeights`). Gradients, moments and activations
+   stay float32, so that nothing but the storage of weights differs.
 
 Fine-tuning on filtered samples (`filtered_sft`):
 
@@ -81,6 +89,9 @@ ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "g
 
 SCALES = ("group", "batch", "none")
 """By what an arm may scale its advantages."""
+
+WEIGHTS = ("float32", "bfloat16")
+"""Dtypes whose numbers weights may be between steps."""
 
 # settings of the configurations of all trainers in `_OWN`
 _COMMON = {
@@ -317,6 +328,7 @@ def trainer(
     reward_weights: Sequence[float] | None = None,
     reward_floor: float | None = None,
     reward_timeout: float | None = None,
+    weights: str = "float32",
 ) -> tuple[Any, Budget]:
     """Return TRL's trainer of an arm, and its budget.
 
@@ -334,14 +346,17 @@ def trainer(
         processing_class: the tokenizer.
         callbacks: called after the budget is up to date.
         reward_weights, reward_floor, reward_timeout: as in `ESConfig`.
+        weights: "float32", or "bfloat16": the float32 model has numbers of that dtype before the first step and after
+            every one (the module's 17).
 
     Returns:
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
         ValueError: a model that is not float32, has PEFT adapters or quantised weights, or has no name though beta is
-            not 0; or fewer rows than a step takes prompts.
+            not 0; fewer rows than a step takes prompts; or another dtype of weights.
     """
+    choose("weights", weights, WEIGHTS)
     if args.use_vllm:  # first: TRL imports vLLM
         from evoalign_lib.engines.vllm import prepare_process
 
@@ -372,7 +387,7 @@ def trainer(
         # TRL would leave out rows at the end of the set that do not fill a step
         train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
         processing_class=processing_class,
-        callbacks=[budget, *callbacks],
+        callbacks=[budget, *([RoundedWeights()] if weights == "bfloat16" else []), *callbacks],
     )
     _check_model(built.model)
     budget.model = built.model
@@ -385,6 +400,26 @@ def trainer(
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
     return built, budget
+
+
+class RoundedWeights(TrainerCallback):
+    """Rounds the weights of a model to the nearest bfloat16 before the first step and after every one.
+
+    Callbacks that come later see rounded weights.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Round the weights that the run starts from, or goes on with."""
+        self._round(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Round what the optimiser has just updated."""
+        self._round(model)
+
+    @staticmethod
+    def _round(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.bfloat16())
 
 
 _SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds", "counts")

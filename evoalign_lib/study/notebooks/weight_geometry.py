@@ -7,17 +7,20 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from evoalign_lib import tiny
+from evoalign_lib import arms, tiny
 from evoalign_lib.records import Record, ledger_file
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.merge import merge_specs
 from evoalign_lib.study.kinds.products import products_specs
+from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import es_countdown, grpo_countdown, loading
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "C20", "C21", "C22", "C23", "C24")
-TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft")
+FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
+"""Groups of runs of GRPO that tell its optimiser and rounding apart."""
+TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
 """Groups of training runs, whose displacements are compared."""
 TINY = {
     "bases": ["A0"],
@@ -30,6 +33,9 @@ TINY = {
         "es_random": [1, 4, 16],
         "grpo": [1, 2, 4, 8, 16],
         "dr_grpo": [1, 8],
+        "grpo_sgd": [1, 8],
+        "grpo_rounded": [1, 8],
+        "grpo_sgd_rounded": [1, 8],
         "grpo_random": [1, 8],
         "sft": [1, 4],
     },
@@ -39,6 +45,8 @@ TINY = {
     "multiples": [2.0, 3.0],  # of the mean of all ES runs
     "anchor_decays": [0.005, 0.02],  # share of the way from the base that a step takes back; the first is the published
     "populations": [8, 128],  # besides the tuned one, at as many evaluated members
+    "sgd_rates": [0.03, 0.1, 0.3, 1.0, 3.0],  # learning rates of GRPO with SGD, of which a sweep chooses
+    "seeds_factorial": 8,
     "skill_messages": 256,  # of each skill that no reward touches
     "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
@@ -49,12 +57,14 @@ SMOKE = TINY | {
     "seeds_es": 2,
     "seeds_random": [0, 1],
     "means": {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
-    | {arm: [1] for arm in ("es_sampled", "dr_grpo", "grpo_random", "sft")},
+    | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
     "means_of_each": 2,
     "shrunk": {"es": 2, "es_random": 2},
     "shrunk_far": 2,
     "anchor_decays": [0.02],
     "populations": [2],
+    "sgd_rates": [0.1],
+    "seeds_factorial": 2,
     "skill_messages": 8,
     "validation_problems": 16,
     "test_problems": 32,
@@ -74,9 +84,9 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     found = trained(run, of, scale, exact)
-    measured = {name: of[name] for name in TRAINED if name in of}
-    complete = len(measured) == len(TRAINED)
-    found["products"] = After(products_specs(list(measured.values()), scale) if complete else [], TRAINED)
+    found |= _factorial(SimpleNamespace(**exact), of, found["grpo"], scale)
+    complete = all(name in of for name in TRAINED)
+    found["products"] = After(products_specs([of[name] for name in TRAINED], scale) if complete else [], TRAINED)
     found |= _remedies(SimpleNamespace(**exact), found["es"])
     return found | _merged(SimpleNamespace(**exact), of, scale)
 
@@ -97,6 +107,19 @@ def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, A
     found["es_shuffled"] = Group("es_shuffled", exact["bases"][:1], first["n_seeds"], loading.of_runs(first))
     found = {name: each._replace(scale=scale) if isinstance(each, Group) else each for name, each in found.items()}
     return found | {"base": base_specs(exact["bases"][:1], loading.of_runs(vars(other)), scale)}
+
+
+def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> dict[str, Any]:
+    """Return runs of GRPO with SGD, with weights in bfloat16, and with both; SGD chooses a learning rate of its own."""
+    rates = [{"learning_rate": rate, "beta": grpo.settings["beta"]} for rate in run.sgd_rates]
+    sweep = sweep_specs("grpo_sgd", run.bases[0], grpo.settings, scale, rates)
+    best = arms.ranked(of["sweep grpo_sgd"])[0][1] if "sweep grpo_sgd" in of else rates[0]
+    found: dict[str, Any] = {"sweep grpo_sgd": After(sweep, grpo.after)}
+    for arm in FACTORIAL:
+        own, after = ({}, grpo.after) if arm == "grpo_rounded" else (best, (*grpo.after, "sweep grpo_sgd"))
+        settings = dict(grpo.settings) | own
+        found[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, settings=settings, after=after)
+    return found
 
 
 def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
