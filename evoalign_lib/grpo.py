@@ -7,10 +7,10 @@ TRL's trainer the reward wrapper of ES (`evoalign_lib.rewards`: one treatment of
 correction of the KL did), so none is relied upon.
 
 Common to all arms: float32 weights, gradients, optimiser moments and generation (the master weights of ES are float32,
-too); AdamW without weight decay at a constant learning rate (but for 16 and 17), gradient norm clipped at 1; sampling from the model's own
-distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of prompts_per_step *
-num_generations completions per step and one update from it, so that samples are on-policy, the importance ratio is 1
-and its clip inactive; prompts in the order of the data set.
+too); AdamW without weight decay at a constant learning rate (but for 16 and 17), gradient norm clipped at 1; sampling
+from the model's own distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of
+prompts_per_step * num_generations completions per step and one update from it, so that samples are on-policy, the
+importance ratio is 1 and its clip inactive; prompts in the order of the data set.
 
 Where `grpo` departs from DeepSeekMath (Shao et al., arXiv 2402.03300, section 4.1):
 

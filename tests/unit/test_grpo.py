@@ -10,7 +10,7 @@ import torch
 import trl
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from evoalign_lib import grpo, tiny
+from evoalign_lib import arms, grpo, tiny
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.rewards import RewardError
 from evoalign_lib.tasks import countdown
@@ -134,8 +134,10 @@ def test_what_the_arms_differ_in():
         "grpo": ("grpo", "group", None),
         "dr_grpo": ("dr_grpo", "none", None),
         "dapo": ("dapo", "group", 0.28),
-        "grpo_random": ("grpo", "group", None),
+        **dict.fromkeys(("grpo_random", "grpo_sgd", "grpo_rounded", "grpo_sgd_rounded"), ("grpo", "group", None)),
     }
+    assert {arm for arm, a in args.items() if a.optim == "sgd"} == {"grpo_sgd", "grpo_sgd_rounded"}
+    assert {a.optim for a in args.values()} == {"sgd", "adamw_torch"}
     assert isinstance(args["rloo"], trl.RLOOConfig) and not args["rloo"].normalize_advantages
     for a in args.values():
         assert (a.generation_batch_size, a.per_device_train_batch_size, a.steps_per_generation) == (8, 8, 1)
@@ -248,6 +250,36 @@ def test_weights_gradients_and_moments_are_float32(tmp_path):
     moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
     assert len(moments) == 2 * len(start)
     assert {t.dtype for t in [*moments, *trainer.model.parameters()]} == {torch.float32}
+
+
+def test_sgd_moves_weights_down_the_clipped_gradient(tmp_path):
+    gradients = Gradients()
+    trainer, _ = built(tmp_path, "grpo_sgd", steps=1, learning_rate=0.1, callbacks=[gradients])
+    start = weights(trainer.model)
+    trainer.train()
+    moved = torch.cat([(p - start[name]).flatten() for name, p in weights(trainer.model).items()])
+    assert 0 < gradients.steps[0].norm() <= 1.00001  # clipped before the optimiser gets it
+    assert (moved + 0.1 * gradients.steps[0]).norm() < 1e-4 * moved.norm()
+
+
+def test_weights_in_bfloat16_are_what_rounding_leaves_of_a_step(tmp_path):
+    """A step from rounded weights, rounded: nothing else differs, neither gradients nor moments."""
+
+    def rounded(found):
+        return {name: p.bfloat16().float() for name, p in found.items()}
+
+    trainer, _ = built(tmp_path, "grpo_rounded", steps=1, rewards={"weights": "bfloat16"})
+    start = weights(trainer.model)
+    trainer.train()
+    assert not same(start, rounded(start)) and not same(weights(trainer.model), rounded(start))
+    model = tiny.load("A0")[0]
+    model.load_state_dict(rounded(weights(model)), strict=False)  # the head is tied
+    whole, _ = built(tmp_path, "grpo", steps=1, model=model)
+    whole.train()
+    assert not same(weights(whole.model), weights(trainer.model))
+    assert same(rounded(weights(whole.model)), weights(trainer.model))
+    with pytest.raises(ValueError, match="weights='float16' is not one of .*Did you mean .bfloat16"):
+        built(tmp_path, rewards={"weights": "float16"})
 
 
 def test_other_precisions_are_refused(tmp_path):
@@ -418,10 +450,10 @@ def test_several_rewards_are_weighted_and_named(tmp_path):
     assert log["reward"] == log["rewards/one+length_reward/mean"] == 2 and log["seen"] == 8
 
 
-@pytest.mark.parametrize("arm", ["grpo", "rloo"])
+@pytest.mark.parametrize("arm", ["grpo", "rloo", "grpo_rounded"])
 def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm):
     settings = {"steps": 3, "beta": 0.04, "micro_batch": 4, "save_strategy": "steps", "save_steps": 2}
-    settings |= {"data": rows(6)}
+    settings |= {"data": rows(6), "rewards": {"weights": arms.get(arm).weights}}
     whole, budget = built(tmp_path, arm, **settings)
     whole.train()
     checkpoint = tmp_path / "checkpoint-2"
