@@ -106,9 +106,7 @@ ARMS: dict[str, Arm] = {
     # what of an update is the optimiser's, and what is rounding
     "grpo_sgd": _gradient("#009E73", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
     "grpo_rounded": _gradient("#009E73", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
-    "grpo_sgd_rounded": _gradient(
-        "#009E73", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"
-    ),
+    "grpo_sgd_rounded": _gradient("#009E73", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
     # fine-tuning on right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
 }

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pandas import DataFrame
 
-ENDS: tuple[style.Look, style.Look] = (
-    style.Look("#16404D", "o", "-", "A"),
-    style.Look("#7F9AA1", "s", "--", "B"),
-)
-"""The looks of the two ends, whichever arms they are."""
 _SIZE = "#D9D9D9"  # of what needs no training: shares of sizes, bands of random directions
 _SHORT = {"embedding (tied)": "tied\nembedding", "final norm": "final\nnorm"}
 _MANY = 12  # layers whose ticks would no longer stand side by side
@@ -308,7 +303,7 @@ def figure(comparison: Comparison) -> Figure:
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
     sizes = "share of the entries, $d_l/d$"
     left.hlines(rows["size_share"], x - 0.45, x + 0.45, color=_SIZE, lw=4, label=sizes, capstyle="butt")
-    for look, end, shift in zip(ENDS, "ab", (-0.14, 0.14), strict=True):
+    for (end, look), shift in zip(style.ENDS.items(), (-0.14, 0.14), strict=True):
         shares = rows[f"share_{end}"].where(rows[f"share_{end}"] > 0)
         left.plot(
             x + shift, shares, color=look.color, marker=look.marker, ls="", label=f"{look.label}: $|D_l|^2/|D|^2$"

@@ -95,7 +95,13 @@ FITNESS: dict[str, Look] = {
 }
 """What a single step of ES is taken on."""
 
-LOOKS = (ARITHMETICS, KL_ESTIMATORS, PARTS, FITNESS)
+ENDS: dict[str, Look] = {
+    "a": Look("#0A332C", "o", "-", "A"),
+    "b": Look("#7CB9BF", "s", "--", "B"),
+}
+"""Two ends of training that are compared, whichever arms they are."""
+
+LOOKS = (ARITHMETICS, KL_ESTIMATORS, PARTS, FITNESS, ENDS)
 """Every table of looks. What is new gets a table here, in a hue of its own."""
 
 SCREEN_DPI = 160

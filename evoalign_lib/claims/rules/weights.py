@@ -84,9 +84,13 @@ def _compare(
 def _words(interval: Interval, unit: str) -> str:
     if unit == "points":
         return f"{interval.format()} points"
-    ends = (interval.value, interval.low, interval.high)
-    value, low, high = (f"{exp(x) if unit == 'ratio' else x:.3g}" for x in ends)
-    return f"{value} [{low}, {high}]"
+    ends = [exp(x) if unit == "ratio" else x for x in (interval.value, interval.low, interval.high)]
+    texts: list[str] = []
+    for digits in range(3, 8):  # more where three would write an end as the estimate
+        texts = [f"{x:.{digits}g}" for x in ends]
+        if len(set(texts)) == 3:
+            break
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
 def _check(claim: Claim) -> None:

@@ -42,7 +42,7 @@ TINY = {
     "means_of_each": 8,  # means of one number of runs, at most
     "shrunk": {"es": 4, "es_random": 4},  # arm -> size of the means, to whose lengths runs are shrunk one by one
     "shrunk_far": 16,  # runs of ES to the length of whose mean single ones are shrunk
-    "multiples": [2.0, 3.0],  # of the mean of all ES runs
+    "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
     "anchor_decays": [0.005, 0.02],  # share of the way from the base that a step takes back; the first is the published
     "populations": [8, 128],  # besides the tuned one, at as many evaluated members
     "sgd_rates": [0.03, 0.1, 0.3, 1.0, 3.0],  # learning rates of GRPO with SGD, of which a sweep chooses

@@ -27,7 +27,10 @@ PAIRS = (
     ("es", "sft"),
     ("es", "es_sampled"),
     ("es_sampled", "grpo"),
+    ("es", "grpo_sgd"),
+    ("es_sampled", "grpo_sgd"),
     ("grpo", "dr_grpo"),
+    ("grpo", "grpo_sgd"),
     ("grpo", "sft"),
     ("es_random", "grpo"),
     ("grpo_random", "grpo"),
@@ -82,16 +85,12 @@ def displacement_table(run: SimpleNamespace, of: Records) -> DataFrame:
     rows = []
     for arm in study.TRAINED:
         found = displacements(of, arm)
-        stay = {
-            dtype: 100 * (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
-            for dtype in ("float32", "bfloat16")
-        }
         uneven = [geometry.total_variation(shares, found.size_shares) for shares in found.shares.T]
         row = {"arm": label(arm), "runs": len(of[arm]), "norm": _mean_and_std(norms(of, arm), ".2f")}
         row["over a walk's"] = _mean_and_std(over_walk(of, arm), ".4f") if is_es(arm) else ""
         row["distance from even"] = _mean_and_std(uneven, ".3f")
         row["head over its size"] = _mean_and_std(head_shares(of, arm), ".2f")
-        row |= {f"stay, {dtype}, %": _mean_and_std(values, ".1f") for dtype, values in stay.items()}
+        row |= {f"stay, {d}, %": _mean_and_std(100 * stay(of, arm, d), ".1f") for d in ("float32", "bfloat16")}
         rows.append(row)
     null = geometry.size_null(displacements(of, "es").entries)
     random = {"arm": "a random direction", "runs": "", "norm": "any", "over a walk's": "", "head over its size": "1.00"}
@@ -115,6 +114,34 @@ def _mean_and_std(values: Sequence[float] | np.ndarray, fmt: str) -> str:
         return ""
     spread = f" ± {values.std(ddof=1):{fmt}}" if len(values) > 1 else ""
     return f"{values.mean():{fmt}}{spread}"
+
+
+FACTORIAL = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
+"""GRPO with either optimiser, and with weights stored as either dtype."""
+
+
+def stay(of: Records, arm: str, dtype: str = "bfloat16") -> np.ndarray:
+    """Return the share of the weights of each run that stay where they were, both ends rounded to dtype."""
+    found = displacements(of, arm)
+    return (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
+
+
+def factorial_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per optimiser and dtype of GRPO: its rate, weights that stay, evenness, and what the runs can do."""
+    from pandas import DataFrame
+
+    rows = []
+    for arm in FACTORIAL:
+        entry = style.ARMS[arm]
+        row = {"optimiser": "SGD" if entry.options.get("optim") == "sgd" else "AdamW", "weights": entry.weights}
+        row |= {"learning rate": f"{of[arm][0]['spec']['learning_rate']:g}", "runs": len(of[arm])}
+        row["stay, bfloat16, % [95 %]"] = stats.bootstrap_mean(stay(of, arm)).format()
+        row["norm"] = _mean_and_std(norms(of, arm), ".2f")
+        for decoding in style.DECODINGS:
+            right = stats.crossed_bootstrap(accuracy_matrix(of[arm], decoding))
+            row[f"{style.STROKES[decoding].label}, % [95 %]"] = right.format()
+        rows.append(row)
+    return DataFrame(rows)
 
 
 # ---- cosines
@@ -180,7 +207,7 @@ def skill(record: Record, what: str) -> float:
 
 def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Record]]]:
     """Return what each kind of merged model is called, with its records."""
-    found = []
+    found = [(label("base"), of["es times 0"])] if 0 in run.multiples else []
     for arm, sizes in run.means.items():
         for size in sizes:
             what = f"{label(arm)}, one run" if size == 1 else f"{label(arm)}, mean of {size}"
@@ -189,7 +216,7 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
         found.append((f"{label(arm)}, one run as short as the mean of {size}", of[f"{arm} shrunk={size}"]))
     found.append((f"{label('es')}, one run as short as the mean of {run.shrunk_far}", of["es shrunk far"]))
     found.append((f"random directions with the norms of {label('es')}", of["random"]))
-    for factor in run.multiples:
+    for factor in filter(None, run.multiples):
         found.append((f"{label('es')}, {factor:g} times the mean of all", of[f"es times {factor:g}"]))
     found += [(what, of[f"{name} mean=1"]) for name, what in remedies(run).items()]
     return [(what, records) for what, records in found if records]
@@ -244,7 +271,8 @@ def skills_table(run: SimpleNamespace, of: Records) -> DataFrame:
     from pandas import DataFrame
 
     four = max(size for size in run.means["es"] if len(of[f"es mean={size}"]) > 1)
-    kinds = {f"{label(arm)}, one run": of[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
+    kinds = {label("base"): of["es times 0"]} if 0 in run.multiples else {}
+    kinds |= {f"{label(arm)}, one run": of[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
     kinds[f"{label('es')}, mean of {four}"] = of[f"es mean={four}"]
     rows = []
     for what, found in kinds.items():
@@ -279,6 +307,15 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
             f"GRPO run {_percent(grpo.share)} (n = {grpo.share.n})."
         ),
     }
+    parts = [
+        f"{optimiser} {_percent(stats.bootstrap_mean(stay(of, plain)), 1)}, and "
+        f"{_percent(stats.bootstrap_mean(stay(of, rounded)), 1)} where the weights are bfloat16 throughout"
+        for optimiser, plain, rounded in (("AdamW", *FACTORIAL[:2]), ("SGD", *FACTORIAL[2:]))
+    ]
+    found["Is GRPO sparse?"] = (
+        f"Of GRPO's weights, rounded to bfloat16, stay where they were: with {'; with '.join(parts)} "
+        f"(n = {len(of['grpo'])} and {len(of['grpo_sgd'])} runs a kind)."
+    )
     both = corrected(of, "es", "grpo")
     angle = "cannot be told" if np.isnan(both.value.low) else f"is {interval(both.value, 2)}"
     found["Do ES and GRPO learn the same?"] = (
@@ -303,8 +340,8 @@ def _mean_in_words(values: np.ndarray) -> str:
     return f"{interval(stats.bootstrap_mean(values), 4)} (n = {len(values)} runs)"
 
 
-def _percent(share: Interval) -> str:
-    return f"{share.format(digits=2)} %"
+def _percent(share: Interval, digits: int = 2) -> str:
+    return f"{share.format(digits=digits)} %"
 
 
 def _shrunk(of: Records, size: int) -> str:
@@ -357,6 +394,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "GeoRawCosine": (both.run_cosine, ".4f"),
         "GeoCorrectedCosine": ("-" if np.isnan(both.value.low) else interval(both.value, 2), ""),
         "GeoSampledCosine": (interval(corrected(of, "es_sampled", "grpo").value, 2), ""),
+        "GeoSgdCosine": (interval(corrected(of, "es_sampled", "grpo_sgd").value, 2), ""),
         "GeoGrpoHead": (head_shares(of, "grpo").mean(), ".2f"),
         "GeoMean": (size, "d"),
         "GeoMost": (many, "d"),
@@ -379,5 +417,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         for decoding, short in (("greedy", "Greedy"), ("t1", "Sampled")):
             gain = accuracy_difference(of, f"{name} mean=1", "es mean=1", decoding)
             found[f"Geo{what}{short}"] = (gain.format(), "")
+    for name, arm in zip(("Adam", "AdamRounded", "Sgd", "SgdRounded"), FACTORIAL, strict=True):
+        found[f"GeoStay{name}"] = (stats.bootstrap_mean(stay(of, arm)).format(), "")
     found["GeoAnchor"], found["GeoAnchorStrong"] = (run.anchor_decays[0], "g"), (run.anchor_decays[-1], "g")
     return found

@@ -109,7 +109,7 @@ def layers(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    arms = ("es", "es_random", "grpo", "dr_grpo", "grpo_random", "sft")
+    arms = ("es", "es_random", "grpo", "grpo_sgd", "grpo_random", "sft")
     fig, ax = plt.subplots(figsize=(style.PAGE, 2.6))
     rows, names = [], view.displacements(of, "es").names
     for k, arm in enumerate(arms):
