@@ -22,6 +22,9 @@ FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
 """Groups of runs of GRPO that tell its optimiser and rounding apart."""
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
 """Groups of training runs, whose displacements are compared."""
+FIRST_STEP = "first step"
+"""Group of runs of GRPO's first step alone, by SGD on many prompts: the policy gradient at the base, with little
+noise."""
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
@@ -47,6 +50,8 @@ TINY = {
     "populations": [8, 128],  # besides the tuned one, at as many evaluated members
     "sgd_rates": [0.03, 0.1, 0.3, 1.0, 3.0],  # learning rates of GRPO with SGD, of which a sweep chooses
     "seeds_factorial": 8,
+    "first_step_prompts": 1024,  # of GRPO's first step, taken alone
+    "first_step_rate": 0.1,  # learning rate of that step, which no cosine depends on
     "skill_messages": 256,  # of each skill that no reward touches
     "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
@@ -65,6 +70,7 @@ SMOKE = TINY | {
     "populations": [2],
     "sgd_rates": [0.1],
     "seeds_factorial": 2,
+    "first_step_prompts": 16,
     "skill_messages": 8,
     "validation_problems": 16,
     "test_problems": 32,
@@ -85,8 +91,9 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     scale, exact = loading.of_tiny_world(run, TINY)
     found = trained(run, of, scale, exact)
     found |= _factorial(SimpleNamespace(**exact), of, found["grpo"], scale)
-    complete = all(name in of for name in TRAINED)
-    found["products"] = After(products_specs([of[name] for name in TRAINED], scale) if complete else [], TRAINED)
+    compared = (*TRAINED, FIRST_STEP)
+    complete = all(name in of for name in compared)
+    found["products"] = After(products_specs([of[name] for name in compared], scale) if complete else [], compared)
     found |= _remedies(SimpleNamespace(**exact), found["es"])
     return found | _merged(SimpleNamespace(**exact), of, scale)
 
@@ -110,7 +117,10 @@ def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, A
 
 
 def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> dict[str, Any]:
-    """Return runs of GRPO with SGD, with weights in bfloat16, and with both; SGD chooses a learning rate of its own."""
+    """Return runs of GRPO with SGD, with weights in bfloat16, and with both; and of its first step alone.
+
+    SGD chooses a learning rate of its own, by a sweep.
+    """
     rates = [{"learning_rate": rate, "beta": grpo.settings["beta"]} for rate in run.sgd_rates]
     sweep = sweep_specs("grpo_sgd", run.bases[0], grpo.settings, scale, rates)
     best = arms.ranked(of["sweep grpo_sgd"])[0][1] if "sweep grpo_sgd" in of else rates[0]
@@ -119,6 +129,10 @@ def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> di
         own, after = ({}, grpo.after) if arm == "grpo_rounded" else (best, (*grpo.after, "sweep grpo_sgd"))
         settings = dict(grpo.settings) | own
         found[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, settings=settings, after=after)
+    step = {"learning_rate": run.first_step_rate, "steps": 1, "prompts_per_step": run.first_step_prompts}
+    step |= {"curve_points": 3, "micro_batch": grpo.settings["num_generations"] * run.first_step_prompts // 16}
+    settings = dict(grpo.settings) | step
+    found[FIRST_STEP] = grpo._replace(arm="grpo_sgd", seeds=run.seeds_factorial, settings=settings)
     return found
 
 

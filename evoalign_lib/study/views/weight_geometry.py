@@ -32,6 +32,7 @@ PAIRS = (
     ("grpo", "dr_grpo"),
     ("grpo", "grpo_sgd"),
     ("grpo", "sft"),
+    *((arm, study.FIRST_STEP) for arm in ("grpo", "grpo_sgd", "es", "es_sampled")),
     ("es_random", "grpo"),
     ("grpo_random", "grpo"),
 )
@@ -39,8 +40,8 @@ PAIRS = (
 
 
 def label(arm: str) -> str:
-    """Return the name of an arm in tables and legends."""
-    return style.ARMS[arm].label
+    """Return the name of a group of training runs in tables and legends."""
+    return "GRPO's first step" if arm == study.FIRST_STEP else style.ARMS[arm].label
 
 
 # ---- displacements
@@ -162,7 +163,7 @@ def signal_table(run: SimpleNamespace, of: Records) -> DataFrame:
     from pandas import DataFrame
 
     rows = []
-    for arm in [arm for arm in study.TRAINED if len(of[arm]) > 1]:
+    for arm in [arm for arm in (*study.TRAINED, study.FIRST_STEP) if len(of[arm]) > 1]:
         found = signal(of, arm)
         row = {"arm": label(arm), "runs": len(of[arm]), "common share of |D|^2 [95 %]": interval(found.share, 4)}
         row["norm of the common part"] = f"{np.sqrt(found.square.value):.2f}" if found.square.value > 0 else "none"
