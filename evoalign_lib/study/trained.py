@@ -1,8 +1,8 @@
 """Weights that runs of the tiny world ended with: made again from their records, and kept on this machine.
 
 A record names the digest of its weights and not the weights. To look at a trained model again, it is replayed from a
-ledger or trained again, which takes minutes: so what was made again is kept in `runs/weights`, by its digest, and read
-the next time. That folder may be removed at any time.
+ledger or trained again, which takes minutes: so what a run of scale tiny ended with, and what was made again, is kept
+in `runs/weights`, by its digest, and read the next time. That folder may be removed at any time.
 """
 
 from __future__ import annotations

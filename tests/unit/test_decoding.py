@@ -1,5 +1,7 @@
 """Records of kind "decoding": made of the very weights of another record, however they are got, or not at all."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,8 @@ def again(record: dict, **arguments) -> dict:
 def test_a_run_is_trained_again_to_the_same_weights(arm):
     """With another curve than the first time: what is measured at temperature 1 is then what the record has."""
     first = trained(arm)
+    assert trained_weights.kept(first["digest"]) is not None
+    shutil.rmtree(paths.RUNS)
     second = again(first)
     assert second["made"] == "trained again" and second["digest"] == first["digest"]
     assert {name: second["test"][name] for name in ("n", "t1", "t1_counts")} == {
@@ -62,6 +66,7 @@ def test_a_run_is_trained_again_to_the_same_weights(arm):
 
 def test_weights_kept_damaged_are_refused():
     first = trained("es")
+    shutil.rmtree(paths.RUNS)
     file = trained_weights.keep(np.zeros(3, np.float32))
     assert trained_weights.kept(file.stem) is not None and trained_weights.kept(first["digest"]) is None
     file.rename(file.with_stem(first["digest"]))

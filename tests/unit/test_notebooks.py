@@ -249,7 +249,7 @@ def test_numbers_of_notebooks_08_and_09(module, view):
 
 def test_what_the_weights_say_is_what_the_claims_are_judged_by():
     """The tables and the rules reach the same numbers by ways of their own."""
-    of, ids = loaded(weight_geometry).records, ("E5", "E7", "E8", "C20", "C23", "C25")
+    of, ids = loaded(weight_geometry).records, ("E5", "E7", "E8", "E9", "E10", "C20", "C23", "C25")
     found = {v.id: v.intervals for v in claims.evaluate_named(ids, claims.committed_records("tiny"))}
     both = geometry_view.corrected(of, "es", "grpo").value
     assert found["E8"]["ES to GRPO, cosine of what runs have in common"] == both
@@ -260,6 +260,10 @@ def test_what_the_weights_say_is_what_the_claims_are_judged_by():
     assert found["C20"]["ES over GRPO, norm of the displacement"].value == pytest.approx(norms[0] - norms[1])
     drift = [np.mean([geometry_view.skill(r, "kl") for r in of[f"{arm} mean=1"]]) for arm in ("es", "grpo")]
     assert found["C23"]["ES - GRPO, KL on other skills"].value == pytest.approx(drift[0] - drift[1])
+    for claim, group, what in (("E9", "es_anchored=0.005", "ES, anchored"), ("E10", "es N=8", "ES with N=8")):
+        ratio = np.log(geometry_view.drift_ratio(of, f"{group} mean=1", "es mean=1").value)
+        judged = [i.value for words, i in found[claim].items() if words.startswith(what) and "KL" in words]
+        assert judged == [pytest.approx(ratio)], found[claim].keys()
     height = lmc_view.barrier(loaded(lmc_analysis).records, "es", "grpo", "greedy").interval.value
     assert found["C25"]["ES to GRPO, barrier of the error greedy"].value == height
 

@@ -82,7 +82,9 @@ def test_the_record_of_every_arm(arm, tmp_path):
         budget["completions"] * s // 4 for s in (0, 1, 2, 4)
     ]
     for axis in AXES:
-        assert curve[axis][0] == 0 and all(a < b for a, b in zip(curve[axis], curve[axis][1:], strict=False))
+        # a step may take less than the hundredth of a second to which times are rounded
+        grows = np.diff(curve[axis]) >= 0 if axis == "core_seconds" else np.diff(curve[axis]) > 0
+        assert curve[axis][0] == 0 and grows.all()
         assert curve[axis][-1] == pytest.approx(budget[axis], abs=0.01)
     assert curve["reward"][0] is None and all(0 <= reward <= 1.1 for reward in curve["reward"][1:])
     assert {len(values) for values in curve.values()} == {4}

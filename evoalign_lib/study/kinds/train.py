@@ -17,12 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, files, grpo
+from evoalign_lib import arms, files, grpo, tiny
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
 from evoalign_lib.study import families, measures, specs, training, worlds
+from evoalign_lib.study.trained import keep as keep_weights
 
 
 def train_specs(
@@ -137,7 +138,10 @@ def trained(
 
 def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
     with trained(spec, place, lasting, keep) as found:
-        return found.result | training.outcome(spec, found)
+        result = found.result | training.outcome(spec, found)
+        if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED:
+            keep_weights(found.engine.master)  # a later measurement of this model need not train it again
+        return result
 
 
 def _launched(spec: Spec, place: Path, lasting: bool) -> Record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,8 @@ TINY = {
     "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
     "anchor_decays": [0.005, 0.02],  # share of the way from the base that a step takes back; the first is the published
     "populations": [8, 128],  # besides the tuned one, at as many evaluated members
+    "sigmas": [0.003, 0.03],  # besides the tuned one
+    "shares": [0.125, 0.25, 0.5],  # of the steps of ES and GRPO, of shorter runs
     "sgd_rates": [0.03, 0.1, 0.3, 1.0, 3.0],  # learning rates of GRPO with SGD, of which a sweep chooses
     "seeds_factorial": 8,
     "first_step_prompts": 1024,  # of GRPO's first step, taken alone
@@ -68,6 +70,8 @@ SMOKE = TINY | {
     "shrunk_far": 2,
     "anchor_decays": [0.02],
     "populations": [2],
+    "sigmas": [0.003],
+    "shares": [0.5],
     "sgd_rates": [0.1],
     "seeds_factorial": 2,
     "first_step_prompts": 16,
@@ -95,7 +99,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     complete = all(name in of for name in compared)
     found["products"] = After(products_specs([of[name] for name in compared], scale) if complete else [], compared)
     found |= _remedies(SimpleNamespace(**exact), found["es"])
-    return found | _merged(SimpleNamespace(**exact), of, scale)
+    found |= (shorter := _shorter(SimpleNamespace(**exact), found))
+    return found | _merged(SimpleNamespace(**exact), of, scale, shorter)
 
 
 def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +142,36 @@ def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> di
 
 
 def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
-    """Return ES runs that are said to drift less: pulled to the base, and with populations of other sizes."""
+    """Return ES runs that may drift less: pulled to the base, or with another population or sigma."""
     each = es._replace(seeds=run.means_of_each, ledgers=())
     anchored = {anchored_name(decay): {"anchor_decay": decay} for decay in run.anchor_decays}
     sized = {sized_name(N): loading.of_size(es.settings, N) for N in run.populations}
     found = {name: each._replace(arm="es_anchored", changes=[change]) for name, change in anchored.items()}
-    return found | {name: each._replace(changes=[change]) for name, change in sized.items()}
+    wide = {sigma_name(sigma): {"sigma": sigma} for sigma in run.sigmas}
+    return found | {name: each._replace(changes=[change]) for name, change in (sized | wide).items()}
+
+
+def _shorter(run: SimpleNamespace, groups: Mapping[str, Any]) -> dict[str, Group]:
+    """Return runs of ES and of GRPO with fewer steps: what a run is on its way, since no setting depends on the end."""
+    return {
+        name: groups[arm]._replace(seeds=run.means_of_each, ledgers=(), changes=[{"steps": steps}])
+        for arm in SHORTER
+        for name, steps in shorter_names(run, arm, groups[arm].settings["steps"]).items()
+    }
+
+
+SHORTER = ("es", "grpo")
+"""Arms whose runs are also made with fewer steps."""
+
+
+def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
+    """Return group -> steps of an arm's shorter runs; steps: those of its full ones."""
+    return {f"{arm} T={round(share * steps)}": round(share * steps) for share in run.shares}
+
+
+def sigma_name(sigma: float) -> str:
+    """Return the name of the group of ES runs with another sigma."""
+    return f"es sigma={sigma:g}"
 
 
 def anchored_name(decay: float) -> str:
@@ -155,7 +184,7 @@ def sized_name(N: int) -> str:
     return f"es N={N}"
 
 
-def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:
+def _merged(run: SimpleNamespace, of: Records, scale: str, shorter: Iterable[str]) -> dict[str, After]:
     """Return the models that are made of several runs, one group for each way."""
     found: dict[str, After] = {}
     make = partial(merge_specs, settings=vars(run), scale=scale)
@@ -175,7 +204,8 @@ def _merged(run: SimpleNamespace, of: Records, scale: str) -> dict[str, After]:
     add("random", "es", [make([record], draw=record["spec"]["seed"]) for record in singles])
     for factor in run.multiples:
         add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
-    for name in (*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations)):
+    other = [*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations), *map(sigma_name, run.sigmas)]
+    for name in [*other, *shorter]:
         add(f"{name} mean=1", name, [make([record]) for record in of.get(name, ())])
     return found
 
