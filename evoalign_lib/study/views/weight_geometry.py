@@ -219,6 +219,8 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
     found.append((f"random directions with the norms of {label('es')}", of["random"]))
     for factor in filter(None, run.multiples):
         found.append((f"{label('es')}, {factor:g} times the mean of all", of[f"es times {factor:g}"]))
+    for arm in study.SHORTER:
+        found += [(f"{label(arm)}, {steps} steps", shorter) for steps, shorter in on_the_way(run, of, arm)[:-1]]
     found += [(what, of[f"{name} mean=1"]) for name, what in remedies(run).items()]
     return [(what, records) for what, records in found if records]
 
@@ -232,9 +234,49 @@ def remedies(run: SimpleNamespace) -> dict[str, str]:
 
 def drift_ratio(of: Records, a: str, b: str) -> Interval:
     """Return the geometric mean of the KL on other skills of models of one group over that of another."""
-    logs = [np.log([skill(record, "kl") for record in of[group]]) for group in (a, b)]
-    found = stats.stratified_bootstrap([logs[0]], [logs[1]])
+    return _ratio(*([skill(record, "kl") for record in of[group]] for group in (a, b)))
+
+
+def _ratio(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> Interval:
+    """Return the geometric mean of a over that of b."""
+    if min(len(a), len(b)) < 2:
+        return Interval(np.nan, np.nan, np.nan, len(a))
+    found = stats.stratified_bootstrap([np.log(a)], [np.log(b)])
     return Interval(*np.exp([found.value, found.low, found.high]).tolist(), found.n, found.level)
+
+
+def on_the_way(run: SimpleNamespace, of: Records, arm: str) -> list[tuple[int, list[Record]]]:
+    """Return steps and measured models of an arm's shorter runs and of its full ones, seed by seed in one order."""
+    full = of[arm][0]["spec"]["steps"]
+    found = [(steps, of[f"{name} mean=1"]) for name, steps in study.shorter_names(run, arm, full).items()]
+    return [*found, (full, of[f"{arm} mean=1"])]
+
+
+def drift_at(run: SimpleNamespace, of: Records, arm: str, accuracy: float) -> np.ndarray:
+    """Return the KL on other skills of each run of an arm where it first solves so much greedily, a fraction.
+
+    It is interpolated between shorter runs of its seed, from the base on, whose KL is 0; NaN where the run never does.
+    """
+    models = [found for _, found in on_the_way(run, of, arm)]
+    base = float(np.mean(of["base"][0]["test"]["greedy"]))
+    right = np.array([[base] * len(models[0]), *(accuracies(found, "greedy") for found in models)])
+    right = np.maximum.accumulate(right)
+    drift = np.array([[0.0] * len(models[0]), *([skill(r, "kl") for r in found] for found in models)])
+    found = []
+    for x, y in zip(right.T, drift.T, strict=True):
+        kept = np.append(True, np.diff(x) > 0)  # a level is reached where it is first reached
+        found.append(np.interp(accuracy, x[kept], y[kept], right=np.nan))
+    return np.array(found)
+
+
+def equal_gain(run: SimpleNamespace, of: Records) -> Interval:
+    """Return the geometric mean over runs of GRPO's drift, where it solves what ES does in the end, over that of ES.
+
+    NaN where fewer than two runs of GRPO ever solve as much.
+    """
+    level = float(accuracies(of["es mean=1"], "greedy").mean())
+    found = drift_at(run, of, "grpo", level)
+    return _ratio(found[np.isfinite(found)], [skill(record, "kl") for record in of["es mean=1"]])
 
 
 def merged_table(run: SimpleNamespace, of: Records) -> DataFrame:
@@ -332,6 +374,11 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"{100 * accuracies(of[f'es mean={many}'], 'greedy').mean():.1f} % greedily."
     )
     found["What does the walk cost?"] = _cost(of, size)
+    equal = equal_gain(run, of)
+    found["Who drifts further at equal gain?"] = (
+        "Where a run of GRPO solves greedily what a run of ES solves in the end, it has drifted "
+        f"{interval(equal, 2)} times as far off the task (n = {equal.n} runs each)."
+    )
     found["Can one run shed it?"] = _shed(run, of)
     return found
 
@@ -396,6 +443,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "GeoRawCosine": (both.run_cosine, ".4f"),
         "GeoCorrectedCosine": ("-" if np.isnan(both.value.low) else interval(both.value, 2), ""),
         "GeoSampledCosine": (interval(corrected(of, "es_sampled", "grpo").value, 2), ""),
+        "GeoEqualGain": (interval(equal_gain(run, of), 2), ""),
         "GeoSgdCosine": (interval(corrected(of, "es_sampled", "grpo_sgd").value, 2), ""),
         "GeoGrpoHead": (head_shares(of, "grpo").mean(), ".2f"),
         "GeoMean": (size, "d"),
