@@ -86,7 +86,7 @@ ARMS: dict[str, Arm] = {
     ),
     # each step takes back a share of the way from the base; its own draws of noise
     "es_anchored": replace(
-        _es("#56B4E9", "p", "ES, anchored", {"fitness": "reward", "arm": "es_anchored"}),
+        _es("#56B4E9", "p", "ES, anchored decay", {"fitness": "reward", "arm": "es_anchored"}),
         settings=(*_ES, "anchor_decay"),
         optional=_OPTIONAL,
     ),

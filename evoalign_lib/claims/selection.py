@@ -152,12 +152,15 @@ def arm_words(name: str, arm: str | None = None) -> str:
 
     >>> arm_words("es_sampled"), arm_words("grpo_unscaled", "grpo"), arm_words("n30", "es"), arm_words("base")
     ('ES with sampled fitness', 'GRPO unscaled', 'ES n30', 'base')
+    >>> arm_words("anchored", "es_anchored")
+    'ES with anchored decay'
     """
     key = arm or name
     if key not in arms.ARMS:
         return name.replace("_", " ")
+    words = arms.get(key).label.replace(", ", " with ")
     rest = name.removeprefix(key).replace("_", " ").strip()
-    return f"{arms.get(key).label.replace(', ', ' with ')} {rest}".strip()
+    return words if rest in words else f"{words} {rest}"
 
 
 def cells(claim: Claim) -> list[tuple[str, dict[str, Any]]]:
@@ -300,7 +303,7 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     apart = ("base_digest", "steps", "curve_points", "curve_spacing", "validation_problems", *names)
     of_sweep = {field: value for field, value in run.items() if field not in apart}
     of_sweep |= {"arm": arm, "base": base, "seed": arms.SWEEP_SEED, "test_problems": 0}
-    of_sweep |= {"unique_prompts": None, "scale_rewards": None}
+    of_sweep |= dict.fromkeys(("unique_prompts", "scale_rewards", "anchor_decay"))
     made = [record for record in records if matches(record, of_sweep)]
     found = {tuple(record["spec"][name] for name in names): record for record in made}
     sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]

@@ -260,7 +260,7 @@ def test_what_the_weights_say_is_what_the_claims_are_judged_by():
     assert found["C20"]["ES over GRPO, norm of the displacement"].value == pytest.approx(norms[0] - norms[1])
     drift = [np.mean([geometry_view.skill(r, "kl") for r in of[f"{arm} mean=1"]]) for arm in ("es", "grpo")]
     assert found["C23"]["ES - GRPO, KL on other skills"].value == pytest.approx(drift[0] - drift[1])
-    for claim, group, what in (("E9", "es_anchored=0.005", "ES, anchored"), ("E10", "es N=8", "ES with N=8")):
+    for claim, group, what in (("E9", "es_anchored=0.005", "ES with anchored decay over"), ("E10", "es N=8", "ES n8 over")):
         ratio = np.log(geometry_view.drift_ratio(of, f"{group} mean=1", "es mean=1").value)
         judged = [i.value for words, i in found[claim].items() if words.startswith(what) and "KL" in words]
         assert judged == [pytest.approx(ratio)], found[claim].keys()

@@ -128,6 +128,8 @@ SAID = {
     "E6b": "supported",
     "E7": "supported",
     "E8": "supported",
+    "E9": "supported",
+    "E10": "supported",
     "C2": "superseded",
     "C3": "depends on decoding",
     "C3b": "depends on decoding",
