@@ -160,7 +160,7 @@ def arm_words(name: str, arm: str | None = None) -> str:
         return name.replace("_", " ")
     words = arms.get(key).label.replace(", ", " with ")
     rest = name.removeprefix(key).replace("_", " ").strip()
-    return words if rest in words else f"{words} {rest}"
+    return words if rest.lower() in words.lower() else f"{words} {rest}"
 
 
 def cells(claim: Claim) -> list[tuple[str, dict[str, Any]]]:

@@ -24,6 +24,7 @@ TINY = {
     "retrain": [],  # groups that `force` makes anew; none: all
     "seeds_es": 32,  # of ES, of which means are taken
     "seeds_random": list(range(8)),  # of ES with random fitness
+    "seeds_sampled": list(range(8)),  # of ES with sampled fitness
     "mean": 4,  # ES runs whose mean is an end
     "pairs": 8,  # lines of each kind
     "path_points": 21,
@@ -35,6 +36,7 @@ TINY = {
 SMOKE = TINY | {
     "seeds_es": 4,
     "seeds_random": [0, 1],
+    "seeds_sampled": [0, 1],
     "mean": 2,
     "pairs": 2,
     "path_points": 3,

@@ -17,7 +17,7 @@ from evoalign_lib.study.notebooks import es_countdown, grpo_countdown, loading
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "08_weight_geometry"
-CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "C20", "C21", "C22", "C23", "C24")
+CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
 FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
 """Groups of runs of GRPO that tell its optimiser and rounding apart."""
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
@@ -30,6 +30,7 @@ TINY = {
     "retrain": [],  # groups that `force` makes anew; none: all
     "seeds_es": 32,  # of ES, half of them new here
     "seeds_random": [*range(8), *range(16, 24)],  # of ES with random fitness
+    "seeds_sampled": [*range(8), *range(16, 32)],  # of ES with sampled fitness
     "means": {  # arm -> numbers of runs of which the mean is taken
         "es": [1, 2, 4, 8, 16, 32],
         "es_sampled": [1, 4, 8],
@@ -48,7 +49,6 @@ TINY = {
     "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
     "anchor_decays": [0.005, 0.02],  # share of the way from the base that a step takes back; the first is the published
     "populations": [8, 128],  # besides the tuned one, at as many evaluated members
-    "sigmas": [0.003, 0.03],  # besides the tuned one
     "shares": [0.125, 0.25, 0.5],  # of the steps of ES and GRPO, of shorter runs
     "sgd_rates": [0.03, 0.1, 0.3, 1.0, 3.0],  # learning rates of GRPO with SGD, of which a sweep chooses
     "seeds_factorial": 8,
@@ -63,6 +63,7 @@ TINY = {
 SMOKE = TINY | {
     "seeds_es": 2,
     "seeds_random": [0, 1],
+    "seeds_sampled": [0, 1],
     "means": {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
     | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
     "means_of_each": 2,
@@ -70,7 +71,6 @@ SMOKE = TINY | {
     "shrunk_far": 2,
     "anchor_decays": [0.02],
     "populations": [2],
-    "sigmas": [0.003],
     "shares": [0.5],
     "sgd_rates": [0.1],
     "seeds_factorial": 2,
@@ -106,7 +106,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
     """Return notebook 02's groups of the first base as it declares them, with more seeds, and 01's shuffled runs.
 
-    exact: the notebook's settings at this scale (`loading.of_tiny_world`), with seeds_es and seeds_random.
+    exact: the notebook's settings at this scale (`loading.of_tiny_world`), with seeds_es, seeds_random, seeds_sampled.
     """
     few = {"seeds_match": 2, "seeds_compare": 2, "seeds_describe": 2} if scale == "smoke" else {}
     common = {"scale": scale, "seeds": run.seeds, "force": run.force, "retrain": run.retrain}
@@ -114,7 +114,8 @@ def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, A
     declared = grpo_countdown.groups(other, of)
     found = {name: declared[name] for name in ("sweep es", "sweep grpo", *TRAINED) if name in declared}
     found["es"] = declared["es"]._replace(seeds=exact["seeds_es"])
-    found["es_random"] = declared["es_random"]._replace(seeds=exact["seeds_random"])
+    for arm, seeds in {"es_random": exact["seeds_random"], "es_sampled": exact["seeds_sampled"]}.items():
+        found[arm] = declared[arm]._replace(seeds=seeds)
     first = es_countdown.presets()[scale]
     found["es_shuffled"] = Group("es_shuffled", exact["bases"][:1], first["n_seeds"], loading.of_runs(first))
     found = {name: each._replace(scale=scale) if isinstance(each, Group) else each for name, each in found.items()}
@@ -142,13 +143,12 @@ def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> di
 
 
 def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
-    """Return ES runs that may drift less: pulled to the base, or with another population or sigma."""
+    """Return ES runs that may drift less: pulled to the base, or with another population."""
     each = es._replace(seeds=run.means_of_each, ledgers=())
     anchored = {anchored_name(decay): {"anchor_decay": decay} for decay in run.anchor_decays}
     sized = {sized_name(N): loading.of_size(es.settings, N) for N in run.populations}
     found = {name: each._replace(arm="es_anchored", changes=[change]) for name, change in anchored.items()}
-    wide = {sigma_name(sigma): {"sigma": sigma} for sigma in run.sigmas}
-    return found | {name: each._replace(changes=[change]) for name, change in (sized | wide).items()}
+    return found | {name: each._replace(changes=[change]) for name, change in sized.items()}
 
 
 def _shorter(run: SimpleNamespace, groups: Mapping[str, Any]) -> dict[str, Group]:
@@ -167,11 +167,6 @@ SHORTER = ("es", "grpo")
 def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
     """Return group -> steps of an arm's shorter runs; steps: those of its full ones."""
     return {f"{arm} T={round(share * steps)}": round(share * steps) for share in run.shares}
-
-
-def sigma_name(sigma: float) -> str:
-    """Return the name of the group of ES runs with another sigma."""
-    return f"es sigma={sigma:g}"
 
 
 def anchored_name(decay: float) -> str:
@@ -204,8 +199,7 @@ def _merged(run: SimpleNamespace, of: Records, scale: str, shorter: Iterable[str
     add("random", "es", [make([record], draw=record["spec"]["seed"]) for record in singles])
     for factor in run.multiples:
         add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
-    other = [*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations), *map(sigma_name, run.sigmas)]
-    for name in [*other, *shorter]:
+    for name in (*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations), *shorter):
         add(f"{name} mean=1", name, [make([record]) for record in of.get(name, ())])
     return found
 

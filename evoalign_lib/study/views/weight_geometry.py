@@ -228,8 +228,7 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
 def remedies(run: SimpleNamespace) -> dict[str, str]:
     """Return group -> name of the runs that are said to drift less."""
     found = {study.anchored_name(decay): f"{label('es_anchored')}, {decay:g} a step" for decay in run.anchor_decays}
-    found |= {study.sized_name(N): f"{label('es')}, N = {N}" for N in run.populations}
-    return found | {study.sigma_name(sigma): f"{label('es')}, sigma = {sigma:g}" for sigma in run.sigmas}
+    return found | {study.sized_name(N): f"{label('es')}, N = {N}" for N in run.populations}
 
 
 def drift_ratio(of: Records, a: str, b: str) -> Interval:
