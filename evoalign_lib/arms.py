@@ -104,13 +104,14 @@ ARMS: dict[str, Arm] = {
     ),
     "grpo_random": _gradient("#999999", ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
     # what of an update is the optimiser's, and what is rounding
-    "grpo_sgd": _gradient("#009E73", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
-    "grpo_rounded": _gradient("#009E73", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
-    "grpo_sgd_rounded": _gradient("#009E73", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
+    "grpo_sgd": _gradient("#CC79A7", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
+    "grpo_rounded": _gradient("#CC79A7", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
+    "grpo_sgd_rounded": _gradient("#CC79A7", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
     # fine-tuning on right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
 }
-"""The arms that train. Eight colours do not go round: arms that only describe share one, and so do nulls."""
+"""The arms that train. Eight colours do not go round: arms that only describe share those of others, and so do
+nulls."""
 
 UNTRAINED: dict[str, Arm] = {
     "best_of_n": Arm("none", "#000000", "*", "best of n"),

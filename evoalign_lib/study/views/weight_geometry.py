@@ -181,7 +181,7 @@ def cosine_table(run: SimpleNamespace, of: Records) -> DataFrame:
         if min(len(of[a]), len(of[b])) < 2:
             continue
         found = corrected(of, a, b)
-        row = {"arms": f"{label(a)}, {label(b)}", "runs": f"{len(of[a])} and {len(of[b])}"}
+        row = {"arms": f"{label(a)} and {label(b)}", "runs": f"{len(of[a])} and {len(of[b])}"}
         row |= {"two runs": f"{found.run_cosine:.4f}", "means": f"{found.mean_cosine:.3f}"}
         undefined = np.isnan(found.value.low)
         rows.append(row | {"in common [95 %]": "not to be told" if undefined else interval(found.value, 2)})
@@ -365,6 +365,7 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"The cosine of a run of ES and one of GRPO is {both.run_cosine:.4f}. Of what the runs of each arm have in "
         f"common it {angle} (n = {len(of['es'])} and {len(of['grpo'])} runs)."
     )
+    found["What parts them?"] = _parts(of)
     kept = {d: accuracy_difference(of, f"es mean={size}", "es mean=1", d) for d in DECODINGS}
     parts = [f"{style.STROKES[d].label} {each.format()}" for d, each in kept.items()]
     found["What is left when the walk is averaged away?"] = (
@@ -380,6 +381,18 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     )
     found["Can one run shed it?"] = _shed(run, of)
     return found
+
+
+def _parts(of: Records) -> str:
+    """How much of the angle between ES and GRPO is the reward's, and how much the optimiser's."""
+    others = {"GRPO": "grpo", "GRPO by SGD": "grpo_sgd", "GRPO's first step": study.FIRST_STEP}
+    found = {words: corrected(of, "es_sampled", arm).value for words, arm in others.items()}
+    told = ", ".join(
+        f"with {words} {'cannot be told' if np.isnan(value.low) else interval(value, 2)}"
+        for words, value in found.items()
+    )
+    runs = ", ".join(str(len(of[arm])) for arm in ("es_sampled", *others.values()))
+    return f"Rewarded for sampled answers, as GRPO is, ES has a cosine in common {told} (n = {runs} runs)."
 
 
 def _mean_in_words(values: np.ndarray) -> str:
@@ -444,6 +457,8 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "GeoSampledCosine": (interval(corrected(of, "es_sampled", "grpo").value, 2), ""),
         "GeoEqualGain": (interval(equal_gain(run, of), 2), ""),
         "GeoSgdCosine": (interval(corrected(of, "es_sampled", "grpo_sgd").value, 2), ""),
+        "GeoFirstCosine": (interval(corrected(of, "es_sampled", study.FIRST_STEP).value, 2), ""),
+        "GeoOptimiserCosine": (interval(corrected(of, "grpo", "grpo_sgd").value, 2), ""),
         "GeoGrpoHead": (head_shares(of, "grpo").mean(), ".2f"),
         "GeoMean": (size, "d"),
         "GeoMost": (many, "d"),

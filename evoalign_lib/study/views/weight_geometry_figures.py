@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _AVERAGED = ("es", "grpo", "es_random")
+_DRIFTING = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
 _NULL = {"color": "black", "lw": 0.9, "ls": (0, (1, 2))}
 
 
@@ -83,7 +84,7 @@ def norms(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.5), width_ratios=(1.5, 1))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1.8, 1))
     rows = []
     for i, arm in enumerate(study.TRAINED):
         values = view.norms(of, arm)
@@ -135,7 +136,7 @@ def cosines(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), width_ratios=(1.2, 1))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.6), width_ratios=(1.1, 1))
     rows = []
     pairs = {("es", "grpo"): "ES, GRPO", ("es_random", "grpo"): "ES with random fitness, GRPO"}
     for (a, b), words in pairs.items():
@@ -155,7 +156,7 @@ def cosines(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         found = view.corrected(of, a, b)
         if np.isnan(found.value.low):
             continue
-        entries.append((f"{view.label(a)},\n{view.label(b)}", found.value))
+        entries.append((f"{view.label(a)} and\n{view.label(b)}", found.value))
     for i, (words, found) in enumerate(reversed(entries)):
         ends = [[found.value - found.low], [found.high - found.value]]
         axes[1].errorbar(found.value, i, xerr=ends, fmt="o", color="black", ms=4, lw=1, capsize=2)
@@ -182,7 +183,7 @@ def drift(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     from matplotlib import pyplot as plt
 
     size = run.shrunk["es"]
-    shown = {f"{arm} mean=1": arm for arm in run.means}
+    shown = {f"{arm} mean=1": arm for arm in _DRIFTING}
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), sharex=True)
     rows = []
     for ax, what, factor in zip(axes, ("kl", "greedy"), (1, 100), strict=True):
@@ -224,8 +225,8 @@ def drift(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
 
 
 def _names(ax: Axes, arms: Any) -> None:
-    names = [view.label(arm).replace(", ", ",\n") for arm in arms]
-    ax.set_xticks(range(len(arms)), names, fontsize=6, rotation=35, ha="right", rotation_mode="anchor")
+    names = [view.label(arm) for arm in arms]
+    ax.set_xticks(range(len(arms)), names, fontsize=6, rotation=40, ha="right", rotation_mode="anchor")
     ax.grid(axis="x", visible=False)
 
 
