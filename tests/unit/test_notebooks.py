@@ -260,12 +260,38 @@ def test_what_the_weights_say_is_what_the_claims_are_judged_by():
     assert found["C20"]["ES over GRPO, norm of the displacement"].value == pytest.approx(norms[0] - norms[1])
     drift = [np.mean([geometry_view.skill(r, "kl") for r in of[f"{arm} mean=1"]]) for arm in ("es", "grpo")]
     assert found["C23"]["ES - GRPO, KL on other skills"].value == pytest.approx(drift[0] - drift[1])
-    for claim, group, what in (("E9", "es_anchored=0.005", "ES with anchored decay over"), ("E10", "es N=8", "ES n8 over")):
+    for claim, group, what in (
+        ("E9", "es_anchored=0.005", "ES with anchored decay over"),
+        ("E10", "es N=8", "ES n8 over"),
+    ):
         ratio = np.log(geometry_view.drift_ratio(of, f"{group} mean=1", "es mean=1").value)
         judged = [i.value for words, i in found[claim].items() if words.startswith(what) and "KL" in words]
         assert judged == [pytest.approx(ratio)], found[claim].keys()
     height = lmc_view.barrier(loaded(lmc_analysis).records, "es", "grpo", "greedy").interval.value
     assert found["C25"]["ES to GRPO, barrier of the error greedy"].value == height
+
+
+def test_drift_at_a_level_is_that_of_the_shorter_run_that_reaches_it():
+    run, of = run_of(weight_geometry), loaded(weight_geometry).records
+    (_, first), (_, second), *_ = geometry_view.on_the_way(run, of, "grpo")
+    early, level = (geometry_view.accuracies(found, "greedy") for found in (first, second))
+    reached = np.flatnonzero(level > early)
+    assert len(reached) > 4
+    for i in reached:
+        found = geometry_view.drift_at(run, of, "grpo", level[i])[i]
+        assert found == pytest.approx(geometry_view.skill(second[i], "kl"))
+    base = float(np.mean(of["base"][0]["test"]["greedy"]))
+    half = geometry_view.drift_at(run, of, "grpo", (base + early[0]) / 2)[0]
+    assert half == pytest.approx(geometry_view.skill(first[0], "kl") / 2)
+    assert np.isnan(geometry_view.drift_at(run, of, "grpo", 0.9)).all()
+
+
+def test_what_stays_is_counted_once_a_weight():
+    """The share of weights that stay in float32 is at most that in bfloat16, and less than all."""
+    of = loaded(weight_geometry).records
+    for arm in geometry_view.FACTORIAL:
+        exact, rounded = (geometry_view.stay(of, arm, dtype) for dtype in ("float32", "bfloat16"))
+        assert len(rounded) == len(of[arm]) and (exact <= rounded).all() and (rounded < 0.6).all()
 
 
 @pytest.mark.parametrize("draw", ["signal", "norms", "layers", "cosines", "drift"])

@@ -130,6 +130,7 @@ SAID = {
     "E8": "supported",
     "E9": "supported",
     "E10": "supported",
+    "E11": "supported",
     "C2": "superseded",
     "C3": "depends on decoding",
     "C3b": "depends on decoding",
