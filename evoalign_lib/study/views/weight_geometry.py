@@ -388,11 +388,14 @@ def _parts(of: Records) -> str:
     others = {"GRPO": "grpo", "GRPO by SGD": "grpo_sgd", "GRPO's first step": study.FIRST_STEP}
     found = {words: corrected(of, "es_sampled", arm).value for words, arm in others.items()}
     told = ", ".join(
-        f"with {words} {'cannot be told' if np.isnan(value.low) else interval(value, 2)}"
+        f"{'cannot be told' if np.isnan(value.low) else interval(value, 2)} with {words}"
         for words, value in found.items()
     )
     runs = ", ".join(str(len(of[arm])) for arm in ("es_sampled", *others.values()))
-    return f"Rewarded for sampled answers, as GRPO is, ES has a cosine in common {told} (n = {runs} runs)."
+    return (
+        "What runs of ES have in common that are rewarded for sampled answers, as GRPO is, has a cosine of "
+        f"{told} (n = {runs} runs)."
+    )
 
 
 def _mean_in_words(values: np.ndarray) -> str:
