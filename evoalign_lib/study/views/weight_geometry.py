@@ -221,7 +221,6 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
         found.append((f"{label('es')}, {factor:g} times the mean of all", of[f"es times {factor:g}"]))
     for arm in study.SHORTER:
         found += [(f"{label(arm)}, {steps} steps", shorter) for steps, shorter in on_the_way(run, of, arm)[:-1]]
-    found += [(what, of[f"{name} mean=1"]) for name, what in remedies(run).items()]
     return [(what, records) for what, records in found if records]
 
 
