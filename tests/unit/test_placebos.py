@@ -191,7 +191,7 @@ def test_whom_the_declared_rules_favour() -> None:
     of_es |= {"E5", "E6", "E6b", "E8", "C20", "C21", "C22", "C23", "C24", "C25", "C27", "C28"}  # on weights
     assert {name for name, arms in found.items() if arms == ("es",)} == of_es
     others = {"E1": ("treatment",), "E2": ("treatment",), "C2b": ("grpo",), "C10": ("n30",), "C30": ("dr_grpo",)}
-    others["E9"] = ("anchored",)
+    others |= {"E9": ("anchored",), "E11": ("sampled",)}
     assert {name: arms for name, arms in found.items() if arms and arms != ("es",)} == others
 
 
