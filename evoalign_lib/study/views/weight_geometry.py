@@ -270,11 +270,11 @@ def drift_at(run: SimpleNamespace, of: Records, arm: str, accuracy: float) -> np
 def equal_gain(run: SimpleNamespace, of: Records) -> Interval:
     """Return the geometric mean over runs of GRPO's drift, where it solves what ES does in the end, over that of ES.
 
-    NaN where fewer than two runs of GRPO ever solve as much.
+    NaN where fewer than two runs of GRPO ever solve as much, and where ES solves no more than the base.
     """
     level = float(accuracies(of["es mean=1"], "greedy").mean())
     found = drift_at(run, of, "grpo", level)
-    return _ratio(found[np.isfinite(found)], [skill(record, "kl") for record in of["es mean=1"]])
+    return _ratio(found[found > 0], [skill(record, "kl") for record in of["es mean=1"]])
 
 
 def merged_table(run: SimpleNamespace, of: Records) -> DataFrame:
