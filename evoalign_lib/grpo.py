@@ -90,8 +90,8 @@ ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "g
 SCALES = ("group", "batch", "none")
 """By what an arm may scale its advantages."""
 
-WEIGHTS = ("float32", "bfloat16")
-"""Dtypes whose numbers weights may be between steps."""
+_ROUNDED = "evoalign_rounds_weights"
+"""What `config` tells `trainer` of an arm beside TRL's fields."""
 
 # settings of the configurations of all trainers in `_OWN`
 _COMMON = {
@@ -189,13 +189,13 @@ def config(
     processes share the completions of a step.
 
     Args:
-        arm: "grpo", "dr_grpo", "dapo" or "rloo"; see the module's text.
+        arm: one of `ARMS`; see the module's text.
         output_dir: where TRL writes.
         seed: of sampling.
         steps: batches of rollouts, with one update each.
         prompts_per_step, num_generations: prompts per step, and completions of each (the group).
         max_completion_length: new tokens per completion, at most.
-        learning_rate: of AdamW, constant.
+        learning_rate: of the optimiser, constant.
         beta: weight of the KL penalty; 0: none, and no reference model.
         scale_rewards: "group", "batch" or "none" instead of the arm's own; not for an arm that has none ("rloo").
         micro_batch: completions in memory at once, a divisor of a process's share of a step; None, or more: all of it.
@@ -262,6 +262,7 @@ def config(
             f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
             "its own on its part of every step. On a machine without GPUs set use_cpu=True."
         )
+    setattr(args, _ROUNDED, arms.get(arm).weights == "bfloat16")  # noqa: B010
     return args
 
 
@@ -328,7 +329,6 @@ def trainer(
     reward_weights: Sequence[float] | None = None,
     reward_floor: float | None = None,
     reward_timeout: float | None = None,
-    weights: str = "float32",
 ) -> tuple[Any, Budget]:
     """Return TRL's trainer of an arm, and its budget.
 
@@ -346,17 +346,14 @@ def trainer(
         processing_class: the tokenizer.
         callbacks: called after the budget is up to date.
         reward_weights, reward_floor, reward_timeout: as in `ESConfig`.
-        weights: "float32", or "bfloat16": the float32 model has numbers of that dtype before the first step and after
-            every one (the module's 17).
 
     Returns:
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
         ValueError: a model that is not float32, has PEFT adapters or quantised weights, or has no name though beta is
-            not 0; fewer rows than a step takes prompts; or another dtype of weights.
+            not 0; or fewer rows than a step takes prompts.
     """
-    choose("weights", weights, WEIGHTS)
     if args.use_vllm:  # first: TRL imports vLLM
         from evoalign_lib.engines.vllm import prepare_process
 
@@ -387,7 +384,7 @@ def trainer(
         # TRL would leave out rows at the end of the set that do not fill a step
         train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
         processing_class=processing_class,
-        callbacks=[budget, *([RoundedWeights()] if weights == "bfloat16" else []), *callbacks],
+        callbacks=[budget, *([RoundedWeights()] if getattr(args, _ROUNDED, False) else []), *callbacks],
     )
     _check_model(built.model)
     budget.model = built.model

@@ -160,7 +160,7 @@ def arm_words(name: str, arm: str | None = None) -> str:
         return name.replace("_", " ")
     words = arms.get(key).label.replace(", ", " with ")
     rest = name.removeprefix(key).replace("_", " ").strip()
-    return words if rest.lower() in words.lower() else f"{words} {rest}"
+    return words if {*rest.lower().split()} <= {*words.lower().split()} else f"{words} {rest}"
 
 
 def cells(claim: Claim) -> list[tuple[str, dict[str, Any]]]:
@@ -303,7 +303,8 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     apart = ("base_digest", "steps", "curve_points", "curve_spacing", "validation_problems", *names)
     of_sweep = {field: value for field, value in run.items() if field not in apart}
     of_sweep |= {"arm": arm, "base": base, "seed": arms.SWEEP_SEED, "test_problems": 0}
-    of_sweep |= dict.fromkeys(("unique_prompts", "scale_rewards", "anchor_decay"))
+    own = arms.get(run["arm"])
+    of_sweep |= dict.fromkeys({*own.settings, *own.optional} - {*arms.get(arm).settings, *apart})
     made = [record for record in records if matches(record, of_sweep)]
     found = {tuple(record["spec"][name] for name in names): record for record in made}
     sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]

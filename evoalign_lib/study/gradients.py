@@ -62,8 +62,7 @@ def _train(
         settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
     general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
-    stored = arms.get(spec["arm"]).weights
-    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve], weights=stored)
+    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve])
     if colocated:
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)

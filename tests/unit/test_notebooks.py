@@ -271,27 +271,35 @@ def test_what_the_weights_say_is_what_the_claims_are_judged_by():
     assert found["C25"]["ES to GRPO, barrier of the error greedy"].value == height
 
 
-def test_drift_at_a_level_is_that_of_the_shorter_run_that_reaches_it():
+def test_drift_at_equal_gain_is_read_from_the_means():
+    """Held against plain interpolation; and GRPO in the place of ES drifts once as far, at each of its lengths."""
     run, of = run_of(weight_geometry), loaded(weight_geometry).records
-    (_, first), (_, second), *_ = geometry_view.on_the_way(run, of, "grpo")
-    early, level = (geometry_view.accuracies(found, "greedy") for found in (first, second))
-    reached = np.flatnonzero(level > early)
-    assert len(reached) > 4
-    for i in reached:
-        found = geometry_view.drift_at(run, of, "grpo", level[i])[i]
-        assert found == pytest.approx(geometry_view.skill(second[i], "kl"))
-    base = float(np.mean(of["base"][0]["test"]["greedy"]))
-    half = geometry_view.drift_at(run, of, "grpo", (base + early[0]) / 2)[0]
-    assert half == pytest.approx(geometry_view.skill(first[0], "kl") / 2)
-    assert np.isnan(geometry_view.drift_at(run, of, "grpo", 0.9)).all()
+    means = {
+        arm: [
+            (geometry_view.accuracies(models, "greedy").mean(), np.mean([geometry_view.skill(r, "kl") for r in models]))
+            for _, models in geometry_view.by_steps(run, of, arm)
+        ]
+        for arm in ("es", "grpo")
+    }
+    base = (float(np.mean(of["base"][0]["test"]["greedy"])), 0.0)
+    right, drift = zip(base, *means["grpo"], strict=True)
+    for (x, y), (steps, found, ratio) in zip(means["es"], geometry_view.equal_gain(run, of), strict=True):
+        assert found == pytest.approx(x) and steps in (26, 52, 104, 208)
+        assert ratio.value == pytest.approx(np.interp(x, right, drift) / y) and ratio.low < ratio.value < ratio.high
+    same = {f"es T={a} mean=1": of[f"grpo T={b} mean=1"] for a, b in ((26, 31), (52, 62), (104, 125))}
+    ratios = geometry_view.equal_gain(run, of | same | {"es mean=1": of["grpo mean=1"]})
+    assert [ratio.value for _, _, ratio in ratios] == pytest.approx([1, 1, 1, 1])
 
 
-def test_what_stays_is_counted_once_a_weight():
-    """The share of weights that stay in float32 is at most that in bfloat16, and less than all."""
+def test_the_share_that_stays_is_that_of_all_weights():
+    """Of a layer's counts as the records have them, summed by hand; what stays in float32 stays rounded, too."""
     of = loaded(weight_geometry).records
-    for arm in geometry_view.FACTORIAL:
-        exact, rounded = (geometry_view.stay(of, arm, dtype) for dtype in ("float32", "bfloat16"))
-        assert len(rounded) == len(of[arm]) and (exact <= rounded).all() and (rounded < 0.6).all()
+    digests = [run["digest"] for run in of["grpo_sgd"]]
+    (record,) = (r for r in of["products"] if r["spec"]["a"] == r["spec"]["b"] and r["spec"]["a"]["digests"] == digests)
+    for dtype in ("float32", "bfloat16"):
+        moved = sum(np.array(layer["moved"][dtype]) for layer in record["layers"].values())
+        assert geometry_view.stay(of, "grpo_sgd", dtype) == pytest.approx(1 - moved / record["d"])
+    assert (geometry_view.stay(of, "grpo_sgd", "float32") <= geometry_view.stay(of, "grpo_sgd")).all()
 
 
 @pytest.mark.parametrize("draw", ["signal", "norms", "layers", "cosines", "drift"])

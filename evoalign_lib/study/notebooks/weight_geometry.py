@@ -23,8 +23,7 @@ FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
 """Groups of training runs, whose displacements are compared."""
 FIRST_STEP = "first step"
-"""Group of runs of GRPO's first step alone, by SGD on many prompts: the policy gradient at the base, with little
-noise."""
+"""Group of runs of GRPO's first step alone, by SGD on many prompts: its gradient at the base, with little noise."""
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
@@ -152,7 +151,7 @@ def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
 
 
 def _shorter(run: SimpleNamespace, groups: Mapping[str, Any]) -> dict[str, Group]:
-    """Return runs of ES and of GRPO with fewer steps: what a run is on its way, since no setting depends on the end."""
+    """Return runs of ES and of GRPO with fewer steps. Their prompts are drawn as a full run's, and are others."""
     return {
         name: groups[arm]._replace(seeds=run.means_of_each, ledgers=(), changes=[{"steps": steps}])
         for arm in SHORTER
@@ -200,7 +199,7 @@ def _merged(run: SimpleNamespace, of: Records, scale: str, shorter: Iterable[str
     for factor in run.multiples:
         add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
     for name in (*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations), *shorter):
-        add(f"{name} mean=1", name, [make([record]) for record in of.get(name, ())])
+        add(f"{name} mean=1", name, [make([record]) for record in of.get(name, ())][: run.means_of_each])
     return found
 
 

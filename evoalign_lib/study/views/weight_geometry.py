@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ PAIRS = (
     ("es_sampled", "grpo_sgd"),
     ("grpo", "dr_grpo"),
     ("grpo", "grpo_sgd"),
+    ("grpo", "grpo_rounded"),
+    ("grpo_sgd", "grpo_sgd_rounded"),
     ("grpo", "sft"),
     *((arm, study.FIRST_STEP) for arm in ("grpo", "grpo_sgd", "es", "es_sampled")),
     ("es_random", "grpo"),
@@ -92,6 +95,8 @@ def displacement_table(run: SimpleNamespace, of: Records) -> DataFrame:
         row["distance from even"] = _mean_and_std(uneven, ".3f")
         row["head over its size"] = _mean_and_std(head_shares(of, arm), ".2f")
         row |= {f"stay, {d}, %": _mean_and_std(100 * stay(of, arm, d), ".1f") for d in ("float32", "bfloat16")}
+        if style.ARMS[arm].weights != "float32":  # rounding the base moves nearly every weight of it
+            row["stay, float32, %"] = ""
         rows.append(row)
     null = geometry.size_null(displacements(of, "es").entries)
     random = {"arm": "a random direction", "runs": "", "norm": "any", "over a walk's": "", "head over its size": "1.00"}
@@ -117,27 +122,28 @@ def _mean_and_std(values: Sequence[float] | np.ndarray, fmt: str) -> str:
     return f"{values.mean():{fmt}}{spread}"
 
 
-FACTORIAL = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
+VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
 """GRPO with either optimiser, and with weights stored as either dtype."""
 
 
 def stay(of: Records, arm: str, dtype: str = "bfloat16") -> np.ndarray:
-    """Return the share of the weights of each run that stay where they were, both ends rounded to dtype."""
+    """Return the share of the weights of each run that stay where the base has them, both ends rounded to dtype."""
     found = displacements(of, arm)
     return (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
 
 
 def factorial_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per optimiser and dtype of GRPO: its rate, weights that stay, evenness, and what the runs can do."""
+    """Return a row per optimiser and dtype of GRPO: rate, weights that stay, norm, head, and what the runs can do."""
     from pandas import DataFrame
 
     rows = []
-    for arm in FACTORIAL:
+    for arm in VARIATIONS:
         entry = style.ARMS[arm]
         row = {"optimiser": "SGD" if entry.options.get("optim") == "sgd" else "AdamW", "weights": entry.weights}
         row |= {"learning rate": f"{of[arm][0]['spec']['learning_rate']:g}", "runs": len(of[arm])}
         row["stay, bfloat16, % [95 %]"] = stats.bootstrap_mean(stay(of, arm)).format()
         row["norm"] = _mean_and_std(norms(of, arm), ".2f")
+        row["head over its size"] = _mean_and_std(head_shares(of, arm), ".2f")
         for decoding in style.DECODINGS:
             right = stats.crossed_bootstrap(accuracy_matrix(of[arm], decoding))
             row[f"{style.STROKES[decoding].label}, % [95 %]"] = right.format()
@@ -183,14 +189,18 @@ def cosine_table(run: SimpleNamespace, of: Records) -> DataFrame:
         found = corrected(of, a, b)
         row = {"arms": f"{label(a)} and {label(b)}", "runs": f"{len(of[a])} and {len(of[b])}"}
         row |= {"two runs": f"{found.run_cosine:.4f}", "means": f"{found.mean_cosine:.3f}"}
-        undefined = np.isnan(found.value.low)
-        rows.append(row | {"in common [95 %]": "not to be told" if undefined else interval(found.value, 2)})
+        rows.append(row | {"in common [95 %]": in_words(found.value, 2)})
     return DataFrame(rows)
 
 
 def interval(found: Interval, digits: int) -> str:
     """Return an interval in words, in its own unit."""
     return found.format(percent=False, digits=digits)
+
+
+def in_words(found: Interval, digits: int) -> str:
+    """Return an interval in words, in its own unit, where there is one."""
+    return "not to be told" if np.isnan(found.low) else interval(found, digits)
 
 
 # ---- models merged from several runs
@@ -220,12 +230,12 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
     for factor in filter(None, run.multiples):
         found.append((f"{label('es')}, {factor:g} times the mean of all", of[f"es times {factor:g}"]))
     for arm in study.SHORTER:
-        found += [(f"{label(arm)}, {steps} steps", shorter) for steps, shorter in on_the_way(run, of, arm)[:-1]]
+        found += [(f"{label(arm)}, {steps} steps", shorter) for steps, shorter in by_steps(run, of, arm)[:-1]]
     return [(what, records) for what, records in found if records]
 
 
 def remedies(run: SimpleNamespace) -> dict[str, str]:
-    """Return group -> name of the runs that are said to drift less."""
+    """Return group -> name of the runs that are said to drift less, or may."""
     found = {study.anchored_name(decay): f"{label('es_anchored')}, {decay:g} a step" for decay in run.anchor_decays}
     return found | {study.sized_name(N): f"{label('es')}, N = {N}" for N in run.populations}
 
@@ -235,46 +245,72 @@ def drift_ratio(of: Records, a: str, b: str) -> Interval:
     return _ratio(*([skill(record, "kl") for record in of[group]] for group in (a, b)))
 
 
-def _ratio(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> Interval:
-    """Return the geometric mean of a over that of b."""
-    if min(len(a), len(b)) < 2:
-        return Interval(np.nan, np.nan, np.nan, len(a))
+def _ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Return the geometric mean of a over that of b; NaN where one of them is 0."""
+    if min(*a, *b) <= 0:
+        return Interval(np.nan, np.nan, np.nan, min(len(a), len(b)))
     found = stats.stratified_bootstrap([np.log(a)], [np.log(b)])
     return Interval(*np.exp([found.value, found.low, found.high]).tolist(), found.n, found.level)
 
 
-def on_the_way(run: SimpleNamespace, of: Records, arm: str) -> list[tuple[int, list[Record]]]:
-    """Return steps and measured models of an arm's shorter runs and of its full ones, seed by seed in one order."""
+def by_steps(run: SimpleNamespace, of: Records, arm: str) -> list[tuple[int, list[Record]]]:
+    """Return steps and measured models of an arm's shorter runs and of its full ones.
+
+    A shorter run is no part of a longer one, since its prompts are others; it is drawn as one that stops there.
+    """
     full = of[arm][0]["spec"]["steps"]
     found = [(steps, of[f"{name} mean=1"]) for name, steps in study.shorter_names(run, arm, full).items()]
     return [*found, (full, of[f"{arm} mean=1"])]
 
 
-def drift_at(run: SimpleNamespace, of: Records, arm: str, accuracy: float) -> np.ndarray:
-    """Return the KL on other skills of each run of an arm where it first solves so much greedily, a fraction.
+def equal_gain(run: SimpleNamespace, of: Records) -> list[tuple[int, float, Interval]]:
+    """Return how far GRPO drifts over how far ES does, where GRPO solves greedily what ES does.
 
-    It is interpolated between shorter runs of its seed, from the base on, whose KL is 0; NaN where the run never does.
+    An entry per number of steps of ES: the steps, its mean accuracy (a fraction), and the ratio. GRPO's drift there is
+    read from the line through the means of its runs by their number of steps, from the base on, whose KL is 0. Runs of
+    every number of steps of both arms are resampled. NaN where that line does not reach the accuracy, or ES solves no
+    more than the base.
     """
-    models = [found for _, found in on_the_way(run, of, arm)]
     base = float(np.mean(of["base"][0]["test"]["greedy"]))
-    right = np.array([[base] * len(models[0]), *(accuracies(found, "greedy") for found in models)])
-    right = np.maximum.accumulate(right)
-    drift = np.array([[0.0] * len(models[0]), *([skill(r, "kl") for r in found] for found in models)])
-    found = []
-    for x, y in zip(right.T, drift.T, strict=True):
-        kept = np.append(True, np.diff(x) > 0)  # a level is reached where it is first reached
-        found.append(np.interp(accuracy, x[kept], y[kept], right=np.nan))
-    return np.array(found)
+    sides = {
+        arm: [(accuracies(models, "greedy"), np.array([skill(r, "kl") for r in models])) for _, models in found]
+        for arm in study.SHORTER
+        for found in [by_steps(run, of, arm)]
+    }
+    rng = np.random.default_rng(0)
+
+    def drawn(models: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        chosen = rng.integers(len(models[0]), size=(_RESAMPLES, len(models[0])))
+        chosen[0] = np.arange(len(models[0]))  # the first is the sample itself
+        return tuple(values[chosen].mean(1) for values in models)  # type: ignore[return-value]
+
+    other = [drawn(models) for models in sides["grpo"]]
+    x = np.array([np.full(_RESAMPLES, base), *(right for right, _ in other)])
+    y = np.array([np.zeros(_RESAMPLES), *(drift for _, drift in other)])
+    x = np.maximum.accumulate(x)
+    rows = []
+    for (steps, models), own in zip(by_steps(run, of, "es"), sides["es"], strict=True):
+        right, drift = drawn(own)
+        there = np.array([np.interp(r, x[:, i], y[:, i], right=np.nan) for i, r in enumerate(right)])
+        ratio = np.where((there > 0) & (drift > 0), there / np.where(drift > 0, drift, 1), np.nan)
+        low, high = np.quantile(ratio, [0.025, 0.975]) if np.isfinite(ratio).all() else (np.nan, np.nan)
+        rows.append((steps, float(right[0]), Interval(float(ratio[0]), float(low), float(high), len(models))))
+    return rows
 
 
-def equal_gain(run: SimpleNamespace, of: Records) -> Interval:
-    """Return the geometric mean over runs of GRPO's drift, where it solves what ES does in the end, over that of ES.
+_RESAMPLES = 2000
 
-    NaN where fewer than two runs of GRPO ever solve as much, and where ES solves no more than the base.
-    """
-    level = float(accuracies(of["es mean=1"], "greedy").mean())
-    found = drift_at(run, of, "grpo", level)
-    return _ratio(found[found > 0], [skill(record, "kl") for record in of["es mean=1"]])
+
+def equal_gain_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift where it solves as much."""
+    from pandas import DataFrame
+
+    rows = []
+    for (steps, right, ratio), (_, models) in zip(equal_gain(run, of), by_steps(run, of, "es"), strict=True):
+        row = {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * right:.1f}"}
+        row["KL off the task"] = f"{np.mean([skill(r, 'kl') for r in models]):.3f}"
+        rows.append(row | {"GRPO's there, times [95 %]": in_words(ratio, 2)})
+    return DataFrame(rows)
 
 
 def merged_table(run: SimpleNamespace, of: Records) -> DataFrame:
@@ -350,16 +386,14 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         ),
     }
     parts = [
-        f"{optimiser} {_percent(stats.bootstrap_mean(stay(of, plain)), 1)}, and "
-        f"{_percent(stats.bootstrap_mean(stay(of, rounded)), 1)} where the weights are bfloat16 throughout"
-        for optimiser, plain, rounded in (("AdamW", *FACTORIAL[:2]), ("SGD", *FACTORIAL[2:]))
+        f"{_percent(stats.bootstrap_mean(stay(of, arm)), 1)} with {optimiser} and {dtype} weights (n = {len(of[arm])})"
+        for arm, (optimiser, dtype) in zip(VARIATIONS, product(("AdamW", "SGD"), ("float32", "bfloat16")), strict=True)
     ]
     found["Is GRPO sparse?"] = (
-        f"Of GRPO's weights, rounded to bfloat16, stay where they were: with {'; with '.join(parts)} "
-        f"(n = {len(of['grpo'])} and {len(of['grpo_sgd'])} runs a kind)."
+        f"Once both ends are rounded to bfloat16, so many of its weights are where they were: {', '.join(parts)}."
     )
     both = corrected(of, "es", "grpo")
-    angle = "cannot be told" if np.isnan(both.value.low) else f"is {interval(both.value, 2)}"
+    angle = f"is {in_words(both.value, 2)}"
     found["Do ES and GRPO learn the same?"] = (
         f"The cosine of a run of ES and one of GRPO is {both.run_cosine:.4f}. Of what the runs of each arm have in "
         f"common it {angle} (n = {len(of['es'])} and {len(of['grpo'])} runs)."
@@ -373,28 +407,24 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"{100 * accuracies(of[f'es mean={many}'], 'greedy').mean():.1f} % greedily."
     )
     found["What does the walk cost?"] = _cost(of, size)
-    equal = equal_gain(run, of)
+    parts = [f"{in_words(ratio, 2)} after {steps}" for steps, _, ratio in equal_gain(run, of)]
     found["Who drifts further at equal gain?"] = (
-        "Where a run of GRPO solves greedily what a run of ES solves in the end, it has drifted "
-        f"{interval(equal, 2)} times as far off the task (n = {equal.n} runs each)."
+        "Where GRPO solves greedily what ES does, it has drifted so many times as far off the task, by the steps that "
+        f"ES has made: {', '.join(parts)} (n = {len(of['es mean=1'])} runs of each length of each arm)."
     )
     found["Can one run shed it?"] = _shed(run, of)
     return found
 
 
 def _parts(of: Records) -> str:
-    """How much of the angle between ES and GRPO is the reward's, and how much the optimiser's."""
+    """The cosines of both kinds of fitness with GRPO by either optimiser, and with its first step."""
     others = {"GRPO": "grpo", "GRPO by SGD": "grpo_sgd", "GRPO's first step": study.FIRST_STEP}
-    found = {words: corrected(of, "es_sampled", arm).value for words, arm in others.items()}
-    told = ", ".join(
-        f"{'cannot be told' if np.isnan(value.low) else interval(value, 2)} with {words}"
-        for words, value in found.items()
-    )
-    runs = ", ".join(str(len(of[arm])) for arm in ("es_sampled", *others.values()))
-    return (
-        "What runs of ES have in common that are rewarded for sampled answers, as GRPO is, has a cosine of "
-        f"{told} (n = {runs} runs)."
-    )
+    told = []
+    for words, arm in others.items():
+        greedy, sampled = (in_words(corrected(of, each, arm).value, 2) for each in ("es", "es_sampled"))
+        told.append(f"with {words} {greedy} and {sampled} (n = {len(of[arm])})")
+    counts = f"{len(of['es'])} and {len(of['es_sampled'])} runs"
+    return f"Cosines in common of ES, rewarded for greedy and for sampled answers ({counts}), are {', '.join(told)}."
 
 
 def _mean_in_words(values: np.ndarray) -> str:
@@ -455,12 +485,11 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "GeoEsCommon": (signal(of, "es").share.format(digits=2), ""),
         "GeoGrpoCommon": (signal(of, "grpo").share.format(digits=0), ""),
         "GeoRawCosine": (both.run_cosine, ".4f"),
-        "GeoCorrectedCosine": ("-" if np.isnan(both.value.low) else interval(both.value, 2), ""),
-        "GeoSampledCosine": (interval(corrected(of, "es_sampled", "grpo").value, 2), ""),
-        "GeoEqualGain": (interval(equal_gain(run, of), 2), ""),
-        "GeoSgdCosine": (interval(corrected(of, "es_sampled", "grpo_sgd").value, 2), ""),
-        "GeoFirstCosine": (interval(corrected(of, "es_sampled", study.FIRST_STEP).value, 2), ""),
-        "GeoOptimiserCosine": (interval(corrected(of, "grpo", "grpo_sgd").value, 2), ""),
+        "GeoCorrectedCosine": (in_words(both.value, 2), ""),
+        "GeoSampledCosine": (in_words(corrected(of, "es_sampled", "grpo").value, 2), ""),
+        "GeoSgdCosine": (in_words(corrected(of, "es_sampled", "grpo_sgd").value, 2), ""),
+        "GeoFirstCosine": (in_words(corrected(of, "es_sampled", study.FIRST_STEP).value, 2), ""),
+        "GeoOptimiserCosine": (in_words(corrected(of, "grpo", "grpo_sgd").value, 2), ""),
         "GeoGrpoHead": (head_shares(of, "grpo").mean(), ".2f"),
         "GeoMean": (size, "d"),
         "GeoMost": (many, "d"),
@@ -483,7 +512,10 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         for decoding, short in (("greedy", "Greedy"), ("t1", "Sampled")):
             gain = accuracy_difference(of, f"{name} mean=1", "es mean=1", decoding)
             found[f"Geo{what}{short}"] = (gain.format(), "")
-    for name, arm in zip(("Adam", "AdamRounded", "Sgd", "SgdRounded"), FACTORIAL, strict=True):
+    for name, arm in zip(("Adam", "AdamRounded", "Sgd", "SgdRounded"), VARIATIONS, strict=True):
         found[f"GeoStay{name}"] = (stats.bootstrap_mean(stay(of, arm)).format(), "")
+    gains = equal_gain(run, of)
+    for name, (steps, _, ratio) in {"First": gains[0], "Last": gains[-1]}.items():
+        found |= {f"GeoEqual{name}": (in_words(ratio, 2), ""), f"GeoEqual{name}Steps": (steps, "d")}
     found["GeoAnchor"], found["GeoAnchorStrong"] = (run.anchor_decays[0], "g"), (run.anchor_decays[-1], "g")
     return found

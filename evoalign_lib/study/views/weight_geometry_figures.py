@@ -194,11 +194,11 @@ def drift(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             ax.plot(x, y, look.marker, color=look.color, ms=4, ls="", label=f"{look.label}")
             rows += [{"panel": what, "model": group, "x": a, "y": b} for a, b in zip(x, y, strict=True)]
         for arm in study.SHORTER:
-            look, ways = style.ARMS[arm], [models for _, models in view.on_the_way(run, of, arm)]
+            look, ways = style.ARMS[arm], [models for _, models in view.by_steps(run, of, arm)]
             x = [100 * view.accuracies(models, "greedy").mean() for models in ways]
             y = [factor * np.mean([view.skill(r, what) for r in models]) for models in ways]
-            ax.plot(x, y, ".-", color=look.color, ms=3, lw=1, label=f"{look.label}, on the way")
-            rows += [{"panel": what, "model": f"{arm}, on the way", "x": a, "y": b} for a, b in zip(x, y, strict=True)]
+            ax.plot(x, y, ".-", color=look.color, ms=3, lw=1, label=f"{look.label}, by steps")
+            rows += [{"panel": what, "model": f"{arm}, by steps", "x": a, "y": b} for a, b in zip(x, y, strict=True)]
         mean, look = of[f"es mean={size}"], style.ARMS["es"]
         x = [100 * view.accuracies([r], "greedy")[0] for r in mean]
         y = [factor * view.skill(r, what) for r in mean]
