@@ -136,7 +136,7 @@ def cosines(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.6), width_ratios=(1.1, 1))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1, 1))
     rows = []
     pairs = {("es", "grpo"): "ES, GRPO", ("es_random", "grpo"): "ES with random fitness, GRPO"}
     for (a, b), words in pairs.items():
@@ -150,17 +150,18 @@ def cosines(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             rows += [{"panel": "foretold", "pair": words, "runs": p.k, "value": p.predicted} for p in points]
     axes[0].axhline(0, **_NULL)
     axes[0].set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
-    axes[0].legend(fontsize=6, loc="upper left")
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(fontsize=6, loc="center right")
     entries, places = [], []
     for a, b in view.PAIRS:
         found = view.corrected(of, a, b)
         if np.isnan(found.value.low):
             continue
-        entries.append((f"{view.label(a)} and\n{view.label(b)}", found.value))
+        entries.append((f"{view.label(a)} · {view.label(b)}", found.value))
     for i, (words, found) in enumerate(reversed(entries)):
         ends = [[found.value - found.low], [found.high - found.value]]
         axes[1].errorbar(found.value, i, xerr=ends, fmt="o", color="black", ms=4, lw=1, capsize=2)
-        rows.append({"panel": "in common", "pair": words.replace("\n", " "), "value": found.value} | _ends(found))
+        rows.append({"panel": "in common", "pair": words, "value": found.value} | _ends(found))
         places.append(words)
     axes[1].axvline(0, **_NULL)
     axes[1].axvline(1, **_NULL)
