@@ -141,6 +141,51 @@ def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
     return np.array([[comb(i, k - 1) / comb(n, k) for i in range(n)] for k in range(1, n + 1)]) @ ordered
 
 
+def cost_at_equal_score(
+    other: Sequence[tuple[ArrayLike, ArrayLike]],
+    own: tuple[ArrayLike, ArrayLike],
+    start: float,
+    *,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Return what another arm's models cost over what an arm's do, where their mean scores are equal.
+
+    The other arm's cost at a score is read from the line through the means of its groups, such as runs of growing
+    length; it begins at the untrained model, which costs nothing. Where a mean score falls, the best before it stands.
+
+    Args:
+        other: groups in their order, each (scores, costs) of its models, (models,) each.
+        own: scores and costs of the arm's models, (models,) each.
+        start: score of the untrained model.
+
+    Returns:
+        The ratio of mean costs with a percentile interval over models, resampled in every group of both arms; n is the
+        smallest number of models. NaN where the line does not reach the score, or a cost is 0; its ends are NaN where
+        that is so in a resample.
+
+    Raises:
+        ValueError: an empty group, and values that are not finite.
+    """
+    groups = [tuple(_points(values, 1) for values in group) for group in (*other, own)]
+    rng = np.random.default_rng(seed)
+    means = []
+    for scores, costs in groups:
+        chosen = rng.integers(len(scores), size=(n_resamples + 1, len(scores)))
+        chosen[0] = np.arange(len(scores))  # the first is the sample itself
+        means.append((scores[chosen].mean(1), costs[chosen].mean(1)))
+    *line, (score, cost) = means
+    x = np.maximum.accumulate([np.full_like(score, start), *(found for found, _ in line)])
+    y = np.array([np.zeros_like(cost), *(found for _, found in line)])
+    there = np.array([np.interp(at, x[:, i], y[:, i], right=nan) for i, at in enumerate(score)])
+    ratios = np.divide(there, cost, out=np.full_like(cost, nan), where=(there > 0) & (cost > 0))
+    tail = (1 - level) / 2
+    low, high = np.quantile(ratios[1:], [tail, 1 - tail]) if np.isfinite(ratios).all() else (nan, nan)
+    n = min(len(scores) for scores, _ in groups)
+    return Interval(float(ratios[0]), float(low), float(high), n, level)
+
+
 def _points(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != ndim or array.ndim == 0 or array.size == 0:

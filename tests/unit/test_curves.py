@@ -173,3 +173,31 @@ def test_expected_maximum_is_unbiased_where_drawing_with_replacement_is_not() ->
     replaced = np.mean(np.sort(sweeps, axis=1) @ np.diff(cdf))
     spread = sqrt(8 / (9**2 * 10)) / sqrt(2000)
     assert abs(best - 8 / 9) < 4 * spread < 8 / 9 - replaced
+
+
+def test_costs_are_compared_where_scores_are_equal():
+    """Planted: the other arm costs score squared, ours half of that; the line through its means is near its curve."""
+    rng = np.random.default_rng(0)
+    levels = np.linspace(0.1, 1, 10)
+    other = [(at + rng.normal(0, 1e-3, 8), np.full(8, at**2)) for at in levels]
+    own = (np.full(8, 0.5), np.full(8, 0.125))
+    found = curves.cost_at_equal_score(other, own, start=0.0)
+    assert found.value == pytest.approx(2, rel=0.02) and found.low < 2 < found.high and found.n == 8
+    same = curves.cost_at_equal_score(other[:5], other[2], start=0.0)
+    assert same.value == pytest.approx(1) and same.low <= 1 <= same.high
+    # half way to the first group from a model that costs nothing
+    half = curves.cost_at_equal_score([([0.4], [3.0])], ([0.2], [1.0]), start=0.0)
+    assert half.value == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("score", "cost"), [(2.0, 1.0), (0.0, 1.0), (0.5, 0.0)])
+def test_a_score_that_is_not_reached_and_a_cost_of_nothing_have_no_ratio(score, cost):
+    found = curves.cost_at_equal_score([([1.0, 1.0], [1.0, 2.0])], ([score] * 2, [cost] * 2), start=0.0)
+    assert np.isnan([found.value, found.low, found.high]).all()
+
+
+def test_costs_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        curves.cost_at_equal_score([([1.0], [np.nan])], ([1.0], [1.0]), start=0.0)
+    with pytest.raises(ValueError, match="non-empty"):
+        curves.cost_at_equal_score([([], [])], ([1.0], [1.0]), start=0.0)

@@ -64,7 +64,7 @@ SMOKE = TINY | {
     "seeds_random": [0, 1],
     "seeds_sampled": [0, 1],
     "means": {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
-    | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
+    | {arm: [1] for arm in ("es_sampled", "dr_grpo", "grpo_random", "sft")},
     "means_of_each": 2,
     "shrunk": {"es": 2, "es_random": 2},
     "shrunk_far": 2,
@@ -135,6 +135,7 @@ def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> di
         settings = dict(grpo.settings) | own
         found[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, settings=settings, after=after)
     step = {"learning_rate": run.first_step_rate, "steps": 1, "prompts_per_step": run.first_step_prompts}
+    # in sixteen parts: the completions of all prompts at once would not fit into memory
     step |= {"curve_points": 3, "micro_batch": grpo.settings["num_generations"] * run.first_step_prompts // 16}
     settings = dict(grpo.settings) | step
     found[FIRST_STEP] = grpo._replace(arm="grpo_sgd", seeds=run.seeds_factorial, settings=settings)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign_lib import style
-from evoalign_lib.analysis import attenuation, geometry, products, stats
+from evoalign_lib.analysis import attenuation, curves, geometry, products, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record, accuracy_matrix
 from evoalign_lib.study import families
@@ -235,7 +235,7 @@ def merged_rows(run: SimpleNamespace, of: Records) -> list[tuple[str, list[Recor
 
 
 def remedies(run: SimpleNamespace) -> dict[str, str]:
-    """Return group -> name of the runs that are said to drift less, or may."""
+    """Return group -> name of the runs that may drift less."""
     found = {study.anchored_name(decay): f"{label('es_anchored')}, {decay:g} a step" for decay in run.anchor_decays}
     return found | {study.sized_name(N): f"{label('es')}, N = {N}" for N in run.populations}
 
@@ -266,39 +266,22 @@ def by_steps(run: SimpleNamespace, of: Records, arm: str) -> list[tuple[int, lis
 def equal_gain(run: SimpleNamespace, of: Records) -> list[tuple[int, float, Interval]]:
     """Return how far GRPO drifts over how far ES does, where GRPO solves greedily what ES does.
 
-    An entry per number of steps of ES: the steps, its mean accuracy (a fraction), and the ratio. GRPO's drift there is
-    read from the line through the means of its runs by their number of steps, from the base on, whose KL is 0. Runs of
-    every number of steps of both arms are resampled. NaN where that line does not reach the accuracy, or ES solves no
-    more than the base.
+    An entry per number of steps of ES: the steps, its mean accuracy (a fraction), and the ratio
+    (`curves.cost_at_equal_score`, from the base on, whose KL is 0).
     """
     base = float(np.mean(of["base"][0]["test"]["greedy"]))
     sides = {
-        arm: [(accuracies(models, "greedy"), np.array([skill(r, "kl") for r in models])) for _, models in found]
+        arm: [
+            (accuracies(models, "greedy"), np.array([skill(record, "kl") for record in models]))
+            for _, models in by_steps(run, of, arm)
+        ]
         for arm in study.SHORTER
-        for found in [by_steps(run, of, arm)]
     }
-    rng = np.random.default_rng(0)
-
-    def drawn(models: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        chosen = rng.integers(len(models[0]), size=(_RESAMPLES, len(models[0])))
-        chosen[0] = np.arange(len(models[0]))  # the first is the sample itself
-        return tuple(values[chosen].mean(1) for values in models)  # type: ignore[return-value]
-
-    other = [drawn(models) for models in sides["grpo"]]
-    x = np.array([np.full(_RESAMPLES, base), *(right for right, _ in other)])
-    y = np.array([np.zeros(_RESAMPLES), *(drift for _, drift in other)])
-    x = np.maximum.accumulate(x)
-    rows = []
-    for (steps, models), own in zip(by_steps(run, of, "es"), sides["es"], strict=True):
-        right, drift = drawn(own)
-        there = np.array([np.interp(r, x[:, i], y[:, i], right=np.nan) for i, r in enumerate(right)])
-        ratio = np.where((there > 0) & (drift > 0), there / np.where(drift > 0, drift, 1), np.nan)
-        low, high = np.quantile(ratio, [0.025, 0.975]) if np.isfinite(ratio).all() else (np.nan, np.nan)
-        rows.append((steps, float(right[0]), Interval(float(ratio[0]), float(low), float(high), len(models))))
-    return rows
-
-
-_RESAMPLES = 2000
+    lengths = [steps for steps, _ in by_steps(run, of, "es")]
+    return [
+        (steps, float(own[0].mean()), curves.cost_at_equal_score(sides["grpo"], own, start=base))
+        for steps, own in zip(lengths, sides["es"], strict=True)
+    ]
 
 
 def equal_gain_table(run: SimpleNamespace, of: Records) -> DataFrame:
