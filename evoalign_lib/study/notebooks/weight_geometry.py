@@ -64,7 +64,7 @@ SMOKE = TINY | {
     "seeds_random": [0, 1],
     "seeds_sampled": [0, 1],
     "means": {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
-    | {arm: [1] for arm in ("es_sampled", "dr_grpo", "grpo_random", "sft")},
+    | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
     "means_of_each": 2,
     "shrunk": {"es": 2, "es_random": 2},
     "shrunk_far": 2,
