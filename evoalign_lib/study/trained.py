@@ -62,7 +62,7 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
     """
     if (master := kept(digest)) is not None:
         return master, "kept"
-    if (source := kept_ledger(spec)) is not None:
+    if (source := kept_ledger(spec, digest)) is not None:
         master, made = ledger.replay(source, spec["base"]), "replayed"
     else:
         few = {"curve_points": 1} if "curve_points" in spec else {}
@@ -88,12 +88,16 @@ def check_digest(found: str, wanted: str, how: str) -> None:
         )
 
 
-def kept_ledger(spec: Spec) -> Path | None:
-    """Return the ledger of the committed record of a spec; None where there is no such record, or it has no ledger."""
+def kept_ledger(spec: Spec, digest: str) -> Path | None:
+    """Return the ledger of the committed record of a spec, or None: without such a record, ledger, or these weights.
+
+    digest: of the weights that the run ended with. A run made anew on another machine ends with others than the
+    committed one, whose ledger is then not its own.
+    """
     wanted = spec_hash(spec)
     for path in sorted(paths.RESULTS.glob(f"*/{spec['scale']}.jsonl")):
         for record in read_records(path):
-            if record["spec_hash"] == wanted and "ledger" in record:
+            if record["spec_hash"] == wanted and record.get("digest") == digest and "ledger" in record:
                 return ledger_file(record)
     return None
 

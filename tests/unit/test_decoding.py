@@ -112,6 +112,18 @@ def test_a_run_of_es_is_replayed_from_its_ledger_to_any_step(tmp_path, monkeypat
         kinds.get("decoding").run(wanted[0])
 
 
+def test_the_ledger_of_other_weights_is_not_replayed(tmp_path, monkeypatch):
+    """Another machine trains a committed run to weights of its own; they are measured, and not those of the record."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    specs = train_specs("es", ["A0"], range(1), SETTINGS, "tiny")
+    [committed] = load_or_run(specs, "nb", "tiny", workers=1, keep_ledgers=specs)
+    master = trained_weights.again(specs[0], committed["digest"])[0]
+    others = trained_weights.keep(master + np.float32(1e-3)).stem
+    elsewhere = again(committed | {"digest": others})
+    assert (elsewhere["made"], elsewhere["digest"]) == ("kept", others)
+    assert elsewhere["test"] != again(committed)["test"]
+
+
 @pytest.mark.parametrize("arm", ["es", "grpo"])
 def test_the_curve_is_measured_again_at_a_temperature(arm):
     """At temperature 1 it is what the record has; at another it has other answers, and nothing else."""

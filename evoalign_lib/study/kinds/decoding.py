@@ -137,9 +137,9 @@ def _made_again(
 ) -> Iterator[tuple[str, Any, Mapping[str, list], Path | None, dict[str, Any]]]:
     """The model that a run ended with, in an engine.
 
-    A base is loaded. A run of ES whose committed record has a ledger is replayed. Any other run is trained again, with
-    no more points of its curve than are wanted, since evaluation leaves no trace in training; or its end is read where
-    it was kept (`trained`), if no earlier step is wanted.
+    A base is loaded. A run of ES is replayed where its committed record has a ledger and ended with these weights. Any
+    other run is trained again, with no more points of its curve than are wanted, since evaluation leaves no trace in
+    training; or its end is read where it was kept (`trained`), if no earlier step is wanted.
 
     Args:
         wanted: of kind "decoding".
@@ -151,7 +151,7 @@ def _made_again(
     """
     spec = measured_spec(wanted)
     warm = {name: wanted[name] for name in ("curve_temperature",) if name in wanted}
-    source = None if spec["kind"] == "base" else trained.kept_ledger(spec)
+    source = None if spec["kind"] == "base" else trained.kept_ledger(spec, wanted["digest"])
     if spec["kind"] == "base" or source is not None:
         model, tokenizer, sets = training.world(spec | {"kind": "base"})
         with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
