@@ -48,7 +48,7 @@ class Arm:
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
-_OPTIONAL = ("curve_spacing", "unique_prompts")
+_OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
 _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None}
 _SGD = {"optim": "sgd"}
 

@@ -75,7 +75,11 @@ def outcome(spec: Spec, trained: Trained) -> Record:
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
     found = {"d": engine.layout.d, "update_norm": round(float(moved), 6), "digest": models.flat_digest(engine.master)}
     found |= {"diverged": diverged[0]} if diverged else {}
-    return found | measures.get(spec["task"]).outcome(spec, engine, sets)
+    measure = measures.get(spec["task"])
+    found |= measure.outcome(spec, engine, sets)
+    if "test" in found and "sampled_at" in spec:
+        found["test"] |= measure.sampled(spec, engine, sets, "test", spec["sampled_at"], 16)
+    return found
 
 
 # ---- where a run works

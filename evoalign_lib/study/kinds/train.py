@@ -20,9 +20,11 @@ from typing import Any
 from evoalign_lib import arms, files, grpo, tiny
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
+from evoalign_lib.engines.base import check_temperature
 from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
 from evoalign_lib.study import families, measures, specs, training, worlds
+from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.trained import keep as keep_weights
 
 
@@ -39,6 +41,7 @@ def train_specs(
             unique_prompts: the run sees this many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
             models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
+            sampled_at: temperatures besides 1 at which every point of the curve samples, and the test set at the end.
             anchor_decay, of ES: as `ESConfig` has it; 0 is left out of the spec, since it is the run without.
             scale_rewards, of GRPO and its relatives: instead of the arm's own.
             micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
@@ -49,8 +52,8 @@ def train_specs(
     Raises:
         ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
             first step and the last or more than a record holds, an unknown curve_spacing, an anchor_decay out of range,
-            no prompts or more than there are, a step that does not fall into parts for GPUs and micro batches, or what
-            `base_specs` refuses.
+            temperatures that are none, no prompts or more than there are, a step that does not fall into parts for GPUs
+            and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)
@@ -63,6 +66,8 @@ def train_specs(
         if "anchor_decay" in entry.settings:
             raise ValueError(f"anchor_decay={decay}: arm {arm!r} needs one above 0; without it, take arm 'es'.")
         wanted.pop("anchor_decay", None)
+    if "sampled_at" in wanted:
+        wanted["sampled_at"] = _temperatures(wanted["sampled_at"])
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
@@ -77,6 +82,16 @@ def train_specs(
         for base in bases
         for seed in seeds
     ]
+
+
+def _temperatures(given: Sequence[float]) -> list[float]:
+    """Return the temperatures of `sampled_at`. Raises ValueError for none, for one that is there twice, and for 1."""
+    for temperature in given:
+        check_temperature(temperature)
+    found = [float(temperature) for temperature in given]
+    if not found or 1.0 in found or len({label(t) for t in found}) < len(found):
+        raise ValueError(f"sampled_at={list(given)}: give temperatures besides 1, each once, or leave it out.")
+    return found
 
 
 def _check_curve(wanted: Mapping[str, Any]) -> None:

@@ -28,11 +28,13 @@ def label(temperature: float) -> str:
 def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]:
     """Return how a point of a run's curve decodes: the names, samples (0: greedily) and temperatures.
 
-    Greedily and at temperature 1; where the spec has `curve_temperature` (`kinds.decoding`), at that one alone.
+    Greedily, at temperature 1 and at those of `sampled_at`, if the spec has it (`kinds.train`); where it has
+    `curve_temperature` (`kinds.decoding`), at that one alone.
     """
     if "curve_temperature" in spec:
         return [(label(spec["curve_temperature"]), samples, spec["curve_temperature"])]
-    return [("greedy", 0, 1.0), ("t1", samples, 1.0)]
+    further = [(label(temperature), samples, temperature) for temperature in spec.get("sampled_at", ())]
+    return [("greedy", 0, 1.0), ("t1", samples, 1.0), *further]
 
 
 class Measures:

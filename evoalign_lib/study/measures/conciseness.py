@@ -47,14 +47,18 @@ LEAST_QUESTIONS = 8
 """Of an own file: even so each split for evaluation has only two of them."""
 
 
-def _check_room(rest: int, points: int, n: int) -> None:
-    """Refuse before a run what no record would hold after it: right answers of n test questions at so many points."""
+def _check_room(rest: int, points: int, n: int, further: int) -> None:
+    """Refuse before a run what no record would hold after it: right answers of n test questions at so many points.
+
+    further: temperatures besides 1 at which a point samples.
+    """
     # a point's numbers, and its right answers in hexadecimal; those of the end, greedily and of 16 samples
-    size = rest + points * (150 + (1 + SAMPLES) * n // 4) + n // 4 + n
+    a_point = 150 + 50 * further + (1 + SAMPLES * (1 + further)) * n // 4
+    size = rest + points * a_point + n // 4 + (1 + further) * n
     if size > MAX_RECORD:
         raise ValueError(
-            f"curve_points={points} with {n} test questions may make a record of {size} bytes, and {MAX_RECORD} are "
-            "allowed: set curve_points or test_problems lower."
+            f"curve_points={points} with {n} test questions under {2 + further} decodings may make a record of {size} "
+            f"bytes, and {MAX_RECORD} are allowed: set curve_points or test_problems lower."
         )
 
 
@@ -160,7 +164,7 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
     """What a point of the curve shows of the engine's current weights; see the module.
 
     Returns:
-        For both decodings d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
+        For each decoding d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
         "degenerate_d" (shares; no completion counts as both) and "right_bits_d" (which questions, hexadecimal; at
         temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a token
         at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no KL.
@@ -313,7 +317,8 @@ class _Conciseness(Measures):
             fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
         # at most, beside the curve: completions in any script are in it, and those of the tiny world are short
         rest = 2_200 if base in tiny.SHIPPED else 4_700
-        _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])))
+        further = len(settings.get("sampled_at") or ())
+        _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])), further)
         return fields
 
     def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:

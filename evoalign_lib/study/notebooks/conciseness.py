@@ -35,6 +35,7 @@ TINY = {
     "curve_points": 16,
     "curve_spacing": "log",
     "seeds_judge": 16,  # of the declared settings
+    "seeds_repeat": 16,  # further seeds of the declared settings, under all decodings
     "seeds_map": 4,  # of the other settings
     "seeds_elsewhere": 2,  # on the other bases
     "es_population_size": 30,
@@ -51,9 +52,8 @@ TINY = {
     "alpha": [0.0015, 0.005, 0.015],
     "learning_rate": [1e-4, 3e-4, 1e-3],
     "beta": [0.0, 0.04, 0.4],
-    "temperatures": [0.6],  # between greedy decoding and 1, at which the declared runs are measured again
-    "curve_temperature": 0.6,  # of samples along their curves
-    "decoded": [],  # groups that are, with the first base: "es" and "grpo"; none yet
+    "temperatures": [0.6],  # between greedy decoding and 1, at which the repeated runs are measured, too
+    "repeat_points": 10,  # of their curves: a record has no room for more
     "shown": 3,  # published completions of each set that are printed
     "questions_shown": 4,
 }
@@ -63,6 +63,8 @@ SMOKE = TINY | {
     "noise_draws": 2,
     "curve_points": 3,
     "seeds_judge": 2,
+    "seeds_repeat": 2,
+    "repeat_points": 3,
     "seeds_map": 1,
     "seeds_elsewhere": 1,
     "es_population_size": 4,
@@ -77,6 +79,7 @@ SMOKE = TINY | {
     "beta": [0.0],
 }
 FULL = TINY | {
+    "seeds_repeat": 0,
     "unique_prompts": None,
     "fewer_prompts": None,
     "max_completion_length": 128,
@@ -103,8 +106,17 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     here, elsewhere = run.bases[:1], run.bases[1:]
     judge, some = run.seeds_judge, run.seeds_map
 
-    def train(arm: str, bases: Sequence[str], seeds: int, changes: Sequence[Mapping[str, Any]] = ({},)) -> Group:
+    def train(
+        arm: str, bases: Sequence[str], seeds: int | Sequence[int], changes: Sequence[Mapping[str, Any]] = ({},)
+    ) -> Group:
         return Group(arm, bases, seeds, own_settings(run, arm), changes)
+
+    def again(arm: str, seeds: Sequence[int]) -> Group:
+        change = {"sampled_at": run.temperatures, "curve_points": run.repeat_points}
+        return train(arm, here, seeds, [change])
+
+    further = range(judge, judge + run.seeds_repeat)  # no seed that was looked at before
+    nulls = range(min(some, run.seeds_repeat))
 
     few_es, few_grpo = (
         [{"unique_prompts": run.fewer_prompts, name: value} for value in vars(run)[name] if run.fewer_prompts]
@@ -114,6 +126,10 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es": train("es", here, judge),
         "grpo": train("grpo", here, judge),
+        "es_repeat": again("es", further),
+        "grpo_repeat": again("grpo", further),
+        "es_random_repeat": again("es_random", nulls),
+        "grpo_random_repeat": again("grpo_random", nulls),
         "es_map": train("es", here, some, _cells(run, "es")),
         "grpo_map": train("grpo", here, some, _cells(run, "grpo")),
         "es_map_elsewhere": train("es", elsewhere, run.seeds_elsewhere, _cells(run, "es")),
@@ -128,14 +144,11 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 
 def _decodings(run: SimpleNamespace, of: Records) -> After:
-    """Runs that measure the first base and the declared runs again."""
-    if not run.decoded:
+    """Runs that measure the first base at the temperatures of the repeated runs."""
+    if not run.seeds_repeat:
         return After([], ())
-    along = {"temperatures": run.temperatures, "curve_temperature": run.curve_temperature}
-    bases = {"groups": ["first base"], "temperatures": run.temperatures}
-    known = {"first base": [r for r in of["base"] if r["spec"]["base"] == run.bases[0]]} if "base" in of else {}
-    found = loading.decodings(run, {**of, **known}, (), bases, {"groups": run.decoded} | along)
-    return found._replace(after=("base", *run.decoded))
+    known = {"base": [r for r in of["base"] if r["spec"]["base"] == run.bases[0]]} if "base" in of else {}
+    return loading.decodings(run, known, ["base"])
 
 
 def _cells(run: SimpleNamespace, arm: str) -> list[dict[str, float]]:
