@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import choose, whole_number
 
 METHODS = ("average", "complete", "single")
@@ -216,6 +217,89 @@ def within_between(
     # drawn deals and the observed one; all deals hold it already
     p = (sum(as_far) + (not exact)) / (len(as_far) + (not exact))
     return WithinBetween(within, between, p)
+
+
+def separation(dissimilarity: ArrayLike, draws: ArrayLike, found: Regimes, *, level: float = 0.95) -> Interval:
+    """Return by how much two clusters are more separate than those of one cluster are, with its interval.
+
+    That is the silhouette less the largest quantile, at `level`, of the nulls of `regimes`; above 0 where p_one is
+    below 1 - level. The interval is that of the silhouette of the same clusters over draws, which have problems
+    resampled.
+
+    dissimilarity, draws, found: as `regimes` took and returned them.
+    """
+    beyond = max(float(np.quantile(null, level)) for null in found.nulls.values())
+    drawn = [silhouette(matrix, found.labels) for matrix in np.asarray(draws, np.float64)]
+    return _interval(found.silhouette - beyond, np.array(drawn) - beyond, len(found.labels), level)
+
+
+def agreement(
+    dissimilarity: ArrayLike,
+    draws: ArrayLike,
+    labels: Sequence[Any],
+    *,
+    method: str = "average",
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Return the adjusted Rand index of two clusters with labels known beforehand, with its interval.
+
+    The interval resamples problems and runs together: each draw is cut anew on the distinct runs of a bootstrap sample.
+
+    dissimilarity: as in `two_clusters`. draws: (resamples, runs, runs), the same with problems resampled. labels:
+    (runs,), two kinds or more.
+    Returns the index, 1 where clusters and labels are the same; n is the number of runs.
+    Raises ValueError as `two_clusters`, and for labels that do not fit.
+    """
+    matrix, rng = np.asarray(dissimilarity, np.float64), np.random.default_rng(seed)
+    codes = _labels(labels, len(matrix))
+    value = adjusted_rand(codes, two_clusters(matrix, method))
+    found = []
+    for drawn in np.asarray(draws, np.float64):
+        runs = np.unique(rng.integers(len(codes), size=len(codes)))
+        if len(runs) >= 3 and len(set(codes[runs])) > 1:
+            found.append(adjusted_rand(codes[runs], two_clusters(drawn[np.ix_(runs, runs)], method)))
+    return _interval(value, np.array(found), len(codes), level)
+
+
+def basin(
+    dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike, *, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return how much nearer some runs are to one another than to all others: between - within, with its interval.
+
+    The interval resamples problems, by draws, and runs of both kinds; pairs with a run in common move together.
+
+    dissimilarity: (runs, runs); the upper triangle counts. draws: (resamples, runs, runs), the same with problems
+    resampled. inside: (runs,), whether a run is one of them: two at least, and one other.
+    Returns a difference of means, in the unit of the matrix; n is the smaller of the two numbers of runs.
+    Raises ValueError as `two_clusters`, and for other numbers of runs.
+    """
+    condensed, n = _condensed(dissimilarity)
+    chosen, rng = np.asarray(inside, bool), np.random.default_rng(seed)
+    if chosen.shape != (n,) or chosen.sum() < 2 or chosen.all():
+        raise ValueError(f"{int(chosen.sum())} of {n} runs inside: give two at least, and one outside")
+    upper = np.triu(np.ones((n, n), bool), 1)
+    within, between = upper & chosen & chosen[:, None], upper & (chosen != chosen[:, None])
+
+    def difference(matrix: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+        means = [np.average(matrix[pairs], weights=weights[pairs]) for pairs in (between, within)]
+        return float(means[0] - means[1])
+
+    found = []
+    kinds = np.flatnonzero(chosen), np.flatnonzero(~chosen)
+    for drawn in np.asarray(draws, np.float64):
+        counts = np.zeros(n)
+        for kind in kinds:
+            counts += np.bincount(rng.choice(kind, len(kind)), minlength=n)
+        weights = np.outer(counts, counts)
+        if weights[within].any():  # one run drawn again and again has no pair
+            found.append(difference(np.maximum(drawn, 0), weights))
+    return _interval(difference(_square(condensed), np.ones((n, n))), np.array(found), min(map(len, kinds)), level)
+
+
+def _interval(value: float, draws: NDArray[np.float64], n: int, level: float) -> Interval:
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2]) if len(draws) else (nan, nan)
+    return Interval(value, float(low), float(high), n, level)
 
 
 def _deals(codes: NDArray[np.int64], n: int, rng: np.random.Generator) -> tuple[Iterator[NDArray[np.int64]], bool]:

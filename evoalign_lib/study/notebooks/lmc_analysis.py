@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ from evoalign_lib.study import trained
 from evoalign_lib.study.kinds.noise import noise_spec
 from evoalign_lib.study.kinds.path import path_spec
 from evoalign_lib.study.kinds.products import products_specs
-from evoalign_lib.study.notebooks import loading, weight_geometry
-from evoalign_lib.study.notebooks.loading import After, Groups, Records
+from evoalign_lib.study.notebooks import conciseness, loading, weight_geometry
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "09_lmc_analysis"
 CLAIMS = ("C25", "C26", "C27", "C28")
@@ -32,6 +33,16 @@ TINY = {
     "validation_problems": 256,  # asked at every point, and under every noise
     "noise_sigmas": [0.005, 0.01, 0.02, 0.03],  # weight units
     "noise_trials": 4,  # draws of each noise
+    "regime_base": "B0",  # of the task of notebook 03, on which runs are hacked
+    "regime_seeds": list(range(16, 20)),  # no seed that notebook 03 has
+    "regime_steps": {  # small steps and large ones of each arm: what notebook 03's maps end clean and hacked with
+        "es": {"small": {"alpha": 0.0015}, "large": {"alpha": 0.015}},
+        "grpo": {"small": {"learning_rate": 1e-4}, "large": {"learning_rate": 1e-3}},
+        "es_random": {"large": {"alpha": 0.015}},
+        "grpo_random": {"large": {"learning_rate": 1e-3}},
+    },
+    "regime_points": 11,
+    "regime_problems": 128,
 }
 SMOKE = TINY | {
     "seeds_es": 4,
@@ -43,6 +54,9 @@ SMOKE = TINY | {
     "validation_problems": 16,
     "noise_sigmas": [0.01],
     "noise_trials": 1,
+    "regime_seeds": [16],
+    "regime_points": 3,
+    "regime_problems": 8,
 }
 FULL = TINY
 BASE = "base"
@@ -65,6 +79,9 @@ LINES = (
 
 SHAKEN = (BASE, "es", "grpo", "sft", MEAN, "es_random", "grpo_random", RANDOM)
 """Kinds of end whose weights get noise."""
+REGIMES = tuple(f"{arm}, {steps} steps" for arm, every in TINY["regime_steps"].items() for steps in every)
+"""Groups of runs on the task of notebook 03, of which some are hacked."""
+LEARNED = tuple(name for name in REGIMES if "random" not in name)
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -89,7 +106,37 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         ends = _ends(settings, of, end)[: 1 if end == BASE else settings.pairs] if all(n in of for n in needed) else []
         specs = [noise_spec(settings.bases[0], each, exact, scale) for each in ends]
         found[f"noise on {end}"] = After(specs, needed)
-    return found
+    return found | _regimes(settings, of, scale)
+
+
+def _regimes(run: SimpleNamespace, of: Records, scale: str) -> dict[str, Any]:
+    """Return runs of notebook 03's task with small steps and with large ones, and the lines between them.
+
+    Every two runs of `LEARNED` are joined. Runs with a random reward are joined with one another, and with those that
+    took small steps.
+    """
+    other = SimpleNamespace(**conciseness.presets()[scale])
+    found: dict[str, Any] = {}
+    for arm, every in run.regime_steps.items():
+        # as few points of the curve as there may be: what a run did to its base is told by its start and its end
+        declared = loading.own_settings(other, arm) | {"curve_points": 3, "sampled_at": other.temperatures}
+        for steps, change in every.items():
+            found[f"{arm}, {steps} steps"] = Group(
+                arm, [run.regime_base], run.regime_seeds, declared, [change], scale=scale
+            )
+    runs = {name: [trained.end([record]) for record in of[name]] for name in found if name in of}
+    pairs = []
+    if len(runs) == len(found):
+        learned = [end for name in LEARNED for end in runs[name]]
+        pairs += combinations(learned, 2)
+        small = [end for name in LEARNED if "small" in name for end in runs[name]]
+        for name in REGIMES:
+            if name not in LEARNED:
+                pairs += [*combinations(runs[name], 2), *((end, null) for null in runs[name] for end in small)]
+    asked = {"task": "conciseness", "max_completion_length": other.max_completion_length}
+    asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
+    specs = [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
+    return found | {"regimes": After(specs, REGIMES)}
 
 
 def name_of(first: str, last: str) -> str:
