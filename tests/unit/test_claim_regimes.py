@@ -28,7 +28,7 @@ def run(name: str, seed: int, fate: str, **more: object) -> dict:
 
 
 def line(first: dict, last: dict, height: float, rng: np.random.Generator) -> dict:
-    """A line whose error rises by a share `height` of the problems in its middle, with the same problems at all points."""
+    """A line in whose middle the error is higher by `height`, a share of the problems."""
     bump = height * (1 - np.abs(np.linspace(-1, 1, POINTS)))
     luck = rng.random(N)
     bits = [pack_bits((luck > 0.2 + b).astype(int)) for b in bump]
