@@ -163,6 +163,29 @@ def test_conciseness_is_measured_again_by_its_own_measures(arm):
         assert second["curve"] == {name: first["curve"][name] for name in ("step", *names)}
 
 
+@pytest.mark.skipif(not (tiny.bases_folder() / "B0").is_dir(), reason="the base has not been trained yet")
+@pytest.mark.parametrize("task", ["countdown", "conciseness"])
+def test_a_run_that_is_sampled_as_it_is_trained_has_what_it_has_measured_again(task):
+    """Further temperatures leave no trace in training, nor in what is measured besides."""
+    of_task = {"task": task, "unique_prompts": 2, "noise_draws": 1, "validation_problems": 4, "curve_points": 3}
+    base, changed = ("A0", {}) if task == "countdown" else ("B0", of_task | {"max_completion_length": 24})
+    [plain] = train_specs("es", [base], [0], SETTINGS | changed, "tiny")
+    [asked] = train_specs("es", [base], [0], SETTINGS | changed | {"sampled_at": [0.6]}, "tiny")
+    assert asked == plain | {"sampled_at": [0.6]}
+    first, second = (sweep.run(spec, "nb", "commit") for spec in (plain, asked))
+    [spec] = decoding_specs([first], [0.6], curve_temperature=0.6)
+    later = sweep.run(spec, "nb", "commit")
+    assert second["digest"] == first["digest"]
+    for record in (first, second):
+        record["curve"].pop("core_seconds", None)  # a measured time
+    for block in ("test", "curve"):
+        assert second[block] == first[block] | later[block] != first[block]
+    # measured again, it has what it had; and its curve can be had at yet another temperature
+    [again_spec] = decoding_specs([second], [0.6], curve_temperature=0.4)
+    other = sweep.run(again_spec, "nb", "commit")
+    assert other["test"] == later["test"] and not {name for name in other["curve"] if "0.6" in name}
+
+
 def test_what_has_no_curve_is_not_measured_along_it():
     [spec] = base_specs(["A0"], SETTINGS, "tiny")
     with pytest.raises(ValueError, match="curve_temperature=0.6: the record .* has no curve"):

@@ -307,6 +307,7 @@ def test_making_a_spec_changes_no_environment(model, own):
         ({"validation_problems": 5}, "validation_problems=5 must be .*: there are 4 validation questions"),
         ({"test_problems": 5}, "test_problems=5 must be .*: there are 4 test questions"),
         ({"curve_points": 40}, "curve_points=40 with 4 test questions .* set curve_points or test_problems lower"),
+        ({"curve_points": 20, "sampled_at": [0.4, 0.6]}, "under 4 decodings may make a record of .* lower"),
         ({"measure": "words"}, "measure='words': use one of strict, released"),
         ({"task": "countdown"}, "questions=.*: task 'countdown' has no such setting, set task='conciseness'"),
         ({"task": "countdown", "questions": None}, "noise_draws=1: task 'countdown' has no such setting"),

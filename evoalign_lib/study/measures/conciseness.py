@@ -170,6 +170,7 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no KL.
     """
     found: dict[str, Any] = {}
+    kl: dict[str, float | None] = {}
     for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
         a = _answers(engine, "validation", sets["validation"], samples, step, spec["measure"], temperature)
         b = _answers(engine, "test", sets["test"], samples, step, spec["measure"], temperature)
@@ -177,7 +178,8 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         found |= {f"proxy_{decoding}": float(a["rewards"].mean()), f"reward_{decoding}": float(b["rewards"].mean())}
         found |= {f"right_{decoding}": float(right.mean()), f"degenerate_{decoding}": report.degenerate.mean()}
         found |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
-    kl = {} if "curve_temperature" in spec else _kl(spec, engine, b["ids"][0])
+        if decoding == "t1" and "curve_temperature" not in spec:
+            kl = _kl(spec, engine, b["ids"][0])
     numbers = {name: value if isinstance(value, str) else round(float(value), 4) for name, value in found.items()}
     return numbers | {name: None if value is None else float(f"{value:.4g}") for name, value in kl.items()}
 
