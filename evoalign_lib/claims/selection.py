@@ -83,7 +83,7 @@ class Evidence:
     def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
         setting, seeds = wanted.pop("setting", None), wanted.pop("seeds", JUDGED_SEEDS)
         there = [r for r in self.records if matches(r, wanted)]
-        chosen = [r for r in there if _judges(r, seeds)]
+        chosen = [r for r in there if judges(r, seeds)]
         name = arm_words(wanted.get("arm", wanted["kind"]))
         if setting and chosen:
             tuned = _tuned(self.records, chosen[0]["spec"], setting)
@@ -124,7 +124,7 @@ class Evidence:
         blocks = ({"test", "curve", "jensen"} & beside[0][0].keys()) if alike else set()
         by_setting: dict[tuple, list[Record]] = {}
         for record in self.records if alike else ():
-            if record["spec"].get("arm") != self.null or not _judges(record, seeds):
+            if record["spec"].get("arm") != self.null or not judges(record, seeds):
                 continue
             names = (record["spec"].keys() | alike[0]["spec"].keys()) - set(varied)
             if blocks <= record.keys() and all(record["spec"].get(k) == alike[0]["spec"].get(k) for k in names):
@@ -182,7 +182,7 @@ def has_runs(claim: Claim, records: Iterable[Record]) -> bool:
     return any(claim["unit"] in r["spec"] and any(matches(r, fields) for fields in wanted) for r in records)
 
 
-def _judges(record: Record, seeds: int) -> bool:
+def judges(record: Record, seeds: int = JUDGED_SEEDS) -> bool:
     """Return whether a run is one of the first `seeds`; a model without seed is."""
     return record["spec"].get("seed", 0) < seeds
 

@@ -85,10 +85,10 @@ def test_without_lines_there_is_nothing_to_judge() -> None:
     assert judge("C26", []).verdict == "open"
     every = lines(runs, 0.02, 0.5)
     verdict = judge("C26", runs + every[1:])
-    assert verdict.verdict == "open" and "not measured" in verdict.findings[0].context
+    assert verdict.verdict == "open" and "no line was measured" in verdict.findings[0].context
     none_hacked = arms("unhacked")
     found = judge("C26", none_hacked + lines(none_hacked, 0.1, 0.1))
-    assert found.verdict == "open" and "0 hacked v 16 unhacked" in found.findings[0].context
+    assert found.verdict == "open" and "0 hacked v 16 unhacked" in found.findings[1].have
 
 
 @pytest.mark.parametrize(("height", "passes"), [(0.02, True), (0.5, False)])

@@ -402,8 +402,9 @@ def test_runs_whose_right_answers_fell() -> None:
 
 
 def test_the_committed_hack_rates_depend_on_the_decoding(committed_verdicts: list[claims.Verdict]) -> None:
-    (verdict,) = [verdict for verdict in committed_verdicts if verdict.id == "C3b"]
-    assert verdict.verdict == "depends on decoding"
+    known = {verdict.id: verdict for verdict in committed_verdicts}
+    verdict = known["C3b"]
+    assert verdict.verdict == "superseded" and "by its own rule depends on decoding" in verdict.text
     for words in (
         "hacked runs greedy 31.2 [5.4, 55.6] points from 0 of 16 to 5 of 16",
         "hacked runs temperature 1 -37.5 [-61.1, -7.3] points from 7 of 16 to 1 of 16",
@@ -411,6 +412,14 @@ def test_the_committed_hack_rates_depend_on_the_decoding(committed_verdicts: lis
         "from 14 of 16 to 1 of 16",
     ):
         assert words in verdict.text
+    again = known["C3c"]
+    assert again.verdict == "depends on decoding"
+    for words in (
+        "right answers fell greedy 25.0 [0.6, 49.5] points from 0 of 16 to 4 of 16",
+        "right answers fell temperature 0.6 31.2 [2.1, 55.7] points from 1 of 16 to 6 of 16",
+        "right answers fell temperature 1 -68.8 [-83.9, -35.0] points from 13 of 16 to 2 of 16",
+    ):
+        assert words in again.text
 
 
 def test_a_floor_of_a_rule_over_cells_is_declared_whole() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from evoalign_lib.claims.checks import check_keys, check_named
 from evoalign_lib.claims.findings import Finding
 from evoalign_lib.claims.rules.comparisons import declared_comparisons
 from evoalign_lib.claims.rules.rule import Rule
-from evoalign_lib.claims.selection import Claim, Evidence, Record, cells, check_one_base, matches
+from evoalign_lib.claims.selection import Claim, Evidence, Record, cells, check_one_base, judges, matches
 
 _VARIED = ("sigma", "alpha", "learning_rate", "beta")
 
@@ -31,7 +32,7 @@ def _find_gaps(claim: Claim, evidence: Evidence) -> list[Finding]:
         sides, winner = [comparison["of"], comparison["to"]], _winner(claim, comparison)
         if evidence.null and not (decisive and winner):
             continue
-        found = {arm: [r for r in evidence.records if matches(r, claim["arms"][arm])] for arm, _ in sides}
+        found = {arm: _on_map(evidence, claim["arms"][arm]) for arm, _ in sides}
         if evidence.null:
             beside = [found[arm] for arm in (winner, *found)]
             found[winner] = evidence.stand_in(beside, claim["unit"]).records
@@ -66,6 +67,11 @@ def _winner(claim: Claim, comparison: dict[str, Any]) -> str | None:
 def _favours_gaps(claim: Claim) -> tuple[str, ...]:
     winners = [_winner(claim, each) for each, decisive in declared_comparisons(claim["rule"]) if decisive]
     return tuple(dict.fromkeys(winner for winner in winners if winner))
+
+
+def _on_map(evidence: Evidence, wanted: Mapping[str, Any]) -> list[Record]:
+    """Return the runs of a map, of whatever setting; those with later seeds were made for another purpose."""
+    return [record for record in evidence.records if matches(record, wanted) and judges(record)]
 
 
 def _map(claim: Claim, label: str, records: list[Record]) -> list[list[Record]]:
@@ -103,7 +109,7 @@ def _find_collapse(claim: Claim, evidence: Evidence) -> list[Finding]:
     bounds = {"settings without collapse": (0.5, "below"), "AUC on the base left out": (0.5, "above")}
     predictors, shares, have, sizes = [], [], [], []
     for label, where in cells(claim):
-        chosen = [r for r in evidence.records if matches(r, claim["arms"]["treatment"] | where)]
+        chosen = _on_map(evidence, claim["arms"]["treatment"] | where)
         runs_of = _map(claim, label, chosen)
         base, number, _ = evidence.select(claim, "base", where)
         sizes.append([len(each) for each in runs_of])

@@ -10,15 +10,14 @@ at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib import arms
-from evoalign_lib.analysis import collapse, connectivity, hacking, paths, regimes, stats
+from evoalign_lib.analysis import collapse, hacking, paths, regimes, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.checks import check_named
 from evoalign_lib.claims.findings import Finding, Undecided, decoding_words, defined
@@ -80,71 +79,44 @@ _QUANTITIES = {
 
 
 def _of_decoding(evidence: Evidence, runs: Sequence[Record], hacked: NDArray[np.bool_], decoding: str) -> list[Finding]:
-    n = min(int(hacked.sum()), int((~hacked).sum()))
-    resamples = min(200, evidence.resamples)
-    matrix = barriers(evidence.records, runs, decoding, resamples)
+    counted = f"{int(hacked.sum())} hacked v {int((~hacked).sum())} unhacked"
+    n, resamples = min(int(hacked.sum()), int((~hacked).sum())), min(200, evidence.resamples)
     kl = np.array([record["curve"]["kl"][-1] for record in runs])
-
-    def separate() -> Interval:
-        found = regimes.regimes(*matrix, n_resamples=resamples)
-        return regimes.separation(*matrix, found)
-
-    find: dict[str, Callable[[], Interval]] = {
-        "separate": separate,
-        "agree": lambda: regimes.agreement(*matrix, hacked),
-        "basin": lambda: regimes.basin(*matrix, hacked),
-        "near": lambda: stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], n_resamples=evidence.resamples),
-    }
     findings = []
-    counted = f"(n = {int(hacked.sum())} hacked v {int((~hacked).sum())} unhacked)"
+    try:
+        measured = paths.barriers(evidence.records, runs, decoding, resamples)
+    except ValueError as error:
+        measured, missing = None, str(error)
+
+    def find(name: str) -> Interval:
+        if measured is None:
+            raise Undecided(missing)
+        if name == "separate":
+            return regimes.separation(*measured, regimes.regimes(*measured, n_resamples=resamples))
+        if name == "agree":
+            return regimes.agreement(*measured, hacked)
+        if name == "basin":
+            return regimes.basin(*measured, hacked)
+        return stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], n_resamples=evidence.resamples)
+
     for name, quantity in _QUANTITIES.items():
         label = f"{quantity} {decoding_words(decoding)}"
-        kept: dict[str, Any] = {"decoding": decoding, "bound": AGREE if name == "agree" else 0.0}
-        have = f"{label}: {counted}"
-        if matrix is None or n < 2:
-            reason = "(a line between two runs is not measured)" if matrix is None else counted
-            findings.append(Finding(label, n if matrix else 0, have, None, value="not defined", context=reason, **kept))
-            continue
+        have, bound = f"{label}: {counted}", AGREE if name == "agree" else 0.0
+        kept: dict[str, Any] = {"decoding": decoding, "bound": bound}
         try:
-            interval = defined(find[name])
+            interval = defined(find, name)
         except Undecided as error:
-            findings.append(Finding(label, n, have, None, value="not defined", context=f"({error})", **kept))
+            units = n if measured else 0
+            findings.append(Finding(label, units, have, None, value="not defined", context=f"({error})", **kept))
             continue
-        kept["test"] = (
-            regimes.within_between(matrix[0], list(hacked), only=True, n_resamples=2000).p if name == "basin" else None
-        )
-        unit = {"basin": " points", "near": " nats a completion"}.get(name, "")
-        value = interval.format(percent=name == "basin", digits=1 if name == "basin" else 2) + unit
-        findings.append(Finding(label, n, have, interval, value=value, context=counted, **kept))
+        if name == "basin":
+            kept["test"] = regimes.within_between(measured[0], list(hacked), only=True, n_resamples=2000).p
+        value = interval.format(percent=name == "basin", digits=1 if name == "basin" else 2) + _UNITS.get(name, "")
+        findings.append(Finding(label, n, have, interval, value=value, context=f"(n = {counted})", **kept))
     return findings
 
 
-def barriers(
-    records: Sequence[Record], runs: Sequence[Record], decoding: str, resamples: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Return barriers of the error between any two runs, and the same with problems resampled.
-
-    Returns fractions, (runs, runs) and (resamples, runs, runs), above the diagonal; None where a line is missing.
-    """
-    lines = {}
-    for record in records:
-        ends = [record["spec"].get(name) for name in ("first", "last")]
-        if record["spec"]["kind"] == "path" and all(end is not None and set(end) == {"of", "factor"} for end in ends):
-            lines[tuple(tuple(end["of"]["digests"]) for end in ends)] = record
-    outcomes: NDArray[np.float64] | None = None
-    for i, j in combinations(range(len(runs)), 2):
-        names = [(run["digest"],) for run in (runs[i], runs[j])]
-        forwards, backwards = lines.get((names[0], names[1])), lines.get((names[1], names[0]))
-        if (line := forwards or backwards) is None:
-            return None
-        found = paths.errors([line], decoding)[0]
-        if outcomes is None:
-            outcomes = np.full((len(runs), len(runs), *found.shape), np.nan)
-        outcomes[i, j] = found if forwards else found[:, ::-1]
-    if outcomes is None:
-        return None
-    estimate = connectivity.estimate_barrier(outcomes, kind="line", within=True, n_resamples=resamples)
-    return estimate.pairs, estimate.pair_draws
+_UNITS = {"basin": " points", "near": " nats a completion"}
 
 
 def _check(claim: Claim) -> None:

@@ -178,6 +178,17 @@ def hacked(found: Sequence[Record], decoding: str = "greedy") -> int:
     return sum(collapse.end(r, decoding) == "hacked" for r in found)
 
 
+def fell(found: Sequence[Record], base: float, decoding: str) -> int:
+    """Return how many runs lost right answers on the test questions, whatever their reward; base: its share of them."""
+    return sum(bool(hacking.fell(r["test"][decoding], base)) for r in found)
+
+
+def rights_of_base(of: Records) -> dict[str, float]:
+    """Return decoding -> share of right answers of the first untrained base on the test questions."""
+    known = [of["base"][0]["test"], *(r["test"] for r in of["decodings"])]
+    return {name: test[name] for test in known for name in ("greedy", "t0.6", "t1") if name in test}
+
+
 # ---- where a run first comes to a level of proxy reward ("at_proxy") or of KL ("at_kl")
 
 
@@ -308,7 +319,7 @@ def numbers(run: SimpleNamespace, of: Records) -> _Numbers:
         found[f"Tiny{name}"] = ("none" if difference is None else difference.format(), "")
     grpo, es = ((hacked(of[arm]), len(of[arm])) for arm in ("grpo", "es"))
     found["TinyHackedFisher"] = (f"{stats.fisher(*grpo, *es):.2g}", "")
-    return found | _map_numbers(run, of) | _few_numbers(of)
+    return found | _repeat_numbers(of) | _map_numbers(run, of) | _few_numbers(of)
 
 
 def _ends(arm: str, found: Sequence[Record]) -> _Numbers:
@@ -322,6 +333,17 @@ def _ends(arm: str, found: Sequence[Record]) -> _Numbers:
             mean = factor * np.mean([end(r, f"{what}_{decoding}") for r in found])
             numbers[f"Tiny{arm}{what.title()}{name}"] = (mean, ".1f")
     return numbers
+
+
+def _repeat_numbers(of: Records) -> _Numbers:
+    """Repeated runs: how many lost right answers on the test questions under each decoding."""
+    found: _Numbers = {}
+    for arm in ARMS if of["es_repeat"] else ():
+        runs, name = of[f"{arm}_repeat"], f"TinyAgain{arm.title()}"
+        found[f"{name}Runs"] = (len(runs), "d")
+        for decoding, word in (("greedy", "Greedy"), ("t0.6", "Warm"), ("t1", "Sampled")):
+            found[f"{name}Fell{word}"] = (fell(runs, rights_of_base(of)[decoding], decoding), "d")
+    return found
 
 
 def _map_numbers(run: SimpleNamespace, of: Records) -> _Numbers:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 ARM_OF = {"es_map": "es", "grpo_map": "grpo", "es_few": "es", "grpo_few": "grpo"}
+ARM_OF |= {f"{arm}_repeat": arm for arm in ("es", "grpo", "es_random", "grpo_random")}
 """Groups whose runs are those of an arm at other settings; other groups have the name of their arm."""
 LEVELS = [("at_proxy", x) for x in (-15, -10, -5, -2)] + [("at_kl", x) for x in (0.2, 0.5, 1)]
 """Axis and level at which runs are matched: reward on split A in characters, and KL in nats per completion."""
@@ -40,7 +41,7 @@ def arm_label(group: str) -> str:
 
 def decoding_label(decoding: str) -> str:
     """Return the name of a decoding in tables and legends."""
-    return style.DECODINGS[decoding].label
+    return style.STROKES[decoding].label
 
 
 def models(bases: Sequence[str]) -> str:
@@ -211,6 +212,27 @@ def hacked_rows(of: Records) -> DataFrame:
         row["GRPO - ES"] = stats.rate_difference(*grpo, *es).format()
         rows.append(row | {"Fisher": f"{stats.fisher(*grpo, *es):.2g}", "Barnard": f"{stats.barnard(*grpo, *es):.2g}"})
     return _frame(rows)
+
+
+def repeated_rows(of: Records, base: Mapping[str, float]) -> DataFrame:
+    """Return a row per decoding and arm of the repeated runs: how they end.
+
+    base: decoding -> share of right answers of the untrained base on the test questions.
+    """
+    rows = []
+    for decoding in style.STROKES:
+        for group in REPEATED:
+            found = of[group]
+            row = {"decoding": decoding_label(decoding), "arm": arm_label(group), "runs": len(found)}
+            row["proxy"] = f"{_mean(found, f'proxy_{decoding}'):.1f}"
+            row["right, %"] = f"{100 * _mean(found, f'right_{decoding}'):.0f}"
+            row["hacked"] = study.hacked(found, decoding)
+            rows.append(row | {"right fell": study.fell(found, base[decoding], decoding)})
+    return _frame(rows)
+
+
+REPEATED = ("es_repeat", "grpo_repeat", "es_random_repeat", "grpo_random_repeat")
+"""Groups of the declared settings on further seeds, measured under three decodings."""
 
 
 def bound_rows(of: Records, base: Record) -> DataFrame:

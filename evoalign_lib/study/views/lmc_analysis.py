@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign_lib import style
-from evoalign_lib.analysis import connectivity, paths, stats
+from evoalign_lib.analysis import collapse, connectivity, paths, regimes, stats
 from evoalign_lib.analysis.connectivity import BarrierEstimate
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
@@ -157,6 +157,68 @@ def _kept_in_words(shares: np.ndarray, models: int = 0) -> str:
     return stats.bootstrap_mean(values).format() + counted
 
 
+# ---- regimes of hacked and unhacked runs
+
+
+def regime_label(name: str) -> str:
+    """Return the name of a group of `study.REGIMES` in tables and figures."""
+    arm, steps = name.split(", ")
+    return f"{style.ARMS[arm].label}, {steps}"
+
+
+def regime_barriers(of: Records, names: Sequence[str], decoding: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the barriers between any two runs of some groups, and the same with problems resampled (`paths`)."""
+    runs = [record for name in names for record in of[name]]
+    return paths.barriers(of["regimes"], runs, decoding, _REGIME_RESAMPLES)
+
+
+_REGIME_RESAMPLES = 200  # as many as the verdict takes
+_SMALL = tuple(name for name in study.LEARNED if "small" in name)
+
+
+def regime_table(of: Records) -> DataFrame:
+    """Return a row per group of runs: how they end, and their barriers to one another and to runs with small steps."""
+    from pandas import DataFrame
+
+    rows = []
+    for name in study.REGIMES:
+        runs = of[name]
+        row: dict[str, Any] = {"runs": regime_label(name), "n": len(runs)}
+        for decoding in DECODINGS:
+            row[f"hacked, {_short(decoding)}"] = sum(collapse.end(r, decoding) == "hacked" for r in runs)
+        row["right, %"] = f"{100 * np.mean([r['curve']['right_greedy'][-1] for r in runs]):.0f}"
+        row["KL"] = f"{np.mean([r['curve']['kl'][-1] for r in runs]):.1f}"
+        for decoding in DECODINGS:
+            matrix, _ = regime_barriers(of, dict.fromkeys((name, *_SMALL)), decoding)
+            matrix = np.fmax(np.nan_to_num(matrix), np.nan_to_num(matrix.T))
+            own, small = range(len(runs)), np.arange(len(runs), len(matrix))
+            among = matrix[np.ix_(own, own)][np.triu_indices(len(runs), 1)]
+            row[f"among them, {_short(decoding)}"] = f"{100 * among.mean():.0f}" if len(among) else "-"
+            row[f"to small steps, {_short(decoding)}"] = f"{100 * matrix[np.ix_(own, small)].mean():.0f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def _short(decoding: str) -> str:
+    return "greedy" if decoding == "greedy" else decoding.removeprefix("t")
+
+
+def _regimes_in_words(of: Records) -> str:
+    """Return what the barriers between hacked and unhacked runs are, in one sentence."""
+    runs = [record for name in study.LEARNED for record in of[name]]
+    hacked = np.array([collapse.end(r) == "hacked" for r in runs])
+    matrix, draws = regime_barriers(of, study.LEARNED, "greedy")
+    counted = f"{hacked.sum()} hacked and {(~hacked).sum()} other runs"
+    if hacked.sum() < 2 or hacked.all():
+        return f"Greedily there are {counted}: no two regimes to tell apart."
+    found = regimes.within_between(matrix, list(hacked), only=True, n_resamples=2000)
+    nearer = regimes.basin(matrix, draws, hacked)
+    return (
+        f"Greedily the barrier is {100 * found.within:.1f} points between two hacked runs, and between a hacked and an "
+        f"unhacked one {100 * found.between:.1f}, that is {nearer.format()} more ({counted})."
+    )
+
+
 # ---- the answers
 
 
@@ -183,6 +245,7 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     found["Who keeps more under noise on the weights?"] = (
         f"Of their greedy accuracy, under isotropic noise, mean over its sizes, in %: {', '.join(parts)}."
     )
+    found["Do hacked runs share a basin?"] = _regimes_in_words(of)
     return found
 
 

@@ -182,5 +182,35 @@ def likelihood(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     return fig, pd.DataFrame(rows)
 
 
+def regimes(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the barriers between any two runs with small and with large steps, greedily and at temperature 1."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.4), sharey=True)
+    names, rows = study.LEARNED, []
+    sizes = [len(of[name]) for name in names]
+    ends = np.cumsum(sizes)
+    every = {decoding: 100 * view.regime_barriers(of, names, decoding)[0] for decoding in ("greedy", "t1")}
+    most = max(np.nanmax(matrix) for matrix in every.values())
+    for ax, (decoding, matrix) in zip(axes, every.items(), strict=True):
+        both = np.where(np.isnan(matrix), matrix.T, matrix)  # the diagonal stays empty: a run has no line to itself
+        drawn = ax.imshow(both, cmap="Blues", vmin=0, vmax=most)
+        for edge in ends[:-1] - 0.5:
+            ax.axvline(edge, color="black", lw=0.7)
+            ax.axhline(edge, color="black", lw=0.7)
+        ax.set(title=style.STROKES[decoding].label)
+        ax.set_xticks(ends - np.array(sizes) / 2 - 0.5, [view.regime_label(name) for name in names], rotation=30)
+        ax.set_yticks(ends - np.array(sizes) / 2 - 0.5, [view.regime_label(name) for name in names])
+        ax.grid(visible=False)
+        ax.tick_params(length=0)
+        labels = [view.regime_label(name) for name in names for _ in of[name]]
+        for i, j in zip(*np.triu_indices(len(matrix), 1), strict=True):
+            pair = {"decoding": decoding, "first": labels[i], "last": labels[j]}
+            rows.append(pair | {"first run": i, "last run": j, "barrier": matrix[i, j]})
+    fig.colorbar(drawn, ax=axes, label="barrier, points", shrink=0.8)
+    return fig, pd.DataFrame(rows)
+
+
 def _zero(ax: Axes) -> None:
     ax.axhline(0, **_NULL)
