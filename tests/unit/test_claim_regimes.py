@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from claim_worlds import DECLARED, judge
 
+from evoalign_lib.analysis import paths
 from evoalign_lib.claims.rules import check_rule
 from evoalign_lib.records import pack_bits
 
@@ -89,6 +90,25 @@ def test_without_lines_there_is_nothing_to_judge() -> None:
     none_hacked = arms("unhacked")
     found = judge("C26", none_hacked + lines(none_hacked, 0.1, 0.1))
     assert found.verdict == "open" and "0 hacked v 16 unhacked" in found.findings[1].have
+
+
+def test_barriers_between_runs_are_those_of_their_lines_in_either_direction() -> None:
+    runs = arms()[:3]
+    rng = np.random.default_rng(2)
+    heights = {(0, 1): 0.1, (0, 2): 0.4, (1, 2): 0.25}
+    known = [line(runs[i], runs[j], height, rng) for (i, j), height in heights.items()]
+    matrix, draws = paths.barriers(known, runs, "greedy", 20)
+    assert draws.shape == (20, 3, 3) and np.isnan(matrix[np.tril_indices(3)]).all()
+    for pair, height in heights.items():
+        assert matrix[pair] == pytest.approx(height, abs=0.1)
+    turned, _ = paths.barriers([line(runs[2], runs[1], 0.25, rng), *known[:2]], runs, "t1", 20)
+    assert turned[1, 2] == pytest.approx(0.25, abs=0.1)
+    # an end that is not where a run ended is another model
+    other = known[2] | {"spec": known[2]["spec"] | {"last": known[2]["spec"]["last"] | {"draw": 3}}}
+    with pytest.raises(ValueError, match="no line was measured between the runs with the weights"):
+        paths.barriers([*known[:2], other], runs, "greedy", 20)
+    with pytest.raises(ValueError, match="give two at least"):
+        paths.barriers(known, runs[:1], "greedy", 20)
 
 
 @pytest.mark.parametrize(("height", "passes"), [(0.02, True), (0.5, False)])
