@@ -154,7 +154,7 @@ def trained(
 def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
     with trained(spec, place, lasting, keep) as found:
         result = found.result | training.outcome(spec, found)
-        if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED and spec.get("test_problems"):
+        if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED and spec.get("test_problems", 1):
             with suppress(OSError):  # a full disk takes no record with it: whoever measures the model trains it again
                 keep_weights(found.engine.master)
         return result
