@@ -143,6 +143,7 @@ SAID = {
     "C22": "not evidence",
     "C23": "contradicted",
     "C25": "underpowered",
+    "C26": "not evidence",
     "C27": "contradicted",
     "C28": "contradicted",
     "C33": "not evidence",

@@ -173,6 +173,7 @@ def regime_barriers(of: Records, names: Sequence[str], decoding: str) -> tuple[n
 
 
 _REGIME_RESAMPLES = 200  # as many as the verdict takes
+_BROKEN = "grpo_random, large steps"
 _SMALL = tuple(name for name in study.LEARNED if "small" in name)
 
 
@@ -189,33 +190,54 @@ def regime_table(of: Records) -> DataFrame:
         row["right, %"] = f"{100 * np.mean([r['curve']['right_greedy'][-1] for r in runs]):.0f}"
         row["KL"] = f"{np.mean([r['curve']['kl'][-1] for r in runs]):.1f}"
         for decoding in DECODINGS:
-            matrix, _ = regime_barriers(of, dict.fromkeys((name, *_SMALL)), decoding)
-            matrix = np.fmax(np.nan_to_num(matrix), np.nan_to_num(matrix.T))
-            own, small = range(len(runs)), np.arange(len(runs), len(matrix))
-            among = matrix[np.ix_(own, own)][np.triu_indices(len(runs), 1)]
-            row[f"among them, {_short(decoding)}"] = f"{100 * among.mean():.0f}" if len(among) else "-"
-            row[f"to small steps, {_short(decoding)}"] = f"{100 * matrix[np.ix_(own, small)].mean():.0f}"
+            among, small = _mean_barriers(of, name, decoding)
+            row[f"among them, {_short(decoding)}"] = "-" if np.isnan(among) else f"{100 * among:.0f}"
+            row[f"to small steps, {_short(decoding)}"] = f"{100 * small:.0f}"
         rows.append(row)
     return DataFrame(rows)
+
+
+def _mean_barriers(of: Records, name: str, decoding: str) -> tuple[float, float]:
+    """Return the mean barrier among the runs of a group, NaN of one alone, and to the runs with small steps."""
+    n = len(of[name])
+    matrix, _ = regime_barriers(of, dict.fromkeys((name, *_SMALL)), decoding)
+    matrix = np.fmax(np.nan_to_num(matrix), np.nan_to_num(matrix.T))
+    among = matrix[:n, :n][np.triu_indices(n, 1)]
+    return float(among.mean()) if len(among) else float("nan"), float(matrix[:n, n:].mean())
 
 
 def _short(decoding: str) -> str:
     return "greedy" if decoding == "greedy" else decoding.removeprefix("t")
 
 
-def _regimes_in_words(of: Records) -> str:
-    """Return what the barriers between hacked and unhacked runs are, in one sentence."""
-    runs = [record for name in study.LEARNED for record in of[name]]
-    hacked = np.array([collapse.end(r) == "hacked" for r in runs])
-    matrix, draws = regime_barriers(of, study.LEARNED, "greedy")
-    counted = f"{hacked.sum()} hacked and {(~hacked).sum()} other runs"
+def _basin(of: Records) -> Interval | None:
+    """Return by how much the greedy barrier is higher from hacked runs to unhacked ones than among hacked ones.
+
+    None where fewer than two runs are hacked, or all.
+    """
+    hacked = _hacked(of)
     if hacked.sum() < 2 or hacked.all():
+        return None
+    return regimes.basin(*regime_barriers(of, study.LEARNED, "greedy"), hacked)
+
+
+def _hacked(of: Records) -> np.ndarray:
+    return np.array([collapse.end(run) == "hacked" for name in study.LEARNED for run in of[name]])
+
+
+def _regimes_in_words(of: Records) -> str:
+    """Return what the barriers between hacked and unhacked runs are."""
+    hacked, nearer = _hacked(of), _basin(of)
+    counted = f"{hacked.sum()} hacked and {(~hacked).sum()} other runs"
+    if nearer is None:
         return f"Greedily there are {counted}: no two regimes to tell apart."
+    matrix, _ = regime_barriers(of, study.LEARNED, "greedy")
     found = regimes.within_between(matrix, list(hacked), only=True, n_resamples=2000)
-    nearer = regimes.basin(matrix, draws, hacked)
+    among, small = (f"{100 * mean:.1f}" for mean in _mean_barriers(of, _BROKEN, "greedy"))
     return (
         f"Greedily the barrier is {100 * found.within:.1f} points between two hacked runs, and between a hacked and an "
-        f"unhacked one {100 * found.between:.1f}, that is {nearer.format()} more ({counted})."
+        f"unhacked one {100 * found.between:.1f}, that is {nearer.format()} more ({counted}). Runs with a random "
+        f"reward, which learned nothing, have {among} among them and {small} to those that took small steps."
     )
 
 
@@ -266,6 +288,9 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
     found["LmcMeanGreedy"] = (barrier(of, study.MEAN, "grpo", "greedy").interval.format(), "")
     for end in ("es", "grpo"):
         found[f"LmcHalf{end.title()}"] = (interval(half_gain(of, end, "greedy")), "")
+    basin = _basin(of)
+    found["LmcBasin"] = ("-" if basin is None else basin.format(), "")
+    found["LmcBasinNull"] = (100 * _mean_barriers(of, _BROKEN, "greedy")[1], ".1f")
     for end, name in zip(_ASKED, ("Es", "Grpo", "Random"), strict=True):
         values = kept(of[f"noise on {end}"], "isotropic", "greedy").mean(1)
         found[f"LmcKept{name}"] = (stats.bootstrap_mean(values).format(digits=0) if len(values) else "-", "")

@@ -187,7 +187,7 @@ def regimes(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.4), sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.4), sharey=True, layout="constrained")
     names, rows = study.LEARNED, []
     sizes = [len(of[name]) for name in names]
     ends = np.cumsum(sizes)
@@ -200,8 +200,9 @@ def regimes(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             ax.axvline(edge, color="black", lw=0.7)
             ax.axhline(edge, color="black", lw=0.7)
         ax.set(title=style.STROKES[decoding].label)
-        ax.set_xticks(ends - np.array(sizes) / 2 - 0.5, [view.regime_label(name) for name in names], rotation=30)
-        ax.set_yticks(ends - np.array(sizes) / 2 - 0.5, [view.regime_label(name) for name in names])
+        middles, called = ends - np.array(sizes) / 2 - 0.5, [view.regime_label(name) for name in names]
+        ax.set_xticks(middles, called, rotation=30, ha="right", rotation_mode="anchor")
+        ax.set_yticks(middles, called)
         ax.grid(visible=False)
         ax.tick_params(length=0)
         labels = [view.regime_label(name) for name in names for _ in of[name]]
