@@ -51,8 +51,8 @@ def barriers(
 
     records: any; of kind "path" those between these runs are taken, in either direction. runs: of training, (runs,).
     decoding: as in `errors`.
-    Returns fractions, (runs, runs) and (n_resamples, runs, runs), above the diagonal; corrected for noise
-    (`connectivity.estimate_barrier`).
+    Returns fractions, (runs, runs) and (resamples, runs, runs), above the diagonal; corrected for noise
+    (`connectivity.estimate_barrier`, which leaves out the few resamples that have one run alone).
     Raises ValueError for less than two runs, and where a line between two of them was not measured.
     """
     lines: dict[tuple[str, str], Record] = {}

@@ -98,7 +98,8 @@ def test_barriers_between_runs_are_those_of_their_lines_in_either_direction() ->
     heights = {(0, 1): 0.1, (0, 2): 0.4, (1, 2): 0.25}
     known = [line(runs[i], runs[j], height, rng) for (i, j), height in heights.items()]
     matrix, draws = paths.barriers(known, runs, "greedy", 20)
-    assert draws.shape == (20, 3, 3) and np.isnan(matrix[np.tril_indices(3)]).all()
+    assert 1 <= len(draws) <= 20 and draws.shape[1:] == (3, 3)  # fewer where a resample has one run alone
+    assert np.isnan(matrix[np.tril_indices(3)]).all()
     for pair, height in heights.items():
         assert matrix[pair] == pytest.approx(height, abs=0.1)
     turned, _ = paths.barriers([line(runs[2], runs[1], 0.25, rng), *known[:2]], runs, "t1", 20)

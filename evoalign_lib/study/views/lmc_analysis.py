@@ -185,14 +185,14 @@ def regime_table(of: Records) -> DataFrame:
     for name in study.REGIMES:
         runs = of[name]
         row: dict[str, Any] = {"runs": regime_label(name), "n": len(runs)}
-        for decoding in DECODINGS:
-            row[f"hacked, {_short(decoding)}"] = sum(collapse.end(r, decoding) == "hacked" for r in runs)
+        row["hacked"] = ", ".join(
+            str(sum(collapse.end(r, decoding) == "hacked" for r in runs)) for decoding in DECODINGS
+        )
         row["right, %"] = f"{100 * np.mean([r['curve']['right_greedy'][-1] for r in runs]):.0f}"
         row["KL"] = f"{np.mean([r['curve']['kl'][-1] for r in runs]):.1f}"
-        for decoding in DECODINGS:
-            among, small = _mean_barriers(of, name, decoding)
-            row[f"among them, {_short(decoding)}"] = "-" if np.isnan(among) else f"{100 * among:.0f}"
-            row[f"to small steps, {_short(decoding)}"] = f"{100 * small:.0f}"
+        heights = np.array([_mean_barriers(of, name, decoding) for decoding in DECODINGS])
+        for column, values in zip(("barriers among them", "to small steps"), 100 * heights.T, strict=True):
+            row[column] = ", ".join("-" if np.isnan(value) else f"{value:.0f}" for value in values)
         rows.append(row)
     return DataFrame(rows)
 
@@ -204,10 +204,6 @@ def _mean_barriers(of: Records, name: str, decoding: str) -> tuple[float, float]
     matrix = np.fmax(np.nan_to_num(matrix), np.nan_to_num(matrix.T))
     among = matrix[:n, :n][np.triu_indices(n, 1)]
     return float(among.mean()) if len(among) else float("nan"), float(matrix[:n, n:].mean())
-
-
-def _short(decoding: str) -> str:
-    return "greedy" if decoding == "greedy" else decoding.removeprefix("t")
 
 
 def _basin(of: Records) -> Interval | None:
