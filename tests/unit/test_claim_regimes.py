@@ -31,7 +31,7 @@ def run(name: str, seed: int, fate: str, **more: object) -> dict:
 def line(first: dict, last: dict, height: float, rng: np.random.Generator) -> dict:
     """A line in whose middle the error is higher by `height`, a share of the problems."""
     bump = height * (1 - np.abs(np.linspace(-1, 1, POINTS)))
-    luck = rng.random(N)
+    luck = (rng.permutation(N) + 0.5) / N  # every line has the stated height, to a problem
     bits = [pack_bits((luck > 0.2 + b).astype(int)) for b in bump]
     points = {"nll": [0.0] * POINTS} | {f"{decoding}_bits": bits for decoding in DECODINGS}
     ends = {

@@ -286,7 +286,6 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         found[f"LmcHalf{end.title()}"] = (interval(half_gain(of, end, "greedy")), "")
     basin = _basin(of)
     found["LmcBasin"] = ("-" if basin is None else basin.format(), "")
-    found["LmcBasinNull"] = (100 * _mean_barriers(of, _BROKEN, "greedy")[1], ".1f")
     for end, name in zip(_ASKED, ("Es", "Grpo", "Random"), strict=True):
         values = kept(of[f"noise on {end}"], "isotropic", "greedy").mean(1)
         found[f"LmcKept{name}"] = (stats.bootstrap_mean(values).format(digits=0) if len(values) else "-", "")
