@@ -117,7 +117,8 @@ def html_table(cells: DataFrame, caption: str) -> str:
         "".join(f"<td {attributes}>{_breakable(cell)}</td>" for cell, attributes in zip(row, how, strict=True))
         for row in cells.itertuples(index=False)
     ]
-    lines = ["<table>", f'<caption style="text-align: left">{escape(caption)}</caption>']
+    # a table of two narrow columns would break its caption after every other word
+    lines = ["<table>", f'<caption style="text-align: left; min-width: 36em">{escape(caption)}</caption>']
     lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]
     return "\n".join([*lines, "</table>"])
 
@@ -136,9 +137,12 @@ def plain_table(cells: DataFrame, caption: str) -> str:
 
 
 def html_answers(answers: Mapping[str, str]) -> str:
-    """Return questions with their answers for a notebook."""
-    items = (f"<dt><b>{escape(question)}</b></dt><dd>{escape(answer)}</dd>" for question, answer in answers.items())
-    return "\n".join(["<dl>", *items, "</dl>"])
+    """Return questions with their answers for a notebook.
+
+    As paragraphs: JupyterLab lets the parts of a definition list float, so that one-line answers lose their questions.
+    """
+    items = (f"<p><b>{escape(question)}</b><br>{escape(answer)}</p>" for question, answer in answers.items())
+    return "\n".join(['<div class="answers">', *items, "</div>"])
 
 
 def plain_answers(answers: Mapping[str, str]) -> str:

@@ -112,8 +112,8 @@ def _answers(cells: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return what the first list of questions and answers says that a notebook prints (`artifacts.answers`)."""
     for output in (output for cell in cells for output in cell.get("outputs", ())):
         html = "".join(output.get("data", {}).get("text/html", ""))
-        if html.startswith("<dl>"):
-            found = re.findall(r"<dt>(.*?)</dt>\s*<dd>(.*?)</dd>", html, re.S)
+        if html.startswith('<div class="answers">'):
+            found = re.findall(r"<p><b>(.*?)</b><br>(.*?)</p>", html, re.S)
             texts = [[_plain(unescape(re.sub("<[^>]*>", "", part))) for part in item] for item in found]
             return [f"**{question}** {answer}" for question, answer in texts]
     return []

@@ -267,7 +267,11 @@ def not_shown(notebook):
 def test_the_answer_comes_first(notebook):
     assert lines_before_the_figure(notebook) < LINES_BEFORE_THE_FIGURE
     first = next(number for number, cell in enumerate(notebook.cells) if has_picture(cell))
-    assert any("<dl>" in o.get("data", {}).get("text/html", "") for c in notebook.cells[:first] for o in outputs_of(c))
+    assert any(
+        '<div class="answers">' in o.get("data", {}).get("text/html", "")
+        for c in notebook.cells[:first]
+        for o in outputs_of(c)
+    )
 
 
 def test_contents_and_links(notebook):

@@ -619,7 +619,7 @@ def test_a_notebook_shows_tables_as_tables(repository: Path) -> None:
     left, right = "style=text-align:left", "align=right"
     assert contents["text/html"].splitlines() == [
         "<table>",
-        '<caption style="text-align: left">Gain. (notebook 01, scale tiny)</caption>',
+        '<caption style="text-align: left; min-width: 36em">Gain. (notebook 01, scale tiny)</caption>',
         f"<thead><tr><th {left}>arm</th><th {right}>gain</th><th {right}>n</th><th {right}>range</th></tr></thead>",
         "<tbody>",
         f"<tr><td {left}>ES</td><td {right}>-1.2</td><td {right}>8</td><td {right}>-3.0 to 1.0</td></tr>",
@@ -651,7 +651,7 @@ def test_a_table_that_is_not_saved_and_an_interval_on_one_line(repository: Path)
 def test_answers_are_questions_with_sentences() -> None:
     shown = artifacts.answers({"Does it learn?": "By 3 [2, 4] points & more (n = 8)."})
     ((contents, _),) = shown.outputs
-    assert "<dt><b>Does it learn?</b></dt><dd>By 3 [2, 4] points &amp; more (n = 8).</dd>" in contents["text/html"]
+    assert "<p><b>Does it learn?</b><br>By 3 [2, 4] points &amp; more (n = 8).</p>" in contents["text/html"]
     assert contents["text/plain"] == repr(shown) == "Does it learn?\n    By 3 [2, 4] points & more (n = 8)."
     with pytest.raises(ValueError, match="no answers"):
         artifacts.answers({})
