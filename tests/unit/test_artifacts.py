@@ -334,7 +334,9 @@ def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(reposit
     assert (repository / "paper/generated/claims.md").read_text() == markdown
     rows = [line.strip("| ").split(" | ") for line in markdown.splitlines() if line.startswith("| ")][2:]
     with_rule = [c["id"] for c in declared if c["rule"]["kind"] != "open" and c["id"].startswith("C")]
-    last = [name for name in with_rule if f"{name}b" not in with_rule]
+    last = [
+        name for name in with_rule if name == max(each for each in with_rule if each.rstrip("bc") == name.rstrip("bc"))
+    ]
     assert [row[0].split()[0] for row in rows] == last and "C2b" in last and "C1" in last
     assert rows[0] == ["C1 ES improves Countdown on every base and beats RL", "open"]
     assert "Of 39 claims of the field 38 wait for their notebook or for larger models. A letter" in markdown
