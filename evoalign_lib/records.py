@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib import paths
+from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
 
 ENGINE_VERSION = 2
@@ -82,9 +83,9 @@ def read_records(path: Path) -> list[Record]:
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
     """Add one line to a record file and one to its seal, both synced to disk.
 
-    Several processes may write to a file at once: it is locked meanwhile. What a killed writer left is mended first: a
-    torn last line is cut off, and records without seal at the end are sealed, which is printed. Of two records of one
-    spec the first stays.
+    Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both lines are written.
+    What a killed writer left is mended first: a torn last line is cut off, and records without seal at the end are
+    sealed, which is printed. Of two records of one spec the first stays.
 
     Args:
         path: of the file, made with its folder if need be.
@@ -98,7 +99,7 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite.
     """
     line, own = record_line(record).encode(), record["spec_hash"]
-    with locked(path):
+    with locked(path), interrupts_wait():
         lines, seals = _whole_lines(path)
         if number := _append_seals(path, _unsealed(lines, seals), seals):
             what = "1 record" if number == 1 else f"{number} records"
@@ -186,7 +187,7 @@ def seal(path: Path) -> int:
     They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
     where the records before them do not match the seal: see `seal_problems`.
     """
-    with locked(path):
+    with locked(path), interrupts_wait():
         lines, seals = _whole_lines(path)
         return _append_seals(path, _unsealed(lines, seals), seals)
 

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from evoalign_lib import ledger
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.records import append_record, read_records, seal_problems, spec_hash
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 LIBRARY = str(Path(ledger.__file__).parent)
@@ -236,6 +237,25 @@ def test_ctrl_c_while_workers_evaluate(tmp_path):
     finish(tested, 6)
     assert_undisturbed(tested, trainer(tmp_path / "whole", population_size=6))
     tested.engine.close()
+
+
+def test_ctrl_c_at_any_line_of_an_append_leaves_a_record_whole_and_sealed_or_none(tmp_path):
+    made = [{"spec": {"seed": seed}, "spec_hash": spec_hash({"seed": seed}), "status": "finished"} for seed in (1, 2)]
+
+    def file_of(name: object) -> Path:
+        append_record(file := tmp_path / f"{name}.jsonl", made[0])
+        return file
+
+    whole = file_of("whole")
+    lines = lines_of(lambda: append_record(whole, made[1]))
+    assert sum(held for _, _, held in lines) > 20 and any(not held for _, _, held in lines)
+    for number, line in enumerate(lines):
+        file = file_of(number)
+        with pytest.raises(KeyboardInterrupt), Lines(line, ctrl_c):
+            append_record(file, made[1])
+        assert not deferred() and seal_problems(file) == []
+        assert read_records(file) == made if line[2] else read_records(file) in (made[:1], made)
+        assert append_record(file, made[1]) == made[1] and read_records(file) == made
 
 
 def test_interrupts_wait_for_the_outermost_block():
