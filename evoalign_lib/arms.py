@@ -49,12 +49,13 @@ _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
+_CURVED = (*_OPTIONAL, "reach_at")
 _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None}
 _SGD = {"optim": "sgd"}
 
 
 def _es(color: str, marker: str, label: str, options: Mapping[str, Any], null: bool = False) -> Arm:
-    return Arm("es", color, marker, label, _ES, (*_OPTIONAL, "anchor_decay"), options, sweep="es", null=null)
+    return Arm("es", color, marker, label, _ES, (*_CURVED, "anchor_decay"), options, sweep="es", null=null)
 
 
 def _gradient(color: str, marker: str, label: str, options: Mapping[str, Any], **others: Any) -> Arm:
@@ -64,7 +65,7 @@ def _gradient(color: str, marker: str, label: str, options: Mapping[str, Any], *
         marker,
         label,
         _GRADIENT,
-        (*_OPTIONAL, "scale_rewards", "micro_batch"),
+        (*_CURVED, "scale_rewards", "micro_batch"),
         options,
         sweep="grpo",
         **others,
@@ -88,7 +89,7 @@ ARMS: dict[str, Arm] = {
     "es_anchored": replace(
         _es("#56B4E9", "p", "ES, anchored decay", {"fitness": "reward", "arm": "es_anchored"}),
         settings=(*_ES, "anchor_decay"),
-        optional=_OPTIONAL,
+        optional=_CURVED,
     ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     "dr_grpo": _gradient(

@@ -83,9 +83,9 @@ def read_records(path: Path) -> list[Record]:
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
     """Add one line to a record file and one to its seal, both synced to disk.
 
-    Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both lines are written.
-    What a killed writer left is mended first: a torn last line is cut off, and records without seal at the end are
-    sealed, which is printed. Of two records of one spec the first stays.
+    Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both are written. What
+    a killed writer left is mended first: a torn last line is cut off, and records without seal at the end are sealed,
+    which is printed. Of two records of one spec the first stays.
 
     Args:
         path: of the file, made with its folder if need be.
@@ -460,3 +460,56 @@ def unpack_counts(text: str) -> NDArray[np.int64]:
     if strange:
         raise ValueError(f"{strange[0]!r} is not a base-17 digit (0-9a-g): damaged record")
     return np.array([_DIGITS.index(digit) for digit in text], dtype=np.int64)
+
+
+_BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_LOG_STEP = 0.005
+"""Nats between two numbers that `pack_probabilities` tells apart."""
+_NEVER = 64**2 - 1
+
+
+def pack_integers(values: ArrayLike) -> str:
+    """Return integers as text, two characters (base 64) for each.
+
+    values: (problems,), integers 0..4095. Raises ValueError for other values.
+
+    >>> pack_integers([0, 64, 4095])
+    'AABA__'
+    """
+    row = np.asarray(values)
+    if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) and ((row >= 0) & (row <= _NEVER)).all()):
+        raise ValueError(f"values must be one row of integers 0..{_NEVER}, got shape {row.shape}: {row.ravel()[:5]}")
+    return "".join(_BASE64[value // 64] + _BASE64[value % 64] for value in row.tolist())
+
+
+def unpack_integers(text: str) -> NDArray[np.int64]:
+    """Return the (problems,) integers that `pack_integers` wrote. Raises ValueError for any other text."""
+    strange = sorted(set(text) - set(_BASE64))
+    if strange or len(text) % 2:
+        what = f"{strange[0]!r} is no digit of base 64" if strange else f"{len(text)} digits are no pairs"
+        raise ValueError(f"{what}: damaged record")
+    digits = np.array([_BASE64.index(digit) for digit in text], dtype=np.int64)
+    return digits[::2] * 64 + digits[1::2]
+
+
+def pack_probabilities(values: ArrayLike) -> str:
+    """Return probabilities as text, two characters for each, to a quarter of a percent of themselves.
+
+    values: (problems,), 0 to 1, by a rounding above 1 at most 1e-9. What is below 1.3e-9 becomes 0. Raises ValueError
+    for other values.
+
+    >>> unpack_probabilities(pack_probabilities([1, 0.5, 0.001, 0])).round(5).tolist()
+    [1.0, 0.49907, 0.001, 0.0]
+    """
+    row = np.asarray(values, dtype=np.float64)
+    if row.ndim != 1 or not ((row >= 0) & (row <= 1 + 1e-9)).all():
+        raise ValueError(f"values must be one row of probabilities, got shape {row.shape}: {row.ravel()[:5]}")
+    with np.errstate(divide="ignore"):
+        steps = np.rint(-np.log(row.clip(max=1)) / _LOG_STEP)
+    return pack_integers(np.minimum(steps, _NEVER).astype(np.int64))
+
+
+def unpack_probabilities(text: str) -> NDArray[np.float64]:
+    """Return the (problems,) probabilities that `pack_probabilities` wrote. Raises ValueError for any other text."""
+    steps = unpack_integers(text)
+    return np.where(steps == _NEVER, 0.0, np.exp(-_LOG_STEP * steps))

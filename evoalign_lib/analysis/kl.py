@@ -344,6 +344,45 @@ def compare(
     return Comparison(*(x.masked_fill_(outside, 0.0) for x in (log_policy, log_ref, exact)), rows.mask)
 
 
+def log_probabilities(
+    model: Any,
+    prompt_ids: ArrayLike,
+    prompt_mask: ArrayLike,
+    completion_ids: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+    temperatures: Sequence[float] = (1.0,),
+) -> Tensor:
+    """Return how likely a model is to write given completions, at several temperatures by one forward pass each.
+
+    Args:
+        model: a Hugging Face decoder-only model.
+        prompt_ids, prompt_mask, completion_ids, eos_ids: as for `compare`. Of a completion with an end token the result
+            is the probability that just this is sampled, and nothing behind it.
+        temperatures: of the sampling, without top-k, top-p or min-p.
+
+    Returns:
+        float64 (temperatures, rows), on the CPU: the sum of the log-probabilities of a completion's tokens, nats.
+
+    Raises:
+        ValueError: as `compare`.
+    """
+    for temperature in temperatures:
+        check_sampling(temperature)
+    rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
+    found = torch.zeros((len(temperatures), len(rows.ids)), dtype=torch.float64)
+    block = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * model.config.vocab_size))
+    with torch.inference_mode(), _evaluation(model):
+        for start in range(0, len(rows.ids) if rows.mask.any() else 0, block):
+            at = slice(start, start + block)
+            part = _Rows(*(tensor[at] for tensor in rows))
+            logits = _logits(model, part)
+            ids, mask = part.ids.to(logits.device), part.mask.to(logits.device)
+            for i, temperature in enumerate(temperatures):
+                tokens = _of_tokens(_log_softmax(logits, temperature), ids)
+                found[i, at] = torch.where(mask, tokens, 0.0).sum(-1).cpu()
+    return found
+
+
 def measure(
     policy: Any,
     reference: Any,

@@ -483,7 +483,7 @@ def grade(
     if len(response) > _MAX_RESPONSE:
         return Grade(0.0, 0.0)
     judged = ("<think>" + response).removesuffix(end_token or "")
-    return Grade(_format_score(judged), float(_answer_is_right(_last_answer(response), numbers, goal, grader)))
+    return Grade(_format_score(judged), float(_answer_is_right(last_answer(response), numbers, goal, grader)))
 
 
 def reward(
@@ -542,8 +542,12 @@ def _has_block(text: str, tag: str) -> bool:
     return start >= 0 and text.find(f"</{tag}>", start + len(tag) + 2) >= 0
 
 
-def _last_answer(text: str) -> str | None:
-    """Content of the last block that `<answer>(.*?)</answer>` finds, scanning from the left without overlap."""
+def last_answer(text: str) -> str | None:
+    """Return the content of the last block that `<answer>(.*?)</answer>` finds, scanning from the left; None: none.
+
+    >>> last_answer("<answer>1 + 2</answer> or <answer>2 + 1</answer>")
+    '2 + 1'
+    """
     last, position = None, 0
     while True:
         start = text.find("<answer>", position)

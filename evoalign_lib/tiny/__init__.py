@@ -31,6 +31,7 @@ from evoalign_lib.tiny.countdown import (  # noqa: F401
     expressions,
     measure,
     problems,
+    right_answers,
     skill,
     skill_set,
     text,

@@ -178,6 +178,19 @@ def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
     return opening + text + closing + END
 
 
+def right_answers(problem: countdown.Problem) -> list[str]:
+    """Return every response to a problem that is right as family A has learned to write it, the end token included.
+
+    These are the expressions without a bracket that could be left out, in the right format. The strict grader takes
+    others, too, such as one with needless brackets.
+
+    >>> right_answers(countdown.Problem((2, 3), "6"))
+    ['</think>\\n<answer>2*3</answer><|im_end|>', '</think>\\n<answer>3*2</answer><|im_end|>']
+    """
+    known = expressions(tuple(sorted(problem.numbers))).get(Fraction(problem.target), ())
+    return [f"</think>\n<answer>{text}</answer>{END}" for text in known]
+
+
 def skill(rng: random.Random) -> tuple[str, str]:
     """A user message and its right answer, of a skill that no reward of this project touches."""
     name = rng.choice(_SKILLS)

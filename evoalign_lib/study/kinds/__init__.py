@@ -15,6 +15,7 @@ KINDS: dict[str, str] = {
     "audit": "evoalign_lib.study.kinds.audit",
     "estimator": "evoalign_lib.study.kinds.estimator",
     "kl": "evoalign_lib.study.kinds.kl",
+    "coverage": "evoalign_lib.study.kinds.coverage",
     "decoding": "evoalign_lib.study.kinds.decoding",
     "merge": "evoalign_lib.study.kinds.merge",
     "noise": "evoalign_lib.study.kinds.noise",

@@ -42,6 +42,8 @@ def train_specs(
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
             models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
             sampled_at: temperatures besides 1 at which every point of the curve samples, and the test set at the end.
+            reach_at: temperatures at which every point of the curve says what the run reaches, without sampling
+            (`Measures.reach`); of a task and base whose right answers are listed.
             anchor_decay, of ES: as `ESConfig` has it; 0 is left out of the spec, since it is the run without.
             scale_rewards, of GRPO and its relatives: instead of the arm's own.
             micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
@@ -52,8 +54,8 @@ def train_specs(
     Raises:
         ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
             first step and the last or more than a record holds, an unknown curve_spacing, an anchor_decay out of range,
-            temperatures that are none, no prompts or more than there are, a step that does not fall into parts for GPUs
-            and micro batches, or what `base_specs` refuses.
+            temperatures that are none, a reach_at where no answers are listed, no prompts or more than there are, a
+            step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)
@@ -68,6 +70,8 @@ def train_specs(
         wanted.pop("anchor_decay", None)
     if "sampled_at" in wanted:
         wanted["sampled_at"] = _temperatures(wanted["sampled_at"])
+    if "reach_at" in wanted:
+        wanted["reach_at"] = _reach_at(wanted["reach_at"], settings.get("task", "countdown"), bases)
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
@@ -91,6 +95,22 @@ def _temperatures(given: Sequence[float]) -> list[float]:
     found = [float(temperature) for temperature in given]
     if not found or 1.0 in found or len({label(t) for t in found}) < len(found):
         raise ValueError(f"sampled_at={list(given)}: give temperatures besides 1, each once, or leave it out.")
+    return found
+
+
+def _reach_at(given: Sequence[float], task: str, bases: Sequence[str]) -> list[float]:
+    """Return the temperatures of `reach_at`. Raises ValueError for none, for one twice, and for unlisted answers."""
+    for temperature in given:
+        check_temperature(temperature)
+    found = [float(temperature) for temperature in given]
+    if not found or len({label(t) for t in found}) < len(found):
+        raise ValueError(f"reach_at={list(given)}: give temperatures, each once, or leave it out.")
+    for base in bases:
+        if not measures.get(task).lists_answers(base):
+            raise ValueError(
+                f"reach_at={list(given)}: the right answers of base {base!r} to task {task!r} are not listed, so that "
+                "they are sampled: use sampled_at."
+            )
     return found
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import tasks
+from evoalign_lib.analysis import kl
+from evoalign_lib.engines.base import Prompts
 from evoalign_lib.records import Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import worlds
 
@@ -96,6 +98,18 @@ class Measures:
         pairs = [(problem, text) for (text, _), problem in zip(row, problems, strict=True)]
         return np.array([self.score(*pair) for pair in pairs]), np.array([self.right(*pair) for pair in pairs])
 
+    def lists_answers(self, base: str) -> bool:
+        """Say whether all right answers of a base are known by a list (`right_answers`)."""
+        return False
+
+    def right_answers(self, problem: Any) -> list[str]:
+        """Return the right answers to a problem of the tiny world, each with its end token; see `lists_answers`."""
+        raise NotImplementedError
+
+    def answer(self, completion: str) -> str | None:
+        """Return what a completion answers, by which completions that say the same are counted together; None: none."""
+        raise NotImplementedError
+
     def right_answer(self, problem: Any, rng: random.Random) -> str:
         """Return a right answer to a problem of the tiny world, the end token included, whose likelihood is asked."""
         raise NotImplementedError
@@ -109,6 +123,34 @@ class Measures:
         warmth = {} if temperature == 1.0 else {"temperature": temperature}
         rows = engine.generate(name, samples=samples, seed=seed, **warmth)
         return np.array([[self.right(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in rows])
+
+    def reach(
+        self, model: Any, prompts: Prompts, engine: Any, problems: Sequence[Any], temperatures: Sequence[float]
+    ) -> np.ndarray:
+        """Return how likely one sample of a model is a right answer, summed over the listed ones: no sample is drawn.
+
+        Args:
+            model: whose probabilities are taken.
+            prompts: of the problems.
+            engine: whose tokenizer, end tokens and longest completion hold.
+            problems: whose `right_answers` are listed.
+            temperatures: of the sampling.
+
+        Returns:
+            float64 (temperatures, problems), probabilities.
+        """
+        listed = [self.right_answers(problem) for problem in problems]
+        tokens = engine.tokenizer([text for texts in listed for text in texts], add_special_tokens=False)["input_ids"]
+        of_problem = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
+        fits = np.array([len(ids) <= engine.max_completion_length for ids in tokens])
+        of_problem, tokens = of_problem[fits], [ids for ids, fit in zip(tokens, fits, strict=True) if fit]
+        found = np.zeros((len(temperatures), len(problems)))
+        rows = kl.log_probabilities(
+            model, prompts.ids[of_problem], prompts.mask[of_problem], tokens, engine.eos_ids, temperatures
+        )
+        for row, values in zip(found, rows.exp().numpy(), strict=True):
+            np.add.at(row, of_problem, values)
+        return found
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Return what a point of the curve shows of the engine's current weights."""

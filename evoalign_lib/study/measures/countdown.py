@@ -5,15 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from evoalign_lib import tiny
+from evoalign_lib.analysis import coverage
+from evoalign_lib.engines.base import Prompts
+from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import worlds
-from evoalign_lib.study.measures.base import Measures
+from evoalign_lib.study.measures.base import Measures, label
 from evoalign_lib.tasks import countdown
+
+REACH_AT_K = (1, 16, 256)
+"""Samples within which a point of a curve says what is reached."""
+SOLVED_WITHIN = 256
+"""Samples within which a problem counts as solved where support is compared."""
 
 
 class _Countdown(Measures):
@@ -99,6 +109,40 @@ class _Countdown(Measures):
         """Return the reward of a completion under the strict grader."""
         return countdown.grade(completion, problem.numbers, problem.target).reward
 
+    def lists_answers(self, base: str) -> bool:
+        """Say that of family A all right answers are listed; family H writes steps of thinking before them."""
+        return base in tiny.BASES
+
+    def right_answers(self, problem: Any) -> list[str]:
+        """Return `tiny.right_answers`."""
+        return tiny.right_answers(problem)
+
+    def answer(self, completion: str) -> str | None:
+        """Return the expression of a completion without its blanks."""
+        found = countdown.last_answer(completion)
+        return None if found is None else found.replace(" ", "")
+
+    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
+        """Add, where the spec has `reach_at`, what the weights reach on the validation set, without a sample.
+
+        For each temperature, here 1: `reach_t1@k`, exact pass@k; and, within `SOLVED_WITHIN` samples, the expected
+        shares of problems that are solved where the base does not solve them, `won_t1`, and the reverse, `lost_t1`.
+        """
+        found = super().point(spec, engine, sets, step)
+        if "reach_at" not in spec:
+            return found
+        temperatures, prompts = tuple(spec["reach_at"]), engine.prompts["validation"]
+        engine.write_model()
+        reached = self.reach(engine.model, prompts, engine, sets["validation"], temperatures)
+        base = _base_reach(spec["base"], len(sets["validation"]), spec["max_completion_length"], temperatures)
+        for temperature, own, before in zip(map(label, temperatures), reached, base, strict=True):
+            found |= {f"reach_{temperature}@{k}": float(coverage.pass_at(own, k).mean()) for k in REACH_AT_K}
+            solved = [coverage.pass_at(probabilities, SOLVED_WITHIN) for probabilities in (before, own)]
+            change = coverage.support(*solved)
+            found[f"won_{temperature}"] = change.won / len(own)
+            found[f"lost_{temperature}"] = change.lost / len(own)
+        return found
+
     def right_answer(self, problem: Any, rng: random.Random) -> str:
         """Return one of the expressions that reach the target, drawn, in the right format."""
         return tiny.answer(problem, "right", rng)
@@ -110,8 +154,6 @@ class _Countdown(Measures):
 
     def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
         """Return `tiny.measure` on the validation set, for family H by the number of filler steps."""
-        from evoalign_lib.engines.local import LocalEngine, Prompts
-
         chosen = tiny.problems("validation", 512)
         measured = {}
         for steps in tiny.FILLER_STEPS if family == "H" else (None,):
@@ -120,6 +162,17 @@ class _Countdown(Measures):
             engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
             measured[steps] = tiny.measure(engine, chosen, "validation")
         return measured if family == "H" else measured[None]
+
+
+@lru_cache(maxsize=4)
+def _base_reach(base: str, n: int, longest: int, temperatures: Sequence[float]) -> np.ndarray:
+    """What a base reaches on n validation problems: once per process, as every point of a curve is held against it."""
+    model, tokenizer = tiny.load(base)
+    problems = tiny.problems("validation", n)
+    prompts = {"validation": Prompts(MEASURES.rows({}, tokenizer, problems), tokenizer)}
+    engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
+    with closing(engine):
+        return MEASURES.reach(model, prompts["validation"], engine, problems, temperatures)
 
 
 def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:

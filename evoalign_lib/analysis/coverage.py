@@ -1,0 +1,550 @@
+"""Which problems a model can solve at all: pass@k, cover@tau, support kept, won and lost, and its null from chance.
+
+A problem's probability is the chance that one sample is right. At k samples it is solved with pass@k, and two models
+solve it independently of one another, given the problem. The support of a model is the set of problems it solves; four
+numbers say how training changes it, `Support`. At finite k a problem of probability near 1/k is won or lost by chance:
+give `null_nscr` beside every NSCR. A ratio without a denominator is NaN, never 0.
+
+Probabilities may be exact, by enumeration, or shares of right answers. A share put into 1 - (1 - p)^k is biased
+downward, most for rare right answers: where counts are known, take `estimate_pass_at`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import log, nan
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import whole_number
+
+_CHUNK = 256
+_SLACK = 1e-9  # relative: a value that differs from a threshold by rounding counts as equal
+_ROUNDING = 1e-6  # by which a float32 sum of probabilities may exceed 1
+
+
+@dataclass(frozen=True)
+class Support:
+    """Problems by who solves them, before and after training: counts, or expected counts.
+
+    Undefined ratios are NaN. Source: arXiv 2507.14843, P, E, S and Out.
+    """
+
+    kept: float
+    """P, preservation: solved before and after."""
+    won: float
+    """E, expansion: solved only after."""
+    lost: float
+    """S, shrinkage: solved only before."""
+    out: float
+    """Out of support: solved by neither."""
+
+    @property
+    def total(self) -> float:
+        """Number of problems."""
+        return self.kept + self.won + self.lost + self.out
+
+    @property
+    def srr(self) -> float:
+        """Support retention rate, P / (P + S): what stays of the support before."""
+        return _ratio(self.kept, self.kept + self.lost)
+
+    @property
+    def ndr(self) -> float:
+        """Net discovery rate, E / (P + E): what is new in the support after."""
+        return _ratio(self.won, self.kept + self.won)
+
+    @property
+    def sds(self) -> float:
+        """Support dynamic score, the harmonic mean of SRR and NDR; NaN where one of them is."""
+        both = self.kept * self.won
+        return _ratio(2 * both, self.kept**2 + 2 * both + self.won * self.lost)
+
+    @property
+    def nscr(self) -> float:
+        """Net support change rate, (E - S) / (P + E + S): above 0 the support grows, below it shrinks."""
+        return _ratio(self.won - self.lost, self.kept + self.won + self.lost)
+
+
+class Null(NamedTuple):
+    """What two independent sets of samples of one model would show as a change of its support."""
+
+    support: Support
+    """Expected counts; their NSCR is 0."""
+    sd: float
+    """Standard deviation of the NSCR of counts, over simulated pairs of sets in which a problem is solved."""
+    low: float
+    """Lower end of the range of the NSCR over such pairs."""
+    high: float
+    """Upper end of that range."""
+
+
+class Entropy(NamedTuple):
+    """Entropy of the answers to problems, nats."""
+
+    plug_in: NDArray[np.float64]
+    """(...), entropy of the shares of the answers; too low where samples are few."""
+    miller_madow: NDArray[np.float64]
+    """(...), the same plus (distinct answers - 1) / (2 samples), which takes away most of that bias."""
+
+
+def pass_at(probabilities: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
+    """Return the chance that at least one of k independent samples is right, 1 - (1 - p)^k, exact for tiny p, too.
+
+    probabilities: (...), of one sample. k: at least 1; one number, or several.
+    Returns (...), for several k (..., len(k)).
+    Raises ValueError for probabilities outside [0, 1] and for a k that is no whole number of at least 1.
+
+    >>> pass_at([0.0, 0.5, 1.0], [1, 2]).tolist()
+    [[0.0, 0.0], [0.5, 0.75], [1.0, 1.0]]
+    """
+    p, ks = _probabilities(probabilities, "probabilities"), _ks(k)
+    with np.errstate(divide="ignore"):  # log 0, of what is always right
+        found = -np.expm1(np.log1p(-p)[..., None] * ks)
+    return found if np.ndim(k) else found[..., 0]
+
+
+def estimate_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
+    """Return the unbiased estimate of pass@k from counts, 1 - C(n - c, k) / C(n, k).
+
+    It is the share of the sets of k of the n samples that hold a right one. At k = 1 it is c / n, at k = n whether any
+    sample is right.
+
+    right: (...), right samples c of each problem. samples: n of each, of a shape that broadcasts with that of right,
+    such as one number. k: at least 1 and at most n; one number, or several.
+    Returns (...), for several k (..., len(k)).
+    Raises ValueError for counts that are no whole numbers or do not fit, and for k > n.
+    Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
+
+    >>> estimate_pass_at([0, 1, 4], 4, [1, 2, 4]).round(3).tolist()
+    [[0.0, 0.0, 0.0], [0.25, 0.5, 1.0], [1.0, 1.0, 1.0]]
+    """
+    c, n, ks = _counted(right, samples, k)
+    found = -np.expm1(_log_all_wrong(c, n, ks)) + 0.0  # not -0.0
+    return found if np.ndim(k) else found[..., 0]
+
+
+def variance_of_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
+    """Return an unbiased estimate of the variance of `estimate_pass_at` over new samples of the same problems.
+
+    With F_j = C(n - c, j) / C(n, j), an unbiased estimate of (1 - p)^j, it is F_k^2 - F_2k: the square of the estimate
+    less the unbiased estimate, from disjoint sets of k, of the square of its mean. It is never negative. The estimates
+    are U-statistics. For a mean over fixed problems add the variances and divide by the squared number of problems.
+
+    right, samples, k: as in `estimate_pass_at`.
+    Returns (...), for several k (..., len(k)); NaN where 2k > n, where no two sets of k are disjoint.
+    Raises ValueError as `estimate_pass_at`.
+
+    >>> variance_of_pass_at([0, 2, 4], 4, [1, 3]).round(3).tolist()
+    [[0.0, nan], [0.083, nan], [0.0, nan]]
+    """
+    c, n, ks = _counted(right, samples, k)
+    once, twice = _log_all_wrong(c, n, ks), _log_all_wrong(c, n, 2 * ks)
+    never = np.isneginf(once)  # every set of k holds a right sample: F_k is 0
+    ratio = twice - 2 * np.where(never, 0.0, once)  # log F_2k / F_k^2, never above 0 but for rounding
+    found = -np.exp(2 * once) * np.expm1(np.minimum(ratio, 0.0)) + 0.0
+    return found if np.ndim(k) else found[..., 0]
+
+
+def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> NDArray[np.float64]:
+    """Return the k at which a curve is overtaken by another, their difference being linear in log k between points.
+
+    The first curve must start above: points at which both are equal are passed over at the start. It is overtaken where
+    the second is strictly above for the first time; one that is touched, or reached at the last point, is not.
+
+    ks: (points,), positive and rising. first, second: (..., points), of shapes that broadcast.
+    Returns (...), between ks[0] and ks[-1]; NaN where the first curve is never overtaken, and where it does not start
+    above: compare the first points to tell the two apart.
+    Raises ValueError for other shapes, ks that do not rise, and values that are not finite.
+
+    >>> round(float(crossing([1, 4, 16], [0.5, 0.6, 0.7], [0.4, 0.5, 0.8])), 3)
+    8.0
+    """
+    x = np.asarray(ks, np.float64)
+    if x.ndim != 1 or not (len(x) and np.isfinite(x).all() and x[0] > 0 and (np.diff(x) > 0).all()):
+        raise ValueError(f"ks {x.tolist()} must be positive and rise: sort the points by k")
+    curves = [np.asarray(curve, np.float64) for curve in (first, second)]
+    if any(curve.shape[-1:] != x.shape for curve in curves):
+        shapes = f"{curves[0].shape} and {curves[1].shape}"
+        raise ValueError(f"curves of shapes {shapes} for {len(x)} ks: give (..., {len(x)}) twice")
+    gap = curves[0] - curves[1]
+    if not np.isfinite(gap).all():
+        raise ValueError("curves hold a value that is not finite: leave out points that were not measured")
+    at = np.argmax(gap < 0, axis=-1)[..., None]  # the first point below
+    leads = np.take_along_axis(gap, np.argmax(gap != 0, axis=-1)[..., None], axis=-1) > 0
+    before, after = (np.take_along_axis(gap, where, axis=-1) for where in (np.maximum(at - 1, 0), at))
+    overtaken = leads & (after < 0)
+    part = np.divide(before, before - after, out=np.full_like(before, nan), where=overtaken)
+    logs = np.log(x)
+    return np.exp(logs[at - 1] + part * (logs[at] - logs[at - 1]))[..., 0]
+
+
+def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[np.float64]:
+    """Return cover@tau, the share of problems that a sample solves with a probability of at least tau.
+
+    Means of pass@k follow from it: they are the integral over tau of k (1 - tau)^(k - 1) cover@tau.
+
+    probabilities: (..., problems). tau: in [0, 1]; one number, or several.
+    Returns (...), for several tau (..., len(tau)). A probability below tau by rounding counts as tau.
+    Raises ValueError for no problems, and for probabilities or tau outside [0, 1].
+    Source: arXiv 2510.08325.
+
+    >>> cover_at([0.0, 0.1, 0.5, 1.0], [0.1, 0.5, 1.0]).tolist()
+    [0.75, 0.5, 0.25]
+    """
+    p, taus = _probabilities(probabilities, "probabilities", 1), np.asarray(tau, np.float64)
+    if taus.ndim > 1 or not ((taus >= 0) & (taus <= 1)).all():
+        raise ValueError(f"tau={tau!r} must be a probability, or several: give numbers from 0 to 1")
+    found = (p[..., None, :] >= np.atleast_1d(taus)[:, None] * (1 - _SLACK)).mean(axis=-1)
+    return found if taus.ndim else found[..., 0]
+
+
+def coverage_profile(
+    probabilities: ArrayLike, base: ArrayLike, n: float | Sequence[float], weights: ArrayLike | None = None
+) -> NDArray[np.float64]:
+    """Return the coverage profile Cov_N: how much of what one model answers another one gives N times more rarely.
+
+    With mu the first model and pi the base it is P[mu(y | x) / pi(y | x) >= N], for x drawn by the weights and y from
+    mu: small is good. Some N samples of the base do not cover that mass. With a trained model as mu it is what training
+    found beyond the base, and with the two exchanged what training lost.
+
+    probabilities: (problems, answers), mu of each answer to each problem; rows sum to 1 (one column may be all other
+    answers; fill up shorter rows with 0). base: (problems, answers), pi of the same answers; rows sum to 1 at most. An
+    answer with pi = 0 counts at every N.
+    n: N, positive; one number, or several. weights: (problems,), not negative; by default problems weigh the same.
+    Returns a number, for several N (len(n),); NaN where all weights are 0.
+    Raises ValueError for other shapes and for values out of range.
+    Source: arXiv 2510.15020, definition of the coverage profile.
+
+    >>> coverage_profile([[0.5, 0.3, 0.2]], [[0.9, 0.1, 0.0]], [1, 3, 4]).round(3).tolist()
+    [0.5, 0.5, 0.2]
+    """
+    mu, pi = _probabilities(probabilities, "probabilities", 2, 2), _probabilities(base, "base", 2, 2)
+    if mu.shape != pi.shape:
+        raise ValueError(f"probabilities have shape {mu.shape}, base {pi.shape}: give the same problems and answers")
+    if (abs(mu.sum(1) - 1) > _ROUNDING).any() or (pi.sum(1) > 1 + _ROUNDING).any():
+        raise ValueError(
+            f"rows of probabilities sum to {mu.sum(1).min():.6g} to {mu.sum(1).max():.6g}, of base to at most "
+            f"{pi.sum(1).max():.6g}: they must sum to 1, and to at most 1; add a column for all other answers"
+        )
+    rows = np.ones(len(mu)) if weights is None else _not_negative(weights, "weights")
+    if rows.shape != (len(mu),):
+        raise ValueError(f"weights have shape {rows.shape}: give one for each of {len(mu)} problems")
+    levels = np.asarray(n, np.float64)
+    if levels.ndim > 1 or not ((levels > 0) & np.isfinite(levels)).all():
+        raise ValueError(f"n={n!r} must be positive and finite, one number or several")
+    with np.errstate(invalid="ignore"):
+        share = rows / rows.sum()
+    beyond = [share @ np.where(mu >= level * pi * (1 - _SLACK), mu, 0.0).sum(1) for level in np.atleast_1d(levels)]
+    return np.array(beyond).reshape(levels.shape)[()]
+
+
+def support(before: ArrayLike, after: ArrayLike) -> Support:
+    """Return which problems are solved before and after training: counts, or expected counts.
+
+    before, after: (problems,), the same problems in the same order: whether each is solved, as booleans; or the
+    probability of it, such as pass@k, where the two are independent given the problem.
+    Returns sums over problems of products; with booleans, counts.
+    Raises ValueError for shapes that differ and values outside [0, 1].
+
+    >>> support([True, True, False, False], [True, False, True, False])
+    Support(kept=1.0, won=1.0, lost=1.0, out=1.0)
+    """
+    b, a = _probabilities(before, "before", 1, 1), _probabilities(after, "after", 1, 1)
+    if b.shape != a.shape:
+        raise ValueError(f"before has shape {b.shape}, after {a.shape}: give the same problems in the same order")
+    return Support(float(b @ a), float((1 - b) @ a), float(b @ (1 - a)), float((1 - b) @ (1 - a)))
+
+
+def threshold(samples: int, zeta: float = 0.05) -> float:
+    """Return the probability below which an answer stays that was not seen in some samples, with confidence 1 - zeta.
+
+    It is eps = -ln(zeta) / samples, a little more than the exact 1 - zeta^(1 / samples).
+
+    Raises ValueError for no samples and a zeta that is not between 0 and 1. Source: arXiv 2507.14843.
+
+    >>> round(threshold(8192), 6)
+    0.000366
+    """
+    if not 0 < zeta < 1:
+        raise ValueError(f"zeta={zeta!r} must lie between 0 and 1, such as 0.05")
+    return -log(zeta) / whole_number("samples", samples)
+
+
+def null_nscr(
+    probabilities: ArrayLike, k: int, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
+) -> Null:
+    """Return the change of support between two independent sets of k samples of one model: what chance alone shows.
+
+    With q = pass@k of a problem the expected counts are P = sum q^2 and E = S = sum q (1 - q). The spread is that of
+    counts of single sets of samples; an NSCR of expected counts, as in `support_change`, has no such spread.
+
+    probabilities: (problems,), of one sample; or of being solved, with k = 1. As shares of few samples they hold zeros
+    and ones that never flip, and the spread comes out too small. level: share of the range from low to high.
+    Returns the null. Where no problem can be solved its NSCR, spread and range are NaN.
+    Raises ValueError for another shape, probabilities outside [0, 1], and a k below 1.
+
+    >>> null_nscr([1.0, 0.5, 0.5, 0.0], 1).support
+    Support(kept=1.5, won=0.5, lost=0.5, out=1.5)
+    """
+    q = pass_at(_probabilities(probabilities, "probabilities", 1, 1), whole_number("k", k))
+    uncertain, always = q[(q > 0) & (q < 1)], np.count_nonzero(q == 1)
+    rng, drawn = np.random.default_rng(seed), []
+    for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
+        size = (min(_CHUNK, n_resamples - start), len(uncertain))
+        one, two = (rng.random(size) < uncertain for _ in range(2))
+        drawn.append(_quotient(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
+    found = np.concatenate(drawn)
+    found = found[~np.isnan(found)]  # pairs of sets in which nothing is solved
+    ends = np.quantile(found, ((1 - level) / 2, (1 + level) / 2)) if len(found) else (nan, nan)
+    sd = float(found.std()) if len(found) else nan
+    return Null(support(q, q), sd, float(ends[0]), float(ends[1]))
+
+
+def support_change(
+    base: ArrayLike,
+    runs: ArrayLike,
+    k: int,
+    *,
+    level: float = 0.95,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Return the mean over runs of the NSCR against their base, with an interval.
+
+    The NSCR of a run is that of its expected counts at k samples. Runs and problems are resampled independently of one
+    another, as in `stats.crossed_bootstrap`, whose remarks on coverage hold here.
+
+    base: (problems,), probabilities of one sample. runs: (runs, problems). k: samples of each. For counts give
+    `estimate_pass_at(right, samples, k)` of base and runs and k = 1 here: the expected counts are then unbiased.
+    Returns the interval; n is the number of runs. Ends are NaN where a resample has an NSCR that is undefined.
+    Raises ValueError for other shapes, probabilities outside [0, 1], and a k below 1.
+    Source: arXiv 2507.14843 (NSCR); Owen, Annals of Applied Statistics 2007 (bootstrap).
+
+    >>> support_change([0.5, 0.5], [[1.0, 0.5], [1.0, 0.5]], 1).value
+    0.2857142857142857
+    """
+    return _change(base, [("runs", runs)], k, level, n_resamples, seed)
+
+
+def support_change_difference(
+    base: ArrayLike,
+    first: ArrayLike,
+    second: ArrayLike,
+    k: int,
+    *,
+    level: float = 0.95,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Return the mean NSCR of one group of runs less that of another, from the same base, with an interval.
+
+    Each group's runs are resampled by themselves; problems are resampled in common, for both groups and the base.
+
+    base, k: as in `support_change`. first, second: (runs, problems), (other runs, problems).
+    Returns the interval; n is the number of runs of the smaller group.
+    Raises ValueError as `support_change`.
+    """
+    return _change(base, [("first", first), ("second", second)], k, level, n_resamples, seed)
+
+
+def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:
+    """Return how many problems have each accuracy: 0, between two edges (the upper one included), and 1.
+
+    probabilities: (..., problems), accuracies of single samples. edges: (edges,), rising from 0 to 1; by default in
+    tenths, which gives the 12 bins {0}, (0, .1], ..., (.8, .9], (.9, 1), {1}.
+    Returns (..., edges + 1) counts. Accuracies of exactly 0 and 1 have bins of their own.
+    Raises ValueError for no problems, probabilities outside [0, 1], and edges that do not rise from 0 to 1.
+    Source: the bins of arXiv 2608.12679.
+
+    >>> accuracy_bins([0.0, 0.25, 0.5, 0.51, 1.0, 1.0], [0, 0.5, 1]).tolist()
+    [1, 2, 1, 2]
+    """
+    p = _probabilities(probabilities, "probabilities", 1)
+    bounds = np.linspace(0, 1, 11) if edges is None else np.asarray(edges, np.float64)
+    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != 1 or not (np.diff(bounds) > 0).all():
+        raise ValueError(f"edges {bounds.tolist()} must rise from 0 to 1")
+    index = np.searchsorted(bounds[:-1] * (1 + _SLACK), p, side="left")
+    index[p == 1] = len(bounds)
+    return (index[..., None] == np.arange(len(bounds) + 1)).sum(axis=-2)
+
+
+def answer_entropy(counts: ArrayLike) -> Entropy:
+    """Return the Shannon entropy of the distinct final answers to each problem, nats, as counted and corrected.
+
+    counts: (..., answers), how many samples gave each answer; fill up shorter rows with 0. Samples without an answer
+    are left out, or counted as one answer, by whoever counts.
+    Returns two arrays (...); NaN for a problem without samples.
+    Raises ValueError for no answers and for counts that are no whole numbers or negative.
+    Source: Miller, Note on the bias of information estimates, 1955.
+
+    >>> [round(float(value), 4) for value in answer_entropy([2, 2, 0])]
+    [0.6931, 0.8181]
+    """
+    found = _whole(counts, "counts")
+    if found.ndim == 0 or found.shape[-1] == 0:
+        raise ValueError(f"counts have shape {found.shape}: give (..., answers), at least one answer")
+    total = found.sum(axis=-1)
+    share = _quotient(found, total[..., None])
+    plug_in = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1) + 0.0
+    return Entropy(plug_in, plug_in + _quotient((found > 0).sum(axis=-1) - 1, 2 * total))
+
+
+def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
+    """Return the most frequent answer (self-consistency); of several, the one that was seen first.
+
+    answers: final answers of samples in their order, None for a sample without one. None wins only if no sample has an
+    answer.
+    Raises ValueError for no samples. Source: Wang et al. 2022 (arXiv 2203.11171).
+
+    >>> vote([None, None, None, "7", "5", "5", "7"])
+    '7'
+    """
+    given = list(answers)
+    if not given:
+        raise ValueError("no answers: a vote needs at least one sample")
+    ballots = Counter(answer for answer in given if answer is not None)
+    return max(ballots, key=ballots.__getitem__) if ballots else None
+
+
+def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.float64]:
+    """Return the effective sample size of importance weights, (sum w)^2 / sum w^2: from 1 to the number of samples.
+
+    weights: (..., samples), not negative, of any scale. log: whether they are given as natural logarithms, -inf for 0.
+    Returns (...); NaN where all weights are 0.
+    Raises ValueError for no samples and for weights that are negative or not finite.
+    Source: Kish, Survey Sampling, 1965.
+
+    >>> float(effective_samples([1.0, 1.0, 0.0])), float(effective_samples([-900.0, -900.0], log=True))
+    (2.0, 2.0)
+    """
+    given = np.asarray(weights, np.float64)
+    if given.ndim == 0 or given.shape[-1] == 0:
+        raise ValueError(f"weights have shape {given.shape}: give (..., samples), at least one sample")
+    if log:
+        if not (given < np.inf).all():
+            raise ValueError("log weights hold a value that is NaN or +inf: check the two likelihoods of that sample")
+        largest = given.max(axis=-1, keepdims=True)
+        w = np.exp(given - np.where(np.isneginf(largest), 0.0, largest))
+    else:
+        # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
+        w = _not_negative(given, "weights")
+        w = np.nan_to_num(_quotient(w, w.max(axis=-1, keepdims=True)))
+    return _quotient(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
+
+
+def _change(
+    base: ArrayLike, named: Sequence[tuple[str, ArrayLike]], k: int, level: float, n_resamples: int, seed: int
+) -> Interval:
+    """Return the mean NSCR of one group of runs, less that of a second one, by the crossed bootstrap."""
+    before = pass_at(_probabilities(base, "base", 1, 1), whole_number("k", k))
+    groups = []
+    for name, runs in named:
+        after = pass_at(_probabilities(runs, name, 2, 2), k)
+        if after.shape[1] != len(before):
+            raise ValueError(
+                f"{name} have shape {after.shape} and the base {before.shape}: give (runs, {len(before)}), the same "
+                "problems in the same order"
+            )
+        groups.append((after - before, after + before - after * before))  # E - S and P + E + S of each problem
+    value = sum(
+        sign * _quotient(net.sum(1), reached.sum(1)).mean()
+        for sign, (net, reached) in zip((1, -1), groups, strict=False)
+    )
+    rng, n = np.random.default_rng(seed), len(before)
+    draws = np.zeros(whole_number("n_resamples", n_resamples))
+    for start in range(0, n_resamples, _CHUNK):
+        size = min(_CHUNK, n_resamples - start)
+        drawn = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)  # how often each problem
+        for sign, (net, reached) in zip((1, -1), groups, strict=False):
+            nscr = _quotient(drawn @ net.T, drawn @ reached.T)
+            chosen = rng.integers(len(net), size=nscr.shape)
+            draws[start : start + size] += sign * np.take_along_axis(nscr, chosen, axis=1).mean(axis=1)
+    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
+    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups), level)
+
+
+def _log_all_wrong(right: NDArray[np.int64], samples: NDArray[np.int64], ks: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return (..., len(ks)), log of the chance that k of n samples, drawn without replacement, are all wrong.
+
+    -inf where fewer than k are wrong; NaN for k > n.
+    """
+    found = np.full((*right.shape, len(ks)), nan)
+    for n in np.unique(samples):
+        # C(n - c, k) / C(n, k) is the product of 1 - k / i over i = n - c + 1 .. n: a table for every c at once
+        i = np.arange(n, 0, -1)
+        with np.errstate(divide="ignore"):  # log 0
+            steps = np.log(np.maximum(i - ks[:, None], 0) / i)
+        table = np.concatenate([np.zeros((len(ks), 1)), np.cumsum(steps, axis=1)], axis=1)
+        table[ks > n] = nan
+        here = samples == n
+        found[here] = table[:, right[here]].T
+    return found
+
+
+def _counted(
+    right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return counts of right answers and of samples, of the same shape, and (len(k),) ks."""
+    c, n, ks = _whole(right, "right"), _whole(samples, "samples"), _ks(k)
+    try:
+        c, n = np.broadcast_arrays(c, n)
+    except ValueError:
+        raise ValueError(
+            f"right has shape {c.shape}, samples {n.shape}: give one number of samples or one each"
+        ) from None
+    if c.size == 0 or (n < 1).any() or (c > n).any():
+        raise ValueError("counts form no shares: give problems, each with at least one sample and right <= samples")
+    if ks.max() > n.min():
+        raise ValueError(
+            f"k={ks.max()} is more than the {n.min()} samples of a problem: draw more, or take a smaller k"
+        )
+    return c, n, ks
+
+
+def _ks(k: int | Sequence[int]) -> NDArray[np.int64]:
+    """Return (len(k),) whole numbers of at least 1."""
+    if np.ndim(k) > 1 or np.size(k) == 0:
+        raise ValueError(f"k={k!r} must be a whole number, or a sequence of some")
+    return np.array([whole_number("k", value) for value in np.atleast_1d(np.asarray(k))])
+
+
+def _whole(values: ArrayLike, name: str) -> NDArray[np.int64]:
+    given = np.asarray(values, np.float64)
+    if not (np.isfinite(given).all() and (given >= 0).all() and (given == np.rint(given)).all()):
+        raise ValueError(f"{name} hold a value that is negative or no whole number: give counts, not shares")
+    return given.astype(np.int64)
+
+
+def _not_negative(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    given = np.asarray(values, np.float64)
+    if not (np.isfinite(given).all() and (given >= 0).all()):
+        raise ValueError(f"{name} hold a value that is negative or not finite: for logarithms say so, or leave it out")
+    return given
+
+
+def _probabilities(values: ArrayLike, name: str, least: int = 0, most: int | None = None) -> NDArray[np.float64]:
+    """Return values in [0, 1], not empty, of least to most dimensions."""
+    given = np.asarray(values, np.float64)
+    if given.size == 0 or given.ndim < least or (most is not None and given.ndim > most):
+        wanted = f"{least}" if most == least else f"at least {least}"
+        raise ValueError(f"{name} have shape {given.shape}: give a non-empty array of {wanted} dimension(s)")
+    if not ((given >= 0) & (given <= 1 + _ROUNDING)).all():
+        ends = f"from {given.min():g} to {given.max():g}"
+        raise ValueError(f"{name} are no probabilities, they go {ends}: give shares, not counts, and no NaN")
+    return np.minimum(given, 1.0)
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else nan
+
+
+def _quotient(over: ArrayLike, under: ArrayLike) -> NDArray[np.float64]:
+    """Return over / under, NaN where under is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.asarray(under) == 0, nan, np.asarray(over) / np.asarray(under))[()]
