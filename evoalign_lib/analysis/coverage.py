@@ -23,6 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import whole_number
 
+SOLVED_WITHIN = 256
+"""Samples within which a problem counts as solved where this project compares the support of models."""
 _CHUNK = 256
 _SLACK = 1e-9  # relative: a value that differs from a threshold by rounding counts as equal
 _ROUNDING = 1e-6  # by which a float32 sum of probabilities may exceed 1
@@ -511,7 +513,7 @@ def _ks(k: int | Sequence[int]) -> NDArray[np.int64]:
     """Return (len(k),) whole numbers of at least 1."""
     if np.ndim(k) > 1 or np.size(k) == 0:
         raise ValueError(f"k={k!r} must be a whole number, or a sequence of some")
-    return np.array([whole_number("k", value) for value in np.atleast_1d(np.asarray(k))])
+    return np.array([whole_number("k", value) for value in np.atleast_1d(np.asarray(k)).tolist()])
 
 
 def _whole(values: ArrayLike, name: str) -> NDArray[np.int64]:

@@ -1,9 +1,9 @@
-"""What a comparison of weights may take: of displacements, of merged models, of the lines between models.
+"""What a comparison of weights may take: of displacements, of merged models, of lines, of coverage.
 
 A side of a comparison is made of the training runs of an arm: where each run ended, the means of several runs, a run
 shrunk to the length of such a mean, or a random direction of a run's norms. Each model so named has a record of its own
-(kinds "products", "merge", "path" and "noise"), found by the digests of the runs' weights. A new quantity is an entry
-in `QUANTITIES`.
+(kinds "products", "merge", "path", "noise" and "coverage"), found by the digests of the runs' weights. A new quantity
+is an entry in `QUANTITIES`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib.analysis import attenuation, connectivity, geometry, paths, products, stats
+from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry, paths, products, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.checks import check_keys
-from evoalign_lib.claims.findings import Undecided, defined
+from evoalign_lib.claims.findings import Undecided, decoding_words, defined
 from evoalign_lib.claims.selection import Evidence, Record
-from evoalign_lib.records import accuracy_matrix
+from evoalign_lib.records import accuracy_matrix, unpack_probabilities
 
 Array = NDArray[np.float64]
 
@@ -264,6 +264,51 @@ def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
     return read
 
 
+# ---- what a model can solve within some samples
+
+
+def _covered(evidence: Evidence, side: Chosen) -> list[Record]:
+    """Return the records of what those models of a side can solve that have one."""
+    found = {_model(record["spec"].get("end")): record for record in _of_kind(evidence, "coverage")}
+    return [found[model] for model in side.models() if model in found]
+
+
+def _reached(record: Record, decoding: str) -> Array:
+    """Return the chances that one sample of each problem is right, at the temperature of a decoding.
+
+    Where none is given, at the record's own: that of the highest pass@64 on the validation set.
+    """
+    at = decoding or max(record["validation"], key=record["validation"].get)
+    if at not in record["reach"]:
+        raise Undecided(f"a sampled temperature is needed, and {decoding_words(at)} is none of them")
+    return unpack_probabilities(record["reach"][at])
+
+
+def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
+    records = [_covered(evidence, side) for side in sides]
+    bases = [r for r in _of_kind(evidence, "coverage") if "end" not in r["spec"]]
+    first = records[0][0]["spec"]
+    own = [r for r in bases if r["spec"] == {name: first[name] for name in first if name != "end"}]
+    if not own:
+        raise Undecided("the base was not measured in the same way")
+    base = _reached(own[0], decoding)
+    runs = [np.array([_reached(record, decoding) for record in side]) for side in records]
+    find = coverage.support_change if len(runs) == 1 else coverage.support_change_difference
+    found = find(base, *runs, coverage.SOLVED_WITHIN, n_resamples=evidence.resamples)
+    if math.isnan(found.low):
+        raise Undecided("neither the base nor a run solves a problem")
+    return found
+
+
+def _support_change_own(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    return _support_change(evidence, sides, "")
+
+
+def _with_coverage(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    return [len(_covered(evidence, side)) for side in sides]
+
+
 # ---- the registry
 
 
@@ -351,6 +396,10 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "kept_relative": Quantity(
         "accuracy kept under relative noise", _between(_kept("relative")), _shaken, decoded=True, unit="points"
+    ),
+    "support_change": Quantity("net change of support", _support_change, _with_coverage, decoded=True),
+    "support_change_own": Quantity(
+        "net change of support, each at its own temperature", _support_change_own, _with_coverage
     ),
     "half_gain": Quantity("place of half the gain", _half_gain, _drawn_from_base, decoded=True),
 }

@@ -6,7 +6,7 @@ from claim_worlds import DECLARED, PROBLEMS, SWEEPS, evaluate, judge, results, r
 
 from evoalign_lib.claims import declarations
 from evoalign_lib.claims.quantities import Chosen, Model, Side
-from evoalign_lib.records import pack_bits
+from evoalign_lib.records import pack_bits, pack_probabilities
 
 SIZES = {"embedding (tied)": 600, "layer 0": 1200, "layer 1": 2200}
 D = sum(SIZES.values())
@@ -208,6 +208,46 @@ def test_who_keeps_more_under_noise_must_have_learned_something() -> None:
     )
     nothing = judge("C27", [*TRAINED, *noisy(RUNS["es"], 0.12, 1.0), *grpo, *noisy(RUNS["es_random"], 0.12, 1.0)])
     assert nothing.verdict == "contradicted"
+
+
+def covered(end: dict | None, share: float, problems: int = 300, hot: float | None = None) -> dict:
+    """A model that solves this share of the problems half of the time, and the others never; at 1.4 another share."""
+    chances = {label: [0.5] * (n := round(problems * share)) + [0.0] * (problems - n) for label in ("t0.6", "t1")}
+    chances["t1.4"] = [0.5] * (n := round(problems * (hot or share))) + [0.0] * (problems - n)
+    spec = {"kind": "coverage", "scale": "tiny", "test_problems": problems} | ({"end": end} if end else {})
+    validation = {"t0.6": share, "t1": share, "t1.4": hot or share - 0.01}
+    reach = {label: pack_probabilities(each) for label, each in chances.items()}
+    return {"spec": spec, "status": "finished", "n": problems, "validation": validation, "reach": reach}
+
+
+def coverages(es: float, grpo: float, null: float, hot: float | None = None) -> list[dict]:
+    """Runs of notebook 07 with what they solve; the base solves half of the problems."""
+    made = [covered(None, 0.5)]
+    for arm, share in {"es": es, "grpo": grpo, "es_random": null}.items():
+        for run in runs_of(arm, 54, seeds=8, curve_points=13):
+            seed = run["spec"]["seed"] + 32
+            run |= {"spec": run["spec"] | {"seed": seed}, "digest": f"{arm} {seed}"}
+            made += [run, covered(end_of([run]), share, hot=hot if arm == "grpo" else None)]
+    return made
+
+
+def test_who_keeps_the_problems_that_sampling_solves() -> None:
+    verdict = judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.3)])
+    assert (verdict.verdict, verdict.n) == ("supported", 8), verdict.text
+    found = {label: interval.value for label, interval in verdict.intervals.items()}
+    assert found["ES, net change of support temperature 1"] == pytest.approx(15 / 165)
+    assert found["GRPO, net change of support temperature 0.6"] == pytest.approx(-30 / 150)
+    assert found["ES - GRPO, net change of support temperature 1"] == pytest.approx(15 / 165 + 30 / 150)
+    assert "failed by ES with random fitness (n = 8)" in verdict.placebo
+    assert judge("C18", [*SWEEPS, *coverages(es=0.4, grpo=0.3, null=0.3)]).verdict == "contradicted"
+    assert judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.6, null=0.3)]).verdict == "contradicted"
+    # what changes nothing keeps its coverage, too
+    assert judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.5)]).verdict == "not evidence"
+
+
+def test_each_model_is_also_compared_at_the_temperature_that_validation_chose() -> None:
+    verdict = judge("C18", [*SWEEPS, *coverages(es=0.5, grpo=0.4, null=0.3, hot=0.5)])
+    assert "GRPO, net change of support, each at its own temperature 0 [0, 0] (n = 8)" in verdict.text, verdict.text
 
 
 def test_models_are_named_by_the_digests_of_their_runs() -> None:

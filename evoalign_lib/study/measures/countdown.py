@@ -22,8 +22,6 @@ from evoalign_lib.tasks import countdown
 
 REACH_AT_K = (1, 16, 256)
 """Samples within which a point of a curve says what is reached."""
-SOLVED_WITHIN = 256
-"""Samples within which a problem counts as solved where support is compared."""
 
 
 class _Countdown(Measures):
@@ -125,8 +123,9 @@ class _Countdown(Measures):
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Add, where the spec has `reach_at`, what the weights reach on the validation set, without a sample.
 
-        For each temperature, here 1: `reach_t1@k`, exact pass@k; and, within `SOLVED_WITHIN` samples, the expected
-        shares of problems that are solved where the base does not solve them, `won_t1`, and the reverse, `lost_t1`.
+        For each temperature, here 1: `reach_t1@k`, exact pass@k; and within `coverage.SOLVED_WITHIN` samples the
+        expected shares of problems that are solved where the base does not solve them, `won_t1`, and the reverse,
+        `lost_t1`.
         """
         found = super().point(spec, engine, sets, step)
         if "reach_at" not in spec:
@@ -137,7 +136,7 @@ class _Countdown(Measures):
         base = _base_reach(spec["base"], len(sets["validation"]), spec["max_completion_length"], temperatures)
         for temperature, own, before in zip(map(label, temperatures), reached, base, strict=True):
             found |= {f"reach_{temperature}@{k}": float(coverage.pass_at(own, k).mean()) for k in REACH_AT_K}
-            solved = [coverage.pass_at(probabilities, SOLVED_WITHIN) for probabilities in (before, own)]
+            solved = [coverage.pass_at(probabilities, coverage.SOLVED_WITHIN) for probabilities in (before, own)]
             change = coverage.support(*solved)
             found[f"won_{temperature}"] = change.won / len(own)
             found[f"lost_{temperature}"] = change.lost / len(own)
