@@ -41,14 +41,6 @@ Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 11. TRL's trainer clips PPO's ratio at sequence level, which is inactive here. The KL penalty is k1 summed over the
    sequence, inside the reward, as in the paper.
 
-Two variations of `grpo` tell the optimiser and rounding from the loss (`grpo_sgd`, `grpo_rounded`, and both at once):
-
-16. SGD without momentum in the place of AdamW, with a learning rate of its own; the gradient's norm is clipped at 1,
-   too.
-17. Weights in bfloat16 without a float32 master, as published runs of ES and GRPO had them: they are rounded to the
-   nearest bfloat16 before the first step and after every one (`RoundedWeights`). Gradients, moments and activations
-   stay float32, so that nothing but the storage of weights differs.
-
 Fine-tuning on filtered samples (`filtered_sft`):
 
 12. Nothing here tunes its learning rate: the notebooks give it the one that GRPO's sweep chose, which need not be its
@@ -62,6 +54,14 @@ On GPUs, where TRL's vLLM engine generates beside the model ("colocate"):
 15. vLLM's generator is seeded by a hash of seed and process. TRL seeds it with the number of the process, so all seeds
    of an experiment would sample with the same random numbers. With the sum of the two, by which TRL seeds the rest,
    process 1 of one seed would have the numbers of process 0 of the next.
+
+Two variations of `grpo` tell the optimiser and rounding from the loss (`grpo_sgd`, `grpo_rounded`, and both at once):
+
+16. SGD without momentum in the place of AdamW, with a learning rate of its own; the gradient's norm is clipped at 1,
+   too.
+17. Weights in bfloat16 without a float32 master, as published runs of ES and GRPO had them: they are rounded to the
+   nearest bfloat16 before the first step and after every one (`RoundedWeights`). Gradients, moments and activations
+   stay float32, so that nothing but the storage of weights differs.
 
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
@@ -351,8 +351,8 @@ def trainer(
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
-        ValueError: a model that is not float32, has PEFT adapters or quantised weights, or has no name though beta is
-            not 0; or fewer rows than a step takes prompts.
+        ValueError: args that `config` did not make; a model that is not float32, has PEFT adapters or quantised
+            weights, or has no name though beta is not 0; or fewer rows than a step takes prompts.
     """
     if args.use_vllm:  # first: TRL imports vLLM
         from evoalign_lib.engines.vllm import prepare_process
@@ -365,6 +365,8 @@ def trainer(
 
     rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
+    if not hasattr(args, _ROUNDED):
+        raise ValueError("args do not say all that `grpo.config` said (a copy?): make them by `grpo.config` again.")
     if len(rows) < prompts:
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
     if not isinstance(model, str):
@@ -384,13 +386,15 @@ def trainer(
         # TRL would leave out rows at the end of the set that do not fill a step
         train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
         processing_class=processing_class,
-        callbacks=[budget, *([RoundedWeights()] if getattr(args, _ROUNDED, False) else []), *callbacks],
+        callbacks=[budget, *([RoundedWeights()] if getattr(args, _ROUNDED) else []), *callbacks],
     )
     _check_model(built.model)
     budget.model = built.model
     own = built.model.generation_config
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     built.model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
+    if getattr(args, _ROUNDED):  # before the reference is made, which has the weights that the run starts from
+        RoundedWeights.apply(built.model)
     if args.beta > 0:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
@@ -407,14 +411,15 @@ class RoundedWeights(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Round the weights that the run starts from, or goes on with."""
-        self._round(model)
+        self.apply(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Round what the optimiser has just updated."""
-        self._round(model)
+        self.apply(model)
 
     @staticmethod
-    def _round(model: Any) -> None:
+    def apply(model: Any) -> None:
+        """Round the weights of a model in place."""
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.bfloat16())
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,30 @@ from evoalign_lib.analysis import connectivity
 from evoalign_lib.records import unpack_bits
 
 Record = dict[str, Any]
+
+
+class Model(NamedTuple):
+    """A point that runs define, as its records name it (`study.trained.end`)."""
+
+    digests: tuple[str, ...]
+    """Of the runs whose mean displacement it has."""
+    as_long_as: tuple[str, ...] = ()
+    draw: int | None = None
+    factor: float = 1.0
+
+
+def model_of(named: Mapping[str, Any] | None) -> Model | None:
+    """Return the point that a spec names; None: the base itself."""
+    if named is None:
+        return None
+    long = named.get("as_long_as", {"digests": ()})["digests"]
+    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"])
+
+
+def by_ends(records: Sequence[Record]) -> dict[tuple[Model | None, Model | None], Record]:
+    """Return the records of kind "path" among any, by the ends of their lines, first and last."""
+    lines = [record for record in records if record["spec"]["kind"] == "path"]
+    return {(model_of(line["spec"].get("first")), model_of(line["spec"].get("last"))): line for line in lines}
 
 
 def errors(records: Sequence[Record], decoding: str) -> NDArray[np.float64]:
@@ -55,19 +79,13 @@ def barriers(
     (`connectivity.estimate_barrier`, which leaves out the few resamples that have one run alone).
     Raises ValueError for less than two runs, and where a line between two of them was not measured.
     """
-    lines: dict[tuple[str, str], Record] = {}
-    for record in records:
-        ends = [record["spec"].get(name) for name in ("first", "last")]
-        # ends that are one run each, as it ended
-        if record["spec"]["kind"] == "path" and all(end and set(end) == {"of", "factor"} for end in ends):
-            first, last = (end["of"]["digests"] for end in ends)
-            if len(first) == len(last) == 1 and {end["factor"] for end in ends} == {1.0}:
-                lines[first[0], last[0]] = record
+    lines, ends = by_ends(records), [Model((run["digest"],)) for run in runs]
     found: dict[tuple[int, int], NDArray[np.float64]] = {}
     for i, j in combinations(range(len(runs)), 2):
-        a, b = runs[i]["digest"], runs[j]["digest"]
+        a, b = ends[i], ends[j]
         if (a, b) not in lines and (b, a) not in lines:
-            raise ValueError(f"no line was measured between the runs with the weights {a} and {b}")
+            digests = " and ".join(runs[each]["digest"] for each in (i, j))
+            raise ValueError(f"no line was measured between the runs with the weights {digests}")
         line = lines.get((a, b)) or lines[b, a]
         found[i, j] = errors([line], decoding)[0][:, :: 1 if (a, b) in lines else -1]
     if not found:

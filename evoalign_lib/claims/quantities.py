@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry, paths, products, stats
+from evoalign_lib.analysis.paths import Model, model_of
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.checks import check_keys
 from evoalign_lib.claims.findings import Undecided, decoding_words, defined
@@ -46,16 +47,6 @@ class Side(NamedTuple):
         if self.shrunk:
             return f"shrunk to the mean of {self.shrunk}"
         return f"mean of {self.mean}" if self.mean > 1 else ""
-
-
-class Model(NamedTuple):
-    """A point that runs define, as its records name it (`study.trained.end`)."""
-
-    digests: tuple[str, ...]
-    """Of the runs whose mean displacement it has."""
-    as_long_as: tuple[str, ...] = ()
-    draw: int | None = None
-    factor: float = 1.0
 
 
 class Chosen(NamedTuple):
@@ -90,13 +81,6 @@ def check_side(name: str, declared: str | Mapping[str, Any]) -> None:
     side = side_of(declared)
     if side.mean < 1 or side.shrunk < 0 or (side.mean > 1) + bool(side.shrunk) + side.random > 1:
         raise ValueError(f"{name}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
-
-
-def _model(named: Mapping[str, Any] | None) -> Model | None:
-    if named is None:
-        return None
-    long = named.get("as_long_as", {"digests": ()})["digests"]
-    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"])
 
 
 def _of_kind(evidence: Evidence, kind: str) -> list[Record]:
@@ -175,7 +159,7 @@ def _common_share(evidence: Evidence, sides: Sequence[Chosen], decoding: str) ->
 
 def _merged(evidence: Evidence, side: Chosen) -> list[Record]:
     """Return the records of those models of a side that were measured."""
-    found = {_model(record["spec"]): record for record in _of_kind(evidence, "merge")}
+    found = {model_of(record["spec"]): record for record in _of_kind(evidence, "merge")}
     return [found[model] for model in side.models() if model in found]
 
 
@@ -197,10 +181,7 @@ def _accuracy(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Int
 
 def _lines(evidence: Evidence, first: Sequence[Model | None], last: Sequence[Model]) -> list[tuple[Record, bool]]:
     """Return the path records between models, pair by pair, where there are any, and whether they run backwards."""
-    found = {
-        (_model(record["spec"].get("first")), _model(record["spec"].get("last"))): record
-        for record in _of_kind(evidence, "path")
-    }
+    found = paths.by_ends(evidence.records)
     pairs = list(zip(first, last, strict=False))
     return [
         (found[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in found and pair[0] != pair[1]
@@ -243,7 +224,7 @@ def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> In
 
 def _noisy(evidence: Evidence, side: Chosen) -> list[Record]:
     """Return the records under noise of those models of a side that have one."""
-    found = {_model(record["spec"].get("end")): record for record in _of_kind(evidence, "noise")}
+    found = {model_of(record["spec"].get("end")): record for record in _of_kind(evidence, "noise")}
     return [found[model] for model in side.models() if model in found]
 
 
@@ -269,7 +250,7 @@ def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
 
 def _covered(evidence: Evidence, side: Chosen) -> list[Record]:
     """Return the records of what those models of a side can solve that have one."""
-    found = {_model(record["spec"].get("end")): record for record in _of_kind(evidence, "coverage")}
+    found = {model_of(record["spec"].get("end")): record for record in _of_kind(evidence, "coverage")}
     return [found[model] for model in side.models() if model in found]
 
 

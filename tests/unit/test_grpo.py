@@ -268,16 +268,28 @@ def test_weights_in_bfloat16_are_what_rounding_leaves_of_a_step(tmp_path):
     def rounded(found):
         return {name: p.bfloat16().float() for name, p in found.items()}
 
-    trainer, _ = built(tmp_path, "grpo_rounded", steps=1)
-    start = weights(trainer.model)
+    start = weights(tiny.load("A0")[0])
+    trainer, _ = built(tmp_path, "grpo_rounded", steps=1, beta=0.1)
+    # the reference, too, is the model that the run starts from
+    for model in (trainer.model, trainer.ref_model):
+        assert not same(start, weights(model)) and same(rounded(start), weights(model))
     trainer.train()
-    assert not same(start, rounded(start)) and not same(weights(trainer.model), rounded(start))
+    assert not same(weights(trainer.model), rounded(start))
     model = tiny.load("A0")[0]
     model.load_state_dict(rounded(weights(model)), strict=False)  # the head is tied
-    whole, _ = built(tmp_path, "grpo", steps=1, model=model)
+    whole, _ = built(tmp_path, "grpo", steps=1, beta=0.1, model=model)
     whole.train()
     assert not same(weights(whole.model), weights(trainer.model))
     assert same(rounded(weights(whole.model)), weights(trainer.model))
+
+
+def test_a_configuration_that_was_made_in_another_way_is_refused(tmp_path):
+    """A copy by dataclasses.replace no longer says that weights are rounded: it would train another arm."""
+    args = grpo.config("grpo_rounded", output_dir=str(tmp_path), **SETTINGS | QUIET)
+    # TRL has worked it out from steps_per_generation, and refuses to be given both
+    copied = dataclasses.replace(args, generation_batch_size=None)
+    with pytest.raises(ValueError, match="make them by `grpo.config` again"):
+        grpo.trainer(tiny.load("A0")[0], length_reward, copied, rows(), tiny.tokenizer())
 
 
 def test_other_precisions_are_refused(tmp_path):

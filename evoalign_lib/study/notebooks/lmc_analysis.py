@@ -7,7 +7,7 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
-from evoalign_lib import tiny
+from evoalign_lib import arms, tiny
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import trained
 from evoalign_lib.study.kinds.noise import noise_spec
@@ -79,9 +79,11 @@ LINES = (
 
 SHAKEN = (BASE, "es", "grpo", "sft", MEAN, "es_random", "grpo_random", RANDOM)
 """Kinds of end whose weights get noise."""
-REGIMES = tuple(f"{arm}, {steps} steps" for arm, every in TINY["regime_steps"].items() for steps in every)
-"""Groups of runs on the task of notebook 03, of which some are hacked."""
-LEARNED = tuple(name for name in REGIMES if "random" not in name)
+REGIMES = {f"{arm}, {steps} steps": (arm, steps) for arm, every in TINY["regime_steps"].items() for steps in every}
+"""Groups of runs on the task of notebook 03, of which some are hacked; each with its arm and what steps it takes."""
+LEARNED = tuple(name for name, (arm, _) in REGIMES.items() if not arms.get(arm).null)
+SMALL = tuple(name for name in LEARNED if REGIMES[name][1] == "small")
+"""Groups of runs that learned something, and of these the ones with small steps."""
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -129,14 +131,14 @@ def _regimes(run: SimpleNamespace, of: Records, scale: str) -> dict[str, Any]:
     if len(runs) == len(found):
         learned = [end for name in LEARNED for end in runs[name]]
         pairs += combinations(learned, 2)
-        small = [end for name in LEARNED if "small" in name for end in runs[name]]
+        small = [end for name in SMALL for end in runs[name]]
         for name in REGIMES:
             if name not in LEARNED:
                 pairs += [*combinations(runs[name], 2), *((end, null) for null in runs[name] for end in small)]
     asked = {"task": "conciseness", "max_completion_length": other.max_completion_length}
     asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
     specs = [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
-    return found | {"regimes": After(specs, REGIMES)}
+    return found | {"regimes": After(specs, tuple(REGIMES))}
 
 
 def name_of(first: str, last: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import style
+from evoalign_lib import arms, style
 from evoalign_lib.analysis import collapse, connectivity, paths, regimes, stats
 from evoalign_lib.analysis.connectivity import BarrierEstimate
 from evoalign_lib.analysis.stats import Interval
@@ -162,8 +162,8 @@ def _kept_in_words(shares: np.ndarray, models: int = 0) -> str:
 
 def regime_label(name: str) -> str:
     """Return the name of a group of `study.REGIMES` in tables and figures."""
-    arm, steps = name.split(", ")
-    return f"{style.ARMS[arm].label}, {steps}"
+    arm, steps = study.REGIMES[name]
+    return f"{style.ARMS[arm].label}, {steps} steps"
 
 
 def regime_barriers(of: Records, names: Sequence[str], decoding: str) -> tuple[np.ndarray, np.ndarray]:
@@ -173,8 +173,7 @@ def regime_barriers(of: Records, names: Sequence[str], decoding: str) -> tuple[n
 
 
 _REGIME_RESAMPLES = 200  # as many as the verdict takes
-_BROKEN = "grpo_random, large steps"
-_SMALL = tuple(name for name in study.LEARNED if "small" in name)
+_BROKEN = next(name for name, (arm, _) in study.REGIMES.items() if arms.get(arm).reward == "random")
 
 
 def regime_table(of: Records) -> DataFrame:
@@ -200,7 +199,7 @@ def regime_table(of: Records) -> DataFrame:
 def _mean_barriers(of: Records, name: str, decoding: str) -> tuple[float, float]:
     """Return the mean barrier among the runs of a group, NaN of one alone, and to the runs with small steps."""
     n = len(of[name])
-    matrix, _ = regime_barriers(of, dict.fromkeys((name, *_SMALL)), decoding)
+    matrix, _ = regime_barriers(of, dict.fromkeys((name, *study.SMALL)), decoding)
     matrix = np.fmax(np.nan_to_num(matrix), np.nan_to_num(matrix.T))
     among = matrix[:n, :n][np.triu_indices(n, 1)]
     return float(among.mean()) if len(among) else float("nan"), float(matrix[:n, n:].mean())
