@@ -21,6 +21,7 @@ from evoalign_lib.records import (
 )
 from evoalign_lib.study import measures, sweep, trained
 from evoalign_lib.study.kinds.coverage import coverage_spec
+from evoalign_lib.study.kinds.perturbed import perturbed_specs
 from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.tasks import countdown
 
@@ -200,6 +201,53 @@ def test_log_probabilities_are_those_of_the_comparison_of_two_models(engine):
         assert torch.allclose(row, both.log_policy.sum(-1), rtol=1e-12, atol=1e-9)
     with pytest.raises(ValueError, match="must be positive"):
         kl_analysis.log_probabilities(engine.model, prompts.ids, prompts.mask, ids, engine.eos_ids, [0.0])
+
+
+# ---- noise on the weights in the place of samples
+
+NOISE = {"max_completion_length": 16, "perturbed_members": 12, "perturbed_problems": 24, "perturbed_validation": 10}
+
+
+@needs_bases
+def test_copies_without_noise_answer_as_the_base_does():
+    [spec] = perturbed_specs("A0", [1e-9], 1, NOISE, "tiny")
+    found = sweep.run(spec, "nb", "commit")
+    counts = unpack_integers(found["drawn"]["right"])
+    few = SIZES | {"coverage_samples": 2, "coverage_temperatures": [1.0], "coverage_sampled_at": [1.0]}
+    greedy = unpack_bits(sweep.run(coverage_spec("A0", None, few, "tiny"), "nb", "commit")["greedy_bits"], 24)
+    assert np.array_equal(counts, 12 * greedy.astype(int)) and found["member"]["sd"] == found["drawn"]["entropy"] == 0
+    assert found["member"]["mean"] == pytest.approx(greedy.mean(), abs=1e-6)
+    assert found["best"] == {"1": {"mean": found["member"]["mean"], "vote": found["member"]["mean"]}}
+
+
+@needs_bases
+def test_copies_with_noise_solve_other_problems_and_are_the_same_when_made_again():
+    first, other = perturbed_specs("A0", [0.03], 2, NOISE, "tiny")
+    found, again, others = (sweep.run(spec, "nb", "commit") for spec in (first, first, other))
+    blocks = ("drawn", "validation", "member", "best")
+    assert all(found[name] == again[name] != others[name] for name in blocks[:3]) and found["best"] == again["best"]
+    counts = unpack_integers(found["drawn"]["right"])
+    assert counts.mean() / 12 == pytest.approx(found["member"]["mean"], abs=1e-6)
+    assert found["member"]["sd"] > 0 < found["drawn"]["entropy"] and ((counts > 0) & (counts < 12)).any()
+    # the vote of one copy is what it answers
+    assert found["best"]["1"]["mean"] == pytest.approx(found["best"]["1"]["vote"], abs=1e-6)
+    assert unpack_integers(found["validation"]).max() <= 12
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "repeats", "change", "message"),
+    [
+        ([], 1, {}, r"sigmas=\[\]: give finite standard deviations"),
+        ([0.01, 0.01], 1, {}, "each once"),
+        ([0.0], 1, {}, "above 0"),
+        ([0.01], 0, {}, "repeats=0: take at least 1"),
+        ([0.01], 1, {"perturbed_members": 1}, "take 2 to 4,095"),
+        ([0.01], 1, {"perturbed_problems": 3000}, "the test set has 2000"),
+    ],
+)
+def test_noise_that_cannot_be_sampled_is_refused(sigmas, repeats, change, message):
+    with pytest.raises(ValueError, match=message):
+        perturbed_specs("A0", sigmas, repeats, NOISE | change, "tiny")
 
 
 # ---- packed numbers

@@ -21,6 +21,7 @@ KINDS: dict[str, str] = {
     "noise": "evoalign_lib.study.kinds.noise",
     "path": "evoalign_lib.study.kinds.path",
     "products": "evoalign_lib.study.kinds.products",
+    "perturbed": "evoalign_lib.study.kinds.perturbed",
     "published": "evoalign_lib.study.kinds.published",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""

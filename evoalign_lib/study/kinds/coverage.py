@@ -98,18 +98,23 @@ def run(spec: Spec) -> Record:
 
 
 def _drawn(measure: Measures, engine: Any, problems: Sequence[Any], samples: int, temperature: float) -> dict[str, Any]:
-    """What samples of each test problem say."""
     warmth = {} if temperature == 1.0 else {"temperature": temperature}
     rows = engine.generate("test", samples=samples, seed=0, **warmth)
+    return summary(measure, engine, problems, [[text for text, _ in row] for row in rows])
+
+
+def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what samples of each problem say, for a record: see `run`, of which this is `drawn`.
+
+    rows: (samples, problems) completions, without their end tokens.
+    """
     n_right, voted, entropies, among_listed = [], [], [], 0
-    for problem, column in zip(problems, zip(*rows, strict=True), strict=True):
-        texts = [text for text, _ in column]
+    for problem, texts in zip(problems, zip(*rows, strict=True), strict=True):
         listed = {answer.removesuffix(engine.tokenizer.eos_token) for answer in measure.right_answers(problem)}
         right = [measure.right(problem, text) for text in texts]
         answers = [measure.answer(text) for text in texts]
-        chosen = coverage.vote(answers)
         n_right.append(sum(right))
-        voted.append(chosen is not None and right[answers.index(chosen)])
+        voted.append(vote_is_right(measure, problem, texts))
         entropies.append(coverage.answer_entropy(list(Counter(answers).values())))
         among_listed += sum(text in listed for text, is_right in zip(texts, right, strict=True) if is_right)
     plain, corrected = np.mean(entropies, axis=0)
@@ -121,3 +126,10 @@ def _drawn(measure: Measures, engine: Any, problems: Sequence[Any], samples: int
         "right_samples": sum(n_right),
         "listed": among_listed,
     }
+
+
+def vote_is_right(measure: Measures, problem: Any, texts: Sequence[str]) -> bool:
+    """Say whether the answer that most completions of a problem give is right; where most give none, it is not."""
+    answers = [measure.answer(text) for text in texts]
+    chosen = coverage.vote(answers)
+    return chosen is not None and measure.right(problem, texts[answers.index(chosen)])

@@ -13,6 +13,7 @@ from evoalign_lib import tiny
 from evoalign_lib.records import Spec
 from evoalign_lib.study import trained
 from evoalign_lib.study.kinds.coverage import coverage_spec
+from evoalign_lib.study.kinds.perturbed import perturbed_specs
 from evoalign_lib.study.notebooks import loading, weight_geometry
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
@@ -40,6 +41,11 @@ TINY = {
     "coverage_samples": 64,  # of each problem
     "coverage_sampled_at": [0.6, 1.0],
     "checked_samples": 1024,  # of each problem, of one run of each arm
+    "perturbed_sigmas": [0.01, 0.015, 0.02, 0.025, 0.03],  # of noise on the base's weights
+    "perturbed_repeats": 4,
+    "perturbed_members": 512,  # copies, each of which answers once
+    "perturbed_problems": 256,  # of the test set, those of coverage_problems
+    "perturbed_validation": 128,
 }
 SMOKE = TINY | {
     "own_seeds": [32, 33],
@@ -52,6 +58,11 @@ SMOKE = TINY | {
     "coverage_temperatures": [0.6, 1.0],
     "coverage_samples": 8,
     "checked_samples": 16,
+    "perturbed_sigmas": [0.02],
+    "perturbed_repeats": 2,
+    "perturbed_members": 16,
+    "perturbed_problems": 16,
+    "perturbed_validation": 8,
 }
 FULL = TINY
 
@@ -76,6 +87,9 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     for name, needed in reached(settings).items():
         known = all(group in of for group in needed)
         found[name] = After(_reach(settings, of, name, needed, scale, exact) if known else [], needed)
+    found["perturbed"] = perturbed_specs(
+        settings.bases[0], settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale
+    )
     found["checked"] = After(_checked(settings, of, scale, exact), TRAINED)
     return found
 
