@@ -22,7 +22,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.checks import check_keys
 from evoalign_lib.claims.findings import Undecided, decoding_words, defined
 from evoalign_lib.claims.selection import Evidence, Record
-from evoalign_lib.records import accuracy_matrix, unpack_probabilities
+from evoalign_lib.records import accuracy_matrix, unpack_bits, unpack_probabilities
 
 Array = NDArray[np.float64]
 
@@ -55,9 +55,11 @@ class Chosen(NamedTuple):
     side: Side
     runs: Sequence[Record]
 
-    def models(self) -> list[Model]:
-        """Return the models of the side, in the order of the seeds."""
+    def models(self) -> list[Model | None]:
+        """Return the models of the side, in the order of the seeds; None: the untrained base, in the place of runs."""
         digests = [run["digest"] for run in self.runs]
+        if None in digests:
+            return [None] * len(digests)
         each, size = self.side, max(self.side.mean, self.side.shrunk)
         means = [tuple(digests[i : i + size]) for i in range(0, len(digests) - size + 1, size)]
         if each.shrunk:
@@ -268,12 +270,7 @@ def _reached(record: Record, decoding: str) -> Array:
 def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
     """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
     records = [_covered(evidence, side) for side in sides]
-    bases = [r for r in _of_kind(evidence, "coverage") if "end" not in r["spec"]]
-    first = records[0][0]["spec"]
-    own = [r for r in bases if r["spec"] == {name: first[name] for name in first if name != "end"}]
-    if not own:
-        raise Undecided("the base was not measured in the same way")
-    base = _reached(own[0], decoding)
+    base = _reached(_base_beside(evidence, records), decoding)
     runs = [np.array([_reached(record, decoding) for record in side]) for side in records]
     find = coverage.support_change if len(runs) == 1 else coverage.support_change_difference
     found = find(base, *runs, coverage.SOLVED_WITHIN, n_resamples=evidence.resamples)
@@ -284,6 +281,26 @@ def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) 
 
 def _support_change_own(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
     return _support_change(evidence, sides, "")
+
+
+def _base_beside(evidence: Evidence, records: Sequence[Sequence[Record]]) -> Record:
+    """Return the record of the base that was measured as the first of these."""
+    spec = {name: value for name, value in records[0][0]["spec"].items() if name != "end"}
+    for record in _of_kind(evidence, "coverage"):
+        if record["spec"] == spec:
+            return record
+    raise Undecided("the base was not measured in the same way")
+
+
+def _gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+    """Return the greedy accuracy of runs - that of their base, on the same problems."""
+    (records,) = (_covered(evidence, side) for side in sides)
+    base = _base_beside(evidence, [records])
+    runs, start = (
+        np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in found], np.float64)
+        for found in (records, [base])
+    )
+    return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), n_resamples=evidence.resamples)
 
 
 def _with_coverage(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
@@ -344,6 +361,8 @@ class Quantity:
     """Whether it depends on how completions are decoded."""
     unit: str = ""
     """"points", "ratio" (of a difference of logarithms), or empty."""
+    of_base: bool = False
+    """Whether the untrained base has it, too, so that it is asked as a null."""
 
 
 QUANTITIES: dict[str, Quantity] = {
@@ -378,10 +397,11 @@ QUANTITIES: dict[str, Quantity] = {
     "kept_relative": Quantity(
         "accuracy kept under relative noise", _between(_kept("relative")), _shaken, decoded=True, unit="points"
     ),
-    "support_change": Quantity("net change of support", _support_change, _with_coverage, decoded=True),
+    "support_change": Quantity("net change of support", _support_change, _with_coverage, decoded=True, of_base=True),
     "support_change_own": Quantity(
-        "net change of support, each at its own temperature", _support_change_own, _with_coverage
+        "net change of support, each at its own temperature", _support_change_own, _with_coverage, of_base=True
     ),
+    "gain": Quantity("gain of greedy accuracy", _gain, _with_coverage, (1,), unit="points", of_base=True),
     "half_gain": Quantity("place of half the gain", _half_gain, _drawn_from_base, decoded=True),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -89,8 +89,8 @@ def tree(engine, problem: int, temperature: float, least: float) -> tuple[float,
 def test_the_chance_of_a_right_answer_is_that_of_the_whole_tree(engine, temperature):
     (reached,) = MEASURE.reach(engine.model, engine.prompts["few"], engine, engine.problems, [temperature])
     for i, exact in enumerate(reached):
-        right, cut = tree(engine, i, temperature, 2e-6)
-        assert cut < 0.05 and right > 0.001
+        right, cut = tree(engine, i, temperature, 1e-5)
+        assert cut < 0.1 and right > 0.001
         # right answers that are written in another way are few
         assert 0.995 * right <= exact <= right + cut + 1e-9
 

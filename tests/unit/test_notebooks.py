@@ -22,12 +22,19 @@ from evoalign_lib.study.notebooks import (
     grpo_countdown,
     lmc_analysis,
     loading,
+    solution_coverage,
     stability,
     weight_geometry,
 )
 from evoalign_lib.study.notebooks.loading import Group, Loader
 from evoalign_lib.study.views import lmc_analysis as lmc_view
-from evoalign_lib.study.views import lmc_analysis_figures, stability_figures, weight_geometry_figures
+from evoalign_lib.study.views import (
+    lmc_analysis_figures,
+    solution_coverage_figures,
+    stability_figures,
+    weight_geometry_figures,
+)
+from evoalign_lib.study.views import solution_coverage as coverage_view
 from evoalign_lib.study.views import stability as stability_view
 from evoalign_lib.study.views import weight_geometry as geometry_view
 from tests.helpers import random_model, tokenizer
@@ -110,7 +117,7 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
     """At scale full, too, where settings and sizes differ; what is measured on small models alone stays tiny."""
     if module is conciseness:  # at scale full it trains on published questions
         request.getfixturevalue("external_data")
-    names, of_tiny_world = {}, module in (lmc_analysis, weight_geometry)
+    names, of_tiny_world = {}, module in (lmc_analysis, solution_coverage, weight_geometry)
     for scale, model in (("tiny", ""), ("smoke", ""), ("full", model_folder)):
         load = loader_of(module, scale=scale, model=model, dry_run=True)
         names[scale] = {name.split("=")[0] for name in load.names}
@@ -241,9 +248,11 @@ def test_numbers_of_notebook_05():
 
 
 @pytest.mark.parametrize(
-    ("module", "view"), [(weight_geometry, geometry_view), (lmc_analysis, lmc_view)], ids=["08", "09"]
+    ("module", "view"),
+    [(solution_coverage, coverage_view), (weight_geometry, geometry_view), (lmc_analysis, lmc_view)],
+    ids=["07", "08", "09"],
 )
-def test_numbers_of_notebooks_08_and_09(module, view):
+def test_numbers_of_the_notebooks_with_views(module, view):
     assert quoted(view.numbers(run_of(module), loaded(module).records)) == generated(module.NOTEBOOK)
 
 
@@ -300,6 +309,12 @@ def test_the_share_that_stays_is_that_of_all_weights():
         moved = sum(np.array(layer["moved"][dtype]) for layer in record["layers"].values())
         assert geometry_view.stay(of, "grpo_sgd", dtype) == pytest.approx(1 - moved / record["d"])
     assert (geometry_view.stay(of, "grpo_sgd", "float32") <= geometry_view.stay(of, "grpo_sgd")).all()
+
+
+@pytest.mark.parametrize("draw", ["pass_at_k", "temperatures", "matched", "support", "training", "accuracies"])
+def test_the_figures_of_notebook_07_draw_their_data(draw):
+    of, run = loaded(solution_coverage).records, run_of(solution_coverage)
+    check_drawn(*getattr(solution_coverage_figures, draw)(run, of))
 
 
 @pytest.mark.parametrize("draw", ["signal", "norms", "layers", "cosines", "drift"])

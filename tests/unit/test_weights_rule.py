@@ -210,39 +210,60 @@ def test_who_keeps_more_under_noise_must_have_learned_something() -> None:
     assert nothing.verdict == "contradicted"
 
 
-def covered(end: dict | None, share: float, problems: int = 300, hot: float | None = None) -> dict:
+def covered(end: dict | None, share: float, problems: int = 300, hot: float | None = None, greedy: float = 0.1) -> dict:
     """A model that solves this share of the problems half of the time, and the others never; at 1.4 another share."""
     chances = {label: [0.5] * (n := round(problems * share)) + [0.0] * (problems - n) for label in ("t0.6", "t1")}
+    bits = pack_bits([1] * (n := round(problems * greedy)) + [0] * (problems - n))
     chances["t1.4"] = [0.5] * (n := round(problems * (hot or share))) + [0.0] * (problems - n)
     spec = {"kind": "coverage", "scale": "tiny", "test_problems": problems} | ({"end": end} if end else {})
     validation = {"t0.6": share, "t1": share, "t1.4": hot or share - 0.01}
     reach = {label: pack_probabilities(each) for label, each in chances.items()}
-    return {"spec": spec, "status": "finished", "n": problems, "validation": validation, "reach": reach}
+    return {
+        "spec": spec,
+        "status": "finished",
+        "n": problems,
+        "validation": validation,
+        "reach": reach,
+        "greedy_bits": bits,
+    }
 
 
-def coverages(es: float, grpo: float, null: float, hot: float | None = None) -> list[dict]:
+def coverages(es: float, grpo: float, null: float, hot: float | None = None, greedy: float = 0.3) -> list[dict]:
     """Runs of notebook 07 with what they solve; the base solves half of the problems."""
     made = [covered(None, 0.5)]
     for arm, share in {"es": es, "grpo": grpo, "es_random": null}.items():
         for run in runs_of(arm, 54, seeds=8, curve_points=13):
             seed = run["spec"]["seed"] + 32
             run |= {"spec": run["spec"] | {"seed": seed}, "digest": f"{arm} {seed}"}
-            made += [run, covered(end_of([run]), share, hot=hot if arm == "grpo" else None)]
+            right = 0.12 if arm == "es_random" else greedy
+            made += [run, covered(end_of([run]), share, hot=hot if arm == "grpo" else None, greedy=right)]
     return made
 
 
 def test_who_keeps_the_problems_that_sampling_solves() -> None:
     verdict = judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.3)])
-    assert (verdict.verdict, verdict.n) == ("supported", 8), verdict.text
+    assert (verdict.verdict, verdict.n) == ("not evidence", 8), verdict.text
+    assert "by itself supported" in verdict.text
     found = {label: interval.value for label, interval in verdict.intervals.items()}
     assert found["ES, net change of support temperature 1"] == pytest.approx(15 / 165)
     assert found["GRPO, net change of support temperature 0.6"] == pytest.approx(-30 / 150)
     assert found["ES - GRPO, net change of support temperature 1"] == pytest.approx(15 / 165 + 30 / 150)
-    assert "failed by ES with random fitness (n = 8)" in verdict.placebo
+    # what changes nothing keeps its coverage
+    assert verdict.placebo.startswith("passed by the untrained base; failed by ES with random fitness (n = 8)")
     assert judge("C18", [*SWEEPS, *coverages(es=0.4, grpo=0.3, null=0.3)]).verdict == "contradicted"
     assert judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.6, null=0.3)]).verdict == "contradicted"
-    # what changes nothing keeps its coverage, too
-    assert judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.5)]).verdict == "not evidence"
+    both = judge("C18", [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.5)])
+    assert both.placebo.startswith("passed by ES with random fitness (n = 8), the untrained base")
+
+
+def test_keeping_coverage_is_no_evidence_without_learning() -> None:
+    """The untrained base keeps its coverage: it passes C18, and not C18b, which asks for a gain, too."""
+    records = [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.5)]
+    verdict = judge("C18b", records)
+    assert verdict.verdict == "supported", verdict.text
+    assert verdict.placebo.startswith("failed by ES with random fitness (n = 8), the untrained base")
+    assert verdict.intervals["ES, gain of greedy accuracy"].value == pytest.approx(0.2)
+    assert judge("C18b", [*SWEEPS, *coverages(es=0.55, grpo=0.4, null=0.5, greedy=0.12)]).verdict == "contradicted"
 
 
 def test_each_model_is_also_compared_at_the_temperature_that_validation_chose() -> None:

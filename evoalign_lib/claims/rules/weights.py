@@ -17,7 +17,7 @@ from evoalign_lib.claims.findings import Finding, Undecided, decoding_words
 from evoalign_lib.claims.quantities import QUANTITIES, Chosen, Quantity, check_side, side_of
 from evoalign_lib.claims.rules.comparisons import check_decodings
 from evoalign_lib.claims.rules.rule import Rule
-from evoalign_lib.claims.selection import BASE, Claim, Evidence, lacking
+from evoalign_lib.claims.selection import BASE, Claim, Evidence, Runs, lacking
 
 _Comparison = Mapping[str, Any]
 
@@ -25,7 +25,8 @@ _Comparison = Mapping[str, Any]
 def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find every comparison, and those that are only reported."""
     rule, findings = claim["rule"], []
-    if evidence.null == BASE:  # it has no displacement
+    decisive = [QUANTITIES[each["quantity"]] for each in rule["comparisons"]]
+    if evidence.null == BASE and not all(quantity.of_base for quantity in decisive):  # it has no displacement
         return []
     declared = [(each, True) for each in rule["comparisons"]]
     declared += [(each | {"above": 0}, False) for each in rule.get("also", ())]
@@ -53,7 +54,10 @@ def _compare(
     """Find one quantity under one decoding, before it is held against its bounds."""
     favoured, sides = claim["rule"].get("favours"), _sides(comparison)
     selected = {name: evidence.select(claim, name, {}) for name in dict.fromkeys(side.arm for side in sides)}
-    if evidence.null and favoured in selected:
+    if evidence.null == BASE and favoured in selected:
+        frozen = [run | {"digest": None} for run in selected[favoured].records]
+        selected[favoured] = Runs(frozen, f"{len(frozen)} of {BASE}")
+    elif evidence.null and favoured in selected:
         beside = [selected[favoured].records, *(found.records for found in selected.values())]
         seeds = claim["arms"][favoured].get("seeds")
         selected[favoured] = evidence.stand_in(beside, claim["unit"], *([seeds] if seeds else []))

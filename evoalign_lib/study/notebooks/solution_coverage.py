@@ -18,7 +18,7 @@ from evoalign_lib.study.notebooks import loading, weight_geometry
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "07_solution_coverage"
-CLAIMS = ("C18",)
+CLAIMS = ("C18", "C18b")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs, whose reach is compared."""
 BASE, ELSEWHERE = "base", "es elsewhere"

@@ -1,0 +1,263 @@
+"""How the figures of notebook 07 are drawn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evoalign_lib import style
+from evoalign_lib.analysis import coverage
+from evoalign_lib.analysis.coverage import SOLVED_WITHIN
+from evoalign_lib.study.measures.base import label
+from evoalign_lib.study.notebooks import solution_coverage as study
+from evoalign_lib.study.notebooks.loading import Records
+from evoalign_lib.study.views import solution_coverage as view
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+_BANDS = (study.BASE, "es", "grpo")
+"""Models whose intervals are drawn."""
+_ALONG = ("es", "es_sampled", "grpo", "dr_grpo", "es_random", "grpo_random")
+"""Arms that are measured along their runs."""
+_PANELS = {"t0.6": "temperature 0.6", "t1": "temperature 1", view.OWN: "each at its own temperature"}
+
+
+def pass_at_k(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what is solved within k samples, at two temperatures and at each model's own.
+
+    Returns the figure and what it plots, a row per point of a line.
+    """
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), sharey=True)
+    rows = []
+    for ax, (temperature, title) in zip(axes, _PANELS.items(), strict=True):
+        for model in view.models():
+            found = view.curve(run, of, model, temperature)
+            values = 100 * np.array([each.value for each in found])
+            ax.plot(view.CURVE, values, **_look(run, model))
+            if model in _BANDS:
+                low, high = (100 * np.array([getattr(each, end) for each in found]) for end in ("low", "high"))
+                style.band(ax, view.CURVE, low, high, style.ARMS[model].color)
+            rows += [
+                {"panel": title, "model": view.name(run, model), "k": int(k), "value": value}
+                for k, value in zip(view.CURVE, values, strict=True)
+            ]
+        ax.set(title=title, xlabel="samples k", xscale="log")
+        _powers(ax)
+    axes[0].set(ylabel="problems solved, %", ylim=(0, 100))
+    _key(fig, axes[0])
+    return fig, pd.DataFrame(rows)
+
+
+def temperatures(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what is solved by one sample, within 16 and within 256, against the temperature of the samples."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9))
+    rows = []
+    for ax, k in zip(axes, view.KS, strict=False):
+        for model in view.models():
+            values = [_solved(run, of, model, label(t), k) for t in run.coverage_temperatures]
+            ax.plot(run.coverage_temperatures, values, **_look(run, model))
+            rows += [
+                {"panel": k, "model": view.name(run, model), "temperature": t, "value": value}
+                for t, value in zip(run.coverage_temperatures, values, strict=True)
+            ]
+        ax.set(title="one sample" if k == 1 else f"within {k} samples", xlabel="temperature", ylim=(0, None))
+        ax.set_xticks(run.coverage_temperatures, [f"{t:g}" for t in run.coverage_temperatures])
+    axes[0].set(ylabel="problems solved, %")
+    _key(fig, axes[0])
+    return fig, pd.DataFrame(rows)
+
+
+def matched(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what is solved within 256 samples against what one sample solves, a curve through the temperatures."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(style.PAGE, 3.4))
+    rows = []
+    for model in view.models():
+        one, many = (
+            np.array([_solved(run, of, model, label(t), k) for t in run.coverage_temperatures])
+            for k in (1, SOLVED_WITHIN)
+        )
+        look = _look(run, model)
+        ax.plot(one, many, **look | {"markevery": None, "ms": 3, "mfc": "white"})
+        at = run.coverage_temperatures.index(1.0)
+        ax.plot(one[at], many[at], marker=look["marker"] or "o", color=look["color"], ms=6)
+        rows += [
+            {"model": view.name(run, model), "temperature": t, "across": x, "value": y}
+            for t, x, y in zip(run.coverage_temperatures, one, many, strict=True)
+        ]
+    ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
+    _key(fig, ax)
+    return fig, pd.DataFrame(rows)
+
+
+def support(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the four regions as a concept, and what each model wins and loses within 256 samples at temperature 1."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.2), width_ratios=(1, 2.2), layout="constrained")
+    _regions(left)
+    rows, names = [], []
+    for y, model in enumerate(view.models()):
+        found = view.supports(run, of, model, "t1")
+        won, lost = (float(np.mean([getattr(each, part) for each in found])) for part in ("won", "lost"))
+        color = style.ARMS["es" if model == view.MEAN else model].color
+        for value, hatch in ((won, ""), (-lost, "////")):
+            right.barh(y, value, color="white" if hatch else color, edgecolor=color, hatch=hatch, height=0.62, lw=0.8)
+        net = won - lost
+        right.plot(net, y, marker="|", ms=11, mew=2, color="black", ls="", label="net" if y == 0 else None)
+        rows.append({"model": view.name(run, model), "won": won, "lost": lost, "value": net})
+        names.append("base, once more" if model == study.BASE else view.name(run, model))
+    right.axvline(0, color="black", lw=0.8)
+    right.set_yticks(range(len(names)), names)
+    right.invert_yaxis()
+    right.set(xlabel=f"lost (hatched)  ·  won, of {view.records(run, of, study.BASE)[0]['n']} problems")
+    right.legend(fontsize=7, loc="lower left")
+    right.tick_params(axis="y", length=0)
+    return fig, pd.DataFrame(rows)
+
+
+def _regions(ax: Axes) -> None:
+    """Draw who solves a problem within k samples: base across, trained model up."""
+    words = {(0, 1): "won", (1, 1): "kept", (0, 0): "out", (1, 0): "lost"}
+    shades = {"won": "#FFFFFF", "kept": "#DDDDDD", "out": "#FFFFFF", "lost": "#FFFFFF"}
+    for (x, y), word in words.items():
+        hatch = "////" if word == "lost" else ""
+        ax.fill_between([x, x + 1], y, y + 1, facecolor=shades[word], edgecolor="#888888", hatch=hatch, lw=0.8)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+        ax.text(x + 0.5, y + 0.5, word, ha="center", va="center", fontsize=9, bbox=box)
+    ax.set(xlim=(0, 2), ylim=(0, 2), xlabel="base solves it", ylabel="trained model solves it", aspect="equal")
+    ax.set_xticks([0.5, 1.5], ["no", "yes"])
+    ax.set_yticks([0.5, 1.5], ["no", "yes"])
+    ax.tick_params(length=0)
+
+
+def training(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw along the runs what is solved within 256 samples, won and lost against the base, at temperature 1."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    panels = {
+        f"reach_t1@{SOLVED_WITHIN}": f"solved within {SOLVED_WITHIN} samples",
+        "won_t1": "won",
+        "lost_t1": "lost",
+    }
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9))
+    rows = []
+    for ax, (field, title) in zip(axes, panels.items(), strict=True):
+        for arm in _ALONG:
+            steps = np.array(of[arm][0]["curve"]["step"])
+            values = 100 * np.mean([record["curve"][field] for record in of[arm]], axis=0)
+            ax.plot(100 * steps / steps[-1], values, **_look(run, arm))
+            rows += [
+                {"panel": title, "model": view.name(run, arm), "step": int(step), "value": value}
+                for step, value in zip(steps, values, strict=True)
+            ]
+        ax.set(title=title, xlabel="steps of the run, %")
+    axes[0].set(ylabel="validation problems, %")
+    limit = max(ax.get_ylim()[1] for ax in axes[1:])
+    for ax in axes[1:]:
+        ax.set(ylim=(0, limit))
+    _key(fig, axes[0])
+    return fig, pd.DataFrame(rows)
+
+
+def accuracies(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw how many problems have which chance that one sample at temperature 1 is right."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    edges = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
+    names = ["0", *(f"to {edge:g}" for edge in edges[1:-1]), "below 1", "1"]
+    shown = (study.BASE, "es", "es_sampled", "grpo", "sft")
+    fig, ax = plt.subplots(figsize=(style.PAGE, 2.8))
+    rows = []
+    for model in shown:
+        counts = coverage.accuracy_bins(view.chances(run, of, model, "t1"), edges).mean(0)
+        ax.plot(range(len(names)), counts, **_look(run, model) | {"markevery": None, "ms": 4})
+        rows += [
+            {"model": view.name(run, model), "chance": each, "value": value}
+            for each, value in zip(names, counts, strict=True)
+        ]
+    ax.set_xticks(range(len(names)), names)
+    ax.set(xlabel="chance that one sample is right, up to", ylabel="problems", ylim=(0, None))
+    _key(fig, ax)
+    return fig, pd.DataFrame(rows)
+
+
+def perturbation(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what completions of the base solve if they differ by temperature, and by noise on the weights."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    look = {"color": style.ARMS["base"].color, "ms": 5}
+    sigmas = run.perturbed_sigmas
+    within = min(SOLVED_WITHIN, of["perturbed"][0]["spec"]["members"])
+    curves = {
+        "temperature": (
+            [f"{t:g}" for t in run.coverage_temperatures],
+            *([_solved(run, of, study.BASE, label(t), k) for t in run.coverage_temperatures] for k in (1, within)),
+        ),
+        "noise on the weights, sigma": (
+            [f"{sigma:g}" for sigma in sigmas],
+            *(
+                [100 * view.solved_by_copies(view.of_sigma(of, sigma), k).mean() for sigma in sigmas]
+                for k in (1, within)
+            ),
+        ),
+    }
+    fig, ax = plt.subplots(figsize=(style.PAGE, 3.2))
+    rows = []
+    for (what, (names, one, many)), mark in zip(curves.items(), ({"marker": "o"}, {"marker": "s"}), strict=True):
+        how = {"ls": "-"} if what == "temperature" else {"ls": "--", "mfc": "white"}
+        ax.plot(one, many, label=what, **look, **mark, **how)
+        for each, x, y in zip(names, one, many, strict=True):
+            ax.annotate(each, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7)
+            rows.append({"differ by": what, "setting": each, "across": x, "value": y})
+    ax.set(xlabel="solved by one completion, %", ylabel=f"solved within {within} completions, %")
+    ax.margins(0.08)
+    ax.legend(loc="center right")
+    return fig, pd.DataFrame(rows)
+
+
+def _solved(run: SimpleNamespace, of: Records, model: str, temperature: str, k: int) -> float:
+    """Return pass@k in percent."""
+    return 100 * float(coverage.pass_at(view.chances(run, of, model, temperature), k).mean())
+
+
+def _look(run: SimpleNamespace, model: str) -> dict[str, Any]:
+    """Return how a model's line is drawn; the mean of ES runs has the colour of ES."""
+    look = style.ARMS["es" if model == view.MEAN else model]
+    stroke = "--" if model == view.MEAN or look.null else "-"
+    return {
+        "color": look.color,
+        "marker": look.marker or None,
+        "markevery": 0.2,
+        "ms": 4,
+        "lw": 1.2,
+        "ls": stroke,
+        "label": view.name(run, model),
+    }
+
+
+def _powers(ax: Axes) -> None:
+    ax.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1,024"])
+    ax.minorticks_off()
+
+
+def _key(fig: Figure, ax: Axes) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7)
