@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from evoalign_lib import claims, paths, style, tiny
 from evoalign_lib._render import csv_text
 from evoalign_lib.analysis import stats
-from evoalign_lib.records import read_records, spec_hash
+from evoalign_lib.records import pack_probabilities, read_records, spec_hash
 from evoalign_lib.study import parameters, sweep
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.notebooks import (
@@ -311,7 +311,33 @@ def test_the_share_that_stays_is_that_of_all_weights():
     assert (geometry_view.stay(of, "grpo_sgd", "float32") <= geometry_view.stay(of, "grpo_sgd")).all()
 
 
-@pytest.mark.parametrize("draw", ["pass_at_k", "temperatures", "matched", "support", "training", "accuracies"])
+def test_what_sampling_solves_is_what_the_claims_are_judged_by():
+    of, run = loaded(solution_coverage).records, run_of(solution_coverage)
+    found = {v.id: v.intervals for v in claims.evaluate_named(("C18b",), claims.committed_records("tiny"))}["C18b"]
+    for arm, words in (("es", "ES"), ("grpo", "GRPO")):
+        for at in ("t0.6", "t1"):
+            name = f"{words}, net change of support temperature {at.removeprefix('t')}"
+            judged = [interval for label, interval in found.items() if label.startswith(name)]
+            assert judged == [coverage_view.change(run, of, arm, at)]
+
+
+def test_pass_at_k_of_a_few_problems_by_hand():
+    """Of two problems, one solved in half of the samples and one never, against two solved in a tenth."""
+    of, run = loaded(solution_coverage).records, run_of(solution_coverage)
+    for model, each in {"grpo": [0.5, 0.0], solution_coverage.BASE: [0.1, 0.1]}.items():
+        name = solution_coverage.reach_name(model)
+        record = of[name][0]
+        of = of | {name: [record | {"reach": dict.fromkeys(record["reach"], pack_probabilities(each)), "n": 2}]}
+    # (1 - .5^k) / 2 against 1 - .9^k: the base is ahead from k = 7 on
+    assert 6 < coverage_view.crossing(run, of, "grpo", "t1")[0] < 7
+    (found,) = coverage_view.supports(run, of, "grpo", "t1")
+    assert (found.kept, found.won, found.lost, found.out) == pytest.approx((1, 0, 1, 0), abs=1e-9)
+    assert coverage_view.solved(run, of, "grpo", "t1", 1).value == pytest.approx(0.25, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    "draw", ["pass_at_k", "temperatures", "matched", "support", "training", "accuracies", "perturbation"]
+)
 def test_the_figures_of_notebook_07_draw_their_data(draw):
     of, run = loaded(solution_coverage).records, run_of(solution_coverage)
     check_drawn(*getattr(solution_coverage_figures, draw)(run, of))

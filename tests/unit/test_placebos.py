@@ -188,7 +188,22 @@ def test_whom_a_comparison_favours(comparison: dict, winner: str | None) -> None
 def test_whom_the_declared_rules_favour() -> None:
     found = {name: RULES[claim["rule"]["kind"]].favours(claim) for name, claim in DECLARED.items()}
     of_es = {"C1", "C3", "C3b", "C3c", "C8", "C9", "C9b", "C11", "C31", "C33", "C33b", "C34", "C37", "C37b", "E1b"}
-    of_es |= {"E5", "E6", "E6b", "E8", "C20", "C21", "C22", "C23", "C24", "C25", "C27", "C28"}  # on weights
+    of_es |= {
+        "E5",
+        "E6",
+        "E6b",
+        "E8",
+        "C20",
+        "C21",
+        "C22",
+        "C23",
+        "C24",
+        "C25",
+        "C27",
+        "C28",
+        "C18",
+        "C18b",
+    }  # on weights
     assert {name for name, arms in found.items() if arms == ("es",)} == of_es
     others = {"E1": ("treatment",), "E2": ("treatment",), "C2b": ("grpo",), "C10": ("n30",), "C30": ("dr_grpo",)}
     others |= {"E9": ("anchored",), "E11": ("sampled",), "C26": ("es_large", "grpo_large")}

@@ -1,455 +1,409 @@
-"""What notebook 07 says and tabulates: the answers, pass@k, crossings, support, variety, and exact against counted."""
+"""What notebook 07 says and tabulates: pass@k, crossings, problems won and lost, variety, noise and temperature."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evoalign_lib import style
 from evoalign_lib.analysis import coverage, stats
+from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record, unpack_bits, unpack_integers, unpack_probabilities
-from evoalign_lib.study.measures.base import label as label_of
+from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import solution_coverage as study
 from evoalign_lib.study.notebooks.loading import Records
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Array = NDArray[np.float64]
-
+KS = (1, 16, 256, 1024)
+"""Samples at which tables say what is solved."""
+CURVE = np.unique(np.geomspace(1, 1024, 41).round()).astype(int)
+"""Samples at which curves are drawn and crossings are looked for."""
 OWN = "own"
-"""In the place of a temperature: each model's own, chosen on validation."""
-WITHIN = coverage.SOLVED_WITHIN
-MOST = 1024
-"""Samples up to which pass@k is shown."""
-KS = tuple(dict.fromkeys(round(2 ** (i / 4)) for i in range(41)))
-"""Numbers of samples at which curves are drawn and compared, 1 to `MOST`."""
-COMPARED = ("t0.6", "t1", OWN)
-"""Temperatures at which models are compared with their base."""
-_FROM_START, _NEVER = 0.0, np.inf
-"""Where a curve is overtaken that starts below, and one that stays above."""
-_RESAMPLES = 2_000
-_ROUNDED = 0.0025
-"""Relative error of a chance in a record (`records.pack_probabilities`)."""
+"""In the place of a temperature: that of the model, chosen on the validation set."""
+MEAN = "mean"
+"""The model whose weights are the mean of several ES runs."""
+PUBLISHED = (
+    ("ProRL-1.5B v1", "1", 2400, 36, 163, 805),
+    ("ProRL-1.5B v2", "1", 2388, 48, 175, 793),
+    ("Skywork-OR1-7B", "1", 2685, 26, 86, 607),
+    ("OLMo-2-1B", "1", 761, 83, 104, 599),
+    ("Minerva, SFT", "3", 154, 28, 18, 72),
+    ("Minerva, DAPO", "3", 138, 12, 34, 88),
+    ("Olympiad, SFT", "3", 503, 49, 25, 98),
+    ("Olympiad, DAPO", "3", 467, 25, 61, 122),
+)
+"""Model or test, table of arXiv 2507.14843 (version 4), and its numbers of problems kept, won, lost and out."""
+_RESAMPLES = 2000
 
 
-def models(run: SimpleNamespace) -> dict[str, str]:
-    """Return name -> label of everything whose reach is compared: the base, the arms, and the mean of ES runs."""
-    mean = {study.mean_name(run): f"{style.ARMS['es'].label}, mean of {run.mean}"}
-    found = {name: style.ARMS[name].label for name in (study.BASE, *study.TRAINED)}
-    return {study.BASE: found.pop(study.BASE), "es": found.pop("es")} | mean | found
+def models() -> tuple[str, ...]:
+    """Return the models that are shown: base, arms, and the mean of ES runs."""
+    return (study.BASE, *study.TRAINED, MEAN)
 
 
-def reach(of: Records, name: str) -> Sequence[Record]:
-    """Return the records of what the models of a name can solve."""
-    return of[study.reach_name(name)]
+def records(run: SimpleNamespace, of: Records, model: str) -> Sequence[Record]:
+    """Return what was measured of a model: one record of the base, one for each run of an arm, or for each mean."""
+    return of[study.reach_name(study.mean_name(run) if model == MEAN else model)]
 
 
-def chances(record: Record, temperature_label: str) -> Array:
-    """Return (problems,), how likely one sample of each test problem is right.
-
-    temperature_label: such as "t0.6", or `OWN`.
-    """
-    at = own_temperature(record) if temperature_label == OWN else temperature_label
-    return unpack_probabilities(record["reach"][at])
+def name(run: SimpleNamespace, model: str) -> str:
+    """Return what a model is called in tables and legends."""
+    return study.mean_name(run) if model == MEAN else style.ARMS[model].label
 
 
 def own_temperature(record: Record) -> str:
-    """Return the label of the temperature at which a model solves most validation problems within 64 samples."""
+    """Return at which temperature a model solves most validation problems within 64 samples, as records have it."""
     return max(record["validation"], key=record["validation"].get)
 
 
-def all_chances(of: Records, name: str, at: str) -> Array:
-    """Return (runs, problems), the `chances` of all models of a name."""
-    return np.array([chances(record, at) for record in reach(of, name)])
+def chances(run: SimpleNamespace, of: Records, model: str, temperature: str) -> np.ndarray:
+    """Return the chance that one sample solves a problem, (runs, problems).
+
+    temperature: "t1" and the like, or `OWN`.
+    """
+    found = records(run, of, model)
+    ats = [own_temperature(record) if temperature == OWN else temperature for record in found]
+    return np.array([unpack_probabilities(record["reach"][at]) for record, at in zip(found, ats, strict=True)])
 
 
-def base_chances(of: Records, at: str) -> Array:
-    """Return (problems,), the chances of the base."""
-    return chances(reach(of, study.BASE)[0], at)
+def solved(run: SimpleNamespace, of: Records, model: str, temperature: str, k: int) -> Interval:
+    """Return pass@k, the mean over runs and problems, with its interval."""
+    return stats.crossed_bootstrap(coverage.pass_at(chances(run, of, model, temperature), k), n_resamples=_RESAMPLES)
 
 
-def temperatures(run: SimpleNamespace) -> list[str]:
-    """Return the labels of the temperatures at which everything is exact, coldest first."""
-    return [label_of(temperature) for temperature in sorted(run.coverage_temperatures)]
+def temperatures_in_words(found: Sequence[Record]) -> str:
+    """Return the temperatures that validation chose for some models, the most frequent first."""
+    own = [own_temperature(record).removeprefix("t") for record in found]
+    counted = sorted(dict.fromkeys(own), key=lambda t: (-own.count(t), t))
+    return ", ".join(t if len(counted) == 1 else f"{t} ({own.count(t)})" for t in counted)
 
 
-def in_words(at: str) -> str:
-    """Return what a temperature is called in tables and figures."""
-    return "each at its own" if at == OWN else f"temperature {at.removeprefix('t')}"
-
-
-def own_in_words(of: Records, name: str) -> str:
-    """Return the own temperatures of the models of a name, with how many have each where they differ."""
-    found = Counter(own_temperature(record).removeprefix("t") for record in reach(of, name))
-    if len(found) == 1:
-        return next(iter(found))
-    return ", ".join(f"{at} ({found[at]})" for at in sorted(found, key=float))
-
-
-# ---- pass@k
-
-
-def passed(of: Records, name: str, at: str, k: int) -> Interval:
-    """Return pass@k of the models of a name, a fraction, over runs and problems."""
-    return stats.crossed_bootstrap(coverage.pass_at(all_chances(of, name, at), k))
+# ---- within k samples
 
 
 def pass_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per model: its own temperature, pass@k at temperature 1, and pass@256 at its own."""
+    """Return a row per model: pass@k at temperature 1, its own temperature, and pass@256 there."""
     from pandas import DataFrame
 
     rows = []
-    for name, what in models(run).items():
-        row = {"model": what, "n": len(reach(of, name))}
-        row |= {f"pass@{k}, % [95 %]": passed(of, name, "t1", k).format() for k in (1, 16, WITHIN, MOST)}
-        row["own temperature"] = own_in_words(of, name)
-        rows.append(row | {f"pass@{WITHIN} at its own": passed(of, name, OWN, WITHIN).format()})
+    for model in models():
+        found = records(run, of, model)
+        row: dict[str, Any] = {"model": name(run, model), "n": len(found)}
+        row |= {f"pass@{k}": solved(run, of, model, "t1", k).format() for k in KS}
+        row["own temperature"] = temperatures_in_words(found)
+        row[f"pass@{SOLVED_WITHIN} there"] = solved(run, of, model, OWN, SOLVED_WITHIN).format()
+        rows.append(row)
     return DataFrame(rows)
 
 
-def crossing(of: Records, name: str, at: str, *, seed: int = 0) -> Interval:
-    """Return the k at which the base overtakes the models of a name: that of the mean curves, with an interval.
+def curve(run: SimpleNamespace, of: Records, model: str, temperature: str) -> list[Interval]:
+    """Return pass@k at every k of `CURVE`."""
+    solved_at = coverage.pass_at(chances(run, of, model, temperature), CURVE.tolist())
+    return [stats.crossed_bootstrap(solved_at[..., i], n_resamples=500) for i in range(len(CURVE))]
 
-    Runs and problems are resampled independently of one another, the problems in common for models and base. 0 stands
-    for a curve that starts below the base's, infinity for one that is not overtaken. One run has no interval.
+
+def crossing(run: SimpleNamespace, of: Records, model: str, temperature: str) -> tuple[float, float, float]:
+    """Return from how many samples on the base solves more than a model, and the ends of its 95 % interval.
+
+    Infinite: not up to 1,024 samples; minus infinite: the base solves more from the first sample on. Runs are
+    resampled, and problems in common for base and runs; of one run the ends are NaN.
     """
-    base, own = (coverage.pass_at(each, KS) for each in (base_chances(of, at), all_chances(of, name, at)))
-    value, n = float(_overtaken(own.mean((0, 1)), base.mean(0))), len(own)
-    if n == 1:
-        return Interval(value, np.nan, np.nan, n)
-    rng, problems = np.random.default_rng(seed), len(base)
-    drawn = rng.multinomial(problems, np.full(problems, 1 / problems), size=_RESAMPLES) / problems
-    each = np.stack([drawn @ curves for curves in own])  # (runs, resamples, ks)
-    counts = rng.multinomial(n, np.full(n, 1 / n), size=_RESAMPLES) / n
-    draws = _overtaken(np.einsum("rn,nrk->rk", counts, each), drawn @ base)
-    low, high = np.quantile(draws, (0.025, 0.975), method="inverted_cdf")  # which takes no mean with infinity
-    return Interval(value, float(low), float(high), n)
+    ks = CURVE.tolist()
+    own = coverage.pass_at(chances(run, of, model, temperature), ks)
+    base = coverage.pass_at(chances(run, of, study.BASE, temperature)[0], ks)
+    runs, problems = own.shape[:2]
+    value = float(_crossed(own.mean((0, 1)), base.mean(0)))
+    if runs == 1:
+        return value, np.nan, np.nan
+    rng, found = np.random.default_rng(0), []
+    for _ in range(_RESAMPLES):
+        weights = rng.multinomial(problems, np.full(problems, 1 / problems)) / problems
+        drawn = rng.multinomial(runs, np.full(runs, 1 / runs)) / runs
+        found.append(_crossed(weights @ np.tensordot(drawn, own, 1), weights @ base))
+    # infinite ends cannot be interpolated
+    low, high = np.percentile(found, [2.5, 97.5], method="inverted_cdf")
+    return value, float(low), float(high)
 
 
-def _overtaken(curves: Array, base: Array) -> Array:
-    """Return (...), where the base overtakes curves (..., ks)."""
-    gap, at = curves - base, coverage.crossing(KS, curves, base)
-    leads = np.take_along_axis(gap, (gap != 0).argmax(-1)[..., None], -1)[..., 0]
-    return np.where(np.isnan(at), np.where(leads < 0, _FROM_START, _NEVER), at)
-
-
-def crossing_in_words(found: Interval) -> str:
-    """Return a crossing with its interval, if it has one."""
-    words = {_FROM_START: "below from the start", _NEVER: f"never up to {MOST:,}"}
-    value = words.get(found.value) or _samples(found.value)
-    if np.isnan(found.low) or found.low == found.high:
-        return value
-    short = {_FROM_START: "the start", _NEVER: "never"}
-    return f"{value} [{', '.join(short.get(end) or _samples(end) for end in (found.low, found.high))}]"
-
-
-def _samples(k: float) -> str:
-    return f"{k:,.0f}" if k >= 9.95 else f"{k:.1f}"
+def _crossed(own: np.ndarray, base: np.ndarray) -> np.ndarray:
+    k = coverage.crossing(CURVE, own, base)
+    return np.where(np.isnan(k), np.where(own[0] < base[0], -np.inf, np.inf), k)
 
 
 def crossing_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per trained model: the number of samples from which on the base solves more, by temperature."""
+    """Return a row per trained model: where the base overtakes it, at two temperatures and each at its own."""
     from pandas import DataFrame
 
+    columns = {"temperature 0.6": "t0.6", "temperature 1": "t1", "each at its own": OWN}
     rows = []
-    for name, what in _trained(run).items():
-        row = {"model": what, "n": len(reach(of, name))}
-        rows.append(row | {f"{in_words(at)} [95 %]": crossing_in_words(crossing(of, name, at)) for at in COMPARED})
+    for model in models()[1:]:
+        row: dict[str, Any] = {"model": name(run, model), "n": len(records(run, of, model))}
+        row |= {words: crossing_in_words(*crossing(run, of, model, at)) for words, at in columns.items()}
+        rows.append(row)
     return DataFrame(rows)
 
 
-def _trained(run: SimpleNamespace) -> dict[str, str]:
-    return {name: what for name, what in models(run).items() if name != study.BASE}
+def crossing_in_words(value: float, low: float, high: float) -> str:
+    """Return a crossing with its interval in words."""
+
+    def word(k: float) -> str:
+        if np.isinf(k):
+            return f"over {CURVE[-1]:,}" if k > 0 else "1"
+        return f"{k:.0f}"
+
+    told = {np.inf: f"not up to {CURVE[-1]:,}", -np.inf: "from the first"}.get(value, word(value))
+    return told if np.isnan(low) else f"{told} [{word(low)}, {word(high)}]"
 
 
-# ---- support
+# ---- problems won and lost
 
 
-def changes(of: Records, name: str, at: str) -> list[coverage.Support]:
-    """Return what each model of a name keeps, wins and loses against the base: expected numbers of problems."""
-    return _changes(base_chances(of, at), all_chances(of, name, at))
+def supports(run: SimpleNamespace, of: Records, model: str, temperature: str) -> list[Support]:
+    """Return the expected numbers of problems kept, won, lost and out within 256 samples, of each run."""
+    before = coverage.pass_at(chances(run, of, study.BASE, temperature)[0], SOLVED_WITHIN)
+    after = coverage.pass_at(chances(run, of, model, temperature), SOLVED_WITHIN)
+    return [coverage.support(before, each) for each in after]
 
 
-def _changes(base: Array, runs: Array) -> list[coverage.Support]:
-    before, after = coverage.pass_at(base, WITHIN), coverage.pass_at(runs, WITHIN)
-    return [coverage.support(before, row) for row in after]
+def change(run: SimpleNamespace, of: Records, model: str, temperature: str) -> Interval:
+    """Return the net change of support within 256 samples, as the claims have it."""
+    base = chances(run, of, study.BASE, temperature)[0]
+    return coverage.support_change(base, chances(run, of, model, temperature), SOLVED_WITHIN)
 
 
-def net_change(of: Records, name: str, at: str) -> Interval:
-    """Return the net change of support (NSCR) of the models of a name against the base."""
-    return coverage.support_change(base_chances(of, at), all_chances(of, name, at), WITHIN)
+def null(run: SimpleNamespace, of: Records, temperature: str) -> coverage.Null:
+    """Return what two sets of 256 samples of the base itself win and lose."""
+    return coverage.null_nscr(chances(run, of, study.BASE, temperature)[0], SOLVED_WITHIN)
 
 
-def net_difference(of: Records, a: str, b: str, at: str) -> Interval:
-    """Return the net change of support of the models of one name less that of another."""
-    runs = [all_chances(of, name, at) for name in (a, b)]
-    return coverage.support_change_difference(base_chances(of, at), *runs, WITHIN)
-
-
-def null(of: Records, at: str) -> coverage.Null:
-    """Return what two draws of the base, each of 256 samples of every problem, show as a change of support."""
-    return coverage.null_nscr(base_chances(of, at), WITHIN)
-
-
-def support_table(run: SimpleNamespace, of: Records, decoding: str = "t1") -> DataFrame:
-    """Return a row per model: problems kept, won, lost and out against the base, and the rates made of them.
-
-    The first row is the base drawn twice. A second one is the base at its own temperature, where that is not the one
-    compared at.
-
-    decoding: a temperature, such as "t0.6"; or `OWN`.
-    """
+def support_table(run: SimpleNamespace, of: Records, temperature: str = "t1") -> DataFrame:
+    """Return a row per model: problems kept, won, lost and out, the ratios, and the range of the null."""
     from pandas import DataFrame
 
-    by_chance = null(of, decoding)
-    beside = Interval(by_chance.support.nscr, by_chance.low, by_chance.high, 1).format(percent=False, digits=3)
-    words = "; ".join([style.ARMS["base"].label, "two draws"])
-    rows = [{"model": words, "n": 1} | _counts([by_chance.support]) | {"NSCR [95 %]": "0", "null NSCR [95 %]": beside}]
-    base = base_chances(of, decoding)
-    found = {what: all_chances(of, name, decoding) for name, what in _trained(run).items()}
-    if decoding != OWN and (own := own_in_words(of, study.BASE)) != decoding.removeprefix("t"):
-        found = {f"{style.ARMS['base'].label} at {own}": all_chances(of, study.BASE, OWN)} | found
-    for what, runs in found.items():
-        row = {"model": what, "n": len(runs)} | _counts(_changes(base, runs))
-        row["NSCR [95 %]"] = coverage.support_change(base, runs, WITHIN).format(percent=False, digits=3)
-        rows.append(row | {"null NSCR [95 %]": beside})
+    chance = null(run, of, temperature)
+    rows = []
+    for model in models():
+        found = supports(run, of, model, temperature)
+        row: dict[str, Any] = {"model": name(run, model), "n": len(found)}
+        row |= {part: f"{np.mean([getattr(s, part) for s in found]):.1f}" for part in ("kept", "won", "lost", "out")}
+        row |= {part.upper(): f"{np.mean([getattr(s, part) for s in found]):.3f}" for part in ("srr", "ndr")}
+        if model == study.BASE:
+            row["NSCR [95 %]"] = "0 (the null)"
+        else:
+            row["NSCR [95 %]"] = change(run, of, model, temperature).format(percent=False, digits=3)
+        row["null of counts"] = f"{chance.low:.3f} to {chance.high:.3f}"
+        rows.append(row)
     return DataFrame(rows)
 
 
 def own_support_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return `support_table` with every model, and the base, at its own temperature."""
-    table = support_table(run, of, OWN)
-    table.insert(2, "temperature", [own_in_words(of, name) for name in models(run)])
-    return table
+    """Return `support_table` with base and models at their own temperatures."""
+    found = support_table(run, of, OWN)
+    found.insert(2, "own temperature", [temperatures_in_words(records(run, of, model)) for model in models()])
+    return found
 
 
-def _counts(found: Sequence[coverage.Support]) -> dict[str, str]:
-    """Return the cells of expected numbers, means over runs, and of the rates of retention and discovery."""
-    row = {what: f"{np.mean([getattr(each, what) for each in found]):.1f}" for what in ("kept", "won", "lost", "out")}
-    return row | {rate.upper(): f"{np.mean([getattr(each, rate) for each in found]):.3f}" for rate in ("srr", "ndr")}
-
-
-# ---- variety
-
-
-def variety_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per model and temperature: right greedily, by one sample and by a vote, and entropy of answers.
-
-    Shares have intervals over runs and problems, entropies over runs: records have their mean over problems only.
-    """
+def published_table() -> DataFrame:
+    """Return the published counts, and the ratios that follow from them."""
     from pandas import DataFrame
 
     rows = []
-    for name, what in models(run).items():
-        records = reach(of, name)
-        for at in map(label_of, run.coverage_sampled_at):
-            row = {"model": what, "n": len(records), "temperature": at.removeprefix("t")}
-            greedy = np.array([unpack_bits(r["greedy_bits"], r["n"]) for r in records])
-            voted = np.array([unpack_bits(r["drawn"][at]["vote_bits"], r["n"]) for r in records])
-            row["greedy, % [95 %]"] = stats.crossed_bootstrap(greedy).format()
-            row["pass@1, % [95 %]"] = passed(of, name, at, 1).format()
-            row[f"vote of {run.coverage_samples}, % [95 %]"] = stats.crossed_bootstrap(voted).format()
-            for key, words in {"entropy": "entropy", "entropy_corrected": "entropy, corrected"}.items():
-                row[f"{words} [95 %]"] = _over_runs([r["drawn"][at][key] for r in records])
-            rows.append(row)
+    for what, table, *counts in PUBLISHED:
+        found = Support(*counts)
+        row = {"model or test": what, "table": table}
+        row |= dict(zip(("kept", "won", "lost", "out"), map(str, counts), strict=True))
+        rows.append(row | {part.upper(): f"{getattr(found, part):.3f}" for part in ("srr", "ndr", "sds", "nscr")})
     return DataFrame(rows)
 
 
-def _over_runs(values: Sequence[float]) -> str:
-    found = stats.bootstrap_mean(values)
-    return f"{found.value:.2f}" if np.isnan(found.low) else found.format(percent=False, digits=2)
-
-
-# ---- exact against counted
+# ---- samples
 
 
 def checked_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per model and temperature: exact pass@k beside that of counted samples, and tests of both.
-
-    "p, together" is of the number of right samples that are listed, "p, one by one" of the problem whose right samples
-    are the least likely, times the number of problems. Both allow for the rounding of chances in records.
-    """
+    """Return a row per checked model: exact and counted pass@k, how far counts stray, and right samples listed."""
     from pandas import DataFrame
 
-    ks, samples = (1, min(WITHIN, run.checked_samples)), run.checked_samples
     rows = []
-    for record in of["checked"]:
-        arm = record["spec"]["end"]["of"]["run"]["arm"] if "end" in record["spec"] else study.BASE
-        for at in map(label_of, run.coverage_sampled_at):
-            p, drawn = chances(record, at), record["drawn"][at]
-            right = unpack_integers(drawn["right"])
-            row = {"model": style.ARMS[arm].label, "temperature": at.removeprefix("t")}
-            for k in ks:
-                row[f"pass@{k}, exact, %"] = f"{100 * coverage.pass_at(p, k).mean():.2f}"
-                row[f"pass@{k}, counted, %"] = f"{100 * coverage.estimate_pass_at(right, samples, k).mean():.2f}"
-            row["p, together"] = _p_in_words(_p_together(p, drawn["listed"], samples))
-            row["p, one by one"] = _p_in_words(_p_one_by_one(p, right, samples))
-            listed = drawn["listed"] / drawn["right_samples"] if drawn["right_samples"] else np.nan
-            rows.append(row | {"right samples listed, %": "" if np.isnan(listed) else f"{100 * listed:.2f}"})
+    for model, record in zip((study.BASE, *study.TRAINED), of["checked"], strict=True):
+        samples, drawn = record["spec"]["coverage_samples"], record["drawn"]["t1"]
+        exact, right = unpack_probabilities(record["reach"]["t1"]), unpack_integers(drawn["right"])
+        row: dict[str, Any] = {"model": name(run, model), "samples a problem": f"{samples:,}"}
+        for k in (k for k in KS if k <= samples and k != KS[1]):
+            counted = coverage.estimate_pass_at(right, samples, k).mean()
+            row[f"pass@{k}, exact"] = f"{100 * coverage.pass_at(exact, k).mean():.2f}"
+            row[f"pass@{k}, counted"] = f"{100 * counted:.2f}"
+        # where a normal deviate is a fair description
+        often = samples * exact * (1 - exact) > 1
+        deviates = (right - samples * exact)[often] / np.sqrt(samples * exact * (1 - exact))[often]
+        row["deviations over those of chance"] = f"{np.sqrt(np.mean(deviates**2)):.2f}" if often.any() else ""
+        row["right samples listed, %"] = f"{100 * drawn['listed'] / max(1, drawn['right_samples']):.2f}"
+        rows.append(row)
     return DataFrame(rows)
 
 
-def _within_rounding(p: Array, shares: Array) -> Array:
-    """Return, of the chances that a record would round to p, those next to some shares."""
-    return np.clip(shares, p * (1 - _ROUNDED), np.minimum(p * (1 + _ROUNDED), 1.0))
+def voted(run: SimpleNamespace, of: Records, model: str, temperature: str) -> np.ndarray:
+    """Return whether the most frequent answer to a problem is right, (runs, problems)."""
+    found = records(run, of, model)
+    return np.array([unpack_bits(r["drawn"][temperature]["vote_bits"], r["n"]) for r in found], float)
 
 
-def _p_together(p: Array, listed: int, samples: int) -> float:
-    """Return the p-value of the number of listed samples, over all problems, by the normal law."""
-    from scipy.stats import norm
+def variety_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per model: greedy accuracy, that of the vote, and the entropy of answers, at two temperatures."""
+    from pandas import DataFrame
 
-    # all chances may be rounded the same way, as those near 1 are
-    nearest = _within_rounding(p.mean()[None], np.array([listed / (samples * len(p))]))[0]
-    error = np.sqrt((p * (1 - p)).sum() * samples) / (samples * len(p))
-    away = abs(listed / (samples * len(p)) - nearest)
-    return float(2 * norm.sf(away / error)) if error else float(away == 0)
+    rows = []
+    for model in models():
+        found = records(run, of, model)
+        greedy = np.array([unpack_bits(r["greedy_bits"], r["n"]) for r in found], float)
+        row: dict[str, Any] = {"model": name(run, model), "n": len(found)}
+        row["greedy"] = stats.crossed_bootstrap(greedy, n_resamples=_RESAMPLES).format()
+        for at in map(label, run.coverage_sampled_at):
+            words = f"at {at.removeprefix('t')}"
+            row[f"vote {words}"] = stats.crossed_bootstrap(voted(run, of, model, at), n_resamples=_RESAMPLES).format()
+            for key, what in (("entropy", "entropy"), ("entropy_corrected", "corrected")):
+                row[f"{what} {words}"] = f"{np.mean([r['drawn'][at][key] for r in found]):.2f}"
+        rows.append(row)
+    return DataFrame(rows)
 
 
-def _p_one_by_one(p: Array, right: NDArray[np.int64], samples: int) -> float:
-    """Return the smallest exact p-value of the right samples of a problem, by Bonferroni's rule over all."""
-    from scipy.stats import binom
-
-    near = _within_rounding(p, right / samples)
-    tails = np.minimum(binom.cdf(right, samples, near), binom.sf(right - 1, samples, near))
-    return float(min(1.0, 2 * tails.min() * len(p)))
+# ---- noise on the weights against temperature
 
 
-def _p_in_words(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+def of_sigma(of: Records, sigma: float) -> list[Record]:
+    """Return the records of perturbed copies of the base with noise of one sigma, a record for each repeat."""
+    return [record for record in of["perturbed"] if record["spec"]["sigma"] == sigma]
+
+
+def solved_by_copies(found: Sequence[Record], k: int) -> np.ndarray:
+    """Return pass@k of copies in the place of samples, (repeats, problems); NaN for more copies than there are."""
+    (members,) = {record["spec"]["members"] for record in found}
+    right = np.array([unpack_integers(record["drawn"]["right"]) for record in found])
+    return coverage.estimate_pass_at(right, members, k) if k <= members else np.full(right.shape, np.nan)
+
+
+def by_noise(of: Records, sigma: float) -> Interval:
+    """Return what copies with noise of one sigma solve within 256 of them, or within all if there are fewer."""
+    found = of_sigma(of, sigma)
+    within = min(SOLVED_WITHIN, found[0]["spec"]["members"])
+    return stats.crossed_bootstrap(solved_by_copies(found, within), n_resamples=_RESAMPLES)
+
+
+def best_sigma(run: SimpleNamespace, of: Records) -> float:
+    """Return the sigma whose copies solve most validation problems within 64 of them, or of all if there are fewer."""
+
+    def within(sigma: float) -> float:
+        found = of_sigma(of, sigma)
+        (members,) = {record["spec"]["members"] for record in found}
+        right = np.array([unpack_integers(record["validation"]) for record in found])
+        return float(coverage.estimate_pass_at(right, members, min(64, members)).mean())
+
+    return max(run.perturbed_sigmas, key=within)
+
+
+def perturbed_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per temperature and per sigma: what as many completions of the base solve, and their vote."""
+    from pandas import DataFrame
+
+    (base,) = records(run, of, study.BASE)
+    rows: list[dict[str, Any]] = []
+    for at in map(label, run.coverage_temperatures):
+        drawn = base["drawn"].get(at)
+        row = {"completions differ by": f"temperature {at.removeprefix('t')}"}
+        row |= {f"pass@{k}": solved(run, of, study.BASE, at, k).format() for k in KS[:3]}
+        row["vote"] = f"{100 * voted(run, of, study.BASE, at).mean():.1f}" if drawn else ""
+        row |= {"vote of the best 16": "", "entropy": f"{drawn['entropy_corrected']:.2f}" if drawn else ""}
+        rows.append(row | {"found here alone": "", "found there alone": ""})
+    (there,) = coverage.pass_at(chances(run, of, study.BASE, OWN), SOLVED_WITHIN)
+    for sigma in run.perturbed_sigmas:
+        found = of_sigma(of, sigma)
+        row = {"completions differ by": f"noise, sigma {sigma:g}"}
+        for k in KS[:3]:
+            values = solved_by_copies(found, k)
+            known = not np.isnan(values).any()
+            row[f"pass@{k}"] = stats.crossed_bootstrap(values, n_resamples=_RESAMPLES).format() if known else ""
+        votes = [unpack_bits(record["drawn"]["vote_bits"], record["n"]).mean() for record in found]
+        row["vote"] = f"{100 * np.mean(votes):.1f}"
+        row["vote of the best 16"] = f"{100 * np.mean([record['best']['16']['vote'] for record in found]):.1f}"
+        row["entropy"] = f"{np.mean([record['drawn']['entropy_corrected'] for record in found]):.2f}"
+        here = solved_by_copies(found, SOLVED_WITHIN)
+        overlap = [] if np.isnan(here).any() else [coverage.support(there, each) for each in here]
+        for words, part in (("found here alone", "won"), ("found there alone", "lost")):
+            row[words] = f"{np.mean([getattr(each, part) for each in overlap]):.1f}" if overlap else ""
+        rows.append(row)
+    return DataFrame(rows)
 
 
 # ---- the answers
 
 
+def _changes(run: SimpleNamespace, of: Records, model: str) -> str:
+    """The net change of support of a model at both temperatures, in words."""
+    parts = []
+    for at in ("t1", "t0.6"):
+        found = change(run, of, model, at)
+        told = "is a gain" if found.low > 0 else "is a loss" if found.high < 0 else "cannot be told from none"
+        parts.append(f"at {style.STROKES[at].label} {found.format(percent=False, digits=3)}, which {told}")
+    return "; ".join(parts)
+
+
 def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
-    """Return question -> one sentence or two with number, interval and n."""
-    mean, n = study.mean_name(run), len(base_chances(of, "t1"))
-    found = {
-        "Does ES keep what the base can solve?": (
-            f"Within {WITHIN} samples: {_change_in_words(of, 'es')} ({len(reach(of, 'es'))} runs, {n} problems). "
-            f"{models(run)[mean]}: {_change_in_words(of, mean)} (n = {len(reach(of, mean))})."
-        ),
-        "Does GRPO shrink it?": (
-            f"Within {WITHIN} samples: {_change_in_words(of, 'grpo')} ({len(reach(of, 'grpo'))} runs). "
-            f"{_difference_in_words(of, 't1')} {_overtaken_in_words(of)}"
-        ),
-    }
-    found["Is the difference one of temperature?"] = _own_in_sentences(of)
-    found["What does chance alone give?"] = _null_in_sentences(of, n)
+    """Return question -> one sentence with its number, interval and n."""
+    found = {}
+    for model, question in (("es", "Does ES keep what the base can solve?"), ("grpo", "Does GRPO?")):
+        found[question] = (
+            f"The net change of support within {SOLVED_WITHIN} samples is {_changes(run, of, model)} (n = "
+            f"{len(records(run, of, model))} runs)."
+        )
+    parts = []
+    for model in (study.BASE, "es", "es_sampled", "grpo"):
+        here = solved(run, of, model, "t1", SOLVED_WITHIN).format()
+        there = solved(run, of, model, OWN, SOLVED_WITHIN).format()
+        parts.append(f"{name(run, model)} {here} and {there}")
+    found["Is it a matter of temperature?"] = (
+        f"Within {SOLVED_WITHIN} samples these are solved at temperature 1, and at the temperature that validation "
+        f"chose for each, in percent: {'; '.join(parts)} (n = {len(records(run, of, 'es'))} runs of each arm)."
+    )
+    parts = [f"{name(run, m)} {change(run, of, m, 't1').format(percent=False, digits=3)}" for m in ("es_random", MEAN)]
+    chance = null(run, of, "t1")
+    found["What do chance and the random walk give?"] = (
+        f"The change is at temperature 1, {' and '.join(parts)} (n = {len(records(run, of, 'es_random'))} runs and "
+        f"{len(records(run, of, MEAN))} means); counts from two sets of samples of the base itself range from "
+        f"{chance.low:.3f} to {chance.high:.3f}."
+    )
+    sigma = best_sigma(run, of)
+    copies, sampled = by_noise(of, sigma), solved(run, of, study.BASE, OWN, SOLVED_WITHIN)
+    found["Does noise on the weights find more than temperature?"] = (
+        f"As many completions of the base solve {copies.format()} % of the problems if each is of a perturbed copy "
+        f"(sigma {sigma:g}, n = {copies.n} repeats), and {sampled.format()} % if they are sampled at temperature "
+        f"{temperatures_in_words(records(run, of, study.BASE))}."
+    )
     return found
 
 
-def _verb(found: Interval) -> str:
-    if found.low > 0:
-        return "grows"
-    return "shrinks" if found.high < 0 else "cannot be told to grow or shrink"
-
-
-def _nscr(found: Interval) -> str:
-    return found.format(percent=False, digits=3)
-
-
-def _change_in_words(of: Records, name: str) -> str:
-    """At both temperatures, whether the support of the models of a name grows, by how much, and of what."""
-    told = []
-    for at in ("t0.6", "t1"):
-        found, each = net_change(of, name, at), changes(of, name, at)
-        won, lost = (np.mean([getattr(support, what) for support in each]) for what in ("won", "lost"))
-        told.append(
-            f"at {in_words(at)} the support {_verb(found)}, by a net change of {_nscr(found)} ({won:.1f} problems won, "
-            f"{lost:.1f} lost)"
-        )
-    return ", and ".join(told)
-
-
-def _difference_in_words(of: Records, at: str) -> str:
-    found = net_difference(of, "es", "grpo", at)
-    where = "with each model at its own temperature" if at == OWN else f"at {in_words(at)}"
-    if found.low > 0:
-        told = "higher after ES than after GRPO"
-    elif found.high < 0:
-        told = "lower after ES than after GRPO"
-    else:
-        told = "not to be told apart between ES and GRPO"
-    return f"The net change is {told} {where}: the difference is {_nscr(found)}."
-
-
-def _overtaken_in_words(of: Records) -> str:
-    """From how many samples on the base solves more than each of the two, at temperature 1."""
-    words = {style.ARMS[arm].label: crossing_in_words(crossing(of, arm, "t1")) for arm in ("grpo", "es")}
-    told = "; ".join(f"for {label} {k}" for label, k in words.items())
-    return f"The number of samples at which the base overtakes, at temperature 1: {told}."
-
-
-def _own_in_sentences(of: Records) -> str:
-    """The comparison at own temperatures, and what GRPO gains by its own."""
-    own = net_change(of, "grpo", OWN)
-    solved = [coverage.pass_at(all_chances(of, "grpo", at), WITHIN) for at in (OWN, "t1")]
-    gain = stats.crossed_bootstrap(solved[0] - solved[1])
-    behind = stats.crossed_bootstrap(solved[0], coverage.pass_at(base_chances(of, OWN), WITHIN))
-    if behind.high < 0:
-        told = "stays below the base at the base's own"
-    else:
-        told = "is above the base at the base's own" if behind.low > 0 else "cannot be told from the base at its own"
-    at = own_in_words(of, "grpo")
-    return (
-        f"{_difference_in_words(of, OWN)} At its own temperature ({at}), chosen on validation, GRPO's support "
-        f"{_verb(own)}, by {_nscr(own)}. Within {WITHIN} samples it solves {gain.format()} points more there than at 1 "
-        f"(n = {gain.n}) and {told}: the difference is {behind.format()} points."
-    )
-
-
-def _null_in_sentences(of: Records, n: int) -> str:
-    """What two draws of the base show, and what arms show that learned nothing."""
-    two = null(of, "t1")
-    told = []
-    for arm in ("es_random", "grpo_random"):
-        found = net_change(of, arm, "t1")
-        told.append(f"after {style.ARMS[arm].label} the support {_verb(found)}, by {_nscr(found)} (n = {found.n})")
-    return (
-        f"Two draws of {WITHIN} samples of the base, at temperature 1, win and lose {two.support.won:.1f} of {n} "
-        f"problems each, expected, and their net change lies from {two.low:.3f} to {two.high:.3f} in 95 % of cases. "
-        f"Where nothing is learned, {', and '.join(told)}."
-    )
-
-
-# ---- numbers for the paper
-
-_AT = {"t0.6": "Warm", "t1": "", OWN: "Own"}
+_MACROS = {"es": "Es", "es_sampled": "Rewarded", "grpo": "Grpo", "es_random": "Random", MEAN: "Mean"}
 
 
 def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
     """Return macro -> value and format, for the paper."""
     found: dict[str, tuple[Any, str]] = {
-        "CovProblems": (len(base_chances(of, "t1")), "d"),
-        "CovWithin": (WITHIN, "d"),
-        "CovMost": (MOST, "d"),
-        "CovMean": (run.mean, "d"),
+        "CovProblems": (records(run, of, study.BASE)[0]["n"], "d"),
+        "CovWithin": (SOLVED_WITHIN, "d"),
+        "CovRuns": (len(records(run, of, "es")), "d"),
+        "CovBasePass": (solved(run, of, study.BASE, "t1", SOLVED_WITHIN).format(), ""),
+        "CovBasePassOwn": (solved(run, of, study.BASE, OWN, SOLVED_WITHIN).format(), ""),
     }
-    for name in models(run):
-        short = "Mean" if name == study.mean_name(run) else "".join(map(str.capitalize, name.split("_")))
-        found[f"Cov{short}Runs"] = (len(reach(of, name)), "d")
-        found[f"Cov{short}OwnTemperature"] = (own_in_words(of, name), "")
-        for at, where in _AT.items():
-            for k, size in {1: "One", 16: "Few", WITHIN: "Many", MOST: "Most"}.items():
-                found[f"Cov{short}{size}{where}"] = (100 * coverage.pass_at(all_chances(of, name, at), k).mean(), ".1f")
-            if name == study.BASE:
-                continue
-            found[f"Cov{short}Net{where}"] = (_nscr(net_change(of, name, at)), "")
-            found[f"Cov{short}Crossing{where}"] = (crossing_in_words(crossing(of, name, at)), "")
-            for what in ("won", "lost"):
-                value = np.mean([getattr(each, what) for each in changes(of, name, at)])
-                found[f"Cov{short}{what.capitalize()}{where}"] = (value, ".1f")
-    for at, where in _AT.items():
-        two = null(of, at)
-        found[f"CovGap{where}"] = (_nscr(net_difference(of, "es", "grpo", at)), "")
-        found |= {f"CovNullLow{where}": (two.low, ".3f"), f"CovNullHigh{where}": (two.high, ".3f")}
-        found[f"CovNullWon{where}"] = (two.support.won, ".1f")
-    return found
+    for model, macro in _MACROS.items():
+        for at, words in (("t1", ""), ("t0.6", "Warm"), (OWN, "Own")):
+            found[f"Cov{macro}Change{words}"] = (change(run, of, model, at).format(percent=False, digits=3), "")
+        found[f"Cov{macro}Pass"] = (solved(run, of, model, "t1", SOLVED_WITHIN).format(), "")
+        found[f"Cov{macro}PassOwn"] = (solved(run, of, model, OWN, SOLVED_WITHIN).format(), "")
+    found["CovGrpoCrossing"] = (crossing_in_words(*crossing(run, of, "grpo", "t1")), "")
+    chance, sigma = null(run, of, "t1"), best_sigma(run, of)
+    found |= {"CovNullLow": (chance.low, ".3f"), "CovNullHigh": (chance.high, ".3f")}
+    return found | {"CovNoiseSigma": (sigma, "g"), "CovNoisePass": (by_noise(of, sigma).format(), "")}
