@@ -161,6 +161,39 @@ def crossing_in_words(value: float, low: float, high: float) -> str:
     return told if np.isnan(low) else f"{told} [{word(low)}, {word(high)}]"
 
 
+def at_equal_accuracy(run: SimpleNamespace, of: Records) -> tuple[float, float, Interval]:
+    """Compare ES with GRPO where one sample of each is equally often right: at that of GRPO's hottest temperature.
+
+    Returns how often that is; what GRPO solves there within 256 samples; and by how much more ES does, at the
+    temperature where one of its samples is right as often (on the line between those that were asked, or at the nearest
+    of them), with an interval over runs and problems. All are fractions.
+    """
+    ats = [label(t) for t in sorted(run.coverage_temperatures)]
+    solved_at = {
+        arm: [coverage.pass_at(np.stack([chances(run, of, arm, at) for at in ats]), k) for k in (1, SOLVED_WITHIN)]
+        for arm in ("es", "grpo")
+    }
+
+    def compare(draw: Any) -> tuple[float, float, float]:
+        problems = draw(solved_at["es"][0].shape[2])
+        curves = {}
+        for arm, found in solved_at.items():
+            runs = draw(found[0].shape[1])
+            curves[arm] = [np.tensordot(runs, each, (0, 1)) @ problems for each in found]
+        level, there = (curve[-1] for curve in curves["grpo"])
+        one, many = curves["es"]
+        # hotter samples are right less often from the best temperature on
+        best = int(one.argmax())
+        here = np.interp(level, one[best:][::-1], many[best:][::-1])
+        return float(level), float(there), float(here - there)
+
+    level, there, more = compare(lambda n: np.full(n, 1 / n))
+    rng = np.random.default_rng(0)
+    drawn = [compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n)[2] for _ in range(_RESAMPLES)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return level, there, Interval(more, float(low), float(high), min(found[0].shape[1] for found in solved_at.values()))
+
+
 # ---- problems won and lost
 
 
@@ -368,6 +401,12 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     found["Is it a matter of temperature?"] = (
         f"Within {SOLVED_WITHIN} samples these are solved at temperature 1, and at the temperature that validation "
         f"chose for each, in percent: {'; '.join(parts)} (n = {len(records(run, of, 'es'))} runs of each arm)."
+    )
+    level, there, more = at_equal_accuracy(run, of)
+    found["And where one sample is equally often right?"] = (
+        f"At its hottest temperature GRPO is right with {100 * level:.1f} % of single samples and solves "
+        f"{100 * there:.1f} % within {SOLVED_WITHIN}; at the temperature where one sample of ES is right as often, ES "
+        f"solves {more.format()} points more (n = {more.n} runs of each)."
     )
     parts = [f"{name(run, m)} {change(run, of, m, 't1').format(percent=False, digits=3)}" for m in ("es_random", MEAN)]
     chance = null(run, of, "t1")

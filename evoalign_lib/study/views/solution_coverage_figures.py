@@ -229,7 +229,7 @@ def perturbation(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             rows.append({"differ by": what, "setting": each, "across": x, "value": y})
     ax.set(xlabel="solved by one completion, %", ylabel=f"solved within {within} completions, %")
     ax.margins(0.08)
-    ax.legend(loc="center right")
+    ax.legend(loc="lower left")
     return fig, pd.DataFrame(rows)
 
 
