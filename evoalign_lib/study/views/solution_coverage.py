@@ -442,6 +442,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
             found[f"Cov{macro}Change{words}"] = (change(run, of, model, at).format(percent=False, digits=3), "")
         found[f"Cov{macro}Pass"] = (solved(run, of, model, "t1", SOLVED_WITHIN).format(), "")
         found[f"Cov{macro}PassOwn"] = (solved(run, of, model, OWN, SOLVED_WITHIN).format(), "")
+    found["CovEqual"] = (at_equal_accuracy(run, of)[2].format(), "")
     found["CovGrpoCrossing"] = (crossing_in_words(*crossing(run, of, "grpo", "t1")), "")
     chance, sigma = null(run, of, "t1"), best_sigma(run, of)
     found |= {"CovNullLow": (chance.low, ".3f"), "CovNullHigh": (chance.high, ".3f")}
