@@ -530,6 +530,7 @@ def nulls_table(run: SimpleNamespace, of: Records, committed: Sequence[Record]) 
     rows = []
     for arm in study.ARMS if run.scale == "tiny" and run.prompt_counts else ():
         like = {"kind": "train", "arm": f"{arm}_random", "base": run.bases[0], "steps": own_settings(run, arm)["steps"]}
+        like["test_problems"] = of["base"][0]["spec"]["test_problems"]  # other notebooks have runs on fewer
         if found := [r for r in committed if (like | study.tuned(run, of, arm)).items() <= r["spec"].items()]:
             few = of[f"{arm} prompts={run.prompt_counts[0]}"]
             half = [_gain_at(group, few[0]["spec"]["steps"]) for group in (few, found)]
