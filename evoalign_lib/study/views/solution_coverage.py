@@ -225,7 +225,9 @@ def support_table(run: SimpleNamespace, of: Records, temperature: str = "t1") ->
         found = supports(run, of, model, temperature)
         row: dict[str, Any] = {"model": name(run, model), "n": len(found)}
         row |= {part: f"{np.mean([getattr(s, part) for s in found]):.1f}" for part in ("kept", "won", "lost", "out")}
-        row |= {part.upper(): f"{np.mean([getattr(s, part) for s in found]):.3f}" for part in ("srr", "ndr")}
+        for part in ("srr", "ndr"):
+            mean = np.mean([getattr(each, part) for each in found])
+            row[part.upper()] = "not defined" if np.isnan(mean) else f"{mean:.3f}"
         if model == study.BASE:
             row["NSCR [95 %]"] = "0 (the null)"
         else:
