@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+_CURVES = tuple(model for model in view.models() if model not in ("dr_grpo", "grpo_random"))
+"""Models with a curve of their own: Dr.GRPO's is that of GRPO, and a random reward leaves GRPO at 0."""
 _BANDS = (study.BASE, "es", "grpo")
 """Models whose intervals are drawn."""
 _ALONG = ("es", "es_sampled", "grpo", "dr_grpo", "es_random", "grpo_random")
@@ -38,7 +40,7 @@ def pass_at_k(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), sharey=True)
     rows = []
     for ax, (temperature, title) in zip(axes, _PANELS.items(), strict=True):
-        for model in view.models():
+        for model in _CURVES:
             found = view.curve(run, of, model, temperature)
             values = 100 * np.array([each.value for each in found])
             ax.plot(view.CURVE, values, **_look(run, model))
@@ -85,7 +87,7 @@ def matched(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
 
     fig, ax = plt.subplots(figsize=(style.PAGE, 3.4))
     rows = []
-    for model in view.models():
+    for model in _CURVES:
         one, many = (
             np.array([_solved(run, of, model, label(t), k) for t in run.coverage_temperatures])
             for k in (1, SOLVED_WITHIN)
