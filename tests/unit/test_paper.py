@@ -139,6 +139,7 @@ SAID = {
     "C9": "not evidence",
     "C9b": "contradicted",
     "C11": "underpowered",
+    "C18b": "supported",
     "C20": "not evidence",
     "C22": "not evidence",
     "C23": "contradicted",

@@ -436,12 +436,14 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "CovProblems": (records(run, of, study.BASE)[0]["n"], "d"),
         "CovWithin": (SOLVED_WITHIN, "d"),
         "CovRuns": (len(records(run, of, "es")), "d"),
+        "CovBaseShare": (100 * solved(run, of, study.BASE, "t1", SOLVED_WITHIN).value, ".1f"),
         "CovBasePass": (solved(run, of, study.BASE, "t1", SOLVED_WITHIN).format(), ""),
         "CovBasePassOwn": (solved(run, of, study.BASE, OWN, SOLVED_WITHIN).format(), ""),
     }
     for model, macro in _MACROS.items():
         for at, words in (("t1", ""), ("t0.6", "Warm"), (OWN, "Own")):
             found[f"Cov{macro}Change{words}"] = (change(run, of, model, at).format(percent=False, digits=3), "")
+        found[f"Cov{macro}Share"] = (100 * solved(run, of, model, "t1", SOLVED_WITHIN).value, ".1f")
         found[f"Cov{macro}Pass"] = (solved(run, of, model, "t1", SOLVED_WITHIN).format(), "")
         found[f"Cov{macro}PassOwn"] = (solved(run, of, model, OWN, SOLVED_WITHIN).format(), "")
     found["CovEqual"] = (at_equal_accuracy(run, of)[2].format(), "")
