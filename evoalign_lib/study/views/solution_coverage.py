@@ -268,16 +268,15 @@ def checked_table(run: SimpleNamespace, of: Records) -> DataFrame:
     for model, record in zip((study.BASE, *study.TRAINED), of["checked"], strict=True):
         samples, drawn = record["spec"]["coverage_samples"], record["drawn"]["t1"]
         exact, right = unpack_probabilities(record["reach"]["t1"]), unpack_integers(drawn["right"])
-        row: dict[str, Any] = {"model": name(run, model), "samples a problem": f"{samples:,}"}
+        row: dict[str, Any] = {"model": name(run, model), "samples": f"{samples:,}"}
         for k in (k for k in KS if k <= samples and k != KS[1]):
             counted = coverage.estimate_pass_at(right, samples, k).mean()
-            row[f"pass@{k}, exact"] = f"{100 * coverage.pass_at(exact, k).mean():.2f}"
-            row[f"pass@{k}, counted"] = f"{100 * counted:.2f}"
+            row[f"pass@{k}"] = f"{100 * coverage.pass_at(exact, k).mean():.2f}, {100 * counted:.2f}"
         # where a normal deviate is a fair description
         often = samples * exact * (1 - exact) > 1
         deviates = (right - samples * exact)[often] / np.sqrt(samples * exact * (1 - exact))[often]
-        row["deviations over those of chance"] = f"{np.sqrt(np.mean(deviates**2)):.2f}" if often.any() else ""
-        row["right samples listed, %"] = f"{100 * drawn['listed'] / max(1, drawn['right_samples']):.2f}"
+        row["spread over chance's"] = f"{np.sqrt(np.mean(deviates**2)):.2f}" if often.any() else ""
+        row["listed, %"] = f"{100 * drawn['listed'] / max(1, drawn['right_samples']):.2f}"
         rows.append(row)
     return DataFrame(rows)
 
