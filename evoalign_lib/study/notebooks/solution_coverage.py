@@ -21,8 +21,8 @@ NOTEBOOK = "07_solution_coverage"
 CLAIMS = ("C18", "C18b")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs, whose reach is compared."""
-BASE, ELSEWHERE = "base", "es elsewhere"
-"""The base itself; and notebook 08's runs of ES, of which means are taken."""
+BASE, ELSEWHERE, MEAN = "base", "es elsewhere", "mean of ES runs"
+"""The base itself; notebook 08's runs of ES; and models whose weights are means of these."""
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
@@ -84,7 +84,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     found[ELSEWHERE] = declared["es"]
     for arm in TRAINED:
         found[arm] = _own(declared[arm], settings)
-    for name, needed in reached(settings).items():
+    for name, needed in reached().items():
         known = all(group in of for group in needed)
         found[name] = After(_reach(settings, of, name, needed, scale, exact) if known else [], needed)
     found["perturbed"] = perturbed_specs(
@@ -102,16 +102,11 @@ def _own(declared: Group, run: SimpleNamespace) -> Group:
     return declared._replace(seeds=run.own_seeds, settings=own, ledgers=())
 
 
-def mean_name(run: SimpleNamespace) -> str:
-    """Return what the mean of several runs of ES is called."""
-    return f"mean of {run.mean} ES runs"
-
-
-def reached(run: SimpleNamespace) -> dict[str, tuple[str, ...]]:
+def reached() -> dict[str, tuple[str, ...]]:
     """Return the groups of models whose coverage is measured, each with the groups of runs that it comes after."""
     found: dict[str, tuple[str, ...]] = {reach_name(BASE): ()}
     found |= {reach_name(arm): (arm,) for arm in TRAINED}
-    return found | {reach_name(mean_name(run)): (ELSEWHERE,)}
+    return found | {reach_name(MEAN): (ELSEWHERE,)}
 
 
 def reach_name(of: str) -> str:

@@ -26,8 +26,6 @@ CURVE = np.unique(np.geomspace(1, 1024, 41).round()).astype(int)
 """Samples at which curves are drawn and crossings are looked for."""
 OWN = "own"
 """In the place of a temperature: that of the model, chosen on the validation set."""
-MEAN = "mean"
-"""The model whose weights are the mean of several ES runs."""
 PUBLISHED = (
     ("ProRL-1.5B v1", "1", 2400, 36, 163, 805),
     ("ProRL-1.5B v2", "1", 2388, 48, 175, 793),
@@ -44,17 +42,17 @@ _RESAMPLES = 2000
 
 def models() -> tuple[str, ...]:
     """Return the models that are shown: base, arms, and the mean of ES runs."""
-    return (study.BASE, *study.TRAINED, MEAN)
+    return (study.BASE, *study.TRAINED, study.MEAN)
 
 
 def records(run: SimpleNamespace, of: Records, model: str) -> Sequence[Record]:
     """Return what was measured of a model: one record of the base, one for each run of an arm, or for each mean."""
-    return of[study.reach_name(study.mean_name(run) if model == MEAN else model)]
+    return of[study.reach_name(model)]
 
 
 def name(run: SimpleNamespace, model: str) -> str:
     """Return what a model is called in tables and legends."""
-    return study.mean_name(run) if model == MEAN else style.ARMS[model].label
+    return f"mean of {run.mean} ES runs" if model == study.MEAN else style.ARMS[model].label
 
 
 def own_temperature(record: Record) -> str:
@@ -409,11 +407,13 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"{100 * there:.1f} % within {SOLVED_WITHIN}; at the temperature where one sample of ES is right as often, ES "
         f"solves {more.format()} points more (n = {more.n} runs of each)."
     )
-    parts = [f"{name(run, m)} {change(run, of, m, 't1').format(percent=False, digits=3)}" for m in ("es_random", MEAN)]
+    parts = [
+        f"{name(run, m)} {change(run, of, m, 't1').format(percent=False, digits=3)}" for m in ("es_random", study.MEAN)
+    ]
     chance = null(run, of, "t1")
     found["What do chance and the random walk give?"] = (
         f"The change is at temperature 1, {' and '.join(parts)} (n = {len(records(run, of, 'es_random'))} runs and "
-        f"{len(records(run, of, MEAN))} means); counts from two sets of samples of the base itself range from "
+        f"{len(records(run, of, study.MEAN))} means); counts from two sets of samples of the base itself range from "
         f"{chance.low:.3f} to {chance.high:.3f}."
     )
     sigma = best_sigma(run, of)
@@ -426,7 +426,7 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     return found
 
 
-_MACROS = {"es": "Es", "es_sampled": "Rewarded", "grpo": "Grpo", "es_random": "Random", MEAN: "Mean"}
+_MACROS = {"es": "Es", "es_sampled": "Rewarded", "grpo": "Grpo", "es_random": "Random", study.MEAN: "Mean"}
 
 
 def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:

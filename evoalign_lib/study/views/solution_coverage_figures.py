@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-_CURVES = tuple(model for model in view.models() if model not in ("dr_grpo", "grpo_random"))
-"""Models with a curve of their own: Dr.GRPO's is that of GRPO, and a random reward leaves GRPO at 0."""
+_DRAWN = tuple(model for model in view.models() if model != "grpo_random")
+"""Models in figures. A random reward leaves GRPO at 0: it stands in the tables."""
+_CURVES = tuple(model for model in _DRAWN if model != "dr_grpo")
+"""Models with curves of their own: those of Dr.GRPO are GRPO's."""
 _BANDS = (study.BASE, "es", "grpo")
 """Models whose intervals are drawn."""
-_ALONG = ("es", "es_sampled", "grpo", "dr_grpo", "es_random", "grpo_random")
+_ALONG = ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
 """Arms that are measured along their runs."""
 _PANELS = {"t0.6": "temperature 0.6", "t1": "temperature 1", view.OWN: "each at its own temperature"}
 
@@ -66,7 +68,7 @@ def temperatures(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9))
     rows = []
     for ax, k in zip(axes, view.KS, strict=False):
-        for model in view.models():
+        for model in _DRAWN:
             values = [_solved(run, of, model, label(t), k) for t in run.coverage_temperatures]
             ax.plot(run.coverage_temperatures, values, **_look(run, model))
             rows += [
@@ -113,10 +115,10 @@ def support(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.2), width_ratios=(1, 2.2), layout="constrained")
     _regions(left)
     rows, names = [], []
-    for y, model in enumerate(view.models()):
+    for y, model in enumerate(_DRAWN):
         found = view.supports(run, of, model, "t1")
         won, lost = (float(np.mean([getattr(each, part) for each in found])) for part in ("won", "lost"))
-        color = style.ARMS["es" if model == view.MEAN else model].color
+        color = style.ARMS["es" if model == study.MEAN else model].color
         for value, hatch in ((won, ""), (-lost, "////")):
             right.barh(y, value, color="white" if hatch else color, edgecolor=color, hatch=hatch, height=0.62, lw=0.8)
         net = won - lost
@@ -189,7 +191,7 @@ def accuracies(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     rows = []
     for model in shown:
         counts = coverage.accuracy_bins(view.chances(run, of, model, "t1"), edges).mean(0)
-        ax.plot(range(len(names)), counts, **_look(run, model) | {"markevery": None, "ms": 4})
+        ax.plot(range(len(names)), counts, drawstyle="steps-mid", **_look(run, model) | {"marker": None, "lw": 1.6})
         rows += [
             {"model": view.name(run, model), "chance": each, "value": value}
             for each, value in zip(names, counts, strict=True)
@@ -242,8 +244,8 @@ def _solved(run: SimpleNamespace, of: Records, model: str, temperature: str, k: 
 
 def _look(run: SimpleNamespace, model: str) -> dict[str, Any]:
     """Return how a model's line is drawn; the mean of ES runs has the colour of ES."""
-    look = style.ARMS["es" if model == view.MEAN else model]
-    stroke = "--" if model == view.MEAN or look.null else "-"
+    look = style.ARMS["es" if model == study.MEAN else model]
+    stroke = "--" if model == study.MEAN or look.null else "-"
     return {
         "color": look.color,
         "marker": look.marker or None,
