@@ -379,9 +379,9 @@ def _changes(run: SimpleNamespace, of: Records, model: str) -> str:
     parts = []
     for at in ("t1", "t0.6"):
         found = change(run, of, model, at)
-        told = "is a gain" if found.low > 0 else "is a loss" if found.high < 0 else "cannot be told from none"
-        parts.append(f"at {style.STROKES[at].label} {found.format(percent=False, digits=3)}, which {told}")
-    return "; ".join(parts)
+        told = "a gain" if found.low > 0 else "a loss" if found.high < 0 else "not told from none"
+        parts.append(f"{found.format(percent=False, digits=3)} at {style.STROKES[at].label} ({told})")
+    return " and ".join(parts)
 
 
 def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
@@ -407,14 +407,12 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"{100 * there:.1f} % within {SOLVED_WITHIN}; at the temperature where one sample of ES is right as often, ES "
         f"solves {more.format()} points more (n = {more.n} runs of each)."
     )
-    parts = [
-        f"{name(run, m)} {change(run, of, m, 't1').format(percent=False, digits=3)}" for m in ("es_random", study.MEAN)
-    ]
+    walk, mean = (change(run, of, model, "t1").format(percent=False, digits=3) for model in ("es_random", study.MEAN))
     chance = null(run, of, "t1")
     found["What do chance and the random walk give?"] = (
-        f"The change is at temperature 1, {' and '.join(parts)} (n = {len(records(run, of, 'es_random'))} runs and "
-        f"{len(records(run, of, study.MEAN))} means); counts from two sets of samples of the base itself range from "
-        f"{chance.low:.3f} to {chance.high:.3f}."
+        f"At temperature 1 the change is {walk} after ES with random fitness (n = {len(records(run, of, 'es_random'))} "
+        f"runs) and {mean} for the {name(run, study.MEAN)} (n = {len(records(run, of, study.MEAN))}); counts from two sets "
+        f"of samples of the base itself range from {chance.low:.3f} to {chance.high:.3f}."
     )
     sigma = best_sigma(run, of)
     copies, sampled = by_noise(of, sigma), solved(run, of, study.BASE, OWN, SOLVED_WITHIN)
