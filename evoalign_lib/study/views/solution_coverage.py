@@ -411,8 +411,8 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
     chance = null(run, of, "t1")
     found["What do chance and the random walk give?"] = (
         f"At temperature 1 the change is {walk} after ES with random fitness (n = {len(records(run, of, 'es_random'))} "
-        f"runs) and {mean} for the {name(run, study.MEAN)} (n = {len(records(run, of, study.MEAN))}); counts from two sets "
-        f"of samples of the base itself range from {chance.low:.3f} to {chance.high:.3f}."
+        f"runs) and {mean} for the {name(run, study.MEAN)} (n = {len(records(run, of, study.MEAN))}); counts from two "
+        f"sets of samples of the base itself range from {chance.low:.3f} to {chance.high:.3f}."
     )
     sigma = best_sigma(run, of)
     copies, sampled = by_noise(of, sigma), solved(run, of, study.BASE, OWN, SOLVED_WITHIN)
