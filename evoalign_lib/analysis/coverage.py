@@ -12,7 +12,7 @@ downward, most for rare right answers: where counts are known, take `estimate_pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, nan
 from typing import NamedTuple
@@ -92,7 +92,8 @@ class Entropy(NamedTuple):
     plug_in: NDArray[np.float64]
     """(...), entropy of the shares of the answers; too low where samples are few."""
     miller_madow: NDArray[np.float64]
-    """(...), the same plus (distinct answers - 1) / (2 samples), which takes away most of that bias."""
+    """(...), the same plus (distinct answers - 1) / (2 samples): nearer, and still too low where most
+    answers were not seen."""
 
 
 def pass_at(probabilities: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
@@ -244,6 +245,11 @@ def coverage_profile(
         share = rows / rows.sum()
     beyond = [share @ np.where(mu >= level * pi * (1 - _SLACK), mu, 0.0).sum(1) for level in np.atleast_1d(levels)]
     return np.array(beyond).reshape(levels.shape)[()]
+
+
+def own_temperature(solved: Mapping[str, float]) -> str:
+    """Return the temperature at which most is solved, the first of equals. solved: temperature -> share or number."""
+    return max(solved, key=lambda temperature: solved[temperature])
 
 
 def support(before: ArrayLike, after: ArrayLike) -> Support:

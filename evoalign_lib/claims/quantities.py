@@ -22,6 +22,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.checks import check_keys
 from evoalign_lib.claims.findings import Undecided, decoding_words, defined
 from evoalign_lib.claims.selection import Evidence, Record
+from evoalign_lib.files import canonical_json
 from evoalign_lib.records import accuracy_matrix, unpack_bits, unpack_probabilities
 
 Array = NDArray[np.float64]
@@ -250,9 +251,18 @@ def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
 # ---- what a model can solve within some samples
 
 
+def _measured_alike(evidence: Evidence) -> list[Record]:
+    """Return the coverage records that were made with the same settings: with those that most records have."""
+    groups: dict[str, list[Record]] = {}
+    for record in _of_kind(evidence, "coverage"):
+        settings = {name: value for name, value in record["spec"].items() if name != "end"}
+        groups.setdefault(canonical_json(settings), []).append(record)
+    return max(groups.values(), key=len, default=[])
+
+
 def _covered(evidence: Evidence, side: Chosen) -> list[Record]:
     """Return the records of what those models of a side can solve that have one."""
-    found = {model_of(record["spec"].get("end")): record for record in _of_kind(evidence, "coverage")}
+    found = {model_of(record["spec"].get("end")): record for record in _measured_alike(evidence)}
     return [found[model] for model in side.models() if model in found]
 
 
@@ -261,7 +271,7 @@ def _reached(record: Record, decoding: str) -> Array:
 
     Where none is given, at the record's own: that of the highest pass@64 on the validation set.
     """
-    at = decoding or max(record["validation"], key=record["validation"].get)
+    at = decoding or coverage.own_temperature(record["validation"])
     if at not in record["reach"]:
         raise Undecided(f"a sampled temperature is needed, and {decoding_words(at)} is none of them")
     return unpack_probabilities(record["reach"][at])
@@ -270,7 +280,7 @@ def _reached(record: Record, decoding: str) -> Array:
 def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
     """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
     records = [_covered(evidence, side) for side in sides]
-    base = _reached(_base_beside(evidence, records), decoding)
+    base = _reached(_base_of(evidence), decoding)
     runs = [np.array([_reached(record, decoding) for record in side]) for side in records]
     find = coverage.support_change if len(runs) == 1 else coverage.support_change_difference
     found = find(base, *runs, coverage.SOLVED_WITHIN, n_resamples=evidence.resamples)
@@ -283,11 +293,10 @@ def _support_change_own(evidence: Evidence, sides: Sequence[Chosen], decoding: s
     return _support_change(evidence, sides, "")
 
 
-def _base_beside(evidence: Evidence, records: Sequence[Sequence[Record]]) -> Record:
-    """Return the record of the base that was measured as the first of these."""
-    spec = {name: value for name, value in records[0][0]["spec"].items() if name != "end"}
-    for record in _of_kind(evidence, "coverage"):
-        if record["spec"] == spec:
+def _base_of(evidence: Evidence) -> Record:
+    """Return what the base can solve."""
+    for record in _measured_alike(evidence):
+        if "end" not in record["spec"]:
             return record
     raise Undecided("the base was not measured in the same way")
 
@@ -295,10 +304,9 @@ def _base_beside(evidence: Evidence, records: Sequence[Sequence[Record]]) -> Rec
 def _gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
     """Return the greedy accuracy of runs - that of their base, on the same problems."""
     (records,) = (_covered(evidence, side) for side in sides)
-    base = _base_beside(evidence, [records])
     runs, start = (
         np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in found], np.float64)
-        for found in (records, [base])
+        for found in (records, [_base_of(evidence)])
     )
     return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), n_resamples=evidence.resamples)
 

@@ -17,12 +17,14 @@ from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.audit import audit_specs
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
+from evoalign_lib.study.kinds.coverage import coverage_spec
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.estimator import estimator_specs
 from evoalign_lib.study.kinds.kl import kl_specs
 from evoalign_lib.study.kinds.merge import merge_specs
 from evoalign_lib.study.kinds.noise import noise_spec
 from evoalign_lib.study.kinds.path import path_spec
+from evoalign_lib.study.kinds.perturbed import perturbed_specs
 from evoalign_lib.study.kinds.products import products_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
@@ -286,7 +288,17 @@ MAKERS |= {
     "products": remade_products,
     "path": lambda s: [path_spec(s["base"], end_in(s.get("first")), end_in(s.get("last")), s, s["scale"])],
     "noise": lambda s: [noise_spec(s["base"], end_in(s.get("end")), s, s["scale"])],
+    "coverage": lambda s: [
+        coverage_spec(s["base"], end_in(s.get("end")), s | {"coverage_problems": s["test_problems"]}, s["scale"])
+    ],
+    "perturbed": lambda s: remade_perturbed(s),
 }
+
+
+def remade_perturbed(s):
+    names = {"members": "members", "problems": "test_problems", "validation": "validation_problems"}
+    settings = s | {f"perturbed_{name}": s[field] for name, field in names.items()}
+    return perturbed_specs(s["base"], [s["sigma"]], s["repeat"] + 1, settings, s["scale"])[-1:]
 
 
 @pytest.mark.parametrize("notebook", sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")))

@@ -25,8 +25,8 @@ _Comparison = Mapping[str, Any]
 def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find every comparison, and those that are only reported."""
     rule, findings = claim["rule"], []
-    decisive = [QUANTITIES[each["quantity"]] for each in rule["comparisons"]]
-    if evidence.null == BASE and not all(quantity.of_base for quantity in decisive):  # it has no displacement
+    asked = [QUANTITIES[each["quantity"]] for each in rule["comparisons"]]
+    if evidence.null == BASE and not all(quantity.of_base for quantity in asked):  # it has no displacement
         return []
     declared = [(each, True) for each in rule["comparisons"]]
     declared += [(each | {"above": 0}, False) for each in rule.get("also", ())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def name(run: SimpleNamespace, model: str) -> str:
 
 def own_temperature(record: Record) -> str:
     """Return at which temperature a model solves most validation problems within 64 samples, as records have it."""
-    return max(record["validation"], key=record["validation"].get)
+    return coverage.own_temperature(record["validation"])
 
 
 def chances(run: SimpleNamespace, of: Records, model: str, temperature: str) -> np.ndarray:
@@ -135,7 +135,7 @@ def _crossed(own: np.ndarray, base: np.ndarray) -> np.ndarray:
 
 
 def crossing_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per trained model: where the base overtakes it, at two temperatures and each at its own."""
+    """Return a row per trained model: where the base overtakes it, and the net change of support on either side."""
     from pandas import DataFrame
 
     columns = {"temperature 0.6": "t0.6", "temperature 1": "t1", "each at its own": OWN}
@@ -143,6 +143,8 @@ def crossing_table(run: SimpleNamespace, of: Records) -> DataFrame:
     for model in models()[1:]:
         row: dict[str, Any] = {"model": name(run, model), "n": len(records(run, of, model))}
         row |= {words: crossing_in_words(*crossing(run, of, model, at)) for words, at in columns.items()}
+        for k in (64, 1024):
+            row[f"NSCR within {k:,}"] = change(run, of, model, "t1", k).format(percent=False, digits=3)
         rows.append(row)
     return DataFrame(rows)
 
@@ -159,12 +161,22 @@ def crossing_in_words(value: float, low: float, high: float) -> str:
     return told if np.isnan(low) else f"{told} [{word(low)}, {word(high)}]"
 
 
-def at_equal_accuracy(run: SimpleNamespace, of: Records) -> tuple[float, float, Interval]:
-    """Compare ES with GRPO where one sample of each is equally often right: at that of GRPO's hottest temperature.
+class Equal(NamedTuple):
+    """ES against GRPO where one sample of each is equally often right."""
 
-    Returns how often that is; what GRPO solves there within 256 samples; and by how much more ES does, at the
-    temperature where one of its samples is right as often (on the line between those that were asked, or at the nearest
-    of them), with an interval over runs and problems. All are fractions.
+    level: float
+    """How often that is, a fraction."""
+    more: Interval
+    """By how much more ES solves there within 256 samples, a fraction; over the resamples in which both get there."""
+    without: float
+    """The share of resamples in which one of them does not."""
+
+
+def at_equal_accuracy(run: SimpleNamespace, of: Records) -> tuple[Equal, Equal]:
+    """Compare ES with GRPO at both ends of the accuracies of one sample that both have at some temperature.
+
+    These are that of GRPO at its hottest temperature, and the best one of ES. The other arm is taken on the line
+    between the temperatures that were asked. Intervals are over runs and problems, the problems in common.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
     solved_at = {
@@ -172,24 +184,31 @@ def at_equal_accuracy(run: SimpleNamespace, of: Records) -> tuple[float, float, 
         for arm in ("es", "grpo")
     }
 
-    def compare(draw: Any) -> tuple[float, float, float]:
-        problems = draw(solved_at["es"][0].shape[2])
-        curves = {}
+    def compare(draw: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+        problems, curves = draw(solved_at["es"][0].shape[2]), {}
         for arm, found in solved_at.items():
             runs = draw(found[0].shape[1])
-            curves[arm] = [np.tensordot(runs, each, (0, 1)) @ problems for each in found]
-        level, there = (curve[-1] for curve in curves["grpo"])
-        one, many = curves["es"]
-        # hotter samples are right less often from the best temperature on
-        best = int(one.argmax())
-        here = np.interp(level, one[best:][::-1], many[best:][::-1])
-        return float(level), float(there), float(here - there)
+            one, many = (np.tensordot(runs, each, (0, 1)) @ problems for each in found)
+            best = int(one.argmax())  # hotter samples are right less often from there on
+            curves[arm] = one[best:][::-1], many[best:][::-1]
+        (es, es_many), (grpo, grpo_many) = curves["es"], curves["grpo"]
+        low, high = float(grpo[0]), float(es[-1])
+        if not es[0] <= low <= high <= grpo[-1]:
+            return (low, np.nan), (high, np.nan)
+        coldest = es_many[-1] - np.interp(high, grpo, grpo_many)
+        return (low, float(np.interp(low, es, es_many) - grpo_many[0])), (high, float(coldest))
 
-    level, there, more = compare(lambda n: np.full(n, 1 / n))
+    ends = compare(lambda n: np.full(n, 1 / n))
     rng = np.random.default_rng(0)
-    drawn = [compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n)[2] for _ in range(_RESAMPLES)]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return level, there, Interval(more, float(low), float(high), min(found[0].shape[1] for found in solved_at.values()))
+    drawn = [compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n) for _ in range(_RESAMPLES)]
+    n = min(found[0].shape[1] for found in solved_at.values())
+    made = []
+    for end, (level, more) in enumerate(ends):
+        values = np.array([each[end][1] for each in drawn])
+        without = float(np.isnan(values).mean())
+        low, high = (np.nan, np.nan) if without == 1 or np.isnan(more) else np.nanpercentile(values, [2.5, 97.5])
+        made.append(Equal(level, Interval(more, float(low), float(high), n), without))
+    return made[0], made[1]
 
 
 # ---- problems won and lost
@@ -202,10 +221,10 @@ def supports(run: SimpleNamespace, of: Records, model: str, temperature: str) ->
     return [coverage.support(before, each) for each in after]
 
 
-def change(run: SimpleNamespace, of: Records, model: str, temperature: str) -> Interval:
-    """Return the net change of support within 256 samples, as the claims have it."""
+def change(run: SimpleNamespace, of: Records, model: str, temperature: str, k: int = SOLVED_WITHIN) -> Interval:
+    """Return the net change of support within k samples, as the claims have it within 256."""
     base = chances(run, of, study.BASE, temperature)[0]
-    return coverage.support_change(base, chances(run, of, model, temperature), SOLVED_WITHIN)
+    return coverage.support_change(base, chances(run, of, model, temperature), k)
 
 
 def null(run: SimpleNamespace, of: Records, temperature: str) -> coverage.Null:
@@ -274,7 +293,8 @@ def checked_table(run: SimpleNamespace, of: Records) -> DataFrame:
         often = samples * exact * (1 - exact) > 1
         deviates = (right - samples * exact)[often] / np.sqrt(samples * exact * (1 - exact))[often]
         row["spread over chance's"] = f"{np.sqrt(np.mean(deviates**2)):.2f}" if often.any() else ""
-        row["listed, %"] = f"{100 * drawn['listed'] / max(1, drawn['right_samples']):.2f}"
+        row["listed, %"] = f"{100 * drawn['listed'] / drawn['right_samples']:.2f}" if drawn["right_samples"] else ""
+        row["entropy"] = f"{drawn['entropy_corrected']:.2f}"
         rows.append(row)
     return DataFrame(rows)
 
@@ -349,8 +369,9 @@ def perturbed_table(run: SimpleNamespace, of: Records) -> DataFrame:
         row = {"completions differ by": f"temperature {at.removeprefix('t')}"}
         row |= {f"pass@{k}": solved(run, of, study.BASE, at, k).format() for k in KS[:3]}
         row["vote"] = f"{100 * voted(run, of, study.BASE, at).mean():.1f}" if drawn else ""
-        row |= {"vote of the best 16": "", "entropy": f"{drawn['entropy_corrected']:.2f}" if drawn else ""}
-        rows.append(row | {"found here alone": "", "found there alone": ""})
+        rows.append(
+            row | dict.fromkeys(("best copy", "best 16", "their vote", "found here alone", "found there alone"), "")
+        )
     (there,) = coverage.pass_at(chances(run, of, study.BASE, OWN), SOLVED_WITHIN)
     for sigma in run.perturbed_sigmas:
         found = of_sigma(of, sigma)
@@ -361,8 +382,8 @@ def perturbed_table(run: SimpleNamespace, of: Records) -> DataFrame:
             row[f"pass@{k}"] = stats.crossed_bootstrap(values, n_resamples=_RESAMPLES).format() if known else ""
         votes = [unpack_bits(record["drawn"]["vote_bits"], record["n"]).mean() for record in found]
         row["vote"] = f"{100 * np.mean(votes):.1f}"
-        row["vote of the best 16"] = f"{100 * np.mean([record['best']['16']['vote'] for record in found]):.1f}"
-        row["entropy"] = f"{np.mean([record['drawn']['entropy_corrected'] for record in found]):.2f}"
+        for words, size, what in (("best copy", "1", "mean"), ("best 16", "16", "mean"), ("their vote", "16", "vote")):
+            row[words] = f"{100 * np.mean([record['best'][size][what] for record in found]):.1f}"
         here = solved_by_copies(found, SOLVED_WITHIN)
         overlap = [] if np.isnan(here).any() else [coverage.support(there, each) for each in here]
         for words, part in (("found here alone", "won"), ("found there alone", "lost")):
@@ -401,30 +422,31 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
         f"Within {SOLVED_WITHIN} samples these are solved at temperature 1, and at the temperature that validation "
         f"chose for each, in percent: {'; '.join(parts)} (n = {len(records(run, of, 'es'))} runs of each arm)."
     )
-    level, there, more = at_equal_accuracy(run, of)
+    hot, cold = at_equal_accuracy(run, of)
     found["And where one sample is equally often right?"] = (
-        f"At its hottest temperature GRPO is right with {100 * level:.1f} % of single samples and solves "
-        f"{100 * there:.1f} % within {SOLVED_WITHIN}; at the temperature where one sample of ES is right as often, ES "
-        f"solves {more.format()} points more (n = {more.n} runs of each)."
+        f"Both arms are right in {100 * hot.level:.1f} to {100 * cold.level:.1f} % of single samples at some "
+        f"temperature. There ES solves within {SOLVED_WITHIN} samples {hot.more.format()} points more than GRPO at the "
+        f"lower end, and {cold.more.format()} at the upper one (n = {hot.more.n} runs of each; "
+        f"{100 * hot.without:.0f} % of resamples, in which they have no accuracy in common, are left out)."
     )
     walk, mean = (change(run, of, model, "t1").format(percent=False, digits=3) for model in ("es_random", study.MEAN))
     chance = null(run, of, "t1")
     found["What do chance and the random walk give?"] = (
         f"At temperature 1 the change is {walk} after ES with random fitness (n = {len(records(run, of, 'es_random'))} "
         f"runs) and {mean} for the {name(run, study.MEAN)} (n = {len(records(run, of, study.MEAN))}); counts from two "
-        f"sets of samples of the base itself range from {chance.low:.3f} to {chance.high:.3f}."
+        f"sets of samples of the base itself lie between {chance.low:.3f} and {chance.high:.3f} in 95 % of draws."
     )
     sigma = best_sigma(run, of)
     copies, sampled = by_noise(of, sigma), solved(run, of, study.BASE, OWN, SOLVED_WITHIN)
     found["Does noise on the weights find more than temperature?"] = (
-        f"As many completions of the base solve {copies.format()} % of the problems if each is of a perturbed copy "
-        f"(sigma {sigma:g}, n = {copies.n} repeats), and {sampled.format()} % if they are sampled at temperature "
+        f"{SOLVED_WITHIN} completions of the base solve {copies.format()} % of the problems if each is of a perturbed "
+        f"copy (sigma {sigma:g}, n = {copies.n} repeats), and {sampled.format()} % if they are sampled at temperature "
         f"{temperatures_in_words(records(run, of, study.BASE))}."
     )
     return found
 
 
-_MACROS = {"es": "Es", "es_sampled": "Rewarded", "grpo": "Grpo", "es_random": "Random", study.MEAN: "Mean"}
+_MACROS = {study.BASE: "Base", "es": "Es", "grpo": "Grpo"}
 
 
 def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
@@ -432,19 +454,11 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {
         "CovProblems": (records(run, of, study.BASE)[0]["n"], "d"),
         "CovWithin": (SOLVED_WITHIN, "d"),
-        "CovRuns": (len(records(run, of, "es")), "d"),
-        "CovBaseShare": (100 * solved(run, of, study.BASE, "t1", SOLVED_WITHIN).value, ".1f"),
-        "CovBasePass": (solved(run, of, study.BASE, "t1", SOLVED_WITHIN).format(), ""),
-        "CovBasePassOwn": (solved(run, of, study.BASE, OWN, SOLVED_WITHIN).format(), ""),
     }
     for model, macro in _MACROS.items():
-        for at, words in (("t1", ""), ("t0.6", "Warm"), (OWN, "Own")):
-            found[f"Cov{macro}Change{words}"] = (change(run, of, model, at).format(percent=False, digits=3), "")
         found[f"Cov{macro}Share"] = (100 * solved(run, of, model, "t1", SOLVED_WITHIN).value, ".1f")
-        found[f"Cov{macro}Pass"] = (solved(run, of, model, "t1", SOLVED_WITHIN).format(), "")
-        found[f"Cov{macro}PassOwn"] = (solved(run, of, model, OWN, SOLVED_WITHIN).format(), "")
-    found["CovEqual"] = (at_equal_accuracy(run, of)[2].format(), "")
-    found["CovGrpoCrossing"] = (crossing_in_words(*crossing(run, of, "grpo", "t1")), "")
-    chance, sigma = null(run, of, "t1"), best_sigma(run, of)
-    found |= {"CovNullLow": (chance.low, ".3f"), "CovNullHigh": (chance.high, ".3f")}
-    return found | {"CovNoiseSigma": (sigma, "g"), "CovNoisePass": (by_noise(of, sigma).format(), "")}
+    for model, macro in {"es": "Es", "grpo": "Grpo", "es_sampled": "Rewarded"}.items():
+        found[f"Cov{macro}Change"] = (change(run, of, model, "t1").format(percent=False, digits=3), "")
+    for macro, end in zip(("Hot", "Cold"), at_equal_accuracy(run, of), strict=True):
+        found |= {f"Cov{macro}Level": (100 * end.level, ".1f"), f"Cov{macro}More": (end.more.format(), "")}
+    return found
