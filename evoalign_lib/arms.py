@@ -23,8 +23,9 @@ class Arm:
     """Which trainer runs it; "none" trains nothing."""
     color: str
     """Hexadecimal RGB from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
-    marker: str
-    """Matplotlib marker; no two arms share one, so that a grey print can still be read."""
+    marker: str | tuple[int, int, int]
+    """Matplotlib marker; no two arms share one, so that a grey print can still be read. (n, 1, 0) is a star of n
+    points."""
     label: str
     """Name in legends and tables."""
     settings: tuple[str, ...] = ()
@@ -43,8 +44,13 @@ class Arm:
     """Of family "gradient": which of TRL's trainers runs it, with that trainer's configuration."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Of family "gradient": the dtype whose numbers its weights are before the first step and after every one."""
+    rollouts: Literal["own", "perturbed", "unperturbed"] = "own"
+    """Which model writes what it is trained on: the one that its family has by itself; "perturbed", copies with noise
+    on their weights, as the members of ES are, for a gradient or fine-tuning; "unperturbed", the model itself, for ES,
+    whose members are then judged by importance weights (`study.rollouts`)."""
 
 
+_PERTURBED = ("sigma",)
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
@@ -54,11 +60,15 @@ _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": Non
 _SGD = {"optim": "sgd"}
 
 
-def _es(color: str, marker: str, label: str, options: Mapping[str, Any], null: bool = False) -> Arm:
+def _es(
+    color: str, marker: str | tuple[int, int, int], label: str, options: Mapping[str, Any], null: bool = False
+) -> Arm:
     return Arm("es", color, marker, label, _ES, (*_CURVED, "anchor_decay"), options, sweep="es", null=null)
 
 
-def _gradient(color: str, marker: str, label: str, options: Mapping[str, Any], **others: Any) -> Arm:
+def _gradient(
+    color: str, marker: str | tuple[int, int, int], label: str, options: Mapping[str, Any], **others: Any
+) -> Arm:
     return Arm(
         "gradient",
         color,
@@ -91,7 +101,25 @@ ARMS: dict[str, Arm] = {
         settings=(*_ES, "anchor_decay"),
         optional=_CURVED,
     ),
+    # rollouts at temperature 1 from the unperturbed weights, as a policy gradient has them
+    "es_weighted": replace(
+        _es(
+            "#56B4E9",
+            (4, 1, 0),
+            "ES, unperturbed rollouts",
+            {"fitness": "reward", "sampling": "common", "arm": "es_weighted"},
+        ),
+        settings=(*_ES, "num_generations"),
+        sweep="es_weighted",
+        rollouts="unperturbed",
+    ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
+    # rollouts at temperature 1 from perturbed weights, as ES has them
+    "grpo_perturbed": replace(
+        _gradient("#D55E00", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, rollouts="perturbed"),
+        settings=(*_GRADIENT, *_PERTURBED),
+        sweep="grpo_perturbed",
+    ),
     "dr_grpo": _gradient(
         "#CC79A7", "v", "Dr.GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None}
     ),
@@ -110,6 +138,15 @@ ARMS: dict[str, Arm] = {
     "grpo_sgd_rounded": _gradient("#CC79A7", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
     # fine-tuning on right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
+    "sft_perturbed": Arm(
+        "sft",
+        "#009E73",
+        (3, 1, 0),
+        "filtered SFT, perturbed rollouts",
+        (*_SFT, *_PERTURBED),
+        _OPTIONAL,
+        rollouts="perturbed",
+    ),
 }
 """The arms that train. Eight colours do not go round: arms that only describe share those of others, and so do
 nulls."""
@@ -134,9 +171,12 @@ def get(name: str) -> Arm:
 SWEEP: dict[str, list[dict[str, float]]] = {
     "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
     "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
+    "es_weighted": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (6.25e-4, 1.25e-3, 2.5e-3, 5e-3)],
+    "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }
 """Twelve settings from which an arm's is chosen: for ES sigma and alpha, as published; for GRPO learning rate and
-beta."""
+beta, and for GRPO on perturbed rollouts the sigma of these in the place of beta. Steps of ES on few completions are
+many, so that each is shorter."""
 
 SWEEP_SEED = 100
 """Seed of the runs of a sweep, which no other run has."""

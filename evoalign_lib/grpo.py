@@ -71,6 +71,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -329,6 +330,7 @@ def trainer(
     reward_weights: Sequence[float] | None = None,
     reward_floor: float | None = None,
     reward_timeout: float | None = None,
+    rollouts: Any = None,
 ) -> tuple[Any, Budget]:
     """Return TRL's trainer of an arm, and its budget.
 
@@ -346,6 +348,8 @@ def trainer(
         processing_class: the tokenizer.
         callbacks: called after the budget is up to date.
         reward_weights, reward_floor, reward_timeout: as in `ESConfig`.
+        rollouts: who writes the completions instead of the model, of GRPO's trainer: TRL's `rollout_func`, which
+            returns besides, as `importance_ratio`, by how much each completion's advantage is multiplied; a callback.
 
     Returns:
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
@@ -378,16 +382,28 @@ def trainer(
             )
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout)
-    budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0)
-    built = kind(
-        model=model,
-        reward_funcs=budget.reward,
-        args=args,
-        # TRL would leave out rows at the end of the set that do not fill a step
-        train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
-        processing_class=processing_class,
-        callbacks=[budget, *([RoundedWeights()] if getattr(args, _ROUNDED) else []), *callbacks],
-    )
+    given: dict[str, Any] = {}
+    if rollouts is not None:
+        kind, given = _reweighted(kind), {"rollout_func": rollouts}
+    ratios = 2 if rollouts is not None else 0
+    budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # what it does is tested here
+        built = kind(
+            model=model,
+            reward_funcs=budget.reward,
+            args=args,
+            # TRL would leave out rows at the end of the set that do not fill a step
+            train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
+            processing_class=processing_class,
+            callbacks=[
+                budget,
+                *([RoundedWeights()] if getattr(args, _ROUNDED) else []),
+                *([] if rollouts is None else [rollouts]),
+                *callbacks,
+            ],
+            **given,
+        )
     _check_model(built.model)
     budget.model = built.model
     own = built.model.generation_config
@@ -401,6 +417,19 @@ def trainer(
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
     return built, budget
+
+
+def _reweighted(kind: type) -> type:
+    """Return a trainer of TRL's that multiplies each advantage by the ratio which its `rollout_func` returned."""
+
+    class Reweighted(kind):
+        def _generate_and_score_completions(self, inputs):
+            made = super()._generate_and_score_completions(inputs)
+            ratios = made["advantages"].new_tensor([row["importance_ratio"] for row in inputs])
+            return made | {"advantages": made["advantages"] * ratios}
+
+    Reweighted.__name__ = kind.__name__  # TRL names its cards and logs by it
+    return Reweighted
 
 
 class RoundedWeights(TrainerCallback):
@@ -433,7 +462,8 @@ class Budget(TrainerCallback, ExportableState):
     A forward pass costs 2 floating-point operations per parameter and token (attention products are left out, as for
     ES), a backward pass twice that. All passes are over the prompts and completions of the step, without padding: one
     for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
-    log-probabilities before the update where TRL computes them. Checkpoints hold the budget, and a resumed run goes on
+    log-probabilities before the update where TRL computes them, two for importance ratios where rollouts are those of
+    others. Checkpoints hold the budget, and a resumed run goes on
     with it. After each step it is that of all processes of the launch.
 
     Attributes:
@@ -442,12 +472,12 @@ class Budget(TrainerCallback, ExportableState):
         counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
     """
 
-    def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool):
+    def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool, ratios: int = 0):
         self._score = rewards
         self.completions = self.generated_tokens = self.prompt_tokens = 0
         self.core_seconds = 0.0
         self.counts = dict.fromkeys(KINDS, 0)
-        self.passes = 4 + int(old_logprobs) + int(reference)
+        self.passes = 4 + int(old_logprobs) + int(reference) + ratios
         self.model: Any = None
         self._before = self._own()
         self._started, self._seen = 0.0, 0

@@ -361,6 +361,84 @@ def support_change_difference(
     return _change(base, [("first", first), ("second", second)], k, level, n_resamples, seed)
 
 
+class Effects(NamedTuple):
+    """What two factors of two levels each do to a quantity, with intervals."""
+
+    rows: Interval
+    """The second row - the first, the mean over columns."""
+    columns: Interval
+    """The second column - the first, the mean over rows."""
+    interaction: Interval
+    """What the second column adds in the second row - what it adds in the first."""
+    larger: Interval
+    """The size of the effect of rows - that of columns, both without their sign."""
+
+
+def effects(
+    cells: Sequence[Sequence[ArrayLike]],
+    base: ArrayLike | None = None,
+    k: int = 1,
+    *,
+    level: float = 0.95,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> Effects:
+    """Return the effects of two factors on the net change of support within k samples, or on pass@k.
+
+    Args:
+        cells: two rows of two cells, each (runs, problems), probabilities of one sample, or 0 and 1; as many runs as
+            there are in each, the same problems in all.
+        base: (problems,), for the NSCR against it; None: the quantity is pass@k.
+        k: samples, of the base too.
+        level: of the intervals.
+        n_resamples: runs are resampled in each cell by itself, problems in common for all and the base.
+        seed: of the resamples.
+
+    Returns:
+        The effects; n is the number of runs of the smallest cell. Ends are NaN where an NSCR is undefined.
+
+    Raises:
+        ValueError: cells that are not two rows of two, other shapes, probabilities outside [0, 1], a k below 1.
+
+    >>> effects([[[[0.0, 0.0]], [[0.0, 0.5]]], [[[0.5, 0.5]], [[0.5, 1.0]]]]).rows.value
+    0.5
+    """
+    if len(cells) != 2 or any(len(row) != 2 for row in cells):
+        raise ValueError(f"cells have rows of {[len(row) for row in cells]} cells: give two rows of two.")
+    groups = []
+    for i, row in enumerate(cells):
+        for j, runs in enumerate(row):
+            name = f"the runs of row {i}, column {j}"
+            if base is None:
+                solved = pass_at(_probabilities(runs, name, 2, 2), k)
+                groups.append((solved, np.ones_like(solved)))
+            else:
+                groups.append(_net_and_reached(base, name, runs, k))
+    problems = {net.shape[1] for net, _ in groups}
+    if len(problems) > 1:
+        raise ValueError(f"cells have {sorted(problems)} problems: give the same ones in all.")
+
+    def contrasts(means: NDArray[np.float64]) -> NDArray[np.float64]:  # (..., 4) -> (..., 4)
+        (a, b, c, d) = np.moveaxis(means, -1, 0)
+        of_rows, of_columns = (c + d - a - b) / 2, (b + d - a - c) / 2
+        return np.stack([of_rows, of_columns, d - c - b + a, np.abs(of_rows) - np.abs(of_columns)], axis=-1)
+
+    value = contrasts(np.array([_quotient(net.sum(1), reached.sum(1)).mean() for net, reached in groups]))
+    rng, n = np.random.default_rng(seed), problems.pop()
+    means = np.zeros((whole_number("n_resamples", n_resamples), 4))
+    for start in range(0, n_resamples, _CHUNK):
+        size = min(_CHUNK, n_resamples - start)
+        drawn = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)  # how often each problem
+        for cell, (net, reached) in enumerate(groups):
+            each = _quotient(drawn @ net.T, drawn @ reached.T)
+            chosen = rng.integers(len(net), size=each.shape)
+            means[start : start + size, cell] = np.take_along_axis(each, chosen, axis=1).mean(axis=1)
+    ends = np.quantile(contrasts(means), ((1 - level) / 2, (1 + level) / 2), axis=0)
+    fewest = min(len(net) for net, _ in groups)
+    found = zip(value, *ends, strict=True)
+    return Effects(*(Interval(float(x), float(low), float(high), fewest, level) for x, low, high in found))
+
+
 def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:
     """Return how many problems have each accuracy: 0, between two edges (the upper one included), and 1.
 
@@ -450,21 +528,12 @@ def _change(
     base: ArrayLike, named: Sequence[tuple[str, ArrayLike]], k: int, level: float, n_resamples: int, seed: int
 ) -> Interval:
     """Return the mean NSCR of one group of runs, less that of a second one, by the crossed bootstrap."""
-    before = pass_at(_probabilities(base, "base", 1, 1), whole_number("k", k))
-    groups = []
-    for name, runs in named:
-        after = pass_at(_probabilities(runs, name, 2, 2), k)
-        if after.shape[1] != len(before):
-            raise ValueError(
-                f"{name} have shape {after.shape} and the base {before.shape}: give (runs, {len(before)}), the same "
-                "problems in the same order"
-            )
-        groups.append((after - before, after + before - after * before))  # E - S and P + E + S of each problem
+    groups = [_net_and_reached(base, name, runs, k) for name, runs in named]
     value = sum(
         sign * _quotient(net.sum(1), reached.sum(1)).mean()
         for sign, (net, reached) in zip((1, -1), groups, strict=False)
     )
-    rng, n = np.random.default_rng(seed), len(before)
+    rng, n = np.random.default_rng(seed), groups[0][0].shape[1]
     draws = np.zeros(whole_number("n_resamples", n_resamples))
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
@@ -475,6 +544,20 @@ def _change(
             draws[start : start + size] += sign * np.take_along_axis(nscr, chosen, axis=1).mean(axis=1)
     low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
     return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups), level)
+
+
+def _net_and_reached(
+    base: ArrayLike, name: str, runs: ArrayLike, k: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the expected E - S and P + E + S of each run and problem, both (runs, problems)."""
+    before = pass_at(_probabilities(base, "base", 1, 1), whole_number("k", k))
+    after = pass_at(_probabilities(runs, name, 2, 2), k)
+    if after.shape[1] != len(before):
+        raise ValueError(
+            f"{name} have shape {after.shape} and the base {before.shape}: give (runs, {len(before)}), the same "
+            "problems in the same order"
+        )
+    return after - before, after + before - after * before
 
 
 def _log_all_wrong(right: NDArray[np.int64], samples: NDArray[np.int64], ks: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -311,7 +311,36 @@ def _gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interva
     return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), n_resamples=evidence.resamples)
 
 
-def _with_coverage(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+def _solved(within: int) -> Callable[[Evidence, Sequence[Chosen], str], Interval]:
+    """Make a quantity of the share of problems that runs solve within some samples, or of greedy answers."""
+
+    def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+        runs = [chances(evidence, side, decoding) for side in sides]
+        return stats.crossed_bootstrap(
+            *(coverage.pass_at(each, within) for each in runs), n_resamples=evidence.resamples
+        )
+
+    return find
+
+
+def chances(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+    """Return the chance that one answer of each model of a side to each problem is right, (models, problems).
+
+    Greedy answers are right or not. Raises Undecided where a temperature was not measured.
+    """
+    found = _covered(evidence, side)
+    if decoding == "greedy":
+        return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in found], np.float64)
+    return np.array([_reached(record, decoding) for record in found])
+
+
+def base_chances(evidence: Evidence, decoding: str) -> Array:
+    """Return the chance that one sample of the base is right, (problems,). Raises Undecided as `chances`."""
+    return _reached(_base_of(evidence), decoding)
+
+
+def with_coverage(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
+    """Return how many models of each side have a record of what they can solve."""
     return [len(_covered(evidence, side)) for side in sides]
 
 
@@ -367,6 +396,8 @@ class Quantity:
     """How many sides it may have."""
     decoded: bool = False
     """Whether it depends on how completions are decoded."""
+    sampled: bool = False
+    """Whether it is one of samples alone, so that it is not asked of greedy answers."""
     unit: str = ""
     """"points", "ratio" (of a difference of logarithms), or empty."""
     of_base: bool = False
@@ -405,11 +436,21 @@ QUANTITIES: dict[str, Quantity] = {
     "kept_relative": Quantity(
         "accuracy kept under relative noise", _between(_kept("relative")), _shaken, decoded=True, unit="points"
     ),
-    "support_change": Quantity("net change of support", _support_change, _with_coverage, decoded=True, of_base=True),
+    "support_change": Quantity("net change of support", _support_change, with_coverage, decoded=True, of_base=True),
     "support_change_own": Quantity(
-        "net change of support, each at its own temperature", _support_change_own, _with_coverage, of_base=True
+        "net change of support, each at its own temperature", _support_change_own, with_coverage, of_base=True
     ),
-    "gain": Quantity("gain of greedy accuracy", _gain, _with_coverage, (1,), unit="points", of_base=True),
+    "gain": Quantity("gain of greedy accuracy", _gain, with_coverage, (1,), unit="points", of_base=True),
+    "right": Quantity("right answers", _solved(1), with_coverage, decoded=True, unit="points", of_base=True),
+    "solved": Quantity(
+        f"solved within {coverage.SOLVED_WITHIN} samples",
+        _solved(coverage.SOLVED_WITHIN),
+        with_coverage,
+        decoded=True,
+        sampled=True,
+        unit="points",
+        of_base=True,
+    ),
     "half_gain": Quantity("place of half the gain", _half_gain, _drawn_from_base, decoded=True),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -66,7 +66,11 @@ class Evidence:
 
     def name(self, claim: Claim, arm: str, favoured: bool) -> str:
         """Return what an arm of a claim is called in words, or the null that stands in its place."""
-        return arm_words(self.null) if favoured and self.null else arm_words(arm, claim["arms"][arm].get("arm"))
+        if favoured and self.null:
+            return arm_words(self.null)
+        if claim["arms"][arm]["kind"] == "composed":
+            return " then ".join(map(arm_words, arm.split("_then_")))
+        return arm_words(arm, claim["arms"][arm].get("arm"))
 
     def select(self, claim: Claim, arm: str, where: Mapping[str, Any]) -> Runs:
         """Return the runs of one arm of a claim in one cell; they differ in nothing but the unit.
@@ -170,8 +174,17 @@ def cells(claim: Claim) -> list[tuple[str, dict[str, Any]]]:
 
 
 def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
-    """Return whether a record's spec has these fields; None asks for a field that is absent."""
-    return all(record["spec"].get(field) == value for field, value in wanted.items())
+    """Return whether a record's spec has these fields; None asks for a field that is absent.
+
+    A field of a block of the spec is named with a point: "start.run.steps".
+    """
+    return all(_field(record["spec"], field) == value for field, value in wanted.items())
+
+
+def _field(spec: Any, name: str) -> Any:
+    for part in name.split("."):
+        spec = spec.get(part) if isinstance(spec, Mapping) else None
+    return spec
 
 
 def has_runs(claim: Claim, records: Iterable[Record]) -> bool:

@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import grpo
+from evoalign_lib import arms, grpo, noise
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.records import Spec
-from evoalign_lib.study import gradients, measures, training, worlds
+from evoalign_lib.study import gradients, measures, rollouts, training, worlds
 
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
     """Fine-tune on the right answers among the base's samples (see `grpo.filtered_sft`), and yield the model.
+
+    Of an arm with perturbed rollouts, in the place of samples, among the greedy answers of copies of the base with
+    noise on their weights, one for each of num_generations.
 
     Arguments as `evolution.train`. It has no ledger, and starts anew after a kill.
     """
@@ -29,7 +32,11 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     training.take_weights(engine, model)
     start, cpu = engine.master.copy(), time.process_time()
     engine.prompts["train"] = prompts = Prompts(training.rows(spec, tokenizer, sets["train"]), tokenizer)
-    samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
+    if arms.get(spec["arm"]).rollouts == "perturbed":
+        key = noise.run_key(spec["arm"], spec["seed"])
+        samples = rollouts.greedy_answers(engine, "train", key, spec["sigma"], spec["num_generations"])
+    else:
+        samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
     pairs = [
         (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
         for row in samples

@@ -14,6 +14,7 @@ from evoalign_lib import arms, ledger
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.records import Spec
 from evoalign_lib.study import measures, training, worlds
+from evoalign_lib.study.rollouts import WeightedTrainer
 
 
 @contextmanager
@@ -28,7 +29,10 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     """
     model, tokenizer, sets = training.world(spec)
     told = dict(arms.get(spec["arm"]).options) | training.reports(spec, lasting)
-    es, progress = trainer(spec, model, tokenizer, sets, place, **told)
+    weighted = arms.get(spec["arm"]).rollouts == "unperturbed"
+    if weighted:
+        told["num_generations"] = spec["num_generations"]
+    es, progress = trainer(spec, model, tokenizer, sets, place, WeightedTrainer if weighted else ESTrainer, **told)
     with closing(es.engine) as engine:
         # with anchor_decay the weights keep a copy of their start, which is never written
         start = engine.master.copy() if engine.weights.start is None else engine.weights.start
@@ -38,6 +42,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         budget = spent(es)
         budget["core_seconds"] = round(budget["core_seconds"], 2)
         result = {"budget": budget, "counts": dict(es.counts), "plan": engine.plan, "curve": progress.curve}
+        result |= {"rollouts": es.summary()} if weighted else {}
         yield training.Trained(engine, start, sets, result | kept, progress.diverged)
 
 
@@ -46,6 +51,7 @@ def spent(es: Any) -> dict[str, Any]:
     budget = dict(es.budget)
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
+    tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
     return budget | {"forward_flops": 2 * es.engine.layout.d * tokens}
 
 

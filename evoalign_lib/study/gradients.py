@@ -15,7 +15,7 @@ from evoalign_lib import arms, grpo
 from evoalign_lib.engines import processes
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import measures, preflight, training, worlds
+from evoalign_lib.study import measures, preflight, rollouts, training, worlds
 
 
 @contextmanager
@@ -62,7 +62,8 @@ def _train(
         settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
     general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
-    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve])
+    written = _rollouts(spec, engine, lambda: training.take_weights(engine, model))
+    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve], rollouts=written)
     if colocated:
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
@@ -75,7 +76,15 @@ def _train(
     if lasting:
         trainer.save_model(str(place / "model"))
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
+    result |= {} if written is None else {"rollouts": written.summary()}
     return result | worlds.plan(spec, engine), progress.diverged
+
+
+def _rollouts(spec: Spec, engine: Any, take: Callable[[], None]) -> rollouts.PerturbedRollouts | None:
+    """Who writes an arm's completions instead of the model itself; take: gives the engine the model's weights."""
+    if arms.get(spec["arm"]).rollouts == "own":
+        return None
+    return rollouts.PerturbedRollouts(engine, spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"], take)
 
 
 def _reward(spec: Spec) -> Callable[..., list[float | None]]:

@@ -122,7 +122,7 @@ def group(records: Sequence[Record]) -> dict[str, Any]:
     Raises ValueError for no runs, runs that differ in more than their seeds, and what is no training run.
     """
     specs = [{name: value for name, value in r["spec"].items() if name != "seed"} for r in records]
-    if not specs or any(spec != specs[0] or spec["kind"] != "train" for spec in specs):
+    if not specs or any(spec != specs[0] or spec["kind"] not in ("train", "composed") for spec in specs):
         raise ValueError(f"{len(specs)} runs make no group: take training runs that differ in their seeds alone.")
     return {
         "run": specs[0],

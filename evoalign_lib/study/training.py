@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evoalign_lib import files, models
+from evoalign_lib.precision import copy_to
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import measures, worlds
+from evoalign_lib.study import measures, trained, worlds
 
 _SETTLED = "settled"
 _CHECKPOINTS = 10
@@ -29,8 +30,14 @@ _CHECKPOINTS = 10
 
 
 def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
-    """Return model, tokenizer and the problems of each split, as the task of the spec has them."""
+    """Return model, tokenizer and the problems of each split, as the task of the spec has them.
+
+    The model is the base; of a run that goes on from another one (`kinds.composed`), where that ended.
+    """
     model, tokenizer = worlds.model_of(spec)
+    if "start" in spec:
+        (master,) = trained.of_group(spec["start"])
+        copy_to(model, trained.layout_of(spec["base"]), master)
     return model, tokenizer, measures.get(spec["task"]).sets(spec)
 
 

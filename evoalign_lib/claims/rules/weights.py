@@ -37,6 +37,8 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
         quantity = QUANTITIES[comparison["quantity"]]
         bounds = [side for side in ("above", "below") if side in comparison]
         for decoding in rule["decodings"] if quantity.decoded else ("",):
+            if quantity.sampled and decoding == "greedy":
+                continue
             found = _compare(claim, evidence, comparison, quantity, decoding, decisive)
             for side in bounds:
                 label = f"{found.label}, {side} {comparison[side]:g}" if len(bounds) > 1 else found.label

@@ -11,6 +11,7 @@ from evoalign_lib.checks import nearest
 KINDS: dict[str, str] = {
     "base": "evoalign_lib.study.kinds.base",
     "train": "evoalign_lib.study.kinds.train",
+    "composed": "evoalign_lib.study.kinds.composed",
     "best_of_n": "evoalign_lib.study.kinds.best_of_n",
     "audit": "evoalign_lib.study.kinds.audit",
     "estimator": "evoalign_lib.study.kinds.estimator",

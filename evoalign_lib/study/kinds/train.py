@@ -72,6 +72,10 @@ def train_specs(
         wanted["sampled_at"] = _temperatures(wanted["sampled_at"])
     if "reach_at" in wanted:
         wanted["reach_at"] = _reach_at(wanted["reach_at"], settings.get("task", "countdown"), bases)
+    if entry.rollouts != "own" and not worlds.is_local(settings):
+        raise ValueError(
+            f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are weighed by the local engine alone."
+        )
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]

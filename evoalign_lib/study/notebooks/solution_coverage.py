@@ -5,22 +5,42 @@ Its answers and tables are in `study.views.solution_coverage`, its figures in `s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from evoalign_lib import tiny
-from evoalign_lib.records import Spec
+from evoalign_lib import arms, tiny
+from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import trained
+from evoalign_lib.study.kinds.composed import composed_specs
 from evoalign_lib.study.kinds.coverage import coverage_spec
 from evoalign_lib.study.kinds.perturbed import perturbed_specs
+from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import loading, weight_geometry
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "07_solution_coverage"
-CLAIMS = ("C18", "C18b")
+CLAIMS = ("C18", "C18b", "C19", "C36", "C36b")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs, whose reach is compared."""
+CELLS = {
+    ("temperature", "es"): "es_weighted",
+    ("temperature", "gradient"): "grpo",
+    ("perturbed", "es"): "es_members",
+    ("perturbed", "gradient"): "grpo_perturbed",
+}
+"""Rollouts and update -> the group of runs that has both, all at as many completions."""
+PLAIN = "sft_perturbed"
+"""Runs that are fine-tuned on right answers of perturbed copies."""
+ALONE = "es alone"
+"""Runs of ES that spend as many FLOPs as those of GRPO."""
+COMPOSED = {
+    "es then grpo": ("es first", "grpo"),
+    "grpo then es": ("grpo first", "es"),
+    "es half then grpo": ("es half", "grpo"),
+    "grpo then es half": ("grpo first", "es half"),
+}
+"""Group of runs in two parts -> the group of their first parts, and what the second one is."""
 BASE, ELSEWHERE, MEAN = "base", "es elsewhere", "mean of ES runs"
 """The base itself; notebook 08's runs of ES; and models whose weights are means of these."""
 TINY = {
@@ -31,6 +51,13 @@ TINY = {
     "seeds_random": [],  # weight_geometry's, which nothing here takes
     "seeds_sampled": [],
     "mean": 8,  # ES runs of which a mean is taken
+    "cell_steps": 250,  # of ES where rollouts and updates are taken apart: as many completions as GRPO has
+    "cell_members": 16,
+    "cell_prompts": 16,
+    "cell_samples": 16,  # of each prompt, where the unperturbed weights write
+    "sweep_size": 12,
+    "perturbed_sigma": 0.025,  # of the copies that write for fine-tuning: that which solves most validation problems
+    "alone_steps": 66,  # of ES at the FLOPs of GRPO; the parts of composed runs have half of each
     "curve_points": 13,
     "reach_at": [0.6, 1.0],  # temperatures at which every point of a curve is measured
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
@@ -51,6 +78,12 @@ SMOKE = TINY | {
     "own_seeds": [32, 33],
     "seeds_es": 2,
     "mean": 2,
+    "cell_steps": 4,
+    "cell_members": 4,
+    "cell_prompts": 4,
+    "cell_samples": 4,
+    "sweep_size": 2,
+    "alone_steps": 2,
     "curve_points": 3,
     "validation_problems": 16,
     "test_problems": 32,
@@ -84,6 +117,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     found[ELSEWHERE] = declared["es"]
     for arm in TRAINED:
         found[arm] = _own(declared[arm], settings)
+    found |= _cells(settings, of, declared, scale)
+    found |= _composed(settings, of, declared, scale)
     for name, needed in reached().items():
         known = all(group in of for group in needed)
         found[name] = After(_reach(settings, of, name, needed, scale, exact) if known else [], needed)
@@ -92,6 +127,68 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     )
     found["checked"] = After(_checked(settings, of, scale, exact), TRAINED)
     return found
+
+
+def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """Return the runs that take rollouts and updates apart, and the sweeps that choose their settings.
+
+    The fourth cell is GRPO itself. Fine-tuning on what perturbed copies wrote has the learning rate of the other.
+    """
+    size = {"steps": run.cell_steps, "population_size": run.cell_members, "prompts_per_step": run.cell_prompts}
+    es = dict(declared["es"].settings) | size | {"num_generations": run.cell_samples}
+    arm_of = {"es_weighted": "es_weighted", "es_members": "es_sampled", "grpo_perturbed": "grpo_perturbed"}
+    found: dict[str, Any] = {}
+    for name, arm in arm_of.items():
+        after, settings = (
+            ((), es) if arms.get(arm).family == "es" else (declared["grpo"].after, declared["grpo"].settings)
+        )
+        choices = arms.SWEEP["grpo_perturbed" if arm == "grpo_perturbed" else "es_weighted"][: run.sweep_size]
+        sweep = f"sweep {name}"
+        settings = dict(settings) | ({"beta": 0.0} if arm == "grpo_perturbed" else {})
+        found[sweep] = After(sweep_specs(arm, run.bases[0], settings, scale, choices), after)
+        best = arms.ranked(of[sweep])[0][1] if sweep in of else choices[0]
+        group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep), scale=scale)
+        found[name] = _own(group, run)
+    plain = _own(declared["sft"]._replace(arm=PLAIN), run)
+    found[PLAIN] = plain._replace(settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
+    return found
+
+
+def _composed(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """Return runs in two parts, their first parts, and ES alone at the FLOPs of GRPO.
+
+    Each part has half of the steps that its arm has alone. ES has two lengths: that at which it spends as many FLOPs as
+    GRPO, with the setting that does best after so few steps of the sweep, and its own, about as many core-seconds.
+    """
+    es, grpo = (_own(declared[arm], run) for arm in ("es", "grpo"))
+    short = dict(es.settings) | {"steps": run.alone_steps}
+    if "sweep es" in of:
+        short |= best_after(of["sweep es"], run.alone_steps // 2)
+    parts = {
+        "es": es._replace(settings=short | {"steps": run.alone_steps // 2}),
+        "es half": es._replace(settings=dict(es.settings) | {"steps": es.settings["steps"] // 2}),
+        "grpo": grpo._replace(settings=dict(grpo.settings) | {"steps": grpo.settings["steps"] // 2}),
+    }
+    found: dict[str, Any] = {ALONE: es._replace(settings=short)}
+    found |= {"es first": parts["es"], "grpo first": parts["grpo"], "es half": parts["es half"]}
+    for name, (first, second) in COMPOSED.items():
+        needed = (*parts[second].after, first)
+        known = all(group in of for group in needed)
+        specs = composed_specs(parts[second].arm, of[first], parts[second].settings, scale) if known else []
+        found[name] = After(specs, needed)
+    return found
+
+
+def best_after(sweep: Sequence[Record], steps: int) -> dict[str, float]:
+    """Return the setting of a sweep of ES that is best on the validation set after so few steps.
+
+    As in `arms.ranked` by the mean of three points of the curve: the last ones up to that step.
+    """
+    cut = []
+    for record in sweep:
+        known = sum(step <= steps for step in record["curve"]["step"])
+        cut.append(record | {"curve": {name: values[:known] for name, values in record["curve"].items()}})
+    return arms.ranked(cut)[0][1]
 
 
 def _own(declared: Group, run: SimpleNamespace) -> Group:
@@ -105,7 +202,8 @@ def _own(declared: Group, run: SimpleNamespace) -> Group:
 def reached() -> dict[str, tuple[str, ...]]:
     """Return the groups of models whose coverage is measured, each with the groups of runs that it comes after."""
     found: dict[str, tuple[str, ...]] = {reach_name(BASE): ()}
-    found |= {reach_name(arm): (arm,) for arm in TRAINED}
+    cells = [group for group in CELLS.values() if group not in TRAINED]
+    found |= {reach_name(group): (group,) for group in (*TRAINED, *cells, PLAIN, ALONE, *COMPOSED)}
     return found | {reach_name(MEAN): (ELSEWHERE,)}
 
 

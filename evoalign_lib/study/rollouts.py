@@ -1,0 +1,227 @@
+"""Rollouts of one kind and updates of the other: a policy gradient on what perturbed members wrote, and the reverse.
+
+ES writes with perturbed weights and weighs the perturbations by their rewards; a policy gradient writes with the
+weights themselves, at temperature 1, and weighs the completions. Here the two are taken apart. Whoever writes a
+completion y to a prompt knows how likely it is, and another model uses it by the importance ratio of sequences,
+p(y) / p_writer(y), clipped at `CLIP`:
+
+- `PerturbedRollouts`: each completion of a group is another member's, theta + sigma eps, sampled at temperature 1. The
+  advantage of a completion is multiplied by min(p_theta / p_member, CLIP); the rest is GRPO's.
+- `WeightedTrainer`: theta itself samples every completion, and the fitness of a member is the mean over prompts of
+  sum_j w_j r_j / sum_j w_j, with w_j = min(p_member(y_j) / p_theta(y_j), CLIP) (self-normalised: Owen, Monte Carlo
+  theory, methods and examples, 2013, section 9.2). To first order in sigma that is sigma eps times the policy gradient
+  that the same completions give, a group's mean reward being the baseline. The rest is ES.
+
+The effective sample size that both record is (sum w)^2 / (n sum w^2), a share of the completions (Kish 1965).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from evoalign_lib import ledger, noise
+from evoalign_lib.analysis import coverage, kl
+from evoalign_lib.engines.base import Prompts, score
+from evoalign_lib.es import ESTrainer
+from evoalign_lib.precision import copy_to
+from evoalign_lib.update_rules import Member
+
+CLIP = 2.0
+"""The largest importance ratio, which bounds what a single completion can do. Ionides, Journal of Computational and
+Graphical Statistics 2008, truncates so; what is above is counted."""
+TOLD = ("effective_share", "clipped_share", "mean_ratio")
+"""What is recorded of the ratios of a run."""
+
+
+def clipped(log_ratios: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """Return importance ratios, clipped at `CLIP`, and what they are like.
+
+    Args:
+        log_ratios: (completions,), nats.
+
+    Returns:
+        float64 (completions,) ratios; and "effective_share", their effective sample size over the number of
+        completions, "clipped_share", the share of completions whose ratio was above `CLIP`, and "mean_ratio", clipped.
+    """
+    ratios = np.exp(np.minimum(log_ratios, 50.0))  # above, a float overflows
+    found = np.minimum(ratios, CLIP)
+    effective = float(np.nan_to_num(coverage.effective_samples(found)))
+    told = {"effective_share": effective / len(found), "clipped_share": float(np.mean(ratios > CLIP))}
+    return found, told | {"mean_ratio": float(found.mean())}
+
+
+# ---- a policy gradient on rollouts of perturbed members
+
+
+class PerturbedRollouts(TrainerCallback, ExportableState):
+    """What writes the completions of a policy gradient: one perturbed member for each place in a group.
+
+    It is TRL's `rollout_func`, called with the prompts of a step, each as often as the group is large; and a callback,
+    whose counts a checkpoint holds. All members of a step answer all of its prompts, once each, as in ES.
+
+    Args:
+        engine: decodes with the weights of the run; its master is perturbed and put back.
+        arm, seed: of the run key, as of an ES run (`noise.run_key`).
+        sigma: standard deviation of the noise, weight units.
+        num_generations: completions of a prompt, and members of a step.
+        take: copies the weights of the model that is trained into the engine.
+    """
+
+    def __init__(self, engine: Any, arm: str, seed: int, sigma: float, num_generations: int, take: Any):
+        self._engine, self._sigma, self._group, self._take = engine, sigma, num_generations, take
+        self._run_key = noise.run_key(arm, seed)
+        self.batches, self.totals = 0, dict.fromkeys(TOLD, 0.0)
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Return the ids of prompts and completions, and `importance_ratio`, (completions,)."""
+        step, engine, group = trainer.state.global_step, self._engine, self._group
+        asked = [prompts[i] for i in range(0, len(prompts), group)]
+        if any(prompts[i] != asked[i // group] for i in range(len(prompts))):
+            raise RuntimeError("TRL gave prompts that do not come in groups of num_generations: its sampler changed.")
+        self._take()
+        engine.prompts["rollouts"] = found = Prompts([{"prompt": prompt} for prompt in asked], engine.tokenizer)
+        rows, sampling = np.arange(len(asked)), noise.sampling_key(self._run_key, step)
+        written, own = [], []
+        for member in range(group):
+            with engine.perturbed(noise.member_key(self._run_key, step, member), self._sigma):
+                row = [ids for _, ids in engine.generate_rows("rollouts", rows, seed=sampling, draw=member)]
+                engine.write_model()
+                own.append(_log_likelihoods(engine, found, rows, row))
+            written.append(row)
+        engine.write_model()
+        theirs = [_log_likelihoods(engine, found, rows, row) for row in written]
+        ratios, told = clipped((np.array(theirs) - np.array(own)).T.reshape(-1))  # prompt by prompt, as TRL has them
+        self.batches += 1
+        self.totals = {name: total + told[name] for name, total in self.totals.items()}
+        return {
+            "prompt_ids": [found.ids[i][found.mask[i] == 1].tolist() for i in rows for _ in range(group)],
+            "completion_ids": [written[member][i] for i in rows for member in range(group)],
+            "logprobs": None,  # TRL reads them for vLLM alone
+            "importance_ratio": ratios.tolist(),
+        }
+
+    def summary(self) -> dict[str, float]:
+        """Return what a record says of the ratios (`clipped`): the means over steps."""
+        return {name: round(total / max(1, self.batches), 5) for name, total in self.totals.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what transformers writes into a checkpoint."""
+        return {"args": {}, "attributes": {"batches": self.batches, "totals": self.totals}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on with the counts of the checkpoint, if the run resumes from one."""
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is None:
+            raise ValueError("the checkpoint holds no ratios of rollouts: it is of a run that had none.")
+        self.batches, self.totals = saved["attributes"]["batches"], saved["attributes"]["totals"]
+
+
+def _log_likelihoods(
+    engine: Any, prompts: Prompts, rows: np.ndarray, completions: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Return how likely the engine's model is to write completions of rows of prompts, nats, float64 (rows,)."""
+    found = kl.log_probabilities(engine.model, prompts.ids[rows], prompts.mask[rows], completions, engine.eos_ids)
+    return found[0].numpy()
+
+
+def greedy_answers(
+    engine: Any, name: str, run_key: int, sigma: float, members: int
+) -> list[list[tuple[str, list[int]]]]:
+    """Return what perturbed copies of the engine's weights answer greedily, once each, as `Engine.generate` returns it.
+
+    Args:
+        engine: its master is perturbed and put back.
+        name: which prompts.
+        run_key: of the noise.
+        sigma: its standard deviation, weight units.
+        members: copies.
+    """
+    found = []
+    for member in range(members):
+        with engine.perturbed(noise.member_key(run_key, 0, member), sigma):
+            found += engine.generate(name)
+    return found
+
+
+# ---- ES on rollouts of the unperturbed weights
+
+
+class WeightedTrainer(ESTrainer):
+    """ES whose members write nothing: each is judged by importance weights on what the unperturbed weights wrote.
+
+    args: of an `ESConfig` with sampling="common" and num_generations completions of each prompt. A step costs one set
+    of completions, whatever the population, and a forward pass over them for every member and for the weights
+    themselves. The ledger is that of any run of ES.
+    """
+
+    @property
+    def passes(self) -> int:
+        """Passes over prompts and completions of a step: to write them, to weigh them, and one for each member."""
+        return 2 + self.args.population_size
+
+    def summary(self) -> dict[str, float]:
+        """Return what a record says of the ratios (`clipped`): the means over steps and members, from the ledger."""
+        steps = [] if self.ledger is None else self.ledger.steps
+        return {name: round(float(np.mean([s.log[f"rollouts/{name}"] for s in steps])), 5) for name in TOLD if steps}
+
+    def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
+        started, cpu = time.perf_counter(), time.process_time()
+        engine, indices = self.engine, self._indices(step)
+        prompts, samples = engine.prompts["train"], self.args.num_generations
+        key = noise.sampling_key(self.run_key, step)
+        written = [engine.generate_rows("train", indices, seed=key, draw=draw) for draw in range(samples)]
+        rows, pairs = np.tile(indices, samples), [pair for row in written for pair in row]
+        scored = score(self.rewards, prompts, rows, pairs, self._light_state())
+        rewards, completions = scored.rewards.reshape(samples, -1), [ids for _, ids in pairs]
+        engine.write_model()
+        own = _log_likelihoods(engine, prompts, rows, completions)
+        sigma, fitness, told = self._at_step("sigma", step), [], []
+        for member in members:
+            with engine.weights.member(member.key, sigma, member.sign) as weights:
+                copy_to(engine.model, engine.layout, weights)
+            ratios, of_member = clipped(_log_likelihoods(engine, prompts, rows, completions) - own)
+            fitness.append(_weighted_mean(rewards, ratios.reshape(samples, -1)))
+            told.append(of_member)
+        engine.write_model()
+        log = {f"rollouts/{name}": float(np.mean([each[name] for each in told])) for name in TOLD}
+        log |= {name: float(np.mean(values)) for name, values in scored.metrics.items()}
+        log["completions/clipped_ratio"] = float(np.mean([ids[-1] not in engine.eos_ids for ids in completions]))
+        core = round(self.budget["core_seconds"] + time.process_time() - cpu, 3)
+        seconds = float(f"{time.perf_counter() - started:.4g}")
+        return ledger.Step(step, np.array(fitness), sum(map(len, completions)), seconds, core, scored.counts, log)
+
+    def _metrics(self, record: ledger.Step, tied: bool, seconds: float) -> dict[str, float]:
+        found = super()._metrics(record, tied, seconds)
+        # the completions of a step are those of one model, not of each member
+        return found | {"completions/mean_length": found["completions/mean_length"] * self.args.population_size}
+
+    def _count(self, record: ledger.Step) -> None:
+        before = dict(self.budget)
+        super()._count(record)
+        for name in ("completions", "prompt_tokens"):  # no member writes completions of its own
+            self.budget[name] = before[name] + (self.budget[name] - before[name]) // self.args.population_size
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"rollouts": "unperturbed", "ratio_clip": CLIP}
+
+
+def _weighted_mean(rewards: np.ndarray, ratios: np.ndarray) -> float:
+    """Return the mean over prompts of the self-normalised estimate of a member's reward; both (samples, prompts).
+
+    A prompt none of whose completions a reward function applied to (NaN) is left out, as everywhere.
+    """
+    weights = np.where(np.isnan(rewards), 0.0, ratios)
+    total = weights.sum(0)
+    if not (total > 0).any():
+        raise ValueError(
+            "no completion of a step has a reward and a weight: every reward function returned None, or the model "
+            "diverged. Give a reward that applies, or a smaller sigma."
+        )
+    weighted = (np.nan_to_num(rewards) * weights).sum(0)
+    return float(np.mean(weighted[total > 0] / total[total > 0]))
