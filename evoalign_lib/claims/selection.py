@@ -294,15 +294,19 @@ def _replicates(chosen: list[Record], unit: str, context: str) -> list[Record]:
     units = [record["spec"].get(unit) for record in chosen]
     if len(set(units)) < len(units):
         raise ValueError(f"{context}: two records of one {unit} among {sorted(map(str, units))}: select by their specs")
+    first = _settings_of(chosen[0]) if chosen else {}
     for record in chosen:
-        differing = sorted(
-            field
-            for field in record["spec"].keys() | chosen[0]["spec"].keys()
-            if field != unit and record["spec"].get(field) != chosen[0]["spec"].get(field)
-        )
+        own = _settings_of(record)
+        differing = sorted(f for f in own.keys() | first.keys() if f != unit and own.get(f) != first.get(f))
         if differing:
             raise ValueError(f"{context}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
     return sorted(chosen, key=lambda record: record["spec"][unit])
+
+
+def _settings_of(record: Record) -> Mapping[str, Any]:
+    """Return the spec of a run; where it goes on from another run, that one's settings in the place of its weights."""
+    spec = record["spec"]
+    return spec | {"start": spec["start"]["run"]} if "start" in spec else spec
 
 
 def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, float] | str:

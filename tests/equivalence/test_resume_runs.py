@@ -8,6 +8,7 @@ import warnings
 import pytest
 from tqdm import tqdm
 
+from evoalign_lib import arms
 from evoalign_lib.study import training
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.train import train_specs
@@ -48,9 +49,10 @@ def killed(spec, folder, step: int) -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("arm", ["es", "grpo"])
+@pytest.mark.parametrize("arm", ["es", "es_weighted", "grpo", "grpo_perturbed"])
 def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
-    (spec,) = train_specs(arm, ["A0"], [0], SETTINGS, "smoke")
+    rollouts = {"beta": 0.0} if arms.get(arm).rollouts != "own" else {}
+    (spec,) = train_specs(arm, ["A0"], [0], SETTINGS | rollouts, "smoke")
     whole = train.run(spec, None, tmp_path / "whole")
     assert whole["curve"]["step"] == [0, 1, 2, 6]
     for step in (2, 6):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from evoalign_lib.analysis import coverage
 from evoalign_lib.analysis.coverage import Support
@@ -597,3 +598,43 @@ def test_the_global_generator_is_neither_read_nor_moved(seed: int) -> None:
         coverage.support_change(base, runs, 2, n_resamples=20),
         coverage.null_nscr(base, 2, n_resamples=20),
     )
+
+
+# ---- two factors
+
+CELL = arrays(np.float64, (3, 6), elements=st.floats(0, 1))
+
+
+@given(CELL, CELL, CELL, CELL, arrays(np.float64, 6, elements=st.floats(0, 1)), st.sampled_from([1, 8]))
+def test_effects_are_the_contrasts_of_the_cells_means(a, b, c, d, base, k):
+    found = coverage.effects([[a, b], [c, d]], k=k, n_resamples=20)
+    means = [float(coverage.pass_at(cell, k).mean()) for cell in (a, b, c, d)]
+    rows, columns = (means[2] + means[3] - means[0] - means[1]) / 2, (means[1] + means[3] - means[0] - means[2]) / 2
+    assert found.rows.value == pytest.approx(rows, abs=1e-12)
+    assert found.columns.value == pytest.approx(columns, abs=1e-12)
+    assert found.interaction.value == pytest.approx(means[3] - means[2] - means[1] + means[0], abs=1e-12)
+    assert found.larger.value == pytest.approx(abs(rows) - abs(columns), abs=1e-12)
+    against = coverage.effects([[a, b], [c, d]], base, k, n_resamples=20)
+    if not np.isnan(against.rows.value):
+        changes = [coverage.support_change(base, cell, k, n_resamples=2).value for cell in (a, b, c, d)]
+        assert against.rows.value == pytest.approx((changes[2] + changes[3] - changes[0] - changes[1]) / 2, abs=1e-9)
+
+
+def test_effects_have_the_interval_of_their_runs_and_problems():
+    rng = np.random.default_rng(0)
+    cells = [[rng.beta(2, 5, (8, 100)), rng.beta(2, 5, (8, 100))], [rng.beta(3, 5, (8, 100)), rng.beta(3, 5, (8, 100))]]
+    found = coverage.effects(cells)
+    assert found.rows.low > 0 and found.columns.low < 0 < found.columns.high and found.rows.n == 8
+    assert found.larger.low > 0
+    turned = coverage.effects([[cells[0][0], cells[1][0]], [cells[0][1], cells[1][1]]])
+    assert turned.larger.value == pytest.approx(-found.larger.value)
+
+
+def test_effects_refuse_other_shapes():
+    cell = np.full((2, 3), 0.5)
+    with pytest.raises(ValueError, match="give two rows of two"):
+        coverage.effects([[cell, cell]])
+    with pytest.raises(ValueError, match=r"cells have \[3, 4\] problems"):
+        coverage.effects([[cell, cell], [cell, np.full((2, 4), 0.5)]])
+    with pytest.raises(ValueError, match="the runs of row 1, column 0"):
+        coverage.effects([[cell, cell], [cell + 1, cell]])

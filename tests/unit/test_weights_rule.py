@@ -271,6 +271,68 @@ def test_each_model_is_also_compared_at_the_temperature_that_validation_chose() 
     assert "GRPO, net change of support, each at its own temperature 0 [0, 0] (n = 8)" in verdict.text, verdict.text
 
 
+CELLS = {"es_weighted": 0.5, "grpo": 0.4, "es_members": 0.5, "grpo_perturbed": 0.4}
+
+
+def two_by_two(**shares: float) -> list[dict]:
+    """Runs of the four cells with what they solve; the base solves half of the problems."""
+    made = [covered(None, 0.5)]
+    few = {"population_size": 16, "prompts_per_step": 16, "steps": 250}
+    for name, share in (CELLS | shares).items():
+        arm = "es_sampled" if name == "es_members" else name
+        spec = few if name.startswith("es") else {"curve_points": 13}
+        like = "es" if name.startswith("es") else "grpo"
+        for run in runs_of(like, 54, seeds=8, **spec):
+            seed = run["spec"]["seed"] + 32
+            run |= {"spec": run["spec"] | {"seed": seed, "arm": arm}, "digest": f"{name} {seed}"}
+            made += [run, covered(end_of([run]), share)]
+    return made
+
+
+def test_which_of_two_factors_does_more() -> None:
+    verdict = judge("C19", [*SWEEPS, *two_by_two()])
+    assert (verdict.verdict, verdict.n, verdict.placebo) == ("contradicted", 8, "favours no arm"), verdict.text
+    found = {label: interval.value for label, interval in verdict.intervals.items()}
+    (one,) = [value for label, value in found.items() if "size" in label and "support temperature 1" in label]
+    assert one == pytest.approx(-30 / 150)
+    # the update changes nothing, the rollouts everything
+    rollouts = judge("C19", [*SWEEPS, *two_by_two(grpo=0.5, es_members=0.4)])
+    assert rollouts.verdict == "supported", rollouts.text
+    assert judge("C19", [*SWEEPS, *two_by_two(es_members=0.4, grpo_perturbed=0.3)]).verdict == "underpowered"
+    assert judge("C19", [*SWEEPS, *two_by_two()[:-4]]).verdict != "contradicted"
+
+
+def composed(order: str, greedy: float) -> list[dict]:
+    """Runs in two parts with how often they are right greedily, and half as often sampled."""
+    arm, steps, first = ("grpo", 125, 33) if order == "es then grpo" else ("es", 33, 125)
+    made = []
+    for run in runs_of(arm, 54, seeds=8, steps=steps):
+        seed = run["spec"]["seed"] + 32
+        start = {"run": {"steps": first, "base": "A0"}, "seeds": [seed], "digests": [f"first {seed}"]}
+        spec = run["spec"] | {"seed": seed, "kind": "composed", "start": start}
+        run |= {"spec": spec, "digest": f"{order} {seed}"}
+        made += [run, covered(end_of([run]), greedy, greedy=greedy)]
+    return made
+
+
+@pytest.mark.parametrize(("claim", "order"), [("C36", "es then grpo"), ("E12", "grpo then es")])
+def test_two_parts_must_beat_each_arm_alone(claim, order) -> None:
+    alone = [covered(None, 0.1, greedy=0.1)]
+    for arm, share, spec in (("es", 0.2, {"steps": 66}), ("grpo", 0.3, {"curve_points": 13})):
+        for run in runs_of(arm, 54, seeds=8, **spec):
+            seed = run["spec"]["seed"] + 32
+            run |= {"spec": run["spec"] | {"seed": seed}, "digest": f"{arm} {seed}"}
+            alone += [run, covered(end_of([run]), share, greedy=share)]
+    better = judge(claim, [*SWEEPS, *alone, *composed(order, 0.4)])
+    assert better.verdict == "supported", better.text
+    assert "failed by the untrained base" in better.placebo
+    words = "ES then GRPO" if claim == "C36" else "GRPO then ES"
+    assert better.intervals[f"{words} - GRPO, right answers greedy"].value == pytest.approx(0.1)
+    assert better.intervals[f"{words} - ES, right answers temperature 0.6"].value == pytest.approx(0.1, abs=1e-3)
+    between = judge(claim, [*SWEEPS, *alone, *composed(order, 0.25)])
+    assert between.verdict == "contradicted", between.text
+
+
 def test_models_are_named_by_the_digests_of_their_runs() -> None:
     runs = [{"digest": letter, "spec": {"seed": seed}} for seed, letter in enumerate("abcde")]
     assert Chosen(Side("es", mean=2), runs).models() == [Model(("a", "b")), Model(("c", "d"))]

@@ -20,7 +20,7 @@ from evoalign_lib.study.notebooks import loading, weight_geometry
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "07_solution_coverage"
-CLAIMS = ("C18", "C18b", "C19", "C36", "C36b")
+CLAIMS = ("C18", "C18b", "C19", "C36", "E12")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs, whose reach is compared."""
 CELLS = {
