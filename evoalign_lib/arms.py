@@ -171,12 +171,11 @@ def get(name: str) -> Arm:
 SWEEP: dict[str, list[dict[str, float]]] = {
     "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
     "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
-    "es_weighted": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (6.25e-4, 1.25e-3, 2.5e-3, 5e-3)],
+    "es_weighted": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
     "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }
 """Twelve settings from which an arm's is chosen: for ES sigma and alpha, as published; for GRPO learning rate and
-beta, and for GRPO on perturbed rollouts the sigma of these in the place of beta. Steps of ES on few completions are
-many, so that each is shorter."""
+beta, and for GRPO on perturbed rollouts the sigma of these in the place of beta."""
 
 SWEEP_SEED = 100
 """Seed of the runs of a sweep, which no other run has."""

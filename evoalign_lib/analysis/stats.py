@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -337,6 +337,54 @@ def brown_forsythe(values: ArrayLike, baseline: ArrayLike) -> float:
     if np.ptp(arm) == np.ptp(other) == 0:
         raise ValueError(f"all values are {arm[0]} and {other[0]}: neither arm has a spread to compare")
     return float(levene(arm, other, center="median").pvalue)
+
+
+class Source(NamedTuple):
+    """A source of variance."""
+
+    share: float
+    """Of the sum of squares (eta squared)."""
+    p: float
+    """Of the F test against the rest; NaN of the rest itself."""
+
+
+class TwoWay(NamedTuple):
+    """A two-way analysis of variance."""
+
+    rows: Source
+    columns: Source
+    interaction: Source
+    rest: Source
+
+
+def two_way(cells: Sequence[Sequence[ArrayLike]]) -> TwoWay:
+    """Return what two factors and their interaction explain of the variance of values (statsmodels' anova_lm, type 2).
+
+    cells: rows of columns, each (runs,), two runs or more; numbers of runs may differ.
+    Raises ValueError for fewer than two rows or columns, cells of fewer than two runs, and values without variance.
+
+    >>> two_way([[[0.0, 1.0], [0.0, 1.0]], [[4.0, 5.0], [4.0, 5.0]]]).rows.share
+    0.9411764705882353
+    """
+    import pandas as pd
+    from statsmodels.formula.api import ols
+    from statsmodels.stats.anova import anova_lm
+
+    if len(cells) < 2 or any(len(row) < 2 for row in cells):
+        raise ValueError(f"cells have rows of {[len(row) for row in cells]} cells: give two rows of two, or more.")
+    frame = pd.DataFrame(
+        [
+            {"row": str(i), "column": str(j), "value": value}
+            for i, row in enumerate(cells)
+            for j, cell in enumerate(row)
+            for value in _enough(cell, f"cell {i}, {j}", 2)
+        ]
+    )
+    if frame["value"].nunique() < 2:
+        raise ValueError("all values are equal: there is no variance to explain.")
+    table = anova_lm(ols("value ~ C(row) * C(column)", frame).fit(), typ=2)
+    shares = table["sum_sq"] / table["sum_sq"].sum()
+    return TwoWay(*(Source(float(shares.iloc[i]), float(table["PR(>F)"].iloc[i])) for i in range(4)))
 
 
 def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:

@@ -14,6 +14,7 @@ from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import solution_coverage as study
 from evoalign_lib.study.notebooks.loading import Records
 from evoalign_lib.study.views import solution_coverage as view
+from evoalign_lib.study.views import solution_coverage_factors as factors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -265,3 +266,79 @@ def _powers(ax: Axes) -> None:
 def _key(fig: Figure, ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7)
+
+
+def cells(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what who writes and who updates do to support: along the runs against accuracy, and at their ends.
+
+    Returns the figure and what it plots.
+    """
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1.5, 1))
+    rows, change = [], factors.ASKED[5]
+    for (who, update), group in study.CELLS.items():
+        look, curves = factors.look(who, update), [record["curve"] for record in of[group]]
+        one = 100 * np.mean([curve["reach_t1@1"] for curve in curves], axis=0)
+        net = 100 * np.mean([np.subtract(curve["won_t1"], curve["lost_t1"]) for curve in curves], axis=0)
+        left.plot(one, net, **look, ms=4, lw=1.2)
+        rows += [
+            {"panel": "along", "cell": look["label"], "step": step, "across": x, "value": y}
+            for step, x, y in zip(curves[0]["step"], one, net, strict=True)
+        ]
+    left.set(xlabel="solved by one sample at temperature 1, %", ylabel="won - lost, % of validation problems")
+    for update, words in factors.UPDATES.items():
+        found = [factors.value(of, study.CELLS[who, update], change) for who in factors.ROLLOUTS]
+        values = [each.value for each in found]
+        ends = np.array([[each.value - each.low, each.high - each.value] for each in found]).T
+        color = factors.look("temperature", update)["color"]
+        right.errorbar([0, 1], values, yerr=ends, color=color, marker="D", ms=4, capsize=3, lw=1.2)
+        rows += [
+            {"panel": "ends", "cell": f"{words}, {who}", "value": each}
+            for who, each in zip(factors.ROLLOUTS.values(), values, strict=True)
+        ]
+        right.annotate(words, (1, values[1]), xytext=(8, 0), textcoords="offset points", color=color, va="center")
+    right.set_xticks([0, 1], ["the weights\nthemselves", "perturbed\ncopies"])
+    right.set(xlim=(-0.25, 1.9), ylabel="net change of support", xlabel="who writes")
+    right.axhline(0, color="#888888", lw=0.7)
+    left.axhline(0, color="#888888", lw=0.7)
+    handles, labels = left.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=7)
+    return fig, pd.DataFrame(rows)
+
+
+def composed(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw greedy accuracy and coverage along runs of one arm and of two, at as many FLOPs."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    fields = {
+        "validation_greedy": "right greedily",
+        f"reach_t1@{SOLVED_WITHIN}": f"solved within {SOLVED_WITHIN} samples at temperature 1",
+    }
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.0))
+    rows, strokes = [], ("-", "-", "--", ":")
+    for ax, (field, title) in zip(axes, fields.items(), strict=True):
+        named = zip(factors.ORDER, factors.BUDGETS["as many FLOPs"], strict=True)
+        for (words, group), stroke in zip(named, strokes, strict=True):
+            for part, (spent, values) in zip(factors.parts(of, group)[0], factors.along(of, group, field), strict=True):
+                look = style.ARMS[part["spec"]["arm"]]
+                spent, values = spent / 1e12, 100 * values
+                ax.plot(spent, values, color=look.color, ls=stroke, lw=1.4, marker=look.marker, ms=3.5, markevery=0.25)
+                rows += [
+                    {"panel": title, "runs": words, "arm": part["spec"]["arm"], "across": x, "value": y}
+                    for x, y in zip(spent, values, strict=True)
+                ]
+        ax.set(title=title, xlabel="forward-equivalent TFLOP, all parts")
+    axes[0].set(ylabel="validation problems, %")
+    from matplotlib.lines import Line2D
+
+    key = [Line2D([], [], color=style.ARMS[arm].color, marker=style.ARMS[arm].marker, ms=4, label=style.ARMS[arm].label)
+           for arm in ("es", "grpo")]  # fmt: skip
+    key += [
+        Line2D([], [], color="#444444", ls=stroke, label=words)
+        for words, stroke in zip(("one arm alone", *factors.ORDER[2:]), strokes[1:], strict=True)
+    ]
+    fig.legend(handles=key, loc="outside lower center", ncols=5, fontsize=7)
+    return fig, pd.DataFrame(rows)

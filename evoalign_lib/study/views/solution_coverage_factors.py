@@ -1,0 +1,261 @@
+"""What notebook 07 says and tabulates of rollouts and updates taken apart, and of arms one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from evoalign_lib import style
+from evoalign_lib.analysis import coverage, stats
+from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Effects
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.records import Record, unpack_bits, unpack_probabilities
+from evoalign_lib.study.notebooks import solution_coverage as study
+from evoalign_lib.study.notebooks.loading import Records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ROLLOUTS = {"temperature": "the weights themselves", "perturbed": "perturbed copies"}
+"""Levels of the first factor -> who writes."""
+UPDATES = {"es": "ES", "gradient": "policy gradient"}
+"""Levels of the second factor."""
+BUDGETS = {
+    "as many FLOPs": (study.ALONE, "grpo", "es then grpo", "grpo then es"),
+    "about as many core-seconds": ("es", "grpo", "es half then grpo", "grpo then es half"),
+}
+"""What is held equal -> groups of runs: ES alone, GRPO alone, and both orders."""
+ORDER = ("ES alone", "GRPO alone", "ES, then GRPO", "GRPO, then ES")
+_RESAMPLES = 2000
+
+
+class Measured(NamedTuple):
+    """What is asked of a group of runs."""
+
+    words: str
+    at: str
+    """"greedy", "t0.6" or "t1"."""
+    within: int = 1
+    """Samples."""
+    against_base: bool = False
+    """Whether it is the net change of support."""
+
+    def format(self, interval: Interval) -> str:
+        """Return an interval in its unit: percent, or a ratio."""
+        return interval.format(percent=False, digits=3) if self.against_base else interval.format()
+
+
+ASKED = (
+    Measured("right greedily, %", "greedy"),
+    Measured("right at temperature 0.6, %", "t0.6"),
+    Measured("right at temperature 1, %", "t1"),
+    Measured(f"solved within {SOLVED_WITHIN} at temperature 1, %", "t1", SOLVED_WITHIN),
+    Measured("net change of support at 0.6", "t0.6", SOLVED_WITHIN, True),
+    Measured("net change of support at 1", "t1", SOLVED_WITHIN, True),
+)
+"""What tables have of every group; the changes are within 256 samples."""
+
+
+def chances(of: Records, group: str, at: str) -> np.ndarray:
+    """Return the chance that one answer of each run of a group is right, (runs, problems)."""
+    found = of[study.reach_name(group)]
+    if at == "greedy":
+        return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in found], float)
+    return np.array([unpack_probabilities(record["reach"][at]) for record in found])
+
+
+def value(of: Records, group: str, asked: Measured) -> Interval:
+    """Return the mean of what is asked over runs and problems, with its interval."""
+    found = chances(of, group, asked.at)
+    if asked.against_base:
+        (base,) = chances(of, study.BASE, asked.at)
+        return coverage.support_change(base, found, asked.within, n_resamples=_RESAMPLES)
+    return stats.crossed_bootstrap(coverage.pass_at(found, asked.within), n_resamples=_RESAMPLES)
+
+
+def _spent(found: Sequence[Record], name: str) -> float:
+    return float(np.mean([record["budget"][name] for record in found]))
+
+
+# ---- rollouts and updates
+
+
+def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per cell, and per way to fine-tune: what its models solve, how far they went, what was spent."""
+    from pandas import DataFrame
+
+    rows = []
+    named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in study.CELLS.items()}
+    named |= {
+        (ROLLOUTS["temperature"], "filtered SFT"): "sft",
+        (f"{ROLLOUTS['perturbed']}, greedily", "filtered SFT"): study.PLAIN,
+    }
+    for (who, update), group in named.items():
+        found = of[group]
+        row: dict[str, Any] = {"who writes": who, "update": update, "n": len(found)}
+        row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
+        row["norm"] = f"{np.mean([record['update_norm'] for record in found]):.2f}"
+        shares = [record["rollouts"]["effective_share"] for record in found if "rollouts" in record]
+        row["effective samples, %"] = f"{100 * np.mean(shares):.0f}" if shares else ""
+        row["TFLOP"] = f"{_spent(found, 'forward_flops') / 1e12:.1f}"
+        row["core-seconds"] = f"{_spent(found, 'core_seconds'):.0f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def _cells(of: Records, asked: Measured) -> list[list[np.ndarray]]:
+    return [[chances(of, study.CELLS[who, update], asked.at) for update in UPDATES] for who in ROLLOUTS]
+
+
+def effects(of: Records, asked: Measured, resamples: int = 10_000) -> Effects:
+    """Return the effects of rollouts (rows: perturbed - not) and updates (columns: policy gradient - ES)."""
+    base = chances(of, study.BASE, asked.at)[0] if asked.against_base else None
+    return coverage.effects(_cells(of, asked), base, asked.within, n_resamples=resamples)
+
+
+def effects_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per quantity: the effects with intervals, and what a two-way analysis of variance makes of them.
+
+    The last row is of the norm of the displacement, its logarithm to base 2.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for asked in ASKED:
+        found = effects(of, asked, _RESAMPLES)
+        row = {"quantity": asked.words.removesuffix(", %"), "effect of the rollouts": asked.format(found.rows)}
+        row |= {"effect of the update": asked.format(found.columns), "interaction": asked.format(found.interaction)}
+        rows.append(row | _variance(_of_runs(of, asked)))
+    norms = [[np.log2([r["update_norm"] for r in of[study.CELLS[w, u]]]) for u in UPDATES] for w in ROLLOUTS]
+    (a, b), (c, d) = norms
+    row = {"quantity": "norm, doublings"}
+    contrasts = {
+        "effect of the rollouts": stats.stratified_bootstrap([c, d], [a, b], n_resamples=_RESAMPLES),
+        "effect of the update": stats.stratified_bootstrap([b, d], [a, c], n_resamples=_RESAMPLES),
+    }
+    row |= {words: interval.format(percent=False, digits=2) for words, interval in contrasts.items()}
+    row["interaction"] = f"{d.mean() - c.mean() - b.mean() + a.mean():.2f}"
+    rows.append(row | _variance(norms))
+    return DataFrame(rows)
+
+
+def _of_runs(of: Records, asked: Measured) -> list[list[np.ndarray]]:
+    """Return one number per run of each cell."""
+    solved = [[coverage.pass_at(cell, asked.within) for cell in row] for row in _cells(of, asked)]
+    if not asked.against_base:
+        return [[cell.mean(1) for cell in row] for row in solved]
+    before = coverage.pass_at(chances(of, study.BASE, asked.at)[0], asked.within)
+    return [[np.array([coverage.support(before, run).nscr for run in cell]) for cell in row] for row in solved]
+
+
+def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
+    """Return the shares of the variance over runs, percent: of the rollouts, the update, both jointly, and the rest."""
+    names = {"rows": "rollouts", "columns": "update", "interaction": "both jointly", "rest": "the rest"}
+    if np.ptp(np.concatenate([cell for row in values for cell in row])) == 0:  # a few steps may change nothing
+        return {f"variance: {name}": "none" for name in names.values()} | {"p of rollouts, update": ""}
+    found = stats.two_way(values)
+    words = {f"variance: {name}": f"{100 * getattr(found, part).share:.0f}" for part, name in names.items()}
+    return words | {"p of rollouts, update": f"{found.rows.p:.2g}, {found.columns.p:.2g}"}
+
+
+# ---- one after the other
+
+
+def parts(of: Records, group: str) -> list[tuple[Record, ...]]:
+    """Return the records of the parts of each run of a group, first part first."""
+    if group not in study.COMPOSED:
+        return [(record,) for record in of[group]]
+    first = {record["digest"]: record for record in of[study.COMPOSED[group][0]]}
+    return [(first[record["spec"]["start"]["digests"][0]], record) for record in of[group]]
+
+
+def total(of: Records, group: str, name: str) -> float:
+    """Return the mean over runs of what all parts spent; name: of an axis of budgets."""
+    return float(np.mean([sum(part["budget"][name] for part in each) for each in parts(of, group)]))
+
+
+def composed_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per budget and order: what was spent, and what the models solve."""
+    from pandas import DataFrame
+
+    rows = []
+    for budget, groups in BUDGETS.items():
+        for words, group in zip(ORDER, groups, strict=True):
+            row: dict[str, Any] = {"equal": budget, "trained by": words, "n": len(of[group])}
+            steps = [part["spec"]["steps"] for part in parts(of, group)[0]]
+            row |= {"steps": " + ".join(map(str, steps)), "TFLOP": f"{total(of, group, 'forward_flops') / 1e12:.2f}"}
+            row["core-seconds"] = f"{total(of, group, 'core_seconds'):.0f}"
+            row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
+            rows.append(row)
+    return DataFrame(rows)
+
+
+def along(of: Records, group: str, field: str, axis: str = "forward_flops") -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the curve of each part of a group: what all parts spent so far, and the mean over runs of a field."""
+    curves, before = [], 0.0
+    for part in zip(*parts(of, group), strict=True):
+        spent = np.mean([record["curve"][axis] for record in part], axis=0)
+        curves.append((before + spent, np.mean([record["curve"][field] for record in part], axis=0)))
+        before += spent[-1]
+    return curves
+
+
+# ---- the answers
+
+
+def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
+    """Return question -> one sentence with its number, interval and n."""
+    change, right, solved = ASKED[5], ASKED[0], ASKED[3]
+    support, greedy = effects(of, change, _RESAMPLES), effects(of, right, _RESAMPLES)
+    ess = [np.mean([r["rollouts"]["effective_share"] for r in of[g]]) for g in ("grpo_perturbed", "es_weighted")]
+    found = {
+        "Is it who writes, or who updates?": (
+            f"Of two by two ways to train on as many completions, a policy gradient in the place of ES moves the net "
+            f"change of support at temperature 1 by {change.format(support.columns)} and greedy accuracy by "
+            f"{right.format(greedy.columns)} points. Perturbed copies as writers, in the place of the weights "
+            f"themselves, move them by {change.format(support.rows)} and {right.format(greedy.rows)} points (n = "
+            f"{support.rows.n} runs of each; effective sample size {100 * ess[0]:.0f} % for the gradient, "
+            f"{100 * ess[1]:.0f} % for ES)."
+        )
+    }
+    groups = BUDGETS["as many FLOPs"]
+    at_once, within = (
+        "; ".join(
+            f"{words} {asked.format(value(of, group, asked))}" for words, group in zip(ORDER, groups, strict=True)
+        )
+        for asked in (right, solved)
+    )
+    found["Do the two compose?"] = (
+        f"At as many FLOPs these are right greedily, in percent: {at_once}; and within {SOLVED_WITHIN} samples at "
+        f"temperature 1 they solve, in percent: {within} (n = {len(of[groups[2]])} runs of each)."
+    )
+    return found
+
+
+def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
+    """Return macro -> value and format, for the paper."""
+    change, right = effects(of, ASKED[5]), effects(of, ASKED[0])
+    found = {
+        "CovRolloutsChange": (ASKED[5].format(change.rows), ""),
+        "CovUpdateChange": (ASKED[5].format(change.columns), ""),
+        "CovRolloutsRight": (ASKED[0].format(right.rows), ""),
+        "CovUpdateRight": (ASKED[0].format(right.columns), ""),
+    }
+    for macro, group in zip(("Es", "Grpo", "EsGrpo", "GrpoEs"), BUDGETS["as many FLOPs"], strict=True):
+        found[f"CovAlone{macro}"] = (100 * value(of, group, ASKED[0]).value, ".1f")
+    return found
+
+
+# ---- figures' looks
+
+
+def look(who: str, update: str) -> dict[str, Any]:
+    """Return how a cell is drawn: the colour of its update, filled where the weights themselves write."""
+    arm = {"es": "es", "gradient": "grpo"}[update]
+    color, perturbed = style.ARMS[arm].color, who == "perturbed"
+    label = f"{UPDATES[update]}, {ROLLOUTS[who]} write"
+    return {"color": color, "marker": "s" if perturbed else "o", "ls": "--" if perturbed else "-", "label": label,
+            "mfc": "white" if perturbed else color}  # fmt: skip
