@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from html import unescape
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -29,6 +31,11 @@ PACKAGE = "evoalign_lib"
 TEXTS = {"CONTRIBUTING.md": "contributing.md", "LOG.md": "log.md", "README.md": "index.md"}
 # What `make paper` compiles; the site has it if it is there when the site is built.
 PAPER = "runs/paper/main.pdf"
+# What a notebook's page says below its title of pages that show more of its records: name of the notebook -> Markdown.
+BESIDE = {
+    "07_solution_coverage": "The [solve explorer](../explorer.md) shows every test problem, which model solves it, and "
+    "what the models wrote.",
+}
 # The groups of the reference, by the first part of a module's name; the library has what no other group has.
 GROUPS = {
     "Library": (),
@@ -73,6 +80,10 @@ def write(folder: Path) -> None:
             _write_text(folder, page, (ROOT / source).read_text(encoding="utf-8"), "")
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         content = json.loads(path.read_text(encoding="utf-8"))
+        if path.stem in BESIDE:
+            first = content["cells"][0]
+            title, _, rest = "".join(first["source"]).partition("\n")
+            first["source"] = f"{title}\n\n{BESIDE[path.stem]}\n{rest}"
         for cell in content["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = _localised(folder, "".join(cell["source"]), "notebooks")
@@ -302,6 +313,19 @@ def _figures(_: str) -> str:
     return "\n".join(lines)
 
 
+def _explorer(results: str) -> str:
+    """The solve explorer of a file of records, in a fence that shows HTML as it is."""
+    return f"```{{raw}} html\n{_beside('explorer').block(results)}\n```"
+
+
+def _beside(name: str) -> ModuleType:
+    """Import a module of this folder, which is no package and not on the path of every caller."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _api(_: str) -> str:
     lines = []
     for title in GROUPS:
@@ -334,6 +358,7 @@ _INCLUDES: dict[str, Callable[[str], str]] = {
     "open_claims": _open_claims,
     "claim_entries": _claim_entries,
     "figures": _figures,
+    "explorer": _explorer,
     "api": _api,
     "api_tree": _api_tree,
 }

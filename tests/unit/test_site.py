@@ -6,13 +6,18 @@ import re
 import runpy
 import subprocess
 import sys
+from html.parser import HTMLParser
 from types import ModuleType
 
 import nbformat
+import numpy as np
 import pytest
 import yaml
 
-from evoalign_lib import claims, paths
+from evoalign_lib import claims, paths, tiny
+from evoalign_lib.analysis import coverage
+from evoalign_lib.records import pack_bits, read_records, unpack_bits, unpack_integers, unpack_probabilities
+from evoalign_lib.study.kinds.answers import pack_texts
 
 SITE = paths.ROOT / "site"
 
@@ -26,7 +31,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-pages, check = load("pages"), load("check")
+pages, check, explorer = load("pages"), load("check"), load("explorer")
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +173,176 @@ def test_links_of_a_notebooks_answer_lead_from_the_start_page():
     text = "[a](02_b.ipynb) [b](../LOG.md#x) [c](#2-the-task) [d](https://example.org)"
     moved = "[a](notebooks/02_b.ipynb) [b](LOG.md#x) [c](notebooks/01_a.ipynb#2-the-task) [d](https://example.org)"
     assert pages._from_top(text, "notebooks/01_a.ipynb") == moved
+
+
+# the solve explorer
+
+RESULTS = "07_solution_coverage/tiny.jsonl"
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=https://example.org/a.png onerror=alert(2)>",
+    "<!--<script>",
+    "\n```\n:::{raw} html\n`a` ]]> & ' \" \\ \u2028 \u2029 \x00",
+    "<!-- include readme: make quickstart -->",
+    "__DATA__",
+)
+
+
+@pytest.fixture(scope="module")
+def coverages():
+    """The committed records of kind "coverage", without those of many samples."""
+    found = [record for record in read_records(paths.RESULTS / RESULTS) if record["spec"]["kind"] == "coverage"]
+    fewest = min(record["spec"]["coverage_samples"] for record in found)
+    return [record for record in found if record["spec"]["coverage_samples"] == fewest]
+
+
+def answered(record, texts):
+    """A record of kind "answers" of the model of another record, with the same few texts over and over."""
+    n = record["n"]
+    spec = {name: value for name, value in record["spec"].items() if "coverage" not in name} | {"kind": "answers"}
+    packed = pack_texts([(texts[i % len(texts)], False) for i in range(n)], 80)
+    bits = pack_bits([i % 2 for i in range(n)])
+    answers = {"greedy": packed, "t1": packed, "greedy_bits": bits, "t1_bits": bits}
+    return {"spec": spec, "status": "finished", "n": n} | answers
+
+
+def of_arm(coverages, arm):
+    return [r for r in coverages if "end" in r["spec"] and r["spec"]["end"]["of"]["run"]["arm"] == arm]
+
+
+class _Elements(HTMLParser):
+    """The elements of a page in their order with their attributes, and the texts of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.scripts = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, attrs))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_comment(self, data):
+        self.elements.append(("comment", data))
+
+    def handle_data(self, data):
+        if self.elements and self.elements[-1][0] == "script":
+            self.scripts[-1] += data
+
+
+def test_hostile_texts_are_nothing_but_data_of_the_explorer(coverages, tmp_path):
+    (base,) = (r for r in coverages if "end" not in r["spec"])
+    hostile = [answered(record, HOSTILE) for record in (base, *of_arm(coverages, "es")[:2])]
+    data = explorer.data(coverages + hostile)
+    page, plain = explorer.html(data), _Elements(explorer.html({}))
+    found = _Elements(page)
+    assert found.elements == plain.elements and found.scripts[1] == plain.scripts[1] and len(found.scripts) == 2
+    shown = json.loads(found.scripts[0])
+    assert shown == data and {text[1:] for texts in shown["texts"] for text in texts} == set(HOSTILE)
+    embedded = explorer.embedded(data)
+    assert embedded.isascii() and not set("<>&'`\n") & set(embedded)
+    # what shows them knows no HTML
+    script = found.scripts[1]
+    assert "textContent" in script
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|Fragment|eval|Function\(", script
+    )
+    # in a page of the site it is one fence, which no line of it ends
+    fence = pages._INCLUDES["explorer"](RESULTS).split("\n")
+    assert fence[0] == "```{raw} html" and [line for line in fence if line.startswith("```")] == [fence[0], "```"]
+    (tmp_path / "index.html").write_text(page, encoding="utf-8")
+    assert list(check.problems(tmp_path)) == []
+
+
+def test_the_explorer_names_no_address():
+    page = (SITE / "explorer.html").read_text(encoding="utf-8")
+    assert not re.search(r"src=|href|action=|url\(|@import|fetch\(|import\(|XMLHttp|WebSocket|Beacon", page)
+    assert not re.search(r"\w//|//\w", page)
+
+
+def test_the_explorer_has_every_problem_and_every_model_of_the_records(coverages):
+    data, labels = explorer.data(coverages), []
+    problems = tiny.problems("test", 256)
+    assert data["problems"] == [[", ".join(map(str, p.numbers)), p.target] for p in problems]
+    assert [len(answers) for answers in data["listed"]] == [len(tiny.right_answers(p)) for p in problems]
+    assert sum(model["runs"] for model in data["models"]) == len(coverages)
+    for model in data["models"]:
+        labels.append(model["label"])
+        packed = [model[at][what] for at in ("t1", "t0.6") for what in "pk"] + [model["greedy"]]
+        assert [len(unpack_integers(text)) for text in packed] == [256] * 5 and len(model["categories"]) == 256
+        assert model["wrote"] is None  # and the page says so
+    assert labels[:2] == ["base", "ES"] and "GRPO" in labels and len(set(labels)) == len(labels)
+    assert len(explorer.html(data)) < explorer.MOST
+
+
+def test_categories_are_the_support_of_the_records(coverages):
+    models = explorer.data(coverages)["models"]
+    (base,) = (r for r in coverages if "end" not in r["spec"])
+    before = coverage.pass_at(unpack_probabilities(base["reach"]["t1"]), coverage.SOLVED_WITHIN)
+    named = {"ES, sampled fitness": "es_sampled", "GRPO, random reward": "grpo_random", "filtered SFT": "sft"}
+    for label, arm in named.items():
+        (model,) = (m for m in models if m["label"] == label)
+        records = of_arm(coverages, arm)
+        chances = np.array([unpack_probabilities(record["reach"]["t1"]) for record in records])
+        after = coverage.pass_at(chances, coverage.SOLVED_WITHIN)
+        counted = coverage.support(before >= 0.5, after.mean(0) >= 0.5)
+        assert [model["categories"].count(name[0]) for name in explorer.CATEGORIES] == [
+            getattr(counted, name) for name in explorer.CATEGORIES
+        ]
+        expected = [coverage.support(before, run) for run in after]
+        means = [np.mean([getattr(each, name) for each in expected]) for name in explorer.CATEGORIES]
+        assert model["expected"] == pytest.approx(means, abs=0.051) and model["runs"] == len(records)
+        assert np.allclose(unpack_probabilities(model["t1"]["p"]), chances.mean(0), rtol=0.003, atol=2e-9)
+        greedy = np.sum([unpack_bits(record["greedy_bits"], 256) for record in records], 0, dtype=int)
+        assert np.array_equal(unpack_integers(model["greedy"]), greedy)
+    assert sum(models[0]["expected"]) == pytest.approx(256, abs=0.3)
+
+
+def test_what_was_written_is_shown_for_the_runs_that_have_it(coverages):
+    runs = of_arm(coverages, "grpo")
+    texts = ["1+2", "x" * 90]
+    models = explorer.data([*coverages, *(answered(run, texts) for run in runs[:3])])
+    (grpo,) = (model for model in models["models"] if model["label"] == "GRPO")
+    assert [len(rows) for rows in grpo["wrote"].values()] == [3, 3] and grpo["runs"] == len(runs) > 3
+    assert [model["label"] for model in models["models"] if model["wrote"]] == ["GRPO"]
+    assert set(map(tuple, models["texts"])) == {("!1+2",), ("+" + "x" * 80 + "\u2026",)}
+    places = unpack_integers(grpo["wrote"]["t1"][0])
+    assert not places.any()
+
+
+def test_models_that_differ_have_names_of_their_own(coverages):
+    (base,) = (r for r in coverages if "end" not in r["spec"])
+    whole = of_arm(coverages, "es")[0]
+
+    def made(digest, **changed):
+        of = whole["spec"]["end"]["of"]
+        end = whole["spec"]["end"] | {"of": of | {"run": of["run"] | changed, "digests": [digest]}}
+        return whole | {"spec": whole["spec"] | {"end": end}}
+
+    start = whole["spec"]["end"]["of"]
+    found = [made("a", steps=66), made("b", steps=66, sigma=0.5), base, whole]
+    found += [made(f"c{i}", kind="composed", arm="grpo", steps=125, start=start | {"digests": [i]}) for i in "12"]
+    names = [(model.label, len(model.coverage)) for model in explorer.models(found)]
+    steps = start["run"]["steps"]
+    alone = [("base", 1), ("ES", 1), ("ES, 66 steps", 1), ("ES, sigma 0.5, steps 66", 1)]
+    assert names == [*alone, (f"ES ({steps}), then GRPO (125)", 2)]
+
+
+def test_an_explorer_without_its_base_or_too_large_is_an_error(coverages):
+    with pytest.raises(ValueError, match="no record says what base 'A0' can solve"):
+        explorer.data([record for record in coverages if "end" in record["spec"]])
+    with pytest.raises(ValueError, match="at most 600000 are allowed: show fewer models"):
+        explorer.html({"texts": ["x" * explorer.MOST]})
+
+
+def test_the_explorer_is_a_page_that_others_lead_to(sources):
+    page = text_of(sources, "explorer.md")
+    assert '<script type="application/json" id="explorer-data">{"problems":' in page
+    index = text_of(sources, "index.md")
+    assert "](explorer.md)" in index and "\nexplorer\n" in index
+    notebook = nbformat.read(sources / "notebooks" / "07_solution_coverage.ipynb", as_version=4)
+    assert "](../explorer.md)" in notebook.cells[0].source
 
 
 # the texts of site/ are true

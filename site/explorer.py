@@ -1,0 +1,240 @@
+"""Make the solve explorer: which model solves which test problem, and what it writes, as one block of HTML.
+
+All numbers come from records of kinds "coverage" and "answers", the problems from the fixed test set; no model is run.
+`explorer.html` is the page's markup, style and script, into which the data go as JSON. The script shows texts as text,
+and what stands in the page for them holds no sign that HTML or Markdown reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+MOST = 600_000
+"""Bytes of the block, at most."""
+CATEGORIES = ("kept", "won", "lost", "out")
+"""Fields of `coverage.Support`, in the order of the columns; a problem's category is one of their initials."""
+SOLVED = 0.5
+"""Chance within `coverage.SOLVED_WITHIN` samples from which on a problem counts as solved, where one is counted."""
+TEMPERATURES = ("t1", "t0.6")
+DECODINGS = ("greedy", "t1")
+_RIGHT, _WRONG, _NO_ANSWER = "+", "-", "!"
+# What HTML could read as markup or Markdown as the end of a fence, and line ends of JavaScript.
+_ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&'`\u2028\u2029"}
+
+
+class Model(NamedTuple):
+    """The base, or all runs of one setting, which differ in their seeds alone."""
+
+    label: str
+    coverage: Sequence[Mapping[str, Any]]
+    """a record of kind "coverage" for each run"""
+    answers: Sequence[Mapping[str, Any] | None]
+    """a record of kind "answers" for each run, None where there is none"""
+
+
+def block(results: str) -> str:
+    """Return the page's HTML, made of the records of a file below paper/results, such as "notebook/tiny.jsonl"."""
+    from evoalign_lib import paths, records
+
+    return html(data(records.read_records(paths.RESULTS / results)))
+
+
+def html(found: Mapping[str, Any]) -> str:
+    """Return the page's HTML with the data of `data` in it. Raises ValueError for a page over 600 kB."""
+    page = (HERE / "explorer.html").read_text(encoding="utf-8")
+    head, marker, tail = page.partition("__DATA__")
+    if not marker or "__DATA__" in tail:
+        raise ValueError("explorer.html has to say __DATA__ once, where the data go")
+    made = head + embedded(found) + tail
+    if len(made) > MOST:
+        raise ValueError(f"the explorer has {len(made)} bytes, at most {MOST} are allowed: show fewer models or runs")
+    return made
+
+
+def embedded(value: Any) -> str:
+    """Return a value as JSON in ASCII that may stand in an element of HTML, and in a fence of Markdown."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).translate(_ESCAPED)
+
+
+def data(found: Sequence[Mapping[str, Any]], base: str = "A0") -> dict[str, Any]:
+    """Return what the page shows.
+
+    Args:
+        found: records; of other kinds, bases and numbers of problems than the base's none is shown.
+        base: that the models started from.
+
+    Returns:
+        `problems`, numbers and target of each; `listed`, its right answers that are listed; `models`, of `_shown`, the
+        base first; and `texts`, of each problem what the models wrote, with a sign before it: + right, - wrong,
+        ! without an answer.
+
+    Raises:
+        ValueError: there is no record of what the base can solve.
+    """
+    from evoalign_lib import tiny
+    from evoalign_lib.tasks import countdown
+
+    shown = models(found, base)
+    n = shown[0].coverage[0]["n"]
+    problems = tiny.problems("test", n)
+    texts: list[dict[str, int]] = [{} for _ in problems]
+    return {
+        "problems": [[", ".join(map(str, problem.numbers)), problem.target] for problem in problems],
+        "listed": [[countdown.last_answer(text) for text in tiny.right_answers(problem)] for problem in problems],
+        "models": [_shown(model, shown[0], texts) for model in shown],
+        "texts": [list(of_problem) for of_problem in texts],
+    }
+
+
+# ---- which models there are
+
+
+def models(found: Sequence[Mapping[str, Any]], base: str = "A0") -> list[Model]:
+    """Return the models that have records of kind "coverage", the base first, arms in the order of their table.
+
+    Raises ValueError where the base has none.
+    """
+    from evoalign_lib.files import canonical_json
+
+    def mine(kind: str) -> list[Mapping[str, Any]]:
+        asked = (r for r in found if r["spec"]["kind"] == kind and r["spec"]["base"] == base)
+        return [record for record in asked if record["status"] == "finished"]
+
+    solved: dict[str, Mapping[str, Any]] = {}
+    # of two records of one model, which differ in their samples, the smaller is the one that the notebook tabulates
+    for record in sorted(mine("coverage"), key=lambda r: r["spec"]["coverage_samples"]):
+        solved.setdefault(canonical_json(record["spec"].get("end")), record)
+    if "null" not in solved:
+        raise ValueError(f"no record says what base {base!r} can solve: run the notebook of these records")
+    n = solved["null"]["n"]
+    answered = {canonical_json(r["spec"].get("end")): r for r in mine("answers") if r["n"] == n}
+    groups: dict[str, list[str]] = {}
+    for end, record in solved.items():
+        if record["n"] == n:
+            groups.setdefault(canonical_json(_setting(record["spec"].get("end"))), []).append(end)
+    ends = {key: solved[of[0]]["spec"].get("end") for key, of in groups.items()}
+    labels = _labels(ends)
+    return [
+        Model(labels[key], [solved[end] for end in groups[key]], [answered.get(end) for end in groups[key]])
+        for key in sorted(groups, key=lambda key: _place(ends[key]))
+    ]
+
+
+def _setting(end: Mapping[str, Any] | None) -> Any:
+    """Return what is common to the ends of runs that differ in their seeds alone."""
+    if end is None:
+        return None
+    run = dict(end["of"]["run"])
+    if "start" in run:
+        run["start"] = run["start"]["run"]
+    return {name: value for name, value in end.items() if name != "of"} | {"run": run, "size": len(end["of"]["seeds"])}
+
+
+def _place(end: Mapping[str, Any] | None) -> tuple[Any, ...]:
+    """Return where a model stands: base, arms, means of runs, runs in two parts; of one arm the longest run first."""
+    from evoalign_lib import arms
+
+    if end is None:
+        return (0,)
+    run, size = end["of"]["run"], len(end["of"]["seeds"])
+    chain = [run["start"]["run"], run] if "start" in run else [run]
+    order = list(arms.ARMS)
+    return (len(chain), size > 1, *(order.index(part["arm"]) for part in chain), -sum(p.get("steps", 0) for p in chain))
+
+
+def _labels(ends: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
+    """Return what each model is called: by its arm, and where several are of one arm, by what sets them apart."""
+    from evoalign_lib import arms, style
+
+    labels: dict[str, str] = {}
+    first: dict[str, Mapping[str, Any]] = {}
+    for key in sorted(ends, key=lambda key: _place(ends[key])):
+        end = ends[key]
+        if end is None:
+            labels[key] = style.ARMS["base"].label
+            continue
+        run, size = end["of"]["run"], len(end["of"]["seeds"])
+        name = style.ARMS[run["arm"]].label
+        if "start" in run:
+            begun = run["start"]["run"]
+            steps = [f" ({part['steps']})" if "steps" in part else "" for part in (begun, run)]
+            name = f"{style.ARMS[begun['arm']].label}{steps[0]}, then {name}{steps[1]}"
+        if size > 1:
+            name = f"mean of {size} {name} runs"
+        if end["factor"] != 1 or "draw" in end or "as_long_as" in end:
+            name += f", moved by {end['factor']:g}"
+        other = first.setdefault(name, run)
+        apart = {k: run[k] for k in arms.get(run["arm"]).settings if k != "curve_points" and run.get(k) != other.get(k)}
+        if "steps" in apart and f"{name}, {run['steps']} steps" not in labels.values():
+            apart = {}
+            name += f", {run['steps']} steps"
+        name += "".join(f", {setting} {value:g}" for setting, value in apart.items())
+        if name in labels.values():
+            name += f" ({len(labels)})"
+        labels[key] = name
+    return labels
+
+
+# ---- what is shown of one
+
+
+def _shown(model: Model, base: Model, texts: Sequence[dict[str, int]]) -> dict[str, Any]:
+    """Return what the page has of a model, and add what it wrote to the texts of each problem.
+
+    The result has `label` and `runs`; for each temperature `p`, the chance that one sample is right, and `k`, that one
+    of 256 is, means over runs (`records.pack_probabilities`); `greedy`, the runs that are right (`pack_integers`);
+    `categories`, an initial for each problem, of what is solved with a chance of at least a half; `expected`, the
+    expected counts, means over runs; and `wrote`, decoding -> a row of places in the texts for each run with a record
+    of its answers, None where no run has one.
+    """
+    from evoalign_lib.analysis import coverage
+    from evoalign_lib.records import pack_integers, pack_probabilities, unpack_bits, unpack_probabilities
+
+    result: dict[str, Any] = {"label": model.label, "runs": len(model.coverage)}
+    within, before = {}, {}
+    for at in TEMPERATURES:
+        chances = np.array([unpack_probabilities(record["reach"][at]) for record in model.coverage])
+        within[at] = coverage.pass_at(chances, coverage.SOLVED_WITHIN)
+        before[at] = coverage.pass_at(unpack_probabilities(base.coverage[0]["reach"][at]), coverage.SOLVED_WITHIN)
+        result[at] = {"p": pack_probabilities(chances.mean(0)), "k": pack_probabilities(within[at].mean(0))}
+    greedy = [unpack_bits(record["greedy_bits"], record["n"]) for record in model.coverage]
+    result["greedy"] = pack_integers(np.sum(greedy, axis=0, dtype=np.int64))
+    solved = [pass_at >= SOLVED for pass_at in (before["t1"], within["t1"].mean(0))]
+    result["categories"] = "".join(_category(*pair)[0] for pair in zip(*solved, strict=True))
+    supports = [coverage.support(before["t1"], run) for run in within["t1"]]
+    result["expected"] = [round(float(np.mean([getattr(s, name) for s in supports])), 1) for name in CATEGORIES]
+    result["wrote"] = _wrote(model, texts)
+    return result
+
+
+def _category(before: bool, after: bool) -> str:
+    return ("kept" if after else "lost") if before else ("won" if after else "out")
+
+
+def _wrote(model: Model, texts: Sequence[dict[str, int]]) -> dict[str, list[str]] | None:
+    from evoalign_lib.records import pack_integers, unpack_bits
+    from evoalign_lib.study.kinds.answers import unpack_texts
+
+    known = [record for record in model.answers if record is not None]
+    if not known:
+        return None
+    found: dict[str, list[str]] = {}
+    for decoding in DECODINGS:
+        rows = found[decoding] = []
+        for record in known:
+            places = []
+            right = unpack_bits(record[f"{decoding}_bits"], record["n"])
+            for of_problem, one, is_right in zip(
+                texts, unpack_texts(record[decoding], record["n"]), right, strict=True
+            ):
+                sign = _RIGHT if is_right else _WRONG if one.answered else _NO_ANSWER
+                text = sign + one.text + ("\u2026" if one.cut else "")
+                places.append(of_problem.setdefault(text, len(of_problem)))
+            rows.append(pack_integers(np.array(places)))
+    return found
