@@ -1,8 +1,8 @@
 """Whether a run at full scale fits, from the model's config alone: memory by component, and remedies.
 
-`sweep.load_or_run` prints the plans of the training runs that it is about to make, and stops where one cannot fit. No
-weights are read and nothing is run: a plan is arithmetic on shapes and settings, and on these assumptions, which it
-names where it uses them. It says nothing about hours: time one step of a run to know them.
+`sweep.load_or_run` prints the plans of the training runs and of the sampling that it is about to do, and stops where
+one cannot fit. No weights are read and nothing is run: a plan is arithmetic on shapes and settings, and on these
+assumptions, which it names where it uses them. Of training it says nothing about hours: time one step of a run.
 
 1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, of the float32 master,
    and with anchor_decay of the starting weights, in the model's dtype. Key and value heads that are fewer than the GPUs
@@ -20,13 +20,17 @@ names where it uses them. It says nothing about hours: time one step of a run to
 4. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start
    (`training`), toward which anchor_decay pulls; of a gradient arm each process does.
 5. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
+6. Sampling (`kinds.sampled`) has hours, too: those of completions as long as they may be, and of half that. A step of
+   decoding takes as long as the weights and caches take to be read, or its products to be computed, whichever is more,
+   and a fixed time; devices are as fast as `GPU` and `CORE` say. An engine alone keeps all its rows busy; of several,
+   and on cores, each draws the samples of a block one after the other. Good to a factor of two or three: time a block.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
 from pathlib import Path
@@ -42,7 +46,7 @@ from evoalign_lib.engines.memory import (
     shape,
     tensor_parallel_sizes,
 )
-from evoalign_lib.study import families, measures
+from evoalign_lib.study import families, measures, worlds
 
 GIB = 2**30
 GPU_GIB = 80.0
@@ -52,7 +56,29 @@ RESERVE_GIB = 4.0
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
 CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
+MEAN_SHARE = 0.5
+"""Mean length of a sampled completion, as a share of the longest: assumed."""
 _TILE = 4096, 32768  # tokens and vocabulary of TRL's tiles of logits
+
+
+class Speed(NamedTuple):
+    """How fast a device decodes: assumed."""
+
+    bandwidth: float
+    """bytes read, a second"""
+    flops: float
+    """floating-point operations, a second"""
+    step: float
+    """seconds of a step of decoding besides: scheduling, sampling"""
+    start: float
+    """seconds until a run begins to decode: loading, vLLM's start"""
+
+
+GPU = Speed(1.5e12, 150e12, 0.01, 120.0)
+"""Three quarters of an A100's bandwidth, half of its products in bfloat16. With a seed for each row vLLM samples rows
+one by one, which takes longer than its plain sampler."""
+CORE = Speed(1e10, 2e10, 0.001, 5.0)
+"""One core, float32."""
 
 
 class Part(NamedTuple):
@@ -425,15 +451,172 @@ def _host_problem(model: Shape, placed: Placement, runs: int, host_gib: float | 
     )
 
 
+# ---- sampling
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What it takes to sample a model, or an end of training from it, at all temperatures and in all blocks missing."""
+
+    name: str
+    """of the model, and its end"""
+    runs: int
+    """a block at a temperature each, one record"""
+    which: str
+    """which they are, in words"""
+    completions: int
+    new: int
+    """tokens of a completion, at most"""
+    prompt: int
+    """tokens of a prompt, assumed"""
+    gpus: int
+    """0: on CPU cores"""
+    gpu_gib: float
+    """memory of each GPU, GiB"""
+    at_once: int
+    """runs on the machine"""
+    host_gib: float | None
+    """memory of the machine, GiB; None: not known"""
+    model: Shape | None = None
+    """None: its parameters cannot be counted, so that there are neither memory nor hours"""
+    placement: Placement | None = None
+    hours: tuple[float, float] = (0.0, 0.0)
+    """with completions as long as they may be, and with shorter ones (`MEAN_SHARE`)"""
+    problem: str = ""
+    """why it does not fit, and what to do; empty where it fits"""
+
+    @property
+    def generated(self) -> tuple[int, int]:
+        """Tokens generated: at most, and with completions of the assumed mean length."""
+        return self.completions * self.new, round(self.completions * MEAN_SHARE * self.new)
+
+    def text(self) -> str:
+        """The plan as a table for a reader."""
+        m, at = self.model, self.placement
+        lines = [("run", f"sampled of {self.name}: {self.which}")]
+        if m is not None and at is not None:
+            if self.gpus:
+                split = f"engines {at.engines}, tensor parallel {at.tensor_parallel}"
+                lines.append(("on", f"{_gpus(self.gpus, self.gpu_gib)}: {split}"))
+            else:
+                lines.append(("on", f"CPU cores, runs at once {self.at_once}: no GPU is used"))
+            lines.append(("parameters", _count(m.d)))
+            if self.gpus:
+                lines += _table("each GPU", at.gpu_memory, f"of {_room(self.gpu_gib)}")
+            room = f"of {self.host_gib:.1f}" if self.host_gib else "what the machine has is not known here"
+            lines += _table("the host, each process", at.host_memory, f"processes {self.at_once}, {room}")
+            if not self.problem and at.rows < at.wanted:
+                lines.append(("rows", f"{at.rows} at once on an engine, of {at.wanted}: the others wait"))
+        lines.append(("completions", f"{self.completions:,}"))
+        lines.append(("tokens", _tokens_in_words(self.generated, self.completions * self.prompt)))
+        if m is not None:
+            lines.append(("hours", _hours_in_words(self.hours)))
+        if self.problem:
+            lines.append(("DOES NOT FIT", self.problem))
+        return "\n".join(f"{name:13}{value}" for name, value in lines)
+
+
+def _tokens_in_words(generated: tuple[int, int], prompts: int) -> str:
+    most, mean = generated
+    return f"at most {most:,} generated, {mean:,} at the assumed mean length, {prompts:,} of prompts (assumed)"
+
+
+def _hours_in_words(hours: tuple[float, float]) -> str:
+    return "at most {:,.2f}, {:,.2f} at the assumed mean length, at assumed speeds: time one block".format(*hours)
+
+
+def sampling(
+    config: Any,
+    specs: Sequence[Mapping[str, Any]],
+    *,
+    name: str,
+    gpus: int = 0,
+    gpu_gib: float = GPU_GIB,
+    host_gib: float | None = None,
+    at_once: int = 1,
+) -> Sampling:
+    """Plan the sampling of one model or end.
+
+    Args:
+        config: the model's, as for `shape`; None: it has none.
+        specs: of `sampled_specs`, all of the same model, end and engine.
+        name: of model and end, for the reader.
+        gpus: for each run; 0: on CPU cores.
+        gpu_gib: memory of each GPU, GiB.
+        host_gib: memory of the machine, GiB; None: not known, and nothing is refused for it.
+        at_once: runs on the machine.
+
+    Raises:
+        ValueError: a tensor_parallel that does not suit the GPUs and the model.
+        CannotCount: see `shape`.
+    """
+    first, blocks = specs[0], [spec["block"][1] - spec["block"][0] for spec in specs]
+    samples, new = first["samples"], first["max_completion_length"]
+    heat = ", ".join(f"{t:g}" for t in sorted({spec["temperature"] for spec in specs}))
+    found = Sampling(
+        name=name,
+        runs=len(specs),
+        which=f"runs {len(specs)} of up to {max(blocks)} problems, samples of each {samples}, temperatures {heat}",
+        completions=sum(blocks) * samples,
+        new=new,
+        prompt=measures.get(first["task"]).prompt_tokens,
+        gpus=gpus,
+        gpu_gib=gpu_gib,
+        at_once=at_once,
+        host_gib=host_gib,
+    )
+    if config is None:
+        return found
+    model = shape(config)
+    placed = _place_sampling(model, first, found, max(blocks))
+    hours = tuple(
+        sum(_block_seconds(model, found, placed, block, samples, length) for block in blocks) / 3600 / at_once
+        for length in (new, MEAN_SHARE * new)
+    )
+    problem = placed.problem or _host_problem(model, placed, at_once, host_gib)
+    return replace(found, model=model, placement=placed, hours=(hours[0], hours[1]), problem=problem)
+
+
+def _place_sampling(model: Shape, spec: Mapping[str, Any], job: Sampling, block: int) -> Placement:
+    """As members of ES lie on engines, since the same engines decode; on cores without a member's weights."""
+    tensor_parallel = spec.get("tensor_parallel", 1)
+    if job.gpus:
+        engines = max(1, job.gpus // tensor_parallel)
+        wanted = min(CONCURRENT, block * spec["samples"] if engines == 1 else ceil(block / engines))
+        asked = {"prompts_per_step": wanted, "tensor_parallel": tensor_parallel}
+        found = _place_es(model, asked, Work((), job.new, job.prompt), job.gpus, job.gpu_gib)
+        return found._replace(host_memory=found.host_memory[:2])  # nobody keeps the weights at the start
+    wanted, length = min(CONCURRENT, block), job.prompt + job.new
+    own = Part("model, float32", 4 * model.d), Part("weights as products take them, float32", 4 * model.d)
+    caches = _caches(wanted, length, wanted * length * kv_bytes(model, width=4))
+    return Placement(1, 1, wanted, wanted, (), (*own, caches, _held(model)[0]), 1, "")
+
+
+def _block_seconds(model: Shape, job: Sampling, at: Placement, block: int, samples: int, length: float) -> float:
+    """Seconds of a run whose completions have this many tokens; the module's 6."""
+    device, t = (GPU, at.tensor_parallel) if job.gpus else (CORE, 1)
+    rows = min(at.rows, block * samples)
+    if job.gpus and at.engines == 1:
+        batches, prompts = ceil(block * samples / rows), block  # the prefix cache has them after the first sample
+    else:
+        rows = min(rows, ceil(block / at.engines))
+        batches = samples * ceil(block / (rows * at.engines))
+        prompts = rows if job.gpus else samples * block
+    width = model.width if job.gpus else 4
+    read = width * model.d / t + rows * (job.prompt + length / 2) * kv_bytes(model, t, width)
+    step = device.step + max(read / device.bandwidth, 2 * model.d * rows / t / device.flops)
+    return device.start + batches * length * step + prompts * job.prompt * 2 * model.d / t / device.flops
+
+
 # ---- what load_or_run asks
 
 
 def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> None:
-    """Print the plans of the training runs among specs, equal ones once, and refuse what cannot fit.
+    """Print the plans of training runs and of sampling among specs, equal ones once, and refuse what cannot fit.
 
     Args:
-        specs: of runs that are about to be made, with their engine and gpus (see `train_specs`); those that train
-            nothing are left out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
+        specs: of runs that are about to be made, with their engine and gpus (see `train_specs`); other kinds are left
+            out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
         workers: processes of engine "local"; None: one per core.
 
     Raises:
@@ -442,11 +625,25 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     """
     from evoalign_lib.engines.processes import default_workers  # here: with it comes torch, which no plan needs
 
-    trained = [spec for spec in specs if spec["kind"] == "train"]
-    if not trained:
+    trained, sampled = ([spec for spec in specs if spec["kind"] == kind] for kind in ("train", "sampled"))
+    planned = [*trained, *sampled]
+    if not planned:
         return
     seen, gpu_gib = _visible_gpus()
-    runs = 1 if any(_engine(spec) != "local" for spec in trained) else min(workers or default_workers(), len(specs))
+    runs = 1 if any(_engine(spec) != "local" for spec in planned) else min(workers or default_workers(), len(specs))
+    if not seen and any(map(_gpus_of, planned)):
+        print(f"no GPU is visible here: plans assume GPUs of {GPU_GIB:g} GiB")
+    problems = _check_training(trained, runs, seen, gpu_gib) if trained else []
+    problems += _check_sampling(sampled, runs, seen, gpu_gib) if sampled else []
+    if problems:
+        more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
+        raise DoesNotFit(problems[0] + more)
+    if trained:
+        print(f"{len(trained)} training runs, {runs} at once")
+
+
+def _check_training(trained: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float) -> list[str]:
+    """Print the plans of training runs, equal ones once; return why some do not fit."""
     found: dict[Plan, list[Mapping[str, Any]]] = {}
     unknown: dict[str, str] = {}
     for spec in trained:
@@ -464,8 +661,6 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
             found.setdefault(plan(_config(spec["base"]), spec, **options), []).append(spec)
         except (CannotCount, OSError) as error:
             unknown[spec["base"]] = str(error)
-    if not seen and any(planned.gpus for planned in found):
-        print(f"no GPU is visible here: plans assume GPUs of {GPU_GIB:g} GiB")
     for planned, own in found.items():
         seeds = sorted({spec["seed"] for spec in own})
         settings = {str(sorted(spec.items() - {("seed", spec["seed"])})) for spec in own}
@@ -474,10 +669,38 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         )
     for base, reason in unknown.items():
         print(f"no plan of {base}: {reason}")
-    if problems := [p.problem for p in found if p.problem]:
-        more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
-        raise DoesNotFit(problems[0] + more)
-    print(f"{len(trained)} training runs, {runs} at once")
+    return [p.problem for p in found if p.problem]
+
+
+def _check_sampling(sampled: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float) -> list[str]:
+    """Print what sampling each model takes, and all of them; return why some do not fit."""
+    of_model: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for spec in sampled:
+        fields = ("base", "end", "engine", "gpus", "tensor_parallel", "task", "samples", "max_completion_length")
+        of_model.setdefault(tuple(spec.get(field) for field in fields), []).append(spec)
+    found = []
+    for own in of_model.values():
+        spec, gpus = own[0], _gpus_of(own[0])
+        options = {"gpus": gpus, "gpu_gib": gpu_gib or GPU_GIB, "at_once": min(runs, len(sampled))}
+        options["host_gib"] = _host_gib() if not gpus or seen else None
+        end = worlds.known_files().get(spec.get("end", ""))
+        options["name"] = f"{spec['base']}{', end ' + str(end or spec['end']) if 'end' in spec else ''}"
+        # an adapter or a ledger is of the model itself
+        place = end if end and (Path(end) / "config.json").is_file() else spec["base"]
+        try:
+            found.append(sampling(_config(place), own, **options))
+        except (CannotCount, OSError) as error:
+            print(f"neither memory nor hours of {options['name']}: {error}")
+            found.append(sampling(None, own, **options))
+        print(found[-1].text(), end="\n\n")
+    most, mean = (sum(planned.generated[i] for planned in found) for i in range(2))
+    prompts = sum(planned.completions * planned.prompt for planned in found)
+    hours = sum(planned.hours[0] for planned in found), sum(planned.hours[1] for planned in found)
+    without = ", without the models that cannot be counted" if any(p.model is None for p in found) else ""
+    print(f"sampling in all: {len(sampled)} runs, {options['at_once']} at once")
+    print(f"tokens       {_tokens_in_words((most, mean), prompts)}")
+    print(f"hours        {_hours_in_words(hours)}{without}")
+    return [planned.problem for planned in found if planned.problem]
 
 
 def colocated_share(spec: Mapping[str, Any]) -> float:

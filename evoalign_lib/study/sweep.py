@@ -60,10 +60,10 @@ def load_or_run(
     runs/<notebook>-<scale>), which is searched then, too; else among the committed records. Two sweeps at once may
     store to one file; of a spec that both run, the first record stays and is returned by both.
 
-    At scale full the plans of the training runs that are missing are printed first (`preflight`), dry run
-    or not: their memory, their work and an estimate of their time. A training run then has a folder of its own, named
-    training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill
-    (see `train.run`); its record then says how often it was started, `starts`.
+    At scale full the plans of the training runs and of the sampling that are missing are printed first (`preflight`),
+    dry run or not: their memory and their work, of sampling an estimate of its hours, too. A training run then has a
+    folder of its own, named training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and
+    goes on there after a kill (see `train.run`); its record then says how often it was started, `starts`.
 
     Args:
         specs: the runs.

@@ -1,7 +1,8 @@
 """The models of runs: the base that a spec names, what evaluates it, and its KL from what it becomes.
 
-A user's own file of questions enters a spec by its digest alone. The process that made the spec remembers where the
-file is (`know_file`), and tells the processes that it starts (`known_files`).
+A user's own file of questions enters a spec by its digest alone, and so does a user's own end of training. The process
+that made the spec remembers where they are (`know_file`, `know_end`), and tells the processes that it starts
+(`known_files`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import models, tiny
+from evoalign_lib import ledger, models, tiny
 from evoalign_lib.analysis import kl
 from evoalign_lib.engines import open_engine
 from evoalign_lib.engines.local import LocalEngine, Prompts
@@ -43,17 +44,23 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
 
     The model of an ES run on another engine is its name: the trainer loads it, and the engine must know from where.
     """
-    import torch
     from transformers import AutoTokenizer
 
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
     trained = spec["kind"] == "train"
-    if is_local(spec) or (trained and not families.of(spec["arm"]).has_members):
+    if trained and not families.of(spec["arm"]).has_members:
         return models.load(spec["base"])
-    if trained:
+    if trained and not is_local(spec):
         return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
-    return models.load(spec["base"], keywords={"dtype": torch.bfloat16})
+    return models.load(spec["base"], keywords=loaded_as(spec))
+
+
+def loaded_as(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `models.load` for a model that a spec's engine decodes with."""
+    import torch
+
+    return {} if is_local(spec) else {"dtype": torch.bfloat16}
 
 
 @lru_cache(maxsize=2)
@@ -123,13 +130,14 @@ def _roomy_device(needed: int, seconds: int = 60) -> str:
     return "cpu"
 
 
-# ---- a user's files
+# ---- a user's files and ends of training
 
 _FILES: dict[str, str] = {}
+_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 
 
 def known_files() -> dict[str, str]:
-    """Return the path of every file that specs of this process name by its digest."""
+    """Return the path of every file and end of training that specs of this process name by its digest."""
     return dict(_FILES)
 
 
@@ -156,15 +164,50 @@ def file_of(digest: str) -> Path:
 
     Raises FileNotFoundError where this process was not told where it is, or it is gone; ValueError where it changed.
     """
+    return _found(digest, "file", _file_digest)
+
+
+def know_end(path: str | os.PathLike[str]) -> str:
+    """Return the digest by which specs name an end of training, 16 digits, and remember where it is.
+
+    That of a ledger is its SHA-256; that of a folder, with a model or an adapter, the SHA-256 of names, sizes and
+    SHA-256s of its configurations and safetensors files.
+
+    Raises FileNotFoundError where nothing is there, ValueError for what is none of these.
+    """
+    found = Path(path).expanduser().resolve()
+    if not found.exists():
+        raise FileNotFoundError(
+            f"the end of training {str(path)!r} does not exist: give the path of a model's folder, or of a ledger."
+        )
+    digest = _end_digest(found)
+    _FILES[digest] = str(found)
+    return digest
+
+
+def end_of(digest: str) -> Path:
+    """Return the folder or ledger that a spec names as an end of training.
+
+    Raises FileNotFoundError where this process was not told where it is, or it is gone; ValueError where it changed.
+    """
+    return _found(digest, "end of training", _end_digest)
+
+
+def is_adapter(place: Path) -> bool:
+    """Say whether a folder holds an adapter over a model, and no model of its own."""
+    return (place / "adapter_config.json").is_file()
+
+
+def _found(digest: str, what: str, digest_of: Callable[[Path], str]) -> Path:
     known = _FILES.get(digest)
-    if known is None or not Path(known).is_file():
+    if known is None or not Path(known).exists():
         where = "this process was not told where it is" if known is None else f"{known} is gone"
         raise FileNotFoundError(
-            f"the file with the SHA-256 {digest}...: {where}. Make the specs again with the path of the file."
+            f"the {what} with the SHA-256 {digest}...: {where}. Make the specs again with the path of the {what}."
         )
-    if (found := _file_digest(Path(known))) != digest:
+    if (found := digest_of(Path(known))) != digest:
         raise ValueError(
-            f"{known} has changed: its SHA-256 is {found}..., that of the spec {digest}... Restore the file, or make "
+            f"{known} has changed: its SHA-256 is {found}..., that of the spec {digest}... Restore the {what}, or make "
             "the specs again."
         )
     return Path(known)
@@ -172,3 +215,42 @@ def file_of(digest: str) -> Path:
 
 def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _end_digest(path: Path) -> str:
+    files = _files_of_end(path)
+    return _digest_of(path, tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=64)
+def _digest_of(path: Path, files: tuple[tuple[str, int, int], ...]) -> str:
+    """The digest of an end; files: name, bytes and time of change of each: gigabytes are read once."""
+    if path.is_file():
+        return _sha256(path)[:16]
+    found = hashlib.sha256()
+    for name, size, _ in files:
+        found.update(f"{name} {size} {_sha256(path / name)}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files_of_end(path: Path) -> list[Path]:
+    """The files that decide what an end of training is. Raises ValueError for what is no folder of one, no ledger."""
+    if path.is_file():
+        if path.name.endswith((".jsonl", ".jsonl.gz")):
+            return [path]
+        raise ValueError(f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz): give one, or a folder.")
+    files = [*(path / name for name in _CONFIGS if (path / name).is_file()), *sorted(path.glob("*.safetensors"))]
+    if (path / ledger.NAME).is_file() and len(files) < 2:
+        raise ValueError(f"the end of training {str(path)!r} holds no model, but a ledger: give its {ledger.NAME}.")
+    for lacking, names in (("config.json", {"config.json", "adapter_config.json"}), ("*.safetensors", None)):
+        if not any(file.name in names if names else file.suffix == ".safetensors" for file in files):
+            raise ValueError(
+                f"the end of training {str(path)!r} has no {lacking}: give the folder of a model (save_pretrained), of "
+                "a LoRA adapter, or a ledger. Weights of other formats are not loaded, since they may hold code."
+            )
+    return files

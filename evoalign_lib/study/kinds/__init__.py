@@ -9,6 +9,7 @@ from typing import Any
 from evoalign_lib.checks import nearest
 
 KINDS: dict[str, str] = {
+    "answers": "evoalign_lib.study.kinds.answers",
     "base": "evoalign_lib.study.kinds.base",
     "train": "evoalign_lib.study.kinds.train",
     "composed": "evoalign_lib.study.kinds.composed",
@@ -24,6 +25,7 @@ KINDS: dict[str, str] = {
     "products": "evoalign_lib.study.kinds.products",
     "perturbed": "evoalign_lib.study.kinds.perturbed",
     "published": "evoalign_lib.study.kinds.published",
+    "sampled": "evoalign_lib.study.kinds.sampled",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""
 
