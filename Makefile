@@ -12,8 +12,9 @@ STAMP := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
 PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
-# A file of tests at a time to each of two processes. Without one that died, the other would wait for ever for its tests.
-PARALLEL := -n 2 --dist loadfile --max-worker-restart 0
+# A file of tests at a time to each of two processes, in the order of their names: the slow ones come first, and short
+# ones fill up the end. Without a process that died, the other would wait for ever for its tests.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 NBVAL = rm -rf runs/test && EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest $(PARALLEL) --nbval-lax \
 	--nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 FORCED := runs/reproduce/.forced

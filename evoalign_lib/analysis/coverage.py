@@ -187,6 +187,49 @@ def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> NDArray[np.f
     return np.exp(logs[at - 1] + part * (logs[at] - logs[at - 1]))[..., 0]
 
 
+def overtaken(
+    base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, level: float = 0.95, n_resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Return from how many samples on a base solves more than the runs from it do in the mean.
+
+    Args:
+        base: (problems,), probabilities of one sample.
+        runs: (runs, problems).
+        ks: samples at which the two are compared, rising; between them the crossing is interpolated (`crossing`).
+        level: of the interval.
+        n_resamples: of runs, and of problems in common for base and runs.
+        seed: of the resamples.
+
+    Returns:
+        The crossing, in samples: infinite where the base is not ahead up to the last of ks, minus infinite where it is
+        from the first on; ends are quantiles without interpolation, NaN for a single run.
+
+    Raises:
+        ValueError: other shapes, probabilities outside [0, 1], ks below 1.
+    """
+    own = pass_at(_probabilities(runs, "runs", 2, 2), ks)
+    before = pass_at(_probabilities(base, "base", 1, 1), ks)
+    if own.shape[1] != len(before):
+        raise ValueError(f"runs have {own.shape[1]} problems and the base {len(before)}: give the same ones.")
+
+    def crossed(mean: NDArray[np.float64], of_base: NDArray[np.float64]) -> float:
+        k = float(crossing(ks, mean, of_base))
+        return (-np.inf if mean[0] < of_base[0] else np.inf) if np.isnan(k) else k
+
+    n, problems = own.shape[:2]
+    value = crossed(own.mean((0, 1)), before.mean(0))
+    if n == 1:
+        return Interval(value, np.nan, np.nan, n, level)
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(whole_number("n_resamples", n_resamples)):
+        weights = rng.multinomial(problems, np.full(problems, 1 / problems)) / problems
+        drawn = rng.multinomial(n, np.full(n, 1 / n)) / n
+        found.append(crossed(weights @ np.tensordot(drawn, own, 1), weights @ before))
+    tail = round((1 - level) / 2, 12)  # else 2.5 % of 2,000 would be one more than 50
+    low, high = np.quantile(found, [tail, 1 - tail], method="inverted_cdf")
+    return Interval(value, float(low), float(high), n, level)
+
+
 def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[np.float64]:
     """Return cover@tau, the share of problems that a sample solves with a probability of at least tau.
 
@@ -307,11 +350,40 @@ def null_nscr(
         size = (min(_CHUNK, n_resamples - start), len(uncertain))
         one, two = (rng.random(size) < uncertain for _ in range(2))
         drawn.append(_quotient(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
-    found = np.concatenate(drawn)
-    found = found[~np.isnan(found)]  # pairs of sets in which nothing is solved
-    ends = np.quantile(found, ((1 - level) / 2, (1 + level) / 2)) if len(found) else (nan, nan)
-    sd = float(found.std()) if len(found) else nan
-    return Null(support(q, q), sd, float(ends[0]), float(ends[1]))
+    return _null(support(q, q), np.concatenate(drawn), level)
+
+
+def null_of_halves(
+    right: ArrayLike, samples: int, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
+) -> Null:
+    """Return the change of support between two halves of the samples of one model, from counts alone.
+
+    The samples are dealt into halves at random, again and again. A problem is solved in a half that holds a right
+    sample. No share of right samples is taken for a probability, so that the expected counts are unbiased; those of
+    `null_nscr` from shares are not, since a problem without a right sample never flips there.
+
+    right: (problems,), right samples of each problem. samples: of each problem, at least 2; of an odd number one is
+    left out of every deal. level: share of the range from low to high.
+    Returns the null for sets of samples // 2. Where no problem is solved its NSCR, spread and range are NaN.
+    Raises ValueError for another shape, fewer samples, and counts that do not fit.
+
+    >>> null_of_halves([4, 1, 0], 4).support
+    Support(kept=1.0, won=0.5, lost=0.5, out=1.0)
+    """
+    half = whole_number("samples", samples, least=2, why="halves are compared") // 2
+    c, n, _ = _counted(right, samples, 2 * half)
+    if c.ndim != 1:
+        raise ValueError(f"right has shape {c.shape}: give the counts of one model, (problems,)")
+    one, any_of_both = estimate_pass_at(c, n, half), estimate_pass_at(c, n, 2 * half)
+    won = float((any_of_both - one).sum())
+    expected = Support(float((2 * one - any_of_both).sum()), won, won, float((1 - any_of_both).sum()))
+    rng, drawn = np.random.default_rng(seed), []
+    for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
+        size = (min(_CHUNK, n_resamples - start), len(c))
+        first = rng.hypergeometric(c, n - c, half, size=size)
+        second = rng.hypergeometric(c - first, n - c - (half - first), half)
+        drawn.append(_quotient((second > 0).sum(1) - (first > 0).sum(1), ((first > 0) | (second > 0)).sum(1)))
+    return _null(expected, np.concatenate(drawn), level)
 
 
 def support_change(
@@ -522,6 +594,13 @@ def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.fl
         w = _not_negative(given, "weights")
         w = np.nan_to_num(_quotient(w, w.max(axis=-1, keepdims=True)))
     return _quotient(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
+
+
+def _null(expected: Support, found: NDArray[np.float64], level: float) -> Null:
+    found = found[~np.isnan(found)]  # pairs of sets in which nothing is solved
+    ends = np.quantile(found, ((1 - level) / 2, (1 + level) / 2)) if len(found) else (nan, nan)
+    sd = float(found.std()) if len(found) else nan
+    return Null(expected, sd, float(ends[0]), float(ends[1]))
 
 
 def _change(

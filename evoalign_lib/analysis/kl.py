@@ -377,8 +377,10 @@ def log_probabilities(
             part = _Rows(*(tensor[at] for tensor in rows))
             logits = _logits(model, part)
             ids, mask = part.ids.to(logits.device), part.mask.to(logits.device)
+            exact = logits.double()
             for i, temperature in enumerate(temperatures):
-                tokens = _of_tokens(_log_softmax(logits, temperature), ids)
+                scaled = exact if temperature == 1 else exact / temperature
+                tokens = _of_tokens(scaled, ids) - scaled.logsumexp(-1)
                 found[i, at] = torch.where(mask, tokens, 0.0).sum(-1).cpu()
     return found
 

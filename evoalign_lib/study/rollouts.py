@@ -125,9 +125,15 @@ class PerturbedRollouts(TrainerCallback, ExportableState):
 def _log_likelihoods(
     engine: Any, prompts: Prompts, rows: np.ndarray, completions: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Return how likely the engine's model is to write completions of rows of prompts, nats, float64 (rows,)."""
-    found = kl.log_probabilities(engine.model, prompts.ids[rows], prompts.mask[rows], completions, engine.eos_ids)
-    return found[0].numpy()
+    """Return how likely the engine's model is to write completions of rows of prompts, nats, float64 (rows,).
+
+    A completion that a prompt has several times is computed once.
+    """
+    pairs = [(int(row), tuple(ids)) for row, ids in zip(rows, completions, strict=True)]
+    place = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+    asked, written = [row for row, _ in place], [ids for _, ids in place]
+    found = kl.log_probabilities(engine.model, prompts.ids[asked], prompts.mask[asked], written, engine.eos_ids)[0]
+    return found.numpy()[[place[pair] for pair in pairs]]
 
 
 def greedy_answers(

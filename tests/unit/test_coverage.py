@@ -600,6 +600,21 @@ def test_the_global_generator_is_neither_read_nor_moved(seed: int) -> None:
     )
 
 
+# ---- from where on the base is ahead
+
+
+def test_a_base_overtakes_where_the_curves_cross():
+    """One problem solved in half of the samples and one never, against two solved in a tenth: 6 or 7 samples."""
+    ks, base = [1, 2, 4, 6, 7, 8, 16], [0.1, 0.1]
+    found = coverage.overtaken(base, [[0.5, 0.0], [0.5, 0.0]], ks)
+    assert 6 < found.value < 7 and found.low <= found.value <= found.high and found.n == 2
+    assert coverage.overtaken(base, [[0.5, 0.5], [0.5, 0.5]], ks).value == np.inf
+    behind = coverage.overtaken(base, [[0.0, 0.0]], ks)
+    assert behind.value == -np.inf and np.isnan(behind.low)
+    with pytest.raises(ValueError, match="runs have 3 problems and the base 2"):
+        coverage.overtaken(base, [[0.1, 0.1, 0.1]], ks)
+
+
 # ---- two factors
 
 CELL = arrays(np.float64, (3, 6), elements=st.floats(0, 1))

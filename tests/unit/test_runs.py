@@ -321,7 +321,7 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
         ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
         ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
-        ("es", {"sampled_at": []}, r"sampled_at=\[\]: give temperatures besides 1, each once, or leave it out"),
+        ("es", {"sampled_at": []}, r"sampled_at=\[\]: give temperatures besides 1, each once"),
         ("es", {"sampled_at": [0.6, 1.0]}, r"sampled_at=\[0.6, 1.0\]: give temperatures besides 1"),
         ("grpo", {"sampled_at": [0.6, 0.6]}, "each once"),
         ("grpo", {"sampled_at": [-0.5]}, "temperature=-0.5"),

@@ -555,3 +555,23 @@ def test_the_draws_do_not_depend_on_how_exactly_sums_are_held(monkeypatch, grid)
     wide = [arm + 1e-300 for arm in arms]  # the same numbers
     monkeypatch.setattr(np, "rint", lambda values: values + 1)  # nothing counts as whole: float64
     assert stats.crossed_bootstrap(*wide, n_resamples=600) == found
+
+
+def test_variance_is_shared_out_among_two_factors():
+    """By hand: sums of squares of a balanced design, and the same shares whatever the scale."""
+    rng = np.random.default_rng(1)
+    cells = [[rng.normal(i + 2 * j, 1, 8) for j in range(2)] for i in range(2)]
+    found, values = stats.two_way(cells), np.array(cells)
+    grand = values.mean()
+    rows = 16 * ((values.mean((1, 2)) - grand) ** 2).sum()
+    columns = 16 * ((values.mean((0, 2)) - grand) ** 2).sum()
+    rest = ((values - values.mean(2, keepdims=True)) ** 2).sum()
+    whole = ((values - grand) ** 2).sum()
+    shares = [found.rows.share, found.columns.share, found.interaction.share, found.rest.share]
+    assert shares == pytest.approx([rows / whole, columns / whole, 1 - (rows + columns + rest) / whole, rest / whole])
+    assert found.columns.p < found.rows.p < 1 and np.isnan(found.rest.p)
+    assert stats.two_way([[10 * cell for cell in row] for row in cells]).rows.share == pytest.approx(found.rows.share)
+    with pytest.raises(ValueError, match="no variance to explain"):
+        stats.two_way([[[1.0, 1.0]] * 2] * 2)
+    with pytest.raises(ValueError, match="give two rows of two"):
+        stats.two_way([[[1.0, 2.0]] * 2])

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib.analysis import coverage
-from evoalign_lib.engines.base import check_temperature
 from evoalign_lib.records import Record, Spec, pack_bits, pack_integers, pack_probabilities
 from evoalign_lib.study import measures, specs, trained, training
-from evoalign_lib.study.measures.base import Measures, label
+from evoalign_lib.study.measures.base import Measures, label, temperatures
 
 VALIDATED_BY = 64
 """Samples within which a validation problem counts as solved where a model's best temperature is chosen."""
@@ -45,11 +44,7 @@ def coverage_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[st
     """
     spec = specs.begin_tiny("coverage", base, scale, {}) | specs.take(settings, _SIZES, "coverage")
     for name in ("coverage_temperatures", "coverage_sampled_at"):
-        given = spec[name] = [float(temperature) for temperature in spec[name]]
-        for temperature in given:
-            check_temperature(temperature)
-        if not given or len({label(t) for t in given}) < len(given):
-            raise ValueError(f"{name}={given}: give temperatures, each once.")
+        spec[name] = temperatures(name, spec[name])
     if not 2 <= spec["coverage_samples"] <= 4095:
         raise ValueError(f"coverage_samples={spec['coverage_samples']}: take 2 to 4,095.")
     spec["test_problems"] = spec.pop("coverage_problems")
@@ -77,13 +72,13 @@ def run(spec: Spec) -> Record:
             start, layout = engine.master.copy(), engine.layout
             engine.master[:] = trained.moved(start, trained.displacement(spec["end"], start, layout))
         engine.write_model()
-        temperatures = spec["coverage_temperatures"]
+        asked = spec["coverage_temperatures"]
         reached, validated = (
-            measure.reach(engine.model, engine.prompts[name], engine, sets[name], temperatures)
+            measure.reach(engine.model, engine.prompts[name], engine, sets[name], asked)
             for name in ("test", "validation")
         )
         greedy = measure.accuracy(engine, "test", sets["test"], 0)[0]
-        pairs = zip(temperatures, reached, validated, strict=True)
+        pairs = zip(asked, reached, validated, strict=True)
         result: Record = {"n": len(sets["test"]), "greedy_bits": pack_bits(greedy.astype(int))}
         result |= {"reach": {}, "validation": {}}
         for temperature, of_test, of_validation in pairs:
@@ -111,8 +106,9 @@ def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Seque
     n_right, voted, entropies, among_listed = [], [], [], 0
     for problem, texts in zip(problems, zip(*rows, strict=True), strict=True):
         listed = {answer.removesuffix(engine.tokenizer.eos_token) for answer in measure.right_answers(problem)}
-        right = [measure.right(problem, text) for text in texts]
-        answers = [measure.answer(text) for text in texts]
+        graded = {text: measure.right(problem, text) for text in set(texts)}
+        answered = {text: measure.answer(text) for text in set(texts)}
+        right, answers = [graded[text] for text in texts], [answered[text] for text in texts]
         n_right.append(sum(right))
         voted.append(vote_is_right(measure, problem, texts))
         entropies.append(coverage.answer_entropy(list(Counter(answers).values())))

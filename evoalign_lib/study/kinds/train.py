@@ -20,11 +20,10 @@ from typing import Any
 from evoalign_lib import arms, files, grpo, tiny
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
-from evoalign_lib.engines.base import check_temperature
 from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
 from evoalign_lib.study import families, measures, specs, training, worlds
-from evoalign_lib.study.measures.base import label
+from evoalign_lib.study.measures.base import temperatures
 from evoalign_lib.study.trained import keep as keep_weights
 
 
@@ -69,9 +68,10 @@ def train_specs(
             raise ValueError(f"anchor_decay={decay}: arm {arm!r} needs one above 0; without it, take arm 'es'.")
         wanted.pop("anchor_decay", None)
     if "sampled_at" in wanted:
-        wanted["sampled_at"] = _temperatures(wanted["sampled_at"])
+        wanted["sampled_at"] = temperatures("sampled_at", wanted["sampled_at"], without=(1.0,))
     if "reach_at" in wanted:
-        wanted["reach_at"] = _reach_at(wanted["reach_at"], settings.get("task", "countdown"), bases)
+        wanted["reach_at"] = temperatures("reach_at", wanted["reach_at"])
+        _check_listed(wanted["reach_at"], settings.get("task", "countdown"), bases)
     if entry.rollouts != "own" and not worlds.is_local(settings):
         raise ValueError(
             f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are weighed by the local engine alone."
@@ -92,30 +92,14 @@ def train_specs(
     ]
 
 
-def _temperatures(given: Sequence[float]) -> list[float]:
-    """Return the temperatures of `sampled_at`. Raises ValueError for none, for one that is there twice, and for 1."""
-    for temperature in given:
-        check_temperature(temperature)
-    found = [float(temperature) for temperature in given]
-    if not found or 1.0 in found or len({label(t) for t in found}) < len(found):
-        raise ValueError(f"sampled_at={list(given)}: give temperatures besides 1, each once, or leave it out.")
-    return found
-
-
-def _reach_at(given: Sequence[float], task: str, bases: Sequence[str]) -> list[float]:
-    """Return the temperatures of `reach_at`. Raises ValueError for none, for one twice, and for unlisted answers."""
-    for temperature in given:
-        check_temperature(temperature)
-    found = [float(temperature) for temperature in given]
-    if not found or len({label(t) for t in found}) < len(found):
-        raise ValueError(f"reach_at={list(given)}: give temperatures, each once, or leave it out.")
+def _check_listed(given: Sequence[float], task: str, bases: Sequence[str]) -> None:
+    """Raise ValueError for a reach_at where no right answers are listed."""
     for base in bases:
         if not measures.get(task).lists_answers(base):
             raise ValueError(
                 f"reach_at={list(given)}: the right answers of base {base!r} to task {task!r} are not listed, so that "
                 "they are sampled: use sampled_at."
             )
-    return found
 
 
 def _check_curve(wanted: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from evoalign_lib import tasks
 from evoalign_lib.analysis import kl
-from evoalign_lib.engines.base import Prompts
+from evoalign_lib.engines.base import Prompts, check_temperature
 from evoalign_lib.records import Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import worlds
 
@@ -25,6 +25,21 @@ from evoalign_lib.study import worlds
 def label(temperature: float) -> str:
     """Return what a temperature is called in records: "t1", "t0.6"."""
     return f"t{temperature:g}"
+
+
+def temperatures(name: str, given: Sequence[float], without: Sequence[float] = ()) -> list[float]:
+    """Return the temperatures of a setting as numbers.
+
+    name: of the setting. without: temperatures that it may not have, since they are asked in any case.
+    Raises ValueError for none, for one that is not above 0, for one that is there twice, and for one of `without`.
+    """
+    found = [float(temperature) for temperature in given]
+    for temperature in found:
+        check_temperature(temperature)
+    besides = f" besides {', '.join(f'{t:g}' for t in without)}" if without else ""
+    if not found or set(found) & set(without) or len({label(t) for t in found}) < len(found):
+        raise ValueError(f"{name}={list(given)}: give temperatures{besides}, each once.")
+    return found
 
 
 def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]:

@@ -6,15 +6,18 @@ Its answers and tables are in `study.views.solution_coverage`, its figures in `s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.records import Record, Spec
+from evoalign_lib.records import Record, Spec, ledger_file
 from evoalign_lib.study import trained
+from evoalign_lib.study.kinds.answers import answers_spec
 from evoalign_lib.study.kinds.composed import composed_specs
 from evoalign_lib.study.kinds.coverage import coverage_spec
 from evoalign_lib.study.kinds.perturbed import perturbed_specs
+from evoalign_lib.study.kinds.sampled import sampled_specs
 from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import loading, weight_geometry
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
@@ -34,12 +37,7 @@ PLAIN = "sft_perturbed"
 """Runs that are fine-tuned on right answers of perturbed copies."""
 ALONE = "es alone"
 """Runs of ES that spend as many FLOPs as those of GRPO."""
-COMPOSED = {
-    "es then grpo": ("es first", "grpo"),
-    "grpo then es": ("grpo first", "es"),
-    "es half then grpo": ("es half", "grpo"),
-    "grpo then es half": ("grpo first", "es half"),
-}
+COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
 """Group of runs in two parts -> the group of their first parts, and what the second one is."""
 BASE, ELSEWHERE, MEAN = "base", "es elsewhere", "mean of ES runs"
 """The base itself; notebook 08's runs of ES; and models whose weights are means of these."""
@@ -73,6 +71,11 @@ TINY = {
     "perturbed_members": 512,  # copies, each of which answers once
     "perturbed_problems": 256,  # of the test set, those of coverage_problems
     "perturbed_validation": 128,
+    "ends": [],  # folders, ledgers or adapters of your own, sampled beside `model`; none: a run of ES
+    "sampled_problems": 64,  # of the test set, of which the model and its ends are sampled
+    "sampled_block": 32,  # problems of a record: as much is lost by a kill
+    "sampled_samples": 64,  # of each problem
+    "sampled_temperatures": [0.6, 1.0],
 }
 SMOKE = TINY | {
     "own_seeds": [32, 33],
@@ -96,8 +99,17 @@ SMOKE = TINY | {
     "perturbed_members": 16,
     "perturbed_problems": 16,
     "perturbed_validation": 8,
+    "sampled_problems": 8,
+    "sampled_block": 4,
+    "sampled_samples": 8,
 }
-FULL = TINY
+FULL = TINY | {
+    "sampled_problems": 512,
+    "sampled_block": 64,
+    "sampled_samples": 512,
+    "max_completion_length": 1024,
+    "tensor_parallel": 1,  # GPUs that share a copy of the model
+}
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -108,7 +120,8 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 def groups(run: SimpleNamespace, of: Records) -> Groups:
     """Return the runs by name: notebook 02's arms on seeds of their own, and what each of their models can solve.
 
-    At scale full the runs are those of the tiny world: elsewhere no right answers are listed.
+    At scale full these runs are those of the tiny world, since elsewhere no right answers are listed; the model and its
+    ends are sampled.
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
@@ -125,8 +138,35 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     found["perturbed"] = perturbed_specs(
         settings.bases[0], settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale
     )
+    answered = {name: needed for name, needed in reached().items() if name != reach_name(MEAN)}
+    needed = tuple(dict.fromkeys(group for groups in answered.values() for group in groups))
+    found["answers"] = After(_answers(settings, of, answered, scale, exact), needed)
     found["checked"] = After(_checked(settings, of, scale, exact), TRAINED)
+    sampled = [
+        spec for end in (None, *ends(run, of)) for spec in sampled_specs(run.bases[0], end, vars(run), run.scale)
+    ]
+    found["sampled"] = After(sampled, (ELSEWHERE,))
     return found
+
+
+def ends(run: SimpleNamespace, of: Records) -> list[str]:
+    """Return the ends of training that are sampled beside the model; where a notebook has none, a ledger of ES."""
+    if run.ends or run.bases[0] not in tiny.SHIPPED:
+        return list(run.ends)
+    return [str(ledger_file(of[ELSEWHERE][0]))] if ELSEWHERE in of else []
+
+
+def sampled(run: SimpleNamespace, of: Records) -> dict[str, Sequence[Record]]:
+    """Return name -> records of the model and its ends, in their order."""
+    by_end: dict[str | None, list[Record]] = {}
+    for record in of["sampled"]:
+        by_end.setdefault(record["spec"].get("end"), []).append(record)
+    names = [run.bases[0], *(Path(end).name for end in run.ends)]
+    if len(names) < len(by_end):
+        names = [f"base {run.bases[0]}", "a run of ES"]
+    twice = {name for name in names if names.count(name) > 1}  # folders of one name: told apart by their place
+    named = [f"{name} ({i})" if name in twice else name for i, name in enumerate(names)]
+    return dict(zip(named, by_end.values(), strict=True))
 
 
 def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
@@ -150,15 +190,16 @@ def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale
         group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep), scale=scale)
         found[name] = _own(group, run)
     plain = _own(declared["sft"]._replace(arm=PLAIN), run)
-    found[PLAIN] = plain._replace(settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
+    few = run.own_seeds[:4]  # no verdict uses them
+    found[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
     return found
 
 
 def _composed(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
     """Return runs in two parts, their first parts, and ES alone at the FLOPs of GRPO.
 
-    Each part has half of the steps that its arm has alone. ES has two lengths: that at which it spends as many FLOPs as
-    GRPO, with the setting that does best after so few steps of the sweep, and its own, about as many core-seconds.
+    Each part has half of the steps that its arm has alone. ES has the setting that does best after so few steps of its
+    sweep.
     """
     es, grpo = (_own(declared[arm], run) for arm in ("es", "grpo"))
     short = dict(es.settings) | {"steps": run.alone_steps}
@@ -166,11 +207,10 @@ def _composed(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], sc
         short |= best_after(of["sweep es"], run.alone_steps // 2)
     parts = {
         "es": es._replace(settings=short | {"steps": run.alone_steps // 2}),
-        "es half": es._replace(settings=dict(es.settings) | {"steps": es.settings["steps"] // 2}),
         "grpo": grpo._replace(settings=dict(grpo.settings) | {"steps": grpo.settings["steps"] // 2}),
     }
     found: dict[str, Any] = {ALONE: es._replace(settings=short)}
-    found |= {"es first": parts["es"], "grpo first": parts["grpo"], "es half": parts["es half"]}
+    found |= {"es first": parts["es"], "grpo first": parts["grpo"]}
     for name, (first, second) in COMPOSED.items():
         needed = (*parts[second].after, first)
         known = all(group in of for group in needed)
@@ -221,6 +261,16 @@ def _reach(
     size = run.mean if group == ELSEWHERE else 1
     runs = weight_geometry.means(of[group], size, len(of[group]))
     return [coverage_spec(run.bases[0], trained.end(chosen), settings, scale) for chosen in runs]
+
+
+def _answers(
+    run: SimpleNamespace, of: Records, answered: Mapping[str, tuple[str, ...]], scale: str, settings: dict[str, Any]
+) -> list[Spec]:
+    """Return what the base and the first run of each group answer, for the page of the site that shows them."""
+    if not all(group in of for groups in answered.values() for group in groups):
+        return []
+    ends = [trained.end(of[groups[0]][:1]) if groups else None for groups in answered.values()]
+    return [answers_spec(run.bases[0], end, settings, scale) for end in ends]
 
 
 def _checked(run: SimpleNamespace, of: Records, scale: str, settings: dict[str, Any]) -> list[Spec]:

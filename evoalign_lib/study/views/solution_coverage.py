@@ -13,6 +13,7 @@ from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record, unpack_bits, unpack_integers, unpack_probabilities
+from evoalign_lib.study.kinds.coverage import VALIDATED_BY
 from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import solution_coverage as study
 from evoalign_lib.study.notebooks.loading import Records
@@ -112,26 +113,9 @@ def crossing(run: SimpleNamespace, of: Records, model: str, temperature: str) ->
     Infinite: not up to 1,024 samples; minus infinite: the base solves more from the first sample on. Runs are
     resampled, and problems in common for base and runs; of one run the ends are NaN.
     """
-    ks = CURVE.tolist()
-    own = coverage.pass_at(chances(run, of, model, temperature), ks)
-    base = coverage.pass_at(chances(run, of, study.BASE, temperature)[0], ks)
-    runs, problems = own.shape[:2]
-    value = float(_crossed(own.mean((0, 1)), base.mean(0)))
-    if runs == 1:
-        return value, np.nan, np.nan
-    rng, found = np.random.default_rng(0), []
-    for _ in range(_RESAMPLES):
-        weights = rng.multinomial(problems, np.full(problems, 1 / problems)) / problems
-        drawn = rng.multinomial(runs, np.full(runs, 1 / runs)) / runs
-        found.append(_crossed(weights @ np.tensordot(drawn, own, 1), weights @ base))
-    # infinite ends cannot be interpolated
-    low, high = np.percentile(found, [2.5, 97.5], method="inverted_cdf")
-    return value, float(low), float(high)
-
-
-def _crossed(own: np.ndarray, base: np.ndarray) -> np.ndarray:
-    k = coverage.crossing(CURVE, own, base)
-    return np.where(np.isnan(k), np.where(own[0] < base[0], -np.inf, np.inf), k)
+    own, base = chances(run, of, model, temperature), chances(run, of, study.BASE, temperature)[0]
+    found = coverage.overtaken(base, own, CURVE.tolist(), n_resamples=_RESAMPLES)
+    return found.value, found.low, found.high
 
 
 def crossing_table(run: SimpleNamespace, of: Records) -> DataFrame:
@@ -347,13 +331,13 @@ def by_noise(of: Records, sigma: float) -> Interval:
 
 
 def best_sigma(run: SimpleNamespace, of: Records) -> float:
-    """Return the sigma whose copies solve most validation problems within 64 of them, or of all if there are fewer."""
+    """Return the sigma whose copies solve most validation problems within `VALIDATED_BY` of them, or within all."""
 
     def within(sigma: float) -> float:
         found = of_sigma(of, sigma)
         (members,) = {record["spec"]["members"] for record in found}
         right = np.array([unpack_integers(record["validation"]) for record in found])
-        return float(coverage.estimate_pass_at(right, members, min(64, members)).mean())
+        return float(coverage.estimate_pass_at(right, members, min(VALIDATED_BY, members)).mean())
 
     return max(run.perturbed_sigmas, key=within)
 

@@ -23,12 +23,13 @@ ROLLOUTS = {"temperature": "the weights themselves", "perturbed": "perturbed cop
 """Levels of the first factor -> who writes."""
 UPDATES = {"es": "ES", "gradient": "policy gradient"}
 """Levels of the second factor."""
-BUDGETS = {
-    "as many FLOPs": (study.ALONE, "grpo", "es then grpo", "grpo then es"),
-    "about as many core-seconds": ("es", "grpo", "es half then grpo", "grpo then es half"),
+ORDERS = {
+    "ES alone": study.ALONE,
+    "GRPO alone": "grpo",
+    "ES, then GRPO": "es then grpo",
+    "GRPO, then ES": "grpo then es",
 }
-"""What is held equal -> groups of runs: ES alone, GRPO alone, and both orders."""
-ORDER = ("ES alone", "GRPO alone", "ES, then GRPO", "GRPO, then ES")
+"""What stands against one another at as many FLOPs -> its group of runs."""
 _RESAMPLES = 2000
 
 
@@ -76,6 +77,12 @@ def value(of: Records, group: str, asked: Measured) -> Interval:
     return stats.crossed_bootstrap(coverage.pass_at(found, asked.within), n_resamples=_RESAMPLES)
 
 
+def null_in_words(of: Records) -> str:
+    """Return between which net changes counts from two sets of samples of the base itself lie, at temperature 1."""
+    found = coverage.null_nscr(chances(of, study.BASE, "t1")[0], SOLVED_WITHIN)
+    return f"{found.low:.3f} to {found.high:.3f}"
+
+
 def _spent(found: Sequence[Record], name: str) -> float:
     return float(np.mean([record["budget"][name] for record in found]))
 
@@ -97,6 +104,7 @@ def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
         found = of[group]
         row: dict[str, Any] = {"who writes": who, "update": update, "n": len(found)}
         row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
+        row["null of counts"] = null_in_words(of)
         row["norm"] = f"{np.mean([record['update_norm'] for record in found]):.2f}"
         shares = [record["rollouts"]["effective_share"] for record in found if "rollouts" in record]
         row["effective samples, %"] = f"{100 * np.mean(shares):.0f}" if shares else ""
@@ -178,19 +186,62 @@ def total(of: Records, group: str, name: str) -> float:
 
 
 def composed_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per budget and order: what was spent, and what the models solve."""
+    """Return a row per order at as many FLOPs: what was spent, and what the models solve."""
     from pandas import DataFrame
 
     rows = []
-    for budget, groups in BUDGETS.items():
-        for words, group in zip(ORDER, groups, strict=True):
-            row: dict[str, Any] = {"equal": budget, "trained by": words, "n": len(of[group])}
-            steps = [part["spec"]["steps"] for part in parts(of, group)[0]]
-            row |= {"steps": " + ".join(map(str, steps)), "TFLOP": f"{total(of, group, 'forward_flops') / 1e12:.2f}"}
-            row["core-seconds"] = f"{total(of, group, 'core_seconds'):.0f}"
-            row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
-            rows.append(row)
+    for words, group in ORDERS.items():
+        steps = [part["spec"]["steps"] for part in parts(of, group)[0]]
+        row: dict[str, Any] = {"trained by": words, "n": len(of[group]), "steps": " + ".join(map(str, steps))}
+        row |= {"TFLOP": f"{total(of, group, 'forward_flops') / 1e12:.2f}"}
+        row["core-seconds"] = f"{total(of, group, 'core_seconds'):.0f}"
+        row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
+        rows.append(row | {"null of counts": null_in_words(of)})
     return DataFrame(rows)
+
+
+AT_EQUAL_SECONDS = {
+    "ES alone": "es",
+    "GRPO alone": "grpo",
+    "ES, then GRPO": "es then grpo",
+    "GRPO, then ES": "grpo then es",
+}
+"""What stands against one another at as many core-seconds; ES alone goes on for longer here."""
+ALONG = {
+    "right greedily, %": "validation_greedy",
+    f"solved within {SOLVED_WITHIN} at temperature 1, %": f"reach_t1@{SOLVED_WITHIN}",
+}
+"""What is read along curves -> its field."""
+
+
+def seconds_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per order: what runs solve of the validation set when they have spent as many core-seconds.
+
+    That is as many as the shorter of the two orders has spent at its end; values lie on the line between the points of
+    each run's curve, and intervals are over runs.
+    """
+    from pandas import DataFrame
+
+    seconds = min(total(of, group, "core_seconds") for group in study.COMPOSED)
+    rows = []
+    for words, group in AT_EQUAL_SECONDS.items():
+        row: dict[str, Any] = {"trained by": words, "n": len(of[group]), "core-seconds": f"{seconds:.0f}"}
+        for what, field in ALONG.items():
+            values = [_at(each, field, seconds) for each in parts(of, group)]
+            row[what] = stats.bootstrap_mean(np.array(values), n_resamples=_RESAMPLES).format()
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def _at(each: Sequence[Record], field: str, seconds: float) -> float:
+    """Return a field of the curve of a run, all of its parts in a row, when so many core-seconds were spent."""
+    spent: list[float] = []
+    values: list[float] = []
+    for part in each:
+        before = spent[-1] if spent else 0.0
+        spent += [before + x for x in part["curve"]["core_seconds"]]
+        values += part["curve"][field]
+    return float(np.interp(seconds, spent, values))
 
 
 def along(of: Records, group: str, field: str, axis: str = "forward_flops") -> list[tuple[np.ndarray, np.ndarray]]:
@@ -221,16 +272,13 @@ def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
             f"{100 * ess[1]:.0f} % for ES)."
         )
     }
-    groups = BUDGETS["as many FLOPs"]
     at_once, within = (
-        "; ".join(
-            f"{words} {asked.format(value(of, group, asked))}" for words, group in zip(ORDER, groups, strict=True)
-        )
+        "; ".join(f"{words} {asked.format(value(of, group, asked))}" for words, group in ORDERS.items())
         for asked in (right, solved)
     )
     found["Do the two compose?"] = (
         f"At as many FLOPs these are right greedily, in percent: {at_once}; and within {SOLVED_WITHIN} samples at "
-        f"temperature 1 they solve, in percent: {within} (n = {len(of[groups[2]])} runs of each)."
+        f"temperature 1 they solve, in percent: {within} (n = {len(of['es then grpo'])} runs of each)."
     )
     return found
 
@@ -244,7 +292,7 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "CovRolloutsRight": (ASKED[0].format(right.rows), ""),
         "CovUpdateRight": (ASKED[0].format(right.columns), ""),
     }
-    for macro, group in zip(("Es", "Grpo", "EsGrpo", "GrpoEs"), BUDGETS["as many FLOPs"], strict=True):
+    for macro, group in zip(("Es", "Grpo", "EsGrpo", "GrpoEs"), ORDERS.values(), strict=True):
         found[f"CovAlone{macro}"] = (100 * value(of, group, ASKED[0]).value, ".1f")
     return found
 

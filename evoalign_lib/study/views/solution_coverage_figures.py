@@ -320,8 +320,7 @@ def composed(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.0))
     rows, strokes = [], ("-", "-", "--", ":")
     for ax, (field, title) in zip(axes, fields.items(), strict=True):
-        named = zip(factors.ORDER, factors.BUDGETS["as many FLOPs"], strict=True)
-        for (words, group), stroke in zip(named, strokes, strict=True):
+        for (words, group), stroke in zip(factors.ORDERS.items(), strokes, strict=True):
             for part, (spent, values) in zip(factors.parts(of, group)[0], factors.along(of, group, field), strict=True):
                 look = style.ARMS[part["spec"]["arm"]]
                 spent, values = spent / 1e12, 100 * values
@@ -338,7 +337,7 @@ def composed(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
            for arm in ("es", "grpo")]  # fmt: skip
     key += [
         Line2D([], [], color="#444444", ls=stroke, label=words)
-        for words, stroke in zip(("one arm alone", *factors.ORDER[2:]), strokes[1:], strict=True)
+        for words, stroke in zip(("one arm alone", *list(factors.ORDERS)[2:]), strokes[1:], strict=True)
     ]
     fig.legend(handles=key, loc="outside lower center", ncols=5, fontsize=7)
     return fig, pd.DataFrame(rows)
