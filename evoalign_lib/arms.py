@@ -168,10 +168,11 @@ def get(name: str) -> Arm:
     raise ValueError(f"arm {name!r} is not one of {', '.join(ARMS)}.{nearest(name, ARMS)}")
 
 
+_OF_ES = [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)]
 SWEEP: dict[str, list[dict[str, float]]] = {
-    "es": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
+    "es": _OF_ES,
     "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
-    "es_weighted": [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)],
+    "es_weighted": _OF_ES,
     "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }
 """Twelve settings from which an arm's is chosen: for ES sigma and alpha, as published; for GRPO learning rate and

@@ -384,6 +384,8 @@ def trainer(
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout)
     given: dict[str, Any] = {}
     if rollouts is not None:
+        if kind is RLOOTrainer:
+            raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
         kind, given = _reweighted(kind), {"rollout_func": rollouts}
     ratios = 2 if rollouts is not None else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)

@@ -490,12 +490,7 @@ def effects(
     if len(problems) > 1:
         raise ValueError(f"cells have {sorted(problems)} problems: give the same ones in all.")
 
-    def contrasts(means: NDArray[np.float64]) -> NDArray[np.float64]:  # (..., 4) -> (..., 4)
-        (a, b, c, d) = np.moveaxis(means, -1, 0)
-        of_rows, of_columns = (c + d - a - b) / 2, (b + d - a - c) / 2
-        return np.stack([of_rows, of_columns, d - c - b + a, np.abs(of_rows) - np.abs(of_columns)], axis=-1)
-
-    value = contrasts(np.array([_quotient(net.sum(1), reached.sum(1)).mean() for net, reached in groups]))
+    value = np.array([_quotient(net.sum(1), reached.sum(1)).mean() for net, reached in groups])
     rng, n = np.random.default_rng(seed), problems.pop()
     means = np.zeros((whole_number("n_resamples", n_resamples), 4))
     for start in range(0, n_resamples, _CHUNK):
@@ -505,10 +500,41 @@ def effects(
             each = _quotient(drawn @ net.T, drawn @ reached.T)
             chosen = rng.integers(len(net), size=each.shape)
             means[start : start + size, cell] = np.take_along_axis(each, chosen, axis=1).mean(axis=1)
+    return _effects(value, means, min(len(net) for net, _ in groups), level)
+
+
+def effects_of_runs(
+    cells: Sequence[Sequence[ArrayLike]], *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
+) -> Effects:
+    """Return the effects of two factors on one number per run, with intervals over the runs of each cell.
+
+    cells: two rows of two cells, each (runs,), finite, two runs or more. Raises ValueError for anything else.
+
+    >>> effects_of_runs([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [3.0, 3.0]]]).columns.value
+    2.0
+    """
+    if len(cells) != 2 or any(len(row) != 2 for row in cells):
+        raise ValueError(f"cells have rows of {[len(row) for row in cells]} cells: give two rows of two.")
+    runs = [np.asarray(cell, np.float64) for row in cells for cell in row]
+    if any(cell.ndim != 1 or len(cell) < 2 or not np.isfinite(cell).all() for cell in runs):
+        raise ValueError("every cell needs the finite numbers of two runs or more.")
+    rng = np.random.default_rng(seed)
+    drawn = [cell[rng.integers(len(cell), size=(whole_number("n_resamples", n_resamples), len(cell)))] for cell in runs]
+    means = np.stack([each.mean(1) for each in drawn], axis=-1)
+    return _effects(np.array([cell.mean() for cell in runs]), means, min(map(len, runs)), level)
+
+
+def _effects(value: NDArray[np.float64], means: NDArray[np.float64], n: int, level: float) -> Effects:
+    """Return effects from the means of four cells, (4,), and from those of resamples, (resamples, 4)."""
+
+    def contrasts(of: NDArray[np.float64]) -> NDArray[np.float64]:  # (..., 4) -> (..., 4)
+        (a, b, c, d) = np.moveaxis(of, -1, 0)
+        of_rows, of_columns = (c + d - a - b) / 2, (b + d - a - c) / 2
+        return np.stack([of_rows, of_columns, d - c - b + a, np.abs(of_rows) - np.abs(of_columns)], axis=-1)
+
     ends = np.quantile(contrasts(means), ((1 - level) / 2, (1 + level) / 2), axis=0)
-    fewest = min(len(net) for net, _ in groups)
-    found = zip(value, *ends, strict=True)
-    return Effects(*(Interval(float(x), float(low), float(high), fewest, level) for x, low, high in found))
+    found = zip(contrasts(value), *ends, strict=True)
+    return Effects(*(Interval(float(x), float(low), float(high), n, level) for x, low, high in found))
 
 
 def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:

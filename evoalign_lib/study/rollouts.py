@@ -12,7 +12,9 @@ p(y) / p_writer(y), clipped at `CLIP`:
   theory, methods and examples, 2013, section 9.2). To first order in sigma that is sigma eps times the policy gradient
   that the same completions give, a group's mean reward being the baseline. The rest is ES.
 
-The effective sample size that both record is (sum w)^2 / (n sum w^2), a share of the completions (Kish 1965).
+The effective sample size that both record is (sum w)^2 / (n sum w^2) of the clipped ratios, over all completions of a
+step together, a share of these (Kish 1965). The members of `PerturbedRollouts` sample with random numbers of their
+own, those of ES with sampled fitness with common ones.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ def clipped(log_ratios: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
     """Return importance ratios, clipped at `CLIP`, and what they are like.
 
     Args:
-        log_ratios: (completions,), nats.
+        log_ratios: (completions,), nats; one that is not finite makes a ratio of 0.
 
     Returns:
         float64 (completions,) ratios; and "effective_share", their effective sample size over the number of
         completions, "clipped_share", the share of completions whose ratio was above `CLIP`, and "mean_ratio", clipped.
     """
-    ratios = np.exp(np.minimum(log_ratios, 50.0))  # above, a float overflows
+    known = np.isfinite(log_ratios)  # a model that diverged gives no likelihoods: its completions count for nothing
+    ratios = np.where(known, np.exp(np.clip(np.where(known, log_ratios, 0.0), -700.0, 50.0)), 0.0)
     found = np.minimum(ratios, CLIP)
     effective = float(np.nan_to_num(coverage.effective_samples(found)))
     told = {"effective_share": effective / len(found), "clipped_share": float(np.mean(ratios > CLIP))}
@@ -164,7 +167,21 @@ class WeightedTrainer(ESTrainer):
     args: of an `ESConfig` with sampling="common" and num_generations completions of each prompt. A step costs one set
     of completions, whatever the population, and a forward pass over them for every member and for the weights
     themselves. The ledger is that of any run of ES.
+
+    Raises:
+        ValueError: members that decode greedily, a null fitness, or a single completion of each prompt, whose weight
+            would drop out of every member's mean.
     """
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        args = self.args
+        if args.sampling != "common" or args.fitness != "reward" or args.num_generations < 2:
+            raise ValueError(
+                f"sampling={args.sampling!r}, fitness={args.fitness!r}, num_generations={args.num_generations}: "
+                "members are weighed by their rewards on two or more samples of each prompt. Set 'common', 'reward' "
+                "and at least 2."
+            )
 
     @property
     def passes(self) -> int:
@@ -195,6 +212,7 @@ class WeightedTrainer(ESTrainer):
             fitness.append(_weighted_mean(rewards, ratios.reshape(samples, -1)))
             told.append(of_member)
         engine.write_model()
+        self._coefficients(np.array(fitness))  # rewards that give no coefficients are an error before they are recorded
         log = {f"rollouts/{name}": float(np.mean([each[name] for each in told])) for name in TOLD}
         log |= {name: float(np.mean(values)) for name, values in scored.metrics.items()}
         log["completions/clipped_ratio"] = float(np.mean([ids[-1] not in engine.eos_ids for ids in completions]))
@@ -220,14 +238,16 @@ class WeightedTrainer(ESTrainer):
 def _weighted_mean(rewards: np.ndarray, ratios: np.ndarray) -> float:
     """Return the mean over prompts of the self-normalised estimate of a member's reward; both (samples, prompts).
 
-    A prompt none of whose completions a reward function applied to (NaN) is left out, as everywhere.
+    A prompt none of whose completions has a reward (NaN: no reward function applied) and a weight is left out. A member
+    under which none has a weight, as after a divergence, gets 0. Raises ValueError where none has a reward.
     """
+    if np.isnan(rewards).all():
+        raise ValueError(
+            "every reward function returned None on all completions of a step: give one that applies to at least one "
+            "prompt of each step."
+        )
     weights = np.where(np.isnan(rewards), 0.0, ratios)
     total = weights.sum(0)
-    if not (total > 0).any():
-        raise ValueError(
-            "no completion of a step has a reward and a weight: every reward function returned None, or the model "
-            "diverged. Give a reward that applies, or a smaller sigma."
-        )
     weighted = (np.nan_to_num(rewards) * weights).sum(0)
-    return float(np.mean(weighted[total > 0] / total[total > 0]))
+    known = total > 0
+    return float(np.mean(weighted[known] / total[known])) if known.any() else 0.0

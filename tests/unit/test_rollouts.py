@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import ledger, models, noise, tiny
+from evoalign_lib import grpo, ledger, models, noise, tiny
 from evoalign_lib.analysis import kl
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig
@@ -109,8 +109,9 @@ def weighted(folder, steps=3, **changed):
     model, tokenizer = tiny.load("A0")
     rows = measures.get("countdown").rows({}, tokenizer, tiny.problems("train", 8))
     settings = {"population_size": 4, "sigma": 0.01, "alpha": 0.01, "num_generations": 3, "prompts_per_step": 4}
+    settings |= {"sampling": "common"}
     args = ESConfig(
-        output_dir=str(folder), max_steps=steps, max_completion_length=16, sampling="common", workers=1, seed=1,
+        output_dir=str(folder), max_steps=steps, max_completion_length=16, workers=1, seed=1,
         arm="es_weighted", report_to="none", save_strategy="no", disable_tqdm=True, **settings | changed,
     )  # fmt: skip
     reward = lambda prompts, completions, **columns: [hash_of(c) for c in completions]  # noqa: E731
@@ -194,8 +195,41 @@ def test_what_has_no_reward_is_left_out(rewards):
     first = 1.0 / 1.5
     expected = first if np.isnan(rewards[0][1]) else (first + 0.5) / 2
     assert rollouts._weighted_mean(np.array(rewards), ratios) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="no completion of a step has a reward and a weight"):
+    assert rollouts._weighted_mean(np.array(rewards), 0 * ratios) == 0.0  # of a model that diverged
+    with pytest.raises(ValueError, match="every reward function returned None on all completions of a step"):
         rollouts._weighted_mean(np.full((2, 2), np.nan), ratios)
+
+
+def test_a_model_that_diverged_gives_no_weight():
+    found, told = rollouts.clipped(np.array([np.nan, 0.0, -np.inf, np.inf]))
+    assert found.tolist() == [0.0, 1.0, 0.0, 0.0] and told["effective_share"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("changed", [{"num_generations": 1}, {"sampling": "greedy", "num_generations": 1}])
+def test_members_that_cannot_be_weighed_are_refused(tmp_path, changed):
+    with pytest.raises(ValueError, match="members are weighed by their rewards on two or more samples"):
+        weighted(tmp_path, **changed)
+
+
+def test_ratios_multiply_the_advantages_in_the_order_of_the_completions():
+    """Of TRL's own advantages, whatever it makes of the rewards; each row has the ratio of its completion."""
+    plain = torch.tensor([1.0, -2.0, 0.5, 3.0])
+
+    class Trainer:
+        def _generate_and_score_completions(self, inputs):
+            for row, ratio in zip(inputs, [1.0, 0.5, 0.0, 2.0], strict=True):  # as TRL hands on what rollouts return
+                row["importance_ratio"] = ratio
+            return {"advantages": plain, "other": 1}
+
+    made = grpo._reweighted(Trainer)()._generate_and_score_completions([{}, {}, {}, {}])
+    assert made["advantages"].tolist() == [1.0, -1.0, 0.0, 6.0] and made["other"] == 1
+
+
+def test_completions_without_weight_move_nothing(monkeypatch):
+    """Ratios of 0 leave no gradient, so that the weights stay: the ratios reach the update of a real run."""
+    monkeypatch.setattr(rollouts, "CLIP", 0.0)
+    (spec,) = train_specs("grpo_perturbed", ["A0"], [0], SETTINGS, "tiny")
+    assert train.run(spec)["update_norm"] == 0.0
 
 
 # ---- arms and runs
@@ -225,7 +259,7 @@ def test_fine_tuning_on_what_copies_wrote_learns_from_their_right_answers(monkey
 
 def test_rollouts_of_others_are_weighed_by_the_local_engine_alone():
     settings = SETTINGS | {"engine": "vllm", "gpus": 1}
-    with pytest.raises(ValueError, match=r"engine='vllm': the rollouts of arm 'es_weighted' are weighed by the local"):
+    with pytest.raises(ValueError, match=r"engine='vllm': the rollouts of arm 'es_weighted' are drawn by the local"):
         train_specs("es_weighted", ["some/model"], [0], settings, "full")
 
 
@@ -237,8 +271,7 @@ def test_the_second_part_begins_where_the_first_one_ended(es_runs):
     specs = composed_specs("grpo", first, SETTINGS, "tiny")
     assert [spec["seed"] for spec in specs] == [0, 1] and {spec["kind"] for spec in specs} == {"composed"}
     record = sweep.run(specs[0], "nb", "commit")
-    for field in ("validation_greedy", "validation_t1"):  # the same weights, asked with another seed at temperature 1
-        assert field == "validation_t1" or record["curve"][field][0] == first[0]["curve"][field][-1]
+    assert record["curve"]["validation_greedy"][0] == first[0]["curve"]["validation_greedy"][-1]
     ends = [trained.of_group(trained.group([r]))[0] for r in (first[0], record)]
     assert np.linalg.norm(ends[1] - ends[0]) == pytest.approx(record["update_norm"], rel=1e-5)
     assert models.flat_digest(ends[1]) == record["digest"]

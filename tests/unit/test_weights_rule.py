@@ -302,6 +302,36 @@ def test_which_of_two_factors_does_more() -> None:
     assert judge("C19", [*SWEEPS, *two_by_two()[:-4]]).verdict != "contradicted"
 
 
+def curved(records: list[dict], paths: dict[str, tuple[list[float], list[float]]]) -> list[dict]:
+    """The same runs with curves: single samples that are right, and problems won - lost."""
+    for run in records:
+        if "digest" in run and (path := paths.get(run["digest"].split(" ")[0])):
+            one, net = path
+            for at in ("t0.6", "t1"):
+                run["curve"] = run["curve"] | {f"reach_{at}@1": one, f"won_{at}": net, f"lost_{at}": [0.0] * len(net)}
+    return records
+
+
+def test_factors_are_compared_where_single_samples_are_equally_often_right() -> None:
+    """GRPO loses more at its end and as much on the way there; the level is half of the least gain, .15."""
+    flat, steep = ([0.1, 0.2], [0.0, -0.1]), ([0.1, 0.2, 0.4], [0.0, -0.1, -0.6])
+    alike = {"es_weighted": flat, "es_members": flat, "grpo": steep, "grpo_perturbed": steep}
+    verdict = judge("E13", [*SWEEPS, *curved(two_by_two(), alike)])
+    found = {label: interval.value for label, interval in verdict.intervals.items()}
+    assert len(found) == 8 and all(abs(value) < 1e-12 for value in found.values()), found
+    assert "where 15.0 % of single samples are right, n = 8 v 8 v 8 v 8" in verdict.text
+    written = alike | {"es_members": ([0.1, 0.2], [0.0, -0.3]), "grpo_perturbed": ([0.1, 0.2], [0.0, -0.3])}
+    assert judge("E13", [*SWEEPS, *curved(two_by_two(), written)]).verdict == "supported"
+    updated = alike | {"grpo": ([0.1, 0.2], [0.0, -0.3]), "grpo_perturbed": ([0.1, 0.2], [0.0, -0.3])}
+    assert judge("E13", [*SWEEPS, *curved(two_by_two(), updated)]).verdict == "contradicted"
+
+
+def test_a_cell_that_learned_nothing_decides_nothing() -> None:
+    still = {name: ([0.1, 0.2], [0.0, -0.1]) for name in CELLS} | {"es_members": ([0.1, 0.11], [0.0, 0.0])}
+    verdict = judge("E13", [*SWEEPS, *curved(two_by_two(), still)])
+    assert verdict.verdict == "underpowered" and "es members gains 1.0 points" in verdict.text.replace("_", " ")
+
+
 def composed(order: str, greedy: float) -> list[dict]:
     """Runs in two parts with how often they are right greedily, and half as often sampled."""
     arm, steps, first = ("grpo", 125, 33) if order == "es then grpo" else ("es", 33, 125)

@@ -74,7 +74,7 @@ def train_specs(
         _check_listed(wanted["reach_at"], settings.get("task", "countdown"), bases)
     if entry.rollouts != "own" and not worlds.is_local(settings):
         raise ValueError(
-            f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are weighed by the local engine alone."
+            f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are drawn by the local engine alone."
         )
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:

@@ -23,7 +23,7 @@ from evoalign_lib.study.notebooks import loading, weight_geometry
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records
 
 NOTEBOOK = "07_solution_coverage"
-CLAIMS = ("C18", "C18b", "C19", "C36", "E12")
+CLAIMS = ("C18", "C18b", "C19", "E13", "C36", "E12")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs, whose reach is compared."""
 CELLS = {
@@ -33,6 +33,8 @@ CELLS = {
     ("perturbed", "gradient"): "grpo_perturbed",
 }
 """Rollouts and update -> the group of runs that has both, all at as many completions."""
+FURTHER = "grpo_perturbed further"
+"""Runs of the policy gradient on copies with as much noise as those have on which ES does best."""
 PLAIN = "sft_perturbed"
 """Runs that are fine-tuned on right answers of perturbed copies."""
 ALONE = "es alone"
@@ -189,8 +191,12 @@ def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale
         best = arms.ranked(of[sweep])[0][1] if sweep in of else choices[0]
         group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep), scale=scale)
         found[name] = _own(group, run)
-    plain = _own(declared["sft"]._replace(arm=PLAIN), run)
     few = run.own_seeds[:4]  # no verdict uses them
+    others = [seed + len(TINY["own_seeds"]) for seed in few]  # no seed that a claim counts
+    noisier = dict(found["grpo_perturbed"].settings) | {"sigma": found["es_members"].settings["sigma"]}
+    after = (*found["grpo_perturbed"].after, "sweep es_members")
+    found[FURTHER] = found["grpo_perturbed"]._replace(seeds=others, settings=noisier, after=after)
+    plain = _own(declared["sft"]._replace(arm=PLAIN), run)
     found[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
     return found
 
@@ -243,7 +249,7 @@ def reached() -> dict[str, tuple[str, ...]]:
     """Return the groups of models whose coverage is measured, each with the groups of runs that it comes after."""
     found: dict[str, tuple[str, ...]] = {reach_name(BASE): ()}
     cells = [group for group in CELLS.values() if group not in TRAINED]
-    found |= {reach_name(group): (group,) for group in (*TRAINED, *cells, PLAIN, ALONE, *COMPOSED)}
+    found |= {reach_name(group): (group,) for group in (*TRAINED, *cells, FURTHER, PLAIN, ALONE, *COMPOSED)}
     return found | {reach_name(MEAN): (ELSEWHERE,)}
 
 
