@@ -465,8 +465,8 @@ class Budget(TrainerCallback, ExportableState):
     ES), a backward pass twice that. All passes are over the prompts and completions of the step, without padding: one
     for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
     log-probabilities before the update where TRL computes them, two for importance ratios where rollouts are those of
-    others. Checkpoints hold the budget, and a resumed run goes on
-    with it. After each step it is that of all processes of the launch.
+    others. Checkpoints hold the budget, and a resumed run goes on with it. After each step it is that of all processes
+    of the launch.
 
     Attributes:
         completions, generated_tokens, prompt_tokens: so far; a prompt counts once per completion of it.

@@ -56,6 +56,7 @@ TINY = {
     "cell_prompts": 16,
     "cell_samples": 16,  # of each prompt, where the unperturbed weights write
     "sweep_size": 12,
+    "finalists": 4,  # settings of a sweep that are tried at full length
     "perturbed_sigma": 0.025,  # of the copies that write for fine-tuning: that which solves most validation problems
     "alone_steps": 66,  # of ES at the FLOPs of GRPO; the parts of composed runs have half of each
     "curve_points": 13,
@@ -88,6 +89,7 @@ SMOKE = TINY | {
     "cell_prompts": 4,
     "cell_samples": 4,
     "sweep_size": 2,
+    "finalists": 1,
     "alone_steps": 2,
     "curve_points": 3,
     "validation_problems": 16,
@@ -174,7 +176,9 @@ def sampled(run: SimpleNamespace, of: Records) -> dict[str, Sequence[Record]]:
 def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
     """Return the runs that take rollouts and updates apart, and the sweeps that choose their settings.
 
-    The fourth cell is GRPO itself. Fine-tuning on what perturbed copies wrote has the learning rate of the other.
+    A sweep has half of the steps, and its best settings are tried again with all of them: a step of ES that is best for
+    half as long may walk away later. The fourth cell is GRPO itself, with notebook 02's setting. Fine-tuning on what
+    perturbed copies wrote has the learning rate of the other.
     """
     size = {"steps": run.cell_steps, "population_size": run.cell_members, "prompts_per_step": run.cell_prompts}
     es = dict(declared["es"].settings) | size | {"num_generations": run.cell_samples}
@@ -188,13 +192,17 @@ def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale
         sweep = f"sweep {name}"
         settings = dict(settings) | ({"beta": 0.0} if arm == "grpo_perturbed" else {})
         found[sweep] = After(sweep_specs(arm, run.bases[0], settings, scale, choices), after)
-        best = arms.ranked(of[sweep])[0][1] if sweep in of else choices[0]
-        group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep), scale=scale)
+        tried = [setting for _, setting in arms.ranked(of[sweep])] if sweep in of else choices
+        finals, whole = f"finals {name}", settings | {"steps": 2 * settings["steps"]}  # of which a sweep takes half
+        specs = sweep_specs(arm, run.bases[0], whole, scale, tried[: run.finalists]) if sweep in of else []
+        found[finals] = After(specs, (*after, sweep))
+        best = arms.ranked(of[finals])[0][1] if finals in of else tried[0]
+        group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep, finals), scale=scale)
         found[name] = _own(group, run)
     few = run.own_seeds[:4]  # no verdict uses them
     others = [seed + len(TINY["own_seeds"]) for seed in few]  # no seed that a claim counts
     noisier = dict(found["grpo_perturbed"].settings) | {"sigma": found["es_members"].settings["sigma"]}
-    after = (*found["grpo_perturbed"].after, "sweep es_members")
+    after = (*found["grpo_perturbed"].after, "sweep es_members", "finals es_members")
     found[FURTHER] = found["grpo_perturbed"]._replace(seeds=others, settings=noisier, after=after)
     plain = _own(declared["sft"]._replace(arm=PLAIN), run)
     found[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ from evoalign_lib import style
 from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Effects
 from evoalign_lib.analysis.stats import Interval
-from evoalign_lib.records import Record, unpack_bits, unpack_probabilities
+from evoalign_lib.records import Record, Spec, unpack_bits, unpack_probabilities
 from evoalign_lib.study.notebooks import solution_coverage as study
 from evoalign_lib.study.notebooks.loading import Records
 
@@ -97,6 +97,7 @@ def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
     rows = []
     named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in study.CELLS.items()}
     named |= {
+        (f"{ROLLOUTS['perturbed']}, more noise", UPDATES["gradient"]): study.FURTHER,
         (ROLLOUTS["temperature"], "filtered SFT"): "sft",
         (f"{ROLLOUTS['perturbed']}, greedily", "filtered SFT"): study.PLAIN,
     }
@@ -105,13 +106,21 @@ def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
         row: dict[str, Any] = {"who writes": who, "update": update, "n": len(found)}
         row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
         row["null of counts"] = null_in_words(of)
+        row["setting"] = _setting(found[0]["spec"])
         row["norm"] = f"{np.mean([record['update_norm'] for record in found]):.2f}"
-        shares = [record["rollouts"]["effective_share"] for record in found if "rollouts" in record]
-        row["effective samples, %"] = f"{100 * np.mean(shares):.0f}" if shares else ""
+        for what, words in (("effective_share", "effective samples, %"), ("clipped_share", "clipped, %")):
+            shares = [record["rollouts"][what] for record in found if "rollouts" in record]
+            row[words] = f"{100 * np.mean(shares):.1f}" if shares else ""
         row["TFLOP"] = f"{_spent(found, 'forward_flops') / 1e12:.1f}"
         row["core-seconds"] = f"{_spent(found, 'core_seconds'):.0f}"
         rows.append(row)
     return DataFrame(rows)
+
+
+def _setting(spec: Spec) -> str:
+    """Return what a sweep has chosen of a run, in words."""
+    short = {"sigma": "sigma", "alpha": "alpha", "learning_rate": "rate"}
+    return ", ".join(f"{words} {spec[name]:g}" for name, words in short.items() if name in spec)
 
 
 def _cells(of: Records, asked: Measured) -> list[list[np.ndarray]]:
@@ -200,13 +209,6 @@ def composed_table(run: SimpleNamespace, of: Records) -> DataFrame:
     return DataFrame(rows)
 
 
-AT_EQUAL_SECONDS = {
-    "ES alone": "es",
-    "GRPO alone": "grpo",
-    "ES, then GRPO": "es then grpo",
-    "GRPO, then ES": "grpo then es",
-}
-"""What stands against one another at as many core-seconds; ES alone goes on for longer here."""
 ALONG = {
     "right greedily, %": "validation_greedy",
     f"solved within {SOLVED_WITHIN} at temperature 1, %": f"reach_t1@{SOLVED_WITHIN}",
@@ -214,34 +216,53 @@ ALONG = {
 """What is read along curves -> its field."""
 
 
+def per_step(of: Records) -> dict[str, float]:
+    """Return the core-seconds of a step of each arm: the mean over all of its runs that the orders are made of.
+
+    Runs of one notebook share a machine with others of it, so that the same steps cost up to a quarter more in some of
+    them: every step of an arm is charged alike.
+    """
+    spent: dict[str, list[float]] = {"es": [0.0, 0.0], "grpo": [0.0, 0.0]}
+    for group in (*ORDERS.values(), "es"):
+        for each in parts(of, group):
+            for part in each:
+                total_of = spent[part["spec"]["arm"]]
+                total_of[0] += part["budget"]["core_seconds"]
+                total_of[1] += part["spec"]["steps"]
+    return {arm: seconds / steps for arm, (seconds, steps) in spent.items()}
+
+
 def seconds_table(run: SimpleNamespace, of: Records) -> DataFrame:
     """Return a row per order: what runs solve of the validation set when they have spent as many core-seconds.
 
-    That is as many as the shorter of the two orders has spent at its end; values lie on the line between the points of
-    each run's curve, and intervals are over runs.
+    That is what a run in two parts has spent at its end, by `per_step`. ES alone is here the run of full length. Values
+    lie on the line between the points of each run's curve, and intervals are over runs.
     """
     from pandas import DataFrame
 
-    seconds = min(total(of, group, "core_seconds") for group in study.COMPOSED)
+    each_step = per_step(of)
+    first, second = parts(of, "es then grpo")[0]
+    seconds = sum(part["spec"]["steps"] * each_step[part["spec"]["arm"]] for part in (first, second))
     rows = []
-    for words, group in AT_EQUAL_SECONDS.items():
+    for words, group in (ORDERS | {"ES alone": "es"}).items():
         row: dict[str, Any] = {"trained by": words, "n": len(of[group]), "core-seconds": f"{seconds:.0f}"}
         for what, field in ALONG.items():
-            values = [_at(each, field, seconds) for each in parts(of, group)]
-            row[what] = stats.bootstrap_mean(np.array(values), n_resamples=_RESAMPLES).format()
+            values = [_at(each, field, seconds, each_step) for each in parts(of, group)]
+            known = not np.isnan(values).any()
+            row[what] = stats.bootstrap_mean(np.array(values), n_resamples=_RESAMPLES).format() if known else "ended"
         rows.append(row)
     return DataFrame(rows)
 
 
-def _at(each: Sequence[Record], field: str, seconds: float) -> float:
-    """Return a field of the curve of a run, all of its parts in a row, when so many core-seconds were spent."""
+def _at(each: Sequence[Record], field: str, seconds: float, per_step: Mapping[str, float]) -> float:
+    """Return a field of the curve of a run, all of its parts in a row, at so many core-seconds; NaN beyond its end."""
     spent: list[float] = []
     values: list[float] = []
     for part in each:
         before = spent[-1] if spent else 0.0
-        spent += [before + x for x in part["curve"]["core_seconds"]]
+        spent += [before + step * per_step[part["spec"]["arm"]] for step in part["curve"]["step"]]
         values += part["curve"][field]
-    return float(np.interp(seconds, spent, values))
+    return float(np.interp(seconds, spent, values)) if seconds <= spent[-1] * (1 + 1e-9) else np.nan
 
 
 def along(of: Records, group: str, field: str, axis: str = "forward_flops") -> list[tuple[np.ndarray, np.ndarray]]:
