@@ -35,6 +35,7 @@ from evoalign_lib.study.views import (
     weight_geometry_figures,
 )
 from evoalign_lib.study.views import solution_coverage as coverage_view
+from evoalign_lib.study.views import solution_coverage_factors as factors
 from evoalign_lib.study.views import stability as stability_view
 from evoalign_lib.study.views import weight_geometry as geometry_view
 from tests.helpers import random_model, tokenizer
@@ -246,12 +247,14 @@ def test_numbers_of_notebook_05():
 
 
 @pytest.mark.parametrize(
-    ("module", "view"),
-    [(solution_coverage, coverage_view), (weight_geometry, geometry_view), (lmc_analysis, lmc_view)],
+    ("module", "views"),
+    [(solution_coverage, (coverage_view, factors)), (weight_geometry, (geometry_view,)), (lmc_analysis, (lmc_view,))],
     ids=["07", "08", "09"],
 )
-def test_numbers_of_the_notebooks_with_views(module, view):
-    assert quoted(view.numbers(run_of(module), loaded(module).records)) == generated(module.NOTEBOOK)
+def test_numbers_of_the_notebooks_with_views(module, views):
+    run, of = run_of(module), loaded(module).records
+    found = [quoted(view.numbers(run, of)) for view in views]
+    assert dict(pair for each in found for pair in each.items()) == generated(module.NOTEBOOK)
 
 
 def test_what_the_weights_say_is_what_the_claims_are_judged_by():
@@ -333,8 +336,42 @@ def test_pass_at_k_of_a_few_problems_by_hand():
     assert coverage_view.solved(run, of, "grpo", "t1", 1).value == pytest.approx(0.25, rel=0.003)
 
 
+def test_effects_of_rollouts_and_updates_are_those_that_claims_are_judged_by():
+    of = loaded(solution_coverage).records
+    found = {v.id: v.intervals for v in claims.evaluate_named(("C19",), claims.committed_records("tiny"))}["C19"]
+    for at, asked in (("0.6", factors.ASKED[4]), ("1", factors.ASKED[5])):
+        judged = {label: each for label, each in found.items() if label.endswith(f"support temperature {at}")}
+        effects = factors.effects(of, asked)
+        assert judged[f"effect of the rollouts, net change of support temperature {at}"] == effects.rows
+        assert judged[f"effect of the update, net change of support temperature {at}"] == effects.columns
+
+
+def test_new_cells_have_the_setting_that_is_best_at_full_length():
+    """By the curves of the finals: the mean of their last three points, without the helper that the groups use."""
+    of = loaded(solution_coverage).records
+    for name in ("es_weighted", "es_members", "grpo_perturbed"):
+        finals = {r["spec_hash"]: np.mean(r["curve"]["validation_greedy"][-3:]) for r in of[f"finals {name}"]}
+        (best,) = [r["spec"] for r in of[f"finals {name}"] if finals[r["spec_hash"]] == max(finals.values())][:1]
+        for run in of[name]:
+            names = ("steps", "sigma", "alpha", "learning_rate", "prompts_per_step", "population_size")
+            assert all(run["spec"].get(field) == best.get(field) for field in names), name
+
+
+def test_a_run_in_two_parts_goes_on_where_it_was_and_is_charged_for_both():
+    of = loaded(solution_coverage).records
+    for group in solution_coverage.COMPOSED:
+        for first, second in factors.parts(of, group):
+            assert second["spec"]["start"]["digests"] == [first["digest"]]
+            assert first["spec"]["seed"] == second["spec"]["seed"]
+    flops = [factors.total(of, group, "forward_flops") for group in factors.ORDERS.values()]
+    assert max(flops) / min(flops) < 1.02
+    first, second = factors.along(of, "grpo then es", "validation_greedy")
+    assert second[0][0] == first[0][-1] and second[1][0] == pytest.approx(first[1][-1])
+
+
 @pytest.mark.parametrize(
-    "draw", ["pass_at_k", "temperatures", "matched", "support", "training", "accuracies", "perturbation"]
+    "draw",
+    ["pass_at_k", "temperatures", "matched", "support", "training", "accuracies", "perturbation", "cells", "composed"],
 )
 def test_the_figures_of_notebook_07_draw_their_data(draw):
     of, run = loaded(solution_coverage).records, run_of(solution_coverage)

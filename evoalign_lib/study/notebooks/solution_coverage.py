@@ -33,12 +33,14 @@ CELLS = {
     ("perturbed", "gradient"): "grpo_perturbed",
 }
 """Rollouts and update -> the group of runs that has both, all at as many completions."""
-FURTHER = "grpo_perturbed further"
-"""Runs of the policy gradient on copies with as much noise as those have on which ES does best."""
+SLOWER = "grpo slower"
+"""Runs of GRPO with the learning rate of the policy gradient on what perturbed copies wrote."""
 PLAIN = "sft_perturbed"
 """Runs that are fine-tuned on right answers of perturbed copies."""
 ALONE = "es alone"
 """Runs of ES that spend as many FLOPs as those of GRPO."""
+FIRST = ("es first", "grpo first")
+"""Groups of the first parts."""
 COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
 """Group of runs in two parts -> the group of their first parts, and what the second one is."""
 BASE, ELSEWHERE, MEAN = "base", "es elsewhere", "mean of ES runs"
@@ -201,9 +203,9 @@ def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale
         found[name] = _own(group, run)
     few = run.own_seeds[:4]  # no verdict uses them
     others = [seed + len(TINY["own_seeds"]) for seed in few]  # no seed that a claim counts
-    noisier = dict(found["grpo_perturbed"].settings) | {"sigma": found["es_members"].settings["sigma"]}
-    after = (*found["grpo_perturbed"].after, "sweep es_members", "finals es_members")
-    found[FURTHER] = found["grpo_perturbed"]._replace(seeds=others, settings=noisier, after=after)
+    other = found["grpo_perturbed"]
+    slower = dict(_own(declared["grpo"], run).settings) | {"learning_rate": other.settings["learning_rate"]}
+    found[SLOWER] = other._replace(arm="grpo", seeds=others, settings=slower)
     plain = _own(declared["sft"]._replace(arm=PLAIN), run)
     found[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
     return found
@@ -257,7 +259,7 @@ def reached() -> dict[str, tuple[str, ...]]:
     """Return the groups of models whose coverage is measured, each with the groups of runs that it comes after."""
     found: dict[str, tuple[str, ...]] = {reach_name(BASE): ()}
     cells = [group for group in CELLS.values() if group not in TRAINED]
-    found |= {reach_name(group): (group,) for group in (*TRAINED, *cells, FURTHER, PLAIN, ALONE, *COMPOSED)}
+    found |= {reach_name(group): (group,) for group in (*TRAINED, *cells, SLOWER, PLAIN, ALONE, *COMPOSED, *FIRST)}
     return found | {reach_name(MEAN): (ELSEWHERE,)}
 
 

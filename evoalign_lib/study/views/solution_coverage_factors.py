@@ -97,7 +97,7 @@ def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
     rows = []
     named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in study.CELLS.items()}
     named |= {
-        (f"{ROLLOUTS['perturbed']}, more noise", UPDATES["gradient"]): study.FURTHER,
+        (f"{ROLLOUTS['temperature']}, slower", UPDATES["gradient"]): study.SLOWER,
         (ROLLOUTS["temperature"], "filtered SFT"): "sft",
         (f"{ROLLOUTS['perturbed']}, greedily", "filtered SFT"): study.PLAIN,
     }
@@ -195,11 +195,12 @@ def total(of: Records, group: str, name: str) -> float:
 
 
 def composed_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per order at as many FLOPs: what was spent, and what the models solve."""
+    """Return a row per order at as many FLOPs, and per first part alone: what was spent, and what the models solve."""
     from pandas import DataFrame
 
     rows = []
-    for words, group in ORDERS.items():
+    halves = {"half of ES alone": "es first", "half of GRPO alone": "grpo first"}
+    for words, group in (ORDERS | halves).items():
         steps = [part["spec"]["steps"] for part in parts(of, group)[0]]
         row: dict[str, Any] = {"trained by": words, "n": len(of[group]), "steps": " + ".join(map(str, steps))}
         row |= {"TFLOP": f"{total(of, group, 'forward_flops') / 1e12:.2f}"}
