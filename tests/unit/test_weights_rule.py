@@ -332,6 +332,16 @@ def test_a_cell_that_learned_nothing_decides_nothing() -> None:
     assert verdict.verdict == "underpowered" and "es members gains 1.0 points" in verdict.text.replace("_", " ")
 
 
+def test_runs_that_never_get_there_are_counted() -> None:
+    paths = {name: ([0.1, 0.2], [0.0, -0.1]) for name in CELLS}
+    records = curved(two_by_two(), paths)
+    for run in records:
+        if run.get("digest") == "grpo 33":
+            run["curve"] = run["curve"] | {f"reach_{at}@1": [0.1, 0.1] for at in ("t0.6", "t1")}
+    verdict = judge("E13", [*SWEEPS, *records])
+    assert verdict.verdict == "underpowered" and "7 of 8 runs of grpo are right so often" in verdict.text
+
+
 def composed(order: str, greedy: float) -> list[dict]:
     """Runs in two parts with how often they are right greedily, and half as often sampled."""
     arm, steps, first = ("grpo", 125, 33) if order == "es then grpo" else ("es", 33, 125)

@@ -131,7 +131,7 @@ def _matched(claim: Claim, chosen: list[Chosen], decoding: str) -> tuple[list[np
         values = [_at(level, *(np.array(curve[field]) for field in fields)) for curve in runs]
         there = np.array([value for value in values if value is not None])
         if len(there) < max(2, claim["min_seeds"]):
-            raise Undecided(f"{len(there)} of {len(values)} runs of {side.arm} are right so often")
+            raise Undecided(f"{len(there)} of {len(values)} runs of {side.side.arm} are right so often")
         cells.append(there)
     counts = " v ".join(str(len(cell)) for cell in cells)
     return cells, f"(where {100 * level:.1f} % of single samples are right, n = {counts})"
