@@ -314,8 +314,13 @@ def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
         "CovRolloutsRight": (ASKED[0].format(right.rows), ""),
         "CovUpdateRight": (ASKED[0].format(right.columns), ""),
     }
+    once = ASKED[2]
+    alone = chances(of, "grpo", once.at)
     for macro, group in zip(("Es", "Grpo", "EsGrpo", "GrpoEs"), ORDERS.values(), strict=True):
-        found[f"CovAlone{macro}"] = (100 * value(of, group, ASKED[0]).value, ".1f")
+        found[f"CovOrder{macro}"] = (100 * value(of, group, ASKED[0]).value, ".1f")
+        if group in study.COMPOSED:
+            behind = stats.crossed_bootstrap(chances(of, group, once.at), alone)
+            found[f"CovBehind{macro}"] = (once.format(behind), "")
     return found
 
 

@@ -278,8 +278,11 @@ def cells(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
 
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1.5, 1))
     rows, change = [], factors.ASKED[5]
-    for (who, update), group in study.CELLS.items():
-        look, curves = factors.look(who, update), [record["curve"] for record in of[group]]
+    slower = factors.look("temperature", "gradient") | {"ls": ":", "marker": "D", "mfc": "white"}
+    slower["label"] += ", slower"
+    drawn = [(factors.look(*cell), group) for cell, group in study.CELLS.items()] + [(slower, study.SLOWER)]
+    for look, group in drawn:
+        curves = [record["curve"] for record in of[group]]
         one = 100 * np.mean([curve["reach_t1@1"] for curve in curves], axis=0)
         net = 100 * np.mean([np.subtract(curve["won_t1"], curve["lost_t1"]) for curve in curves], axis=0)
         left.plot(one, net, **look, ms=4, lw=1.2)
