@@ -371,7 +371,7 @@ def test_a_run_in_two_parts_goes_on_where_it_was_and_is_charged_for_both():
 
 @pytest.mark.parametrize(
     "draw",
-    ["pass_at_k", "temperatures", "matched", "support", "training", "accuracies", "perturbation", "cells", "composed"],
+    ["pass_at_k", "matched", "support", "training", "accuracies", "cells", "composed"],
 )
 def test_the_figures_of_notebook_07_draw_their_data(draw):
     of, run = loaded(solution_coverage).records, run_of(solution_coverage)

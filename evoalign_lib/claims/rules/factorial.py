@@ -100,8 +100,9 @@ def _effects(
     if rule["larger"] != rule["rows"]:
         size = Interval(-size.value, -size.high, -size.low, size.n, size.level)
     told = [(larger, size, decisive)]
-    told += [(f"effect of the {name}", getattr(found, part), False) for part, name in by_name.items()]
-    told.append(("interaction", found.interaction, False))
+    if quantity == rule["quantity"]:
+        told += [(f"effect of the {name}", getattr(found, part), False) for part, name in by_name.items()]
+        told.append(("interaction", found.interaction, False))
     findings = []
     for what, interval, decides in told:
         text = f"{interval.format()} points" if share else interval.format(percent=False, digits=3)

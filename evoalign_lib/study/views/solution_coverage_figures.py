@@ -29,18 +29,18 @@ _BANDS = (study.BASE, "es", "grpo")
 """Models whose intervals are drawn."""
 _ALONG = ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
 """Arms that are measured along their runs."""
-_PANELS = {"t0.6": "temperature 0.6", "t1": "temperature 1", view.OWN: "each at its own temperature"}
+_PANELS = {"t1": "temperature 1", view.OWN: "each at its own temperature"}
 
 
 def pass_at_k(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw what is solved within k samples, at two temperatures and at each model's own.
+    """Draw what is solved within k samples, at temperature 1 and at each model's own.
 
     Returns the figure and what it plots, a row per point of a line.
     """
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), sharey=True)
     rows = []
     for ax, (temperature, title) in zip(axes, _PANELS.items(), strict=True):
         for model in _CURVES:
@@ -61,34 +61,12 @@ def pass_at_k(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     return fig, pd.DataFrame(rows)
 
 
-def temperatures(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw what is solved by one sample, within 16 and within 256, against the temperature of the samples."""
-    import pandas as pd
-    from matplotlib import pyplot as plt
-
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9))
-    rows = []
-    for ax, k in zip(axes, view.KS, strict=False):
-        for model in _DRAWN:
-            values = [_solved(run, of, model, label(t), k) for t in run.coverage_temperatures]
-            ax.plot(run.coverage_temperatures, values, **_look(run, model))
-            rows += [
-                {"panel": k, "model": view.name(run, model), "temperature": t, "value": value}
-                for t, value in zip(run.coverage_temperatures, values, strict=True)
-            ]
-        ax.set(title="one sample" if k == 1 else f"within {k} samples", xlabel="temperature", ylim=(0, None))
-        ax.set_xticks(run.coverage_temperatures, [f"{t:g}" for t in run.coverage_temperatures])
-    axes[0].set(ylabel="problems solved, %")
-    _key(fig, axes[0])
-    return fig, pd.DataFrame(rows)
-
-
 def matched(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     """Draw what is solved within 256 samples against what one sample solves, a curve through the temperatures."""
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(style.PAGE, 3.4))
+    fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
     rows = []
     for model in _CURVES:
         one, many = (
@@ -151,16 +129,15 @@ def _regions(ax: Axes) -> None:
 
 
 def training(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw along the runs what is solved within 256 samples, won and lost against the base, at temperature 1."""
+    """Draw along the runs what is won and lost within 256 samples against the base, at temperature 1."""
     import pandas as pd
     from matplotlib import pyplot as plt
 
     panels = {
-        f"reach_t1@{SOLVED_WITHIN}": f"solved within {SOLVED_WITHIN} samples",
         "won_t1": "won",
         "lost_t1": "lost",
     }
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), sharey=True)
     rows = []
     for ax, (field, title) in zip(axes, panels.items(), strict=True):
         for arm in _ALONG:
@@ -172,10 +149,7 @@ def training(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
                 for step, value in zip(steps, values, strict=True)
             ]
         ax.set(title=title, xlabel="steps of the run, %")
-    axes[0].set(ylabel="validation problems, %")
-    limit = max(ax.get_ylim()[1] for ax in axes[1:])
-    for ax in axes[1:]:
-        ax.set(ylim=(0, limit))
+    axes[0].set(ylabel="validation problems, %", ylim=(0, None))
     _key(fig, axes[0])
     return fig, pd.DataFrame(rows)
 
@@ -200,41 +174,6 @@ def accuracies(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     ax.set_xticks(range(len(names)), names)
     ax.set(xlabel="chance that one sample is right, up to", ylabel="problems", ylim=(0, None))
     _key(fig, ax)
-    return fig, pd.DataFrame(rows)
-
-
-def perturbation(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw what completions of the base solve if they differ by temperature, and by noise on the weights."""
-    import pandas as pd
-    from matplotlib import pyplot as plt
-
-    look = {"color": style.ARMS["base"].color, "ms": 5}
-    sigmas = run.perturbed_sigmas
-    within = min(SOLVED_WITHIN, of["perturbed"][0]["spec"]["members"])
-    curves = {
-        "temperature": (
-            [f"{t:g}" for t in run.coverage_temperatures],
-            *([_solved(run, of, study.BASE, label(t), k) for t in run.coverage_temperatures] for k in (1, within)),
-        ),
-        "noise on the weights, sigma": (
-            [f"{sigma:g}" for sigma in sigmas],
-            *(
-                [100 * view.solved_by_copies(view.of_sigma(of, sigma), k).mean() for sigma in sigmas]
-                for k in (1, within)
-            ),
-        ),
-    }
-    fig, ax = plt.subplots(figsize=(style.PAGE, 3.2))
-    rows = []
-    for (what, (names, one, many)), mark in zip(curves.items(), ({"marker": "o"}, {"marker": "s"}), strict=True):
-        how = {"ls": "-"} if what == "temperature" else {"ls": "--", "mfc": "white"}
-        ax.plot(one, many, label=what, **look, **mark, **how)
-        for each, x, y in zip(names, one, many, strict=True):
-            ax.annotate(each, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7)
-            rows.append({"differ by": what, "setting": each, "across": x, "value": y})
-    ax.set(xlabel="solved by one completion, %", ylabel=f"solved within {within} completions, %")
-    ax.margins(0.08)
-    ax.legend(loc="lower left")
     return fig, pd.DataFrame(rows)
 
 
@@ -276,7 +215,7 @@ def cells(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     import pandas as pd
     from matplotlib import pyplot as plt
 
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1.5, 1))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=(1.5, 1))
     rows, change = [], factors.ASKED[5]
     slower = factors.look("temperature", "gradient") | {"ls": ":", "marker": "D", "mfc": "white"}
     slower["label"] += ", slower"
@@ -320,7 +259,7 @@ def composed(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
         "validation_greedy": "right greedily",
         f"reach_t1@{SOLVED_WITHIN}": f"solved within {SOLVED_WITHIN} samples at temperature 1",
     }
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.0))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4))
     rows, strokes = [], ("-", "-", "--", ":")
     for ax, (field, title) in zip(axes, fields.items(), strict=True):
         for (words, group), stroke in zip(factors.ORDERS.items(), strokes, strict=True):
