@@ -91,22 +91,25 @@ def _spent(found: Sequence[Record], name: str) -> float:
 
 
 def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return a row per cell, and per way to fine-tune: what its models solve, how far they went, what was spent."""
+    """Return a row per cell, and per way to fine-tune: what its models solve, with the null of counts."""
     from pandas import DataFrame
 
     rows = []
-    named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in study.CELLS.items()}
-    named |= {
-        (f"{ROLLOUTS['temperature']}, slower", UPDATES["gradient"]): study.SLOWER,
-        (ROLLOUTS["temperature"], "filtered SFT"): "sft",
-        (f"{ROLLOUTS['perturbed']}, greedily", "filtered SFT"): study.PLAIN,
-    }
-    for (who, update), group in named.items():
-        found = of[group]
-        row: dict[str, Any] = {"who writes": who, "update": update, "n": len(found)}
+    for (who, update), group in _named_cells().items():
+        row: dict[str, Any] = {"who writes": who, "update": update, "n": len(of[group])}
         row |= {asked.words: asked.format(value(of, group, asked)) for asked in (*ASKED[:4], ASKED[5])}
-        row["null of counts"] = null_in_words(of)
-        row["setting"] = _setting(found[0]["spec"])
+        rows.append(row | {"null of counts": null_in_words(of)})
+    return DataFrame(rows)
+
+
+def spent_table(run: SimpleNamespace, of: Records) -> DataFrame:
+    """Return a row per cell, and per way to fine-tune: its setting, how far it went, its ratios, what was spent."""
+    from pandas import DataFrame
+
+    rows = []
+    for (who, update), group in _named_cells().items():
+        found = of[group]
+        row: dict[str, Any] = {"who writes": who, "update": update, "setting": _setting(found[0]["spec"])}
         row["norm"] = f"{np.mean([record['update_norm'] for record in found]):.2f}"
         for what, words in (("effective_share", "effective samples, %"), ("clipped_share", "clipped, %")):
             shares = [record["rollouts"][what] for record in found if "rollouts" in record]
@@ -115,6 +118,16 @@ def cells_table(run: SimpleNamespace, of: Records) -> DataFrame:
         row["core-seconds"] = f"{_spent(found, 'core_seconds'):.0f}"
         rows.append(row)
     return DataFrame(rows)
+
+
+def _named_cells() -> dict[tuple[str, str], str]:
+    """Return who writes and how weights are updated, in words -> group, for the cells and what stands beside them."""
+    named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in study.CELLS.items()}
+    return named | {
+        (f"{ROLLOUTS['temperature']}, slower", UPDATES["gradient"]): study.SLOWER,
+        (ROLLOUTS["temperature"], "filtered SFT"): "sft",
+        (f"{ROLLOUTS['perturbed']}, greedily", "filtered SFT"): study.PLAIN,
+    }
 
 
 def _setting(spec: Spec) -> str:
