@@ -145,7 +145,12 @@ def _place(end: Mapping[str, Any] | None) -> tuple[Any, ...]:
     run, size = end["of"]["run"], len(end["of"]["seeds"])
     chain = [run["start"]["run"], run] if "start" in run else [run]
     order = list(arms.ARMS)
-    return (len(chain), size > 1, *(order.index(part["arm"]) for part in chain), -sum(p.get("steps", 0) for p in chain))
+    return (
+        len(chain),
+        size > 1,
+        *(order.index(part["arm"]) for part in chain),
+        -sum(p.get("steps", 0) * p.get("population_size", 1) for p in chain),
+    )
 
 
 def _labels(ends: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
@@ -174,7 +179,7 @@ def _labels(ends: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
         if "steps" in apart and f"{name}, {run['steps']} steps" not in labels.values():
             apart = {}
             name += f", {run['steps']} steps"
-        name += "".join(f", {setting} {value:g}" for setting, value in apart.items())
+        name += "".join(f", {setting.replace('_', ' ')} {value:g}" for setting, value in apart.items())
         if name in labels.values():
             name += f" ({len(labels)})"
         labels[key] = name
