@@ -138,7 +138,6 @@ SAID = {
     "C8": "supported",
     "C9": "not evidence",
     "C9b": "contradicted",
-    "C11": "underpowered",
     "C18b": "supported",
     "C20": "not evidence",
     "C22": "not evidence",
@@ -149,7 +148,6 @@ SAID = {
     "C28": "contradicted",
     "C33": "not evidence",
     "C33b": "supported",
-    "C34": "underpowered",
     "C37": "not evidence",
     "C37b": "supported",
 }
