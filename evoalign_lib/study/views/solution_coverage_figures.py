@@ -229,7 +229,7 @@ def cells(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
             {"panel": "along", "cell": look["label"], "step": step, "across": x, "value": y}
             for step, x, y in zip(curves[0]["step"], one, net, strict=True)
         ]
-    left.set(xlabel="solved by one sample at temperature 1, %", ylabel="won - lost, % of validation problems")
+    left.set(xlabel="solved by one sample at temperature 1, %", ylabel="won - lost, % of problems")
     for update, words in factors.UPDATES.items():
         found = [factors.value(of, study.CELLS[who, update], change) for who in factors.ROLLOUTS]
         values = [each.value for each in found]
