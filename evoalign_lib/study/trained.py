@@ -166,6 +166,18 @@ def end(
     return named if draw is None else named | {"draw": draw}
 
 
+def at_end(spec: Spec, end: Mapping[str, Any] | None) -> Spec:
+    """Return the spec of what is asked of a base, or of a model that was trained from it.
+
+    end: the model, of `end`; None: the base itself. Raises ValueError for an end of another base.
+    """
+    if end is None:
+        return spec
+    if (begun := end["of"]["run"]["base"]) != spec["base"]:
+        raise ValueError(f"the model started from base {begun!r}, the spec is of {spec['base']!r}.")
+    return spec | {"end": dict(end)}
+
+
 def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layout) -> np.ndarray:
     """Return the displacement from the base that `end` names, float64 (layout.size,).
 

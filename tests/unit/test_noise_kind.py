@@ -91,5 +91,5 @@ def test_noise_that_cannot_be_is_refused(change, message):
 
 
 def test_a_model_of_another_base_is_refused(runs):
-    with pytest.raises(ValueError, match="started from base 'A0', the noise is on 'A1'"):
+    with pytest.raises(ValueError, match="started from base 'A0', the spec is of 'A1'"):
         noise_spec("A1", trained.end(runs), SIZES, "tiny")

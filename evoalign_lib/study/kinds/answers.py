@@ -68,11 +68,7 @@ def answers_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str
     # a test set that says what is right needs no list of right answers: every base can be asked
     asked = {name: value for name, value in settings.items() if name != "validation_problems"} | own
     spec = specs.begin_tiny("answers", base, scale, asked, tiny.SHIPPED) | own
-    if end is None:
-        return spec
-    if end["of"]["run"]["base"] != base:
-        raise ValueError(f"the model started from base {end['of']['run']['base']!r}, the spec is of {base!r}.")
-    return spec | {"end": dict(end)}
+    return trained.at_end(spec, end)
 
 
 def run(spec: Spec) -> Record:

@@ -49,11 +49,7 @@ def coverage_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[st
         raise ValueError(f"coverage_samples={spec['coverage_samples']}: take 2 to 4,095.")
     spec["test_problems"] = spec.pop("coverage_problems")
     measures.get(spec["task"]).spec_fields(base, spec)  # refuses more test problems than there are
-    if end is None:
-        return spec
-    if end["of"]["run"]["base"] != base:
-        raise ValueError(f"the model started from base {end['of']['run']['base']!r}, the spec is of {base!r}.")
-    return spec | {"end": dict(end)}
+    return trained.at_end(spec, end)
 
 
 def run(spec: Spec) -> Record:

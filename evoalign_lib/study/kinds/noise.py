@@ -58,11 +58,7 @@ def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, 
         raise ValueError(f"noise_sigmas={sigmas}: take 1 to 8 finite standard deviations above 0.")
     if not 1 <= trials <= 8:
         raise ValueError(f"noise_trials={trials}: take 1 to 8.")
-    if end is None:
-        return spec
-    if end["of"]["run"]["base"] != base:
-        raise ValueError(f"the model started from base {end['of']['run']['base']!r}, the noise is on {base!r}.")
-    return spec | {"end": dict(end)}
+    return trained.at_end(spec, end)
 
 
 def run(spec: Spec) -> Record:
