@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from evoalign_lib import arms, grpo, ledger, models, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
-from evoalign_lib.study import sweep, trained, training
+from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, ledger_file, read_records, spec_hash
+from evoalign_lib.study import sweep, trained, training, worlds
 from evoalign_lib.study.kinds import train
+from evoalign_lib.study.kinds.answers import answers_spec
 from evoalign_lib.study.kinds.audit import audit_specs
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.best_of_n import best_of_n_specs
+from evoalign_lib.study.kinds.composed import composed_specs
 from evoalign_lib.study.kinds.coverage import coverage_spec
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.estimator import estimator_specs
@@ -27,6 +29,7 @@ from evoalign_lib.study.kinds.path import path_spec
 from evoalign_lib.study.kinds.perturbed import perturbed_specs
 from evoalign_lib.study.kinds.products import products_specs
 from evoalign_lib.study.kinds.published import published_specs
+from evoalign_lib.study.kinds.sampled import sampled_specs
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
 from evoalign_lib.study.notebooks.loading import of_runs
 from evoalign_lib.tasks import countdown
@@ -73,10 +76,11 @@ def test_the_record_of_every_arm(arm, tmp_path):
     if arm == "es_random":  # generates nothing
         assert [budget[axis] for axis in AXES[:3]] == [0, 0, 0]
         return
-    assert budget["completions"] == {"es": 3 * 16, "sf": 4 * 24}.get(arm[:2], 4 * 16)
+    by_family = {"es": 3 * 16, "sft": 4 * 24}.get(arms.get(arm).family, 4 * 16)
+    assert budget["completions"] == (4 * 16 if arm == "es_weighted" else by_family)  # whose members write nothing
     assert 0 < budget["generated_tokens"] <= 16 * budget["completions"] < budget["forward_flops"]
     assert ("trl" in r) == (not arm.startswith("es")) and ("plan" in r) == arm.startswith("es")
-    if arm == "sft":
+    if arms.get(arm).family == "sft":
         assert 0 < r["counts"]["kept"] <= 4 * 24 and "curve" not in r
         return
     curve = r["curve"]
@@ -292,7 +296,23 @@ MAKERS |= {
         coverage_spec(s["base"], end_in(s.get("end")), s | {"coverage_problems": s["test_problems"]}, s["scale"])
     ],
     "perturbed": lambda s: remade_perturbed(s),
+    "composed": lambda s: composed_specs(s["arm"], runs_in(s["start"]), of_runs(s), s["scale"]),
+    "answers": lambda s: [
+        answers_spec(s["base"], end_in(s.get("end")), s | {"coverage_problems": s["test_problems"]}, s["scale"])
+    ],
+    "sampled": lambda s: remade_sampled(s),
 }
+
+
+def remade_sampled(s):
+    first, stop = s["block"]
+    settings = s | {"sampled_problems": s["test_problems"], "sampled_block": stop - first}
+    settings |= {"sampled_samples": s["samples"], "sampled_temperatures": [s["temperature"]], "sampled_seed": s["seed"]}
+    end = None
+    if "end" in s:  # a committed ledger
+        kept = [r for r in read_records(paths.RESULTS / "02_grpo_countdown" / "tiny.jsonl") if "ledger" in r]
+        (end,) = (file for file in map(ledger_file, kept) if worlds.know_end(file) == s["end"])
+    return [made for made in sampled_specs(s["base"], end, settings, s["scale"]) if made["block"] == s["block"]]
 
 
 def remade_perturbed(s):
