@@ -491,15 +491,7 @@ def effects(
         raise ValueError(f"cells have {sorted(problems)} problems: give the same ones in all.")
 
     value = np.array([_quotient(net.sum(1), reached.sum(1)).mean() for net, reached in groups])
-    rng, n = np.random.default_rng(seed), problems.pop()
-    means = np.zeros((whole_number("n_resamples", n_resamples), 4))
-    for start in range(0, n_resamples, _CHUNK):
-        size = min(_CHUNK, n_resamples - start)
-        drawn = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)  # how often each problem
-        for cell, (net, reached) in enumerate(groups):
-            each = _quotient(drawn @ net.T, drawn @ reached.T)
-            chosen = rng.integers(len(net), size=each.shape)
-            means[start : start + size, cell] = np.take_along_axis(each, chosen, axis=1).mean(axis=1)
+    means = _resampled(groups, n_resamples, seed)
     return _effects(value, means, min(len(net) for net, _ in groups), level)
 
 
@@ -638,17 +630,29 @@ def _change(
         sign * _quotient(net.sum(1), reached.sum(1)).mean()
         for sign, (net, reached) in zip((1, -1), groups, strict=False)
     )
+    means = _resampled(groups, n_resamples, seed)
+    draws = means[:, 0] - means[:, 1] if len(groups) > 1 else means[:, 0]
+    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
+    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups), level)
+
+
+def _resampled(
+    groups: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], n_resamples: int, seed: int
+) -> NDArray[np.float64]:
+    """Return the mean over runs of net / reached in resamples, (n_resamples, groups), by the crossed bootstrap.
+
+    groups: net and reached of each, (runs, problems). Runs are resampled in each group by itself, problems in common.
+    """
     rng, n = np.random.default_rng(seed), groups[0][0].shape[1]
-    draws = np.zeros(whole_number("n_resamples", n_resamples))
+    means = np.zeros((whole_number("n_resamples", n_resamples), len(groups)))
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
         drawn = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)  # how often each problem
-        for sign, (net, reached) in zip((1, -1), groups, strict=False):
-            nscr = _quotient(drawn @ net.T, drawn @ reached.T)
-            chosen = rng.integers(len(net), size=nscr.shape)
-            draws[start : start + size] += sign * np.take_along_axis(nscr, chosen, axis=1).mean(axis=1)
-    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
-    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups), level)
+        for group, (net, reached) in enumerate(groups):
+            each = _quotient(drawn @ net.T, drawn @ reached.T)
+            chosen = rng.integers(len(net), size=each.shape)
+            means[start : start + size, group] = np.take_along_axis(each, chosen, axis=1).mean(axis=1)
+    return means
 
 
 def _net_and_reached(

@@ -34,7 +34,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     engine.prompts["train"] = prompts = Prompts(training.rows(spec, tokenizer, sets["train"]), tokenizer)
     if arms.get(spec["arm"]).rollouts == "perturbed":
         key = noise.run_key(spec["arm"], spec["seed"])
-        samples = rollouts.greedy_answers(engine, "train", key, spec["sigma"], spec["num_generations"])
+        samples = rollouts.greedy_answers(engine, ["train"], key, spec["sigma"], spec["num_generations"])["train"]
     else:
         samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
     pairs = [

@@ -140,21 +140,25 @@ def _log_likelihoods(
 
 
 def greedy_answers(
-    engine: Any, name: str, run_key: int, sigma: float, members: int
-) -> list[list[tuple[str, list[int]]]]:
+    engine: Any, names: Sequence[str], run_key: int, sigma: float, members: int
+) -> dict[str, list[list[tuple[str, list[int]]]]]:
     """Return what perturbed copies of the engine's weights answer greedily, once each, as `Engine.generate` returns it.
 
     Args:
         engine: its master is perturbed and put back.
-        name: which prompts.
+        names: which sets of prompts.
         run_key: of the noise.
         sigma: its standard deviation, weight units.
         members: copies.
+
+    Returns:
+        Name -> a row of answers for each copy.
     """
-    found = []
+    found: dict[str, list[list[tuple[str, list[int]]]]] = {name: [] for name in names}
     for member in range(members):
         with engine.perturbed(noise.member_key(run_key, 0, member), sigma):
-            found += engine.generate(name)
+            for name, rows in found.items():
+                rows += engine.generate(name)
     return found
 
 

@@ -74,9 +74,9 @@ class Trained(NamedTuple):
     """steps after which a weight was not finite"""
 
 
-def outcome(spec: Spec, trained: Trained) -> Record:
+def outcome(spec: Spec, ended: Trained) -> Record:
     """Return what is measured of every trained model, and the first step after which a weight was not finite."""
-    engine, start, sets, _, diverged = trained
+    engine, start, sets, _, diverged = ended
     # in blocks: all at once it would take 12 bytes per weight
     blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])

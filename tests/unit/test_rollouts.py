@@ -95,7 +95,7 @@ def test_the_ratios_of_a_distribution_average_to_one(engine):
 
 
 def test_greedy_answers_are_those_of_the_copies(engine):
-    found = rollouts.greedy_answers(engine, "few", 5, 0.03, 3)
+    found = rollouts.greedy_answers(engine, ["few"], 5, 0.03, 3)["few"]
     with engine.perturbed(noise.member_key(5, 0, 2), 0.03):
         assert found[2] == engine.generate("few")[0]
     assert len(found) == 3 and len({str(row) for row in found}) == 3
@@ -248,7 +248,9 @@ def test_a_record_says_what_the_ratios_were_like(arm):
 
 def test_fine_tuning_on_what_copies_wrote_learns_from_their_right_answers(monkeypatch):
     drawn, greedy = [], rollouts.greedy_answers
-    monkeypatch.setattr(rollouts, "greedy_answers", lambda *given: drawn.append(greedy(*given)) or drawn[0])
+    monkeypatch.setattr(
+        rollouts, "greedy_answers", lambda *given: drawn.append(greedy(*given)["train"]) or {"train": drawn[0]}
+    )
     (spec,) = train_specs("sft_perturbed", ["A0"], [0], SETTINGS, "tiny")
     record = train.run(spec)
     measure = measures.get("countdown")

@@ -18,6 +18,7 @@ from evoalign_lib.records import Record, Spec, pack_integers
 from evoalign_lib.study import measures, specs, training
 from evoalign_lib.study.kinds.coverage import summary, vote_is_right
 from evoalign_lib.study.measures.base import Measures
+from evoalign_lib.study.rollouts import greedy_answers
 
 _SIZES = ("max_completion_length", "perturbed_members", "perturbed_problems", "perturbed_validation")
 BEST = (1, 16, 64)
@@ -65,12 +66,8 @@ def run(spec: Spec) -> Record:
     model, tokenizer, sets = training.world(spec)
     run_key = noise.run_key("perturbed", spec["repeat"])
     with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
-        rows: dict[str, list[list[str]]] = {"test": [], "validation": []}
-        for member in range(spec["members"]):
-            with engine.perturbed(noise.member_key(run_key, 0, member), spec["sigma"]):
-                for name, found in rows.items():
-                    (row,) = engine.generate(name)
-                    found.append([text for text, _ in row])
+        answered = greedy_answers(engine, ["test", "validation"], run_key, spec["sigma"], spec["members"])
+        rows = {name: [[text for text, _ in row] for row in found] for name, found in answered.items()}
         right = {
             name: np.array([[measure.right(p, text) for p, text in zip(sets[name], row, strict=True)] for row in found])
             for name, found in rows.items()

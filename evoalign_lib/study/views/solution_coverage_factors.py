@@ -160,14 +160,10 @@ def effects_table(run: SimpleNamespace, of: Records) -> DataFrame:
         row |= {"effect of the update": asked.format(found.columns), "interaction": asked.format(found.interaction)}
         rows.append(row | _variance(_of_runs(of, asked)))
     norms = [[np.log2([r["update_norm"] for r in of[study.CELLS[w, u]]]) for u in UPDATES] for w in ROLLOUTS]
-    (a, b), (c, d) = norms
+    of_norms = coverage.effects_of_runs(norms, n_resamples=_RESAMPLES)
     row = {"quantity": "norm, doublings"}
-    contrasts = {
-        "effect of the rollouts": stats.stratified_bootstrap([c, d], [a, b], n_resamples=_RESAMPLES),
-        "effect of the update": stats.stratified_bootstrap([b, d], [a, c], n_resamples=_RESAMPLES),
-    }
-    row |= {words: interval.format(percent=False, digits=2) for words, interval in contrasts.items()}
-    row["interaction"] = f"{d.mean() - c.mean() - b.mean() + a.mean():.2f}"
+    named = {"effect of the rollouts": "rows", "effect of the update": "columns", "interaction": "interaction"}
+    row |= {words: getattr(of_norms, part).format(percent=False, digits=2) for words, part in named.items()}
     rows.append(row | _variance(norms))
     return DataFrame(rows)
 
