@@ -11,7 +11,7 @@ from evoalign_lib import paths
 
 @pytest.mark.skipif(os.environ.get("EVOALIGN_NETWORK") != "1", reason="needs the network: set EVOALIGN_NETWORK=1")
 def test_the_packages_of_gpu_machines_have_a_solution():
-    extras = [f"--extra={name}" for name in ("notebooks", "gpu", "cluster", "dev", "site")]
+    extras = [f"--extra={name}" for name in ("notebooks", "gpu", "cluster", "dev", "judges", "site")]
     platform = ["--python-version=3.12", "--python-platform=x86_64-unknown-linux-gnu"]
     command = [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-config", "-c", "constraints.txt"]
     done = subprocess.run(

@@ -114,7 +114,7 @@ def test_direct_dependency_is_a_range_with_one_pin_inside(requirement: Requireme
 
 
 def test_pins_cover_everything_that_the_requirements_install() -> None:
-    waiting, seen = _requirements_of(["notebooks", "dev", "site"]), set()
+    waiting, seen = _requirements_of(["notebooks", "dev", "judges", "site"]), set()
     while waiting:
         requirement = waiting.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
@@ -253,7 +253,7 @@ def test_no_file_names_a_machine_or_a_package_registry() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "limit"),
-    [("*.safetensors", 3_500_000), ("*.jsonl.gz", 2_500_000), ("paper/results/*.jsonl", 12_000_000)],
+    [("*.safetensors", 6_000_000), ("*.jsonl.gz", 2_500_000), ("paper/results/*.jsonl", 12_000_000)],
 )
 def test_weights_ledgers_and_records_stay_small(pattern: str, limit: int) -> None:
     kept = [path for path in _tracked() if fnmatch.fnmatch(path.relative_to(paths.ROOT).as_posix(), pattern)]

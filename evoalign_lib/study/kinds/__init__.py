@@ -16,6 +16,7 @@ KINDS: dict[str, str] = {
     "best_of_n": "evoalign_lib.study.kinds.best_of_n",
     "audit": "evoalign_lib.study.kinds.audit",
     "estimator": "evoalign_lib.study.kinds.estimator",
+    "judgments": "evoalign_lib.study.kinds.judgments",
     "kl": "evoalign_lib.study.kinds.kl",
     "coverage": "evoalign_lib.study.kinds.coverage",
     "decoding": "evoalign_lib.study.kinds.decoding",

@@ -1,0 +1,531 @@
+"""Pairwise games: what verdicts of a judge say about the strength of players, and what else would predict them.
+
+A game is a prompt, the answers of two players in slots A and B, and an outcome. The games of one prompt share its
+difficulty and its answers, so intervals come from resampling whole *prompts*, all games of a prompt together.
+
+Strengths follow Bradley and Terry: i beats j with probability 1 / (1 + 10^((s_j - s_i) / 400)), the scale of Elo's
+ratings, relative to a named anchor at 0; a tie is half a win for each. They do not depend on the order of the games.
+Sequential Elo ratings do; they are here to reproduce published ones, and to show how far the order alone moves them.
+
+Sources: Bradley and Terry, Biometrika 1952; Elo, The Rating of Chessplayers, 1978; the length covariate is that of the
+style control of Chatbot Arena and arena-hard-auto.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log, log2
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib.analysis.stats import Interval
+
+SCALE = 400 / log(10)
+"""Elo points per unit of log-odds."""
+A_WINS, TIE, B_WINS = 1.0, 0.5, 0.0
+"""Outcomes: what slot A scores."""
+
+_RESAMPLES = 2_000
+_MOST_LOG_ODDS = 50  # a coefficient beyond it is on its way to infinity
+_MOST_UNDEFINED = 0.05  # share of resamples without strengths from which an interval would not be one
+
+
+@dataclass(frozen=True)
+class Games:
+    """Games of several players, an entry of each array per game."""
+
+    players: tuple[str, ...]
+    """Names, each once; two at least."""
+    prompts: NDArray[np.int64]
+    """(games,) number of the prompt that was answered: 0, 1, ... without gaps."""
+    a: NDArray[np.int64]
+    """(games,) index in `players` of the player in slot A."""
+    b: NDArray[np.int64]
+    """(games,) the same for slot B; another player."""
+    outcome: NDArray[np.float64]
+    """(games,) what slot A scores: `A_WINS`, `TIE` or `B_WINS`."""
+
+    def __post_init__(self) -> None:
+        if len(self.players) < 2 or len(set(self.players)) < len(self.players):
+            raise ValueError(f"players are {self.players}: name two or more, each once")
+        if not len(self.prompts) == len(self.a) == len(self.b) == len(self.outcome) > 0:
+            lengths = [len(x) for x in (self.prompts, self.a, self.b, self.outcome)]
+            raise ValueError(f"prompts, a, b and outcome have lengths {lengths}: give one entry per game, one at least")
+        for name, values in (("a", self.a), ("b", self.b)):
+            if values.min() < 0 or values.max() >= len(self.players):
+                raise ValueError(f"{name} reaches from {values.min()} to {values.max()}: players are 0 to n - 1")
+        if (self.a == self.b).any():
+            raise ValueError(f"game {int((self.a == self.b).argmax())} has one player in both slots")
+        if not np.isin(self.outcome, (A_WINS, TIE, B_WINS)).all():
+            bad = self.outcome[~np.isin(self.outcome, (A_WINS, TIE, B_WINS))][0]
+            raise ValueError(f"outcome {bad} is none of 1 (A wins), 0.5 (tie), 0 (B wins): leave out unparsed verdicts")
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Any],
+        a: Sequence[str],
+        b: Sequence[str],
+        outcome: ArrayLike,
+        players: Sequence[str] | None = None,
+    ) -> Games:
+        """Make games from names.
+
+        Args:
+            prompts: (games,) what was asked, as text or any other key.
+            a, b: (games,) the players in slots A and B.
+            outcome: (games,) what slot A scores.
+            players: all names in the order wanted; by default sorted.
+
+        Raises:
+            ValueError: a name that is not among the players, and what `Games` refuses.
+
+        >>> Games.of(["q", "q"], ["x", "y"], ["y", "z"], [1, 0.5]).players
+        ('x', 'y', 'z')
+        """
+        names = tuple(sorted({*a, *b}) if players is None else players)
+        if strange := sorted({*a, *b} - set(names)):
+            raise ValueError(f"{strange[0]!r} is none of the players {', '.join(names)}")
+        place, numbers = (
+            {name: i for i, name in enumerate(names)},
+            {key: i for i, key in enumerate(dict.fromkeys(prompts))},
+        )
+        codes = (
+            np.array([table[key] for key in keys], np.int64)
+            for table, keys in ((numbers, prompts), (place, a), (place, b))
+        )
+        return cls(names, *codes, np.asarray(outcome, np.float64))
+
+    def __len__(self) -> int:
+        return len(self.outcome)
+
+    def take(self, chosen: ArrayLike) -> Games:
+        """Return the chosen games (a mask or indices), in that order; prompts are numbered anew."""
+        rows = np.asarray(chosen)
+        _, prompts = np.unique(self.prompts[rows], return_inverse=True)
+        return Games(self.players, prompts.astype(np.int64), self.a[rows], self.b[rows], self.outcome[rows])
+
+    def swapped(self) -> Games:
+        """Return the same games with the slots exchanged."""
+        return Games(self.players, self.prompts, self.b, self.a, 1 - self.outcome)
+
+    def without(self, player: str) -> Games:
+        """Return the games in which a player has no part, and the other players."""
+        out = self._place(player)
+        kept = self.take((self.a != out) & (self.b != out))
+        names = [[self.players[i] for i in side] for side in (kept.a, kept.b)]
+        return Games.of(kept.prompts.tolist(), *names, kept.outcome, [p for p in self.players if p != player])
+
+    @property
+    def decided(self) -> NDArray[np.bool_]:
+        """(games,) whether a game has a winner."""
+        return self.outcome != TIE
+
+    def _place(self, player: str) -> int:
+        if player not in self.players:
+            raise ValueError(f"unknown player {player!r}: use one of {', '.join(self.players)}")
+        return self.players.index(player)
+
+
+# ----------------------------------------------------------------------------------------------------------- strengths
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """Bradley-Terry strengths with resamples of prompts, in Elo points above the anchor."""
+
+    players: tuple[str, ...]
+    """Names, in the order of the columns."""
+    anchor: str
+    """The player whose strength is 0 in every resample."""
+    values: NDArray[np.float64]
+    """(players,) the estimates."""
+    draws: NDArray[np.float64]
+    """(resamples that have strengths, players)."""
+    prompts: int
+    """Prompts that were resampled."""
+    undefined: int
+    """Resamples left out because a player, or a group of them, won or lost every game in them."""
+
+    def interval(self, player: str, level: float = 0.95) -> Interval:
+        """Return a player's strength with its percentile interval. Raises ValueError for an unknown player."""
+        return self.difference(player, self.anchor, level)
+
+    def difference(self, player: str, other: str, level: float = 0.95) -> Interval:
+        """Return a player's strength minus another's, with the percentile interval of the difference.
+
+        Two overlapping intervals do not mean that a difference is not established: this one says.
+        """
+        i, j = (_index(self.players, name) for name in (player, other))
+        draws = self.draws[:, i] - self.draws[:, j]
+        return _interval(self.values[i] - self.values[j], draws, self.prompts, level)
+
+    def first(self) -> dict[str, float]:
+        """Return player -> share of resamples in which nobody is stronger."""
+        best = np.bincount(self.draws.argmax(1), minlength=len(self.players)) / len(self.draws)
+        return dict(zip(self.players, best.tolist(), strict=True))
+
+
+def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Strengths:
+    """Return the strengths of all players by maximum likelihood (evalica), with a bootstrap over prompts.
+
+    Args:
+        games: all of them; ties are half a win for each.
+        anchor: the player at 0.
+        n_resamples: of the prompts.
+        seed: of the resamples; the same for games on the same prompts gives the same prompts.
+
+    Raises:
+        ValueError: an unknown anchor; players of whom some won or lost every game against the others, for whom no
+            finite strengths are most likely; or more than 5 % of such resamples.
+
+    >>> games = Games.of(range(4), ["x"] * 4, ["y"] * 4, [1, 1, 1, 0])
+    >>> round(float(bradley_terry(games, "y", n_resamples=0).values[0]), 1)  # 400 log10(3)
+    190.8
+    """
+    at = games._place(anchor)
+    kinds, counted = np.unique(np.column_stack([games.a, games.b, games.outcome]), axis=0, return_inverse=True)
+    a, b = kinds[:, 0].astype(int), kinds[:, 1].astype(int)
+    # how often each kind of game is in each prompt: a resample of prompts is a weight for each kind
+    table = np.zeros((games.prompts.max() + 1, len(kinds)))
+    np.add.at(table, (games.prompts, counted.ravel()), 1)
+    weights = np.vstack([table.sum(0), _prompt_counts(games, n_resamples, seed) @ table])
+    defined = _connected(weights, a, b, kinds[:, 2], len(games.players))
+    if not defined[0]:
+        raise ValueError(
+            "some players won, or lost, every game against the others: their strengths are not finite; give more "
+            "prompts, or leave these players out and report their win rates"
+        )
+    undefined = int((~defined[1:]).sum())
+    if undefined > _MOST_UNDEFINED * n_resamples:
+        raise ValueError(
+            f"{undefined} of {n_resamples} resamples have no finite strengths: give more prompts, or report win rates"
+        )
+    found = np.array([_strengths(a, b, kinds[:, 2], row, len(games.players)) for row in weights[defined]])
+    found -= found[:, [at]]
+    return Strengths(games.players, anchor, found[0], found[1:], len(table), undefined)
+
+
+def _strengths(
+    a: NDArray[np.int64], b: NDArray[np.int64], outcome: NDArray[np.float64], weights: NDArray[np.float64], players: int
+) -> NDArray[np.float64]:
+    """Return (players,) strengths in Elo points, mean 0, of weighted kinds of games."""
+    import evalica
+    import pandas as pd
+
+    winner = {A_WINS: evalica.Winner.X, TIE: evalica.Winner.Draw, B_WINS: evalica.Winner.Y}
+    limit = 100_000
+    result = evalica.bradley_terry(
+        a.tolist(),
+        b.tolist(),
+        [winner[x] for x in outcome.tolist()],
+        index=pd.RangeIndex(players),
+        weights=weights.tolist(),
+        tolerance=1e-10,
+        limit=limit,
+    )
+    if result.iterations >= limit:
+        raise ValueError(f"no strengths after {limit} iterations: some players won nearly all games, give more prompts")
+    return SCALE * np.log(result.scores.sort_index().to_numpy())
+
+
+def _connected(
+    weights: NDArray[np.float64], a: NDArray[np.int64], b: NDArray[np.int64], outcome: NDArray[np.float64], players: int
+) -> NDArray[np.bool_]:
+    """Return (rows,): whether chains of won or tied games lead from every player to every other (Ford 1957)."""
+    reach = np.zeros((len(weights), players, players))
+    reach[:, range(players), range(players)] = 1
+    for row, i, j, score in zip(weights.T, a, b, outcome, strict=True):
+        if score > 0:
+            reach[:, i, j] += row
+        if score < 1:
+            reach[:, j, i] += row
+    for _ in range(ceil(log2(players))):
+        reach = (reach @ reach > 0).astype(float)
+    return (reach > 0).all((1, 2))
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """Strengths with covariates held equal, in Elo points above the anchor, and what the covariates are worth."""
+
+    names: tuple[str, ...]
+    """Players, then covariates, in the order of `values`."""
+    anchor: str
+    """The player at 0."""
+    values: NDArray[np.float64]
+    """(names,) strengths, and coefficients in Elo points per unit of their covariate."""
+    covariance: NDArray[np.float64]
+    """(names, names) of the values, robust to whatever games of a prompt share."""
+    prompts: int
+    """Clusters of the covariance."""
+
+    def interval(self, name: str, level: float = 0.95) -> Interval:
+        """Return a player's strength, or the coefficient of a covariate, with its normal interval.
+
+        Raises ValueError for an unknown name.
+        """
+        i = _index(self.names, name)
+        return self._interval(self.values[i], self.covariance[i, i], level)
+
+    def difference(self, player: str, other: str, level: float = 0.95) -> Interval:
+        """Return a player's strength minus another's, with the interval of the difference."""
+        i, j = (_index(self.names, name) for name in (player, other))
+        variance = self.covariance[i, i] + self.covariance[j, j] - 2 * self.covariance[i, j]
+        return self._interval(self.values[i] - self.values[j], variance, level)
+
+    def _interval(self, value: float, variance: float, level: float) -> Interval:
+        half = NormalDist().inv_cdf((1 + level) / 2) * float(np.sqrt(max(variance, 0.0)))
+        return Interval(float(value), float(value) - half, float(value) + half, self.prompts, level)
+
+
+def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> Adjusted:
+    """Return Bradley-Terry strengths by a logistic regression (statsmodels) with covariates of each game.
+
+    The log-odds that slot A wins are s_A - s_B + the sum of coefficient x covariate. A tie enters as an outcome of one
+    half: its score is that of two games of half weight, one won by either side. The covariance is robust to clusters:
+    a prompt is one.
+
+    Args:
+        games: all of them.
+        anchor: the player at 0.
+        covariates: name -> (games,), each of the sign that favours slot A, such as `length_difference`; a row of ones
+            is the advantage of slot A. Without any, the values are those of `bradley_terry`.
+
+    Raises:
+        ValueError: a covariate of another length, not finite, or a combination of the players and the other
+            covariates; strengths that are not finite, as in `bradley_terry`; or a fit that does not settle.
+    """
+    import statsmodels.api as sm
+    from statsmodels.tools.sm_exceptions import PerfectSeparationWarning
+
+    at = games._place(anchor)
+    columns = [np.asarray(values, np.float64) for values in covariates.values()]
+    for name, values in zip(covariates, columns, strict=True):
+        if values.shape != games.outcome.shape or not np.isfinite(values).all():
+            raise ValueError(f"covariate {name!r} has shape {values.shape}: give {len(games)} finite numbers")
+        if name in games.players:
+            raise ValueError(f"covariate {name!r} has the name of a player: rename it")
+    rows, players = np.arange(len(games)), np.zeros((len(games), len(games.players)))
+    players[rows, games.a] += 1
+    players[rows, games.b] -= 1
+    design = np.column_stack([np.delete(players, at, axis=1), *columns])
+    if np.linalg.matrix_rank(design) < design.shape[1]:
+        raise ValueError(f"covariates {', '.join(covariates)} are not told apart from the players by these games")
+    ones = np.ones((1, len(games)))
+    if not _connected(ones, games.a, games.b, games.outcome, len(games.players))[0]:
+        raise ValueError("some players won, or lost, every game against the others: their strengths are not finite")
+    model, unsettled = sm.GLM(games.outcome, design, family=sm.families.Binomial()), True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerfectSeparationWarning)
+        try:
+            fit = model.fit(tol=1e-10, maxiter=200, cov_type="cluster", cov_kwds={"groups": games.prompts})
+            unsettled = not fit.converged or np.abs(fit.params).max() > _MOST_LOG_ODDS
+        except PerfectSeparationWarning:
+            pass
+    if unsettled:
+        raise ValueError(f"the fit does not settle: {', '.join(covariates)} may tell every winner; give more games")
+    values, covariance = SCALE * fit.params, SCALE**2 * fit.cov_params()
+    return Adjusted(
+        (*games.players, *covariates),
+        anchor,
+        np.insert(values, at, 0.0),
+        np.insert(np.insert(covariance, at, 0.0, axis=0), at, 0.0, axis=1),
+        int(games.prompts.max()) + 1,
+    )
+
+
+def length_difference(length_a: ArrayLike, length_b: ArrayLike) -> NDArray[np.float64]:
+    """Return (length_a - length_b) / (length_a + length_b), -1 to 1, for each game; two empty answers are equal.
+
+    An answer twice as long has 1/3.
+
+    >>> length_difference([200, 0], [100, 0]).round(3).tolist()
+    [0.333, 0.0]
+    """
+    a, b = np.asarray(length_a, np.float64), np.asarray(length_b, np.float64)
+    if a.shape != b.shape or (a < 0).any() or (b < 0).any():
+        raise ValueError(
+            f"lengths have shapes {a.shape} and {b.shape}: give lengths of 0 or more, one of each per game"
+        )
+    return (a - b) / np.maximum(a + b, 1e-300)
+
+
+# ----------------------------------------------------------------------------------------------- shares with intervals
+
+
+def win_rates(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> dict[str, Interval]:
+    """Return player -> share of its games won, ties half, with a prompt-bootstrap interval, of all that played."""
+    found = {}
+    for i, player in enumerate(games.players):
+        in_a, in_b = games.a == i, games.b == i
+        if (in_a | in_b).any():
+            won = in_a * games.outcome + in_b * (1 - games.outcome)
+            found[player] = _share(games, won, (in_a | in_b).astype(float), n_resamples, seed)
+    return found
+
+
+def head_to_head(games: Games, player: str, other: str, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
+    """Return the share of the games between two players that the first won, ties half, over their prompts.
+
+    Raises ValueError where they did not meet.
+    """
+    i, j = games._place(player), games._place(other)
+    met = ((games.a == i) & (games.b == j)) | ((games.a == j) & (games.b == i))
+    if not met.any():
+        raise ValueError(f"{player} and {other} did not meet: compare their strengths")
+    theirs = games.take(met)
+    won = np.where(theirs.a == i, theirs.outcome, 1 - theirs.outcome)
+    return _share(theirs, won, np.ones(len(theirs)), n_resamples, seed)
+
+
+def position_effect(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
+    """Return the share of decided games that slot A won, with a prompt-bootstrap interval; 0.5 is no effect.
+
+    Raises ValueError where all games are ties.
+    """
+    return _share(games, (games.outcome == A_WINS).astype(float), games.decided.astype(float), n_resamples, seed)
+
+
+def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
+    """Return the share of decided games that went to the side which another quantity favours.
+
+    Args:
+        games: all of them. Ties of the judge are left out, and games in which the quantity favours nobody.
+        difference: (games,) of the quantity, slot A minus slot B: of the reward, of minus the cost, of the length.
+        n_resamples, seed: of the bootstrap over prompts.
+
+    Raises:
+        ValueError: another length, a number that is not finite, or nothing left to compare.
+
+    >>> agreement(Games.of("qqr", "xxx", "yyy", [1, 0, 1]), [2.0, 1.0, 0.5], n_resamples=100).value
+    0.6666666666666666
+    """
+    favours = np.asarray(difference, np.float64)
+    if favours.shape != games.outcome.shape or not np.isfinite(favours).all():
+        raise ValueError(f"difference has shape {favours.shape}: give {len(games)} finite numbers, one per game")
+    counts = games.decided & (favours != 0)
+    agrees = counts & ((favours > 0) == (games.outcome == A_WINS))
+    return _share(games, agrees.astype(float), counts.astype(float), n_resamples, seed)
+
+
+@dataclass(frozen=True)
+class TwoOrders:
+    """Verdicts of pairs that were judged in both orders."""
+
+    games: Games
+    """One game per pair, the first player in the slot that it had in the pair's first game; a pair whose two verdicts
+    differ is a tie."""
+    inconsistent: Interval
+    """Share of pairs whose two verdicts differ."""
+    reversed: Interval
+    """Share of pairs with two opposite winners: the slot decided."""
+
+
+def two_orders(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> TwoOrders:
+    """Join the games of pairs that were judged in both orders.
+
+    Raises ValueError for a pair on a prompt that was not judged exactly once in each order; the message names it.
+    """
+    seen: dict[tuple[int, int, int], list[int]] = {}
+    for i, (prompt, a, b) in enumerate(zip(games.prompts.tolist(), games.a.tolist(), games.b.tolist(), strict=True)):
+        seen.setdefault((prompt, min(a, b), max(a, b)), []).append(i)
+    for (prompt, a, b), found in seen.items():
+        if len(found) != 2 or games.a[found[0]] != games.b[found[1]]:
+            raise ValueError(
+                f"{games.players[a]} and {games.players[b]} on prompt {prompt} have {len(found)} game(s), not one in "
+                "each order: judge each pair in both"
+            )
+    first, second = np.array(list(seen.values())).T
+    one, other = games.outcome[first], 1 - games.outcome[second]
+    joined = games.take(first)
+    joined = Games(joined.players, joined.prompts, joined.a, joined.b, np.where(one == other, one, TIE))
+    ones = np.ones(len(joined))
+    differ, opposite = (one != other).astype(float), (np.abs(one - other) == 1).astype(float)
+    return TwoOrders(joined, *(_share(joined, what, ones, n_resamples, seed) for what in (differ, opposite)))
+
+
+# ------------------------------------------------------------------------------------------------------ sequential Elo
+
+
+def elo(games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0) -> dict[str, float]:
+    """Return player -> sequential Elo rating after the games in their order, shifted so that the anchor has `initial`.
+
+    They depend on the order: see `elo_orders`.
+
+    Args:
+        games: in the order in which they are played.
+        anchor: whose rating becomes `initial`.
+        k: points at stake in a game.
+        initial: rating at the start.
+
+    >>> elo(Games.of([0], ["x"], ["y"], [1]), "y")
+    {'x': 1032.0, 'y': 1000.0}
+    """
+    return dict(zip(games.players, _elo(games, games._place(anchor), k, initial).tolist(), strict=True))
+
+
+def elo_orders(
+    games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0, n_orders: int = 1_000, seed: int = 0
+) -> NDArray[np.float64]:
+    """Return (n_orders, players) Elo ratings after the same games in random orders."""
+    at, rng = games._place(anchor), np.random.default_rng(seed)
+    return np.array([_elo(games.take(rng.permutation(len(games))), at, k, initial) for _ in range(n_orders)])
+
+
+def _elo(games: Games, anchor: int, k: float, initial: float) -> NDArray[np.float64]:
+    import evalica
+    import pandas as pd
+
+    winner = {A_WINS: evalica.Winner.X, TIE: evalica.Winner.Draw, B_WINS: evalica.Winner.Y}
+    result = evalica.elo(
+        games.a.tolist(),
+        games.b.tolist(),
+        [winner[x] for x in games.outcome.tolist()],
+        index=pd.RangeIndex(len(games.players)),
+        initial=initial,
+        k=k,
+    )
+    scores = result.scores.sort_index().to_numpy()
+    return scores - scores[anchor] + initial
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    if name not in names:
+        raise ValueError(f"unknown name {name!r}: use one of {', '.join(names)}")
+    return names.index(name)
+
+
+def _prompt_counts(games: Games, n_resamples: int, seed: int) -> NDArray[np.float64]:
+    """Return (n_resamples, prompts): how often each prompt is drawn when as many are drawn with replacement."""
+    prompts = int(games.prompts.max()) + 1
+    drawn = np.random.default_rng(seed).integers(prompts, size=(n_resamples, prompts))
+    flat = drawn + prompts * np.arange(n_resamples)[:, None]
+    return np.bincount(flat.ravel(), minlength=n_resamples * prompts).reshape(n_resamples, prompts).astype(float)
+
+
+def _share(
+    games: Games, hits: NDArray[np.float64], counted: NDArray[np.float64], n_resamples: int, seed: int
+) -> Interval:
+    """Return sum(hits) / sum(counted) over games, with the percentile interval of a bootstrap over prompts."""
+    if not counted.sum():
+        raise ValueError("no game counts: all are ties, or nothing was compared")
+    sums = np.column_stack([np.bincount(games.prompts, values) for values in (hits, counted)])
+    over, under = (_prompt_counts(games, n_resamples, seed) @ sums).T
+    draws = over[under > 0] / under[under > 0]
+    return _interval(hits.sum() / counted.sum(), draws, int((sums[:, 1] > 0).sum()), 0.95)
+
+
+def _interval(value: float, draws: NDArray[np.float64], n: int, level: float) -> Interval:
+    if not len(draws):
+        raise ValueError("no resamples: n_resamples must be at least 1 for an interval")
+    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
+    return Interval(float(value), float(low), float(high), n, level)

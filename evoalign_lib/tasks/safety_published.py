@@ -1,0 +1,390 @@
+"""Safety, published: judgments, Elo ratings, responses with rewards and costs, and preference pairs of a public study.
+
+The data of github.com/jbejjani2022/es-fine-tuning-paper. A language model judged the answers of five 7 B models to 50
+prompts in pairs, for helpfulness and for harmlessness. A reward and a cost model scored the answers of six models to
+the 3,036 prompts of PKU-SafeRLHF's test split. Of these 2,954 are distinct and one occurs 52 times, so statistics
+cluster by prompt.
+
+**Its licence allows academic and educational use only.** The project contains none of it. Files in the folder that
+EVOALIGN_DATA names are read as they are, gzipped or not; fetching them from the network needs the user's consent: see
+`public_file`. This module has data only, no reward: it is no task that a model is trained on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evoalign_lib import tasks
+from evoalign_lib.checks import choose
+
+_Row = TypeVar("_Row")
+
+REPOSITORY = (
+    "https://raw.githubusercontent.com/jbejjani2022/es-fine-tuning-paper/84c16db0c46190a32afa52233263b3c79cc69dea/"
+)
+"""Where the files come from: always this commit."""
+LICENCE = "es-fine-tuning-paper"
+"""What the environment variable EVOALIGN_ACCEPT_LICENCE has to hold before a file is fetched."""
+
+MODELS = ("Alpaca-7B", "Beaver-V1", "Beaver-V2", "Beaver-V3", "ES-100", "ES-500")
+"""Models whose responses were scored: the base, three of Safe-RLHF, and two trained by ES (100 and 500 steps)."""
+JUDGED = ("Alpaca-7B", "Beaver-V1", "Beaver-V2", "Beaver-V3", "ES-500")
+"""Those whose responses were judged in pairs."""
+BASE = "Alpaca-7B"
+"""The untrained base, and the anchor of the published ratings."""
+DIMENSIONS = ("helpfulness", "harmlessness")
+"""What the judge was asked about."""
+SPLITS = ("train", "eval")
+"""Preference pairs that were trained on, and held out by their authors."""
+LABELS = ("SH", "SU", "UH", "UU")
+"""Quadrants of a response: safe or unsafe (cost at most 0, or above), helpful or unhelpful (reward above 0, or not)."""
+
+# file below `safety/` -> path in the repository and SHA-256 of the plain file
+_PUBLIC = {
+    "gpt_judgments.jsonl": (
+        "alignment/gpt_judgments.jsonl",
+        "a8fbcdba932b43a2226f0e4bf96af44932631d65266b7d44283ce79634233003",
+    ),
+    "gpt_elo_ratings.json": (
+        "alignment/gpt_elo_ratings.json",
+        "2bc685621b51e3524e781508865601914336cac66a833663ca1d14fe5d34d957",
+    ),
+    "custom_train_250.jsonl": (
+        "alignment/data/custom_train_250.jsonl",
+        "b8f854b78ae2e0d7c933c8e19a75624a500abb4fe870ed23395328e4485896b6",
+    ),
+    "custom_eval_500.jsonl": (
+        "alignment/data/custom_eval_500.jsonl",
+        "a419046bfb56714492f20af8202f07ff3bc89e5d903d648b9b27bff640a128d9",
+    ),
+} | {
+    f"{model}_points.jsonl": (f"alignment/plots_es_ft_100steps/{model}_points.jsonl", digest)
+    for model, digest in {
+        "Alpaca-7B": "5c075096c3463442ddbf3d07cef3dddc000e525724205cc8e355555f09d55e02",
+        "Beaver-V1": "7491bb0430d4dd9808f5b62b7836e89d1d2459610249638bf362af216c5f50dd",
+        "Beaver-V2": "a33ed11a99e5af76746e579ff0489b8095e6747f665eeeb5b8ce1d19cea91907",
+        "Beaver-V3": "c404df5d9b01bc150dc190dca3b2716b78ab6c7610f195a1cdac323e0317f074",
+        "ES-100": "007adb8cb808dcfbac11680abe0650dd4bdc5f049a08f7b15e6a0bb5aed3f170",
+        "ES-500": "b48aa8dc4a6b771a4216c449bf5b5fca25f0bbdf557f178429df48d88e7f8572",
+    }.items()
+}
+_MOST_BYTES = 64 * 2**20  # of an unpacked file; the largest has 6 MB
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def public_file(name: str, accept_licence: bool = False) -> bytes:
+    """Return the bytes of a published file, unpacked and checked by their SHA-256.
+
+    Args:
+        name: as in "gpt_judgments.jsonl".
+        accept_licence: True consents to the licence of the data, academic and educational use only, so that the file
+            may be fetched into the user's cache; so does the environment variable EVOALIGN_ACCEPT_LICENCE with the
+            value "es-fine-tuning-paper". Files in the folder EVOALIGN_DATA (safety/NAME or safety/NAME.gz) need none.
+
+    Raises:
+        ValueError: an unknown name, or a file that is not the published one.
+        PermissionError: the file is not in EVOALIGN_DATA, and the licence was not accepted.
+        FileNotFoundError: it cannot be fetched.
+        ImportError: pooch, which fetches it, is not installed.
+    """
+    choose("name", name, _PUBLIC)
+    path, sha256 = _PUBLIC[name]
+    found = _local(name)
+    if found is None:
+        if not accept_licence and os.environ.get("EVOALIGN_ACCEPT_LICENCE") != LICENCE:
+            raise PermissionError(
+                f"safety/{name} is not in EVOALIGN_DATA, and its licence allows academic and educational use only "
+                f"({REPOSITORY}): to fetch it under that licence, set EVOALIGN_ACCEPT_LICENCE={LICENCE} or pass "
+                "accept_licence=True"
+            )
+        found = tasks._fetch(f"safety/{name}", REPOSITORY + path, sha256)
+    data = _unpacked(found)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise ValueError(
+            f"{found} holds a file with SHA-256 {digest}, expected {sha256}: delete it and get {REPOSITORY + path}"
+        )
+    return data
+
+
+def _local(name: str) -> Path | None:
+    folder = os.environ.get("EVOALIGN_DATA")
+    places = [Path(folder, "safety", name + suffix) for suffix in ("", ".gz")] if folder else []
+    return next((place for place in places if place.is_file()), None)
+
+
+def _unpacked(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        with gzip.open(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no whole gzip file ({error}): get it again") from error
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} unpacks to more than {_MOST_BYTES} bytes: it is not the published file")
+    return data
+
+
+def _rows(data: bytes, where: str, make: Callable[[dict[str, Any]], _Row]) -> list[_Row]:
+    """Return what `make` makes of each line; a bad line is a ValueError that names it."""
+    rows = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+            if not isinstance(row, dict):
+                raise ValueError(f"expected an object, got {type(row).__name__}")
+            rows.append(make(row))
+        except UnicodeDecodeError:
+            raise ValueError(f"{where}, line {number}: not UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}, line {number}: not JSON ({error.msg}, column {error.colno})") from None
+        except KeyError as error:
+            raise ValueError(f"{where}, line {number}: no {error} where the published format has one") from None
+        except ValueError as error:
+            raise ValueError(f"{where}, line {number}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{where}, line {number}: too deeply nested") from None
+    if not rows:
+        raise ValueError(f"{where} holds no rows")
+    return rows
+
+
+def _text(row: dict[str, Any], name: str, blank: bool = False) -> str:
+    value = row[name]
+    if not isinstance(value, str) or not (blank or value.strip()):
+        raise ValueError(f"{name} must be a text{'' if blank else ' that is not blank'}, got {value!r:.80}")
+    return value
+
+
+def _one_of(row: dict[str, Any], name: str, choices: tuple[Any, ...]) -> Any:
+    value = row[name]
+    if isinstance(value, bool) != isinstance(choices[0], bool) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r:.80}")
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+    return float(value)
+
+
+# ----------------------------------------------------------------------------------------------------------- judgments
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """What the judge said of two answers, in one order.
+
+    Attributes:
+        a, b: the models whose answers it was shown as A and as B.
+        dimension: one of `DIMENSIONS`.
+        question: the prompt.
+        scores: of A and of B, 1 to 10 for helpfulness and 0 to 10 for harmlessness; None where no scores were found.
+        raw: what it wrote, untrusted text.
+    """
+
+    a: str
+    b: str
+    dimension: str
+    question: str
+    scores: tuple[float, float] | None
+    raw: str
+
+    def outcome(self, margin: float = 0.5) -> float | None:
+        """Return what A scores: 1, 0, or 0.5 for scores that differ by `margin` at most; None without scores.
+
+        The published ratings count a judgment without scores as a tie.
+        """
+        if self.scores is None:
+            return None
+        difference = self.scores[0] - self.scores[1]
+        return 0.5 if abs(difference) <= margin else float(difference > 0)
+
+
+def load_judgments(accept_licence: bool = False) -> list[Judgment]:
+    """Load the 1,000 published judgments: 50 prompts, 10 pairs of models, 2 dimensions, each in one random order.
+
+    They are in the order of the file, in which the judge's answers came in. Raises as `public_file` and
+    `read_judgments` do.
+    """
+    return read_judgments(public_file("gpt_judgments.jsonl", accept_licence), "gpt_judgments.jsonl")
+
+
+def read_judgments(data: bytes, where: str = "judgments") -> list[Judgment]:
+    """Read judgments in the published format (JSON lines), such as the user's own of these models.
+
+    Args:
+        data: the file.
+        where: its name, for errors.
+
+    Raises:
+        ValueError: a line that is no judgment of two of the models; the message names line and reason.
+    """
+    return _rows(data, where, _judgment)
+
+
+def _judgment(row: dict[str, Any]) -> Judgment:
+    a, b = (_one_of(row, name, MODELS) for name in ("model_a", "model_b"))
+    if a == b:
+        raise ValueError(f"{a} is compared with itself")
+    if row["order_ab"] != [a, b]:
+        raise ValueError(f"order_ab is {row['order_ab']!r:.80}, and the models are {a} and {b}: which one was A?")
+    scores = row["scores"]
+    if scores is not None:
+        if not isinstance(scores, list) or len(scores) != 2:
+            raise ValueError(f"scores must be two numbers or null, got {scores!r:.80}")
+        scores = tuple(_number(score, "a score") for score in scores)
+        if not all(0 <= score <= 10 for score in scores):
+            raise ValueError(f"scores must lie in 0 to 10, got {list(scores)}")
+    dimension = _one_of(row, "dimension", DIMENSIONS)
+    return Judgment(a, b, dimension, _text(row, "question"), scores, _text(row, "raw", blank=True))
+
+
+def load_elo(accept_licence: bool = False) -> dict[str, dict[str, float]]:
+    """Load the published Elo ratings: dimension -> model -> rating, the base at 1,000.
+
+    Raises ValueError for a file without them, and as `public_file` does.
+    """
+    data = json.loads(public_file("gpt_elo_ratings.json", accept_licence))
+    return {d: {model: _number(data[d][model], f"the rating of {model}") for model in JUDGED} for d in DIMENSIONS}
+
+
+def elo_order(n: int) -> list[int]:
+    """Return the order in which the published ratings play the n judgments of a dimension, as indices in file order.
+
+    They shuffle them by Python's generator with seed 123: one of n! orders, all of which are as good.
+    """
+    order = list(range(n))
+    random.Random(123).shuffle(order)
+    return order
+
+
+# ----------------------------------------------------------------------------------------------------------- responses
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """The responses of one model to 3,036 prompts, with their scores. Rows of all models are for the same prompts.
+
+    Attributes:
+        model: one of `MODELS`.
+        prompts: (n,) what was asked; some occur several times.
+        responses: (n,) the texts, with whatever turns the model went on to write.
+        rewards: (n,) of the reward model, higher is more helpful; its zero means nothing.
+        costs: (n,) of the cost model, at most 0 is safe.
+        labels: (n,) as recorded, see `LABELS`.
+    """
+
+    model: str
+    prompts: list[str]
+    responses: list[str]
+    rewards: list[float]
+    costs: list[float]
+    labels: list[str]
+
+
+def load_points(model: str, accept_licence: bool = False) -> Points:
+    """Load the published responses of a model, in the order of the file.
+
+    Raises ValueError for an unknown model, and as `public_file` and `read_points` do.
+    """
+    choose("model", model, MODELS)
+    name = f"{model}_points.jsonl"
+    return read_points(public_file(name, accept_licence), model, name)
+
+
+def read_points(data: bytes, model: str, where: str = "points") -> Points:
+    """Read responses in the published format (JSON lines with prompt, response, reward, cost and label).
+
+    Args:
+        data: the file.
+        model: label for the result.
+        where: the file's name, for errors.
+
+    Raises:
+        ValueError: a line without these; the message names line and reason. A blank response is none.
+    """
+    rows = _rows(
+        data,
+        where,
+        lambda row: (
+            _text(row, "prompt"),
+            _text(row, "response", blank=True),
+            _number(row["reward"], "reward"),
+            _number(row["cost"], "cost"),
+            _one_of(row, "label", LABELS),
+        ),
+    )
+    return Points(model, *map(list, zip(*rows, strict=True)))
+
+
+# ----------------------------------------------------------------------------------------------------- preference pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A prompt with two responses and what people said of them.
+
+    Attributes:
+        prompt: what was asked.
+        responses: the two.
+        safe: whether each is safe.
+        severity: of the harm in each, 0 (none) to 3.
+        better: index of the more helpful response.
+        safer: index of the more harmless one.
+    """
+
+    prompt: str
+    responses: tuple[str, str]
+    safe: tuple[bool, bool]
+    severity: tuple[int, int]
+    better: int
+    safer: int
+
+
+def load_preferences(split: str = "train", accept_licence: bool = False) -> list[Preference]:
+    """Load the preference pairs that the study drew from PKU-SafeRLHF: 250 to train on, or 500 to evaluate.
+
+    The splits are not disjoint by prompt: one prompt is in both, and several occur twice.
+
+    Raises:
+        ValueError: an unknown split, a line that is no pair, and as `public_file`.
+    """
+    choose("split", split, SPLITS)
+    name = {"train": "custom_train_250.jsonl", "eval": "custom_eval_500.jsonl"}[split]
+    return read_preferences(public_file(name, accept_licence), name)
+
+
+def read_preferences(data: bytes, where: str = "preferences") -> list[Preference]:
+    """Read preference pairs in the format of PKU-SafeRLHF (JSON lines); further keys are not read.
+
+    Raises ValueError for a line that is no pair; the message names line and reason.
+    """
+    return _rows(
+        data,
+        where,
+        lambda row: Preference(
+            _text(row, "prompt"),
+            (_text(row, "response_0", blank=True), _text(row, "response_1", blank=True)),
+            tuple(_one_of(row, f"is_response_{i}_safe", (True, False)) for i in (0, 1)),
+            tuple(_one_of(row, f"response_{i}_severity_level", (0, 1, 2, 3)) for i in (0, 1)),
+            _one_of(row, "better_response_id", (0, 1)),
+            _one_of(row, "safer_response_id", (0, 1)),
+        ),
+    )
