@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib.tiny import countdown, questions
+from evoalign_lib.tiny import countdown, questions, requests
 from evoalign_lib.tiny.base import FAMILIES, load
 
-STEPS = {"A": 3500, "B": 2500, "H": 750}  # optimiser steps of the shipped bases
+STEPS = {"A": 3500, "B": 2500, "C": 1800, "H": 750}  # optimiser steps of the shipped bases
+_TOLD = {"B": questions, "C": requests}
 
 
 def recipe(
@@ -22,11 +23,12 @@ def recipe(
     """Train a base and write it as a Hugging Face folder.
 
     Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
-    warm-up, one thread. Families A and B begin with nothing; their 3,500 and 2,500 steps take six to ten minutes on
-    one core. Family H goes on from the shipped base of family A with the same seed; its 750 steps take about seven.
+    warm-up, one thread. Families A, B and C begin with nothing; their 3,500, 2,500 and 1,800 steps take three to ten
+    minutes on one core. Family H goes on from the shipped base of family A with the same seed; its 750 steps take
+    about seven.
 
     Args:
-        family: "A", "B" or "H".
+        family: "A", "B", "C" or "H".
         seed: of initialisation, data and order; 0, 1, 2 are the shipped bases (of family H: 0).
         out: folder to write.
         steps: optimiser steps; None: those of the shipped bases.
@@ -42,11 +44,12 @@ def recipe(
         raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
     torch.set_num_threads(1)
     steps = STEPS[family] if steps is None else steps
-    tok = questions.tokenizer() if family == "B" else countdown.tokenizer()
+    told = _TOLD.get(family)  # the module of a family that has one of its own
+    tok = (told or countdown).tokenizer()
     model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
     rate = 3e-3
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    stream = questions.text(seed, tok) if family == "B" else countdown.text(seed, tok, family)
+    stream = told.text(seed, tok) if told else countdown.text(seed, tok, family)
     started, mean = time.perf_counter(), 0.0
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -68,7 +71,7 @@ def recipe(
         if progress and (step + 1) % 250 == 0:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
     out = Path(out)
-    if family == "B":  # its weights are numbers of bfloat16, in half the bytes
+    if told:  # its weights are numbers of bfloat16, in half the bytes
         model = model.to(torch.bfloat16)
     model.save_pretrained(out)
     tok.save_pretrained(out)
@@ -99,10 +102,10 @@ def _untrained(seed: int, tok: Any) -> Any:
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:
-    """A step's texts; for families B and H in parts of similar lengths, which need little padding."""
+    """A step's texts; for families B, C and H in parts of similar lengths, which need little padding."""
     if family == "A":
         return [list(pairs)]
-    if family == "B":
+    if family in _TOLD:
         pairs = sorted(pairs, key=lambda pair: len(pair[1]))
         quarter = -(-len(pairs) // 4)
         return [pairs[i : i + quarter] for i in range(0, len(pairs), quarter)]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("A", "B", "H")
+FAMILIES = ("A", "B", "C", "H")
 BASES = ("A0", "A1", "A2")
 """Family A's bases, which play the part of model families."""
 FILLER_BASES = ("H0",)
 """Family H's base, whose prompts say how long to think (see `dataset`)."""
 QUESTION_BASES = ("B0", "B1", "B2")
 """Family B's bases (see `tiny.questions`)."""
-SHIPPED = BASES + FILLER_BASES + QUESTION_BASES
+REQUEST_BASES = ("C0",)
+"""Family C's base (see `tiny.requests`)."""
+SHIPPED = BASES + FILLER_BASES + QUESTION_BASES + REQUEST_BASES
 """Every base that `load` knows."""
-_TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness"}
+_TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness", "C": "safety"}
 END = "<|im_end|>"
 _PAD = "<|endoftext|>"
 _CHAT_TEMPLATE = (
@@ -54,19 +58,27 @@ def load(base: str) -> tuple[Any, Any]:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     if base not in SHIPPED:
         raise ValueError(f"base {base!r} is not one of {list(SHIPPED)}.")
     folder = bases_folder() / base
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar for half a megabyte would only clutter notebooks
-    try:
+    with without_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Load models without transformers' progress bars: one for half a megabyte would only clutter notebooks."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()
-    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def byte_tokenizer() -> Any:

@@ -416,7 +416,7 @@ def test_the_shipped_bases(base):
 def test_every_base_that_is_shipped_is_named_and_no_other():
     assert sorted(path.name for path in tiny.bases_folder().iterdir()) == sorted(tiny.SHIPPED)
     weights = sum((tiny.bases_folder() / base / "model.safetensors").stat().st_size for base in tiny.SHIPPED)
-    assert weights < 3_500_000  # the repository's limit
+    assert weights < 4_000_000  # of the repository's 6 million, which the scorers share
 
 
 # accuracy on the validation set, measured by the recipe: greedy, and at temperature 1 over 64 samples (LOG.md)
