@@ -28,6 +28,7 @@ class Task(NamedTuple):
 TASKS: dict[str, Task] = {
     "countdown": Task("evoalign_lib.tasks.countdown", "evoalign_lib.study.measures.countdown"),
     "conciseness": Task("evoalign_lib.tasks.conciseness", "evoalign_lib.study.measures.conciseness"),
+    "safety": Task("evoalign_lib.tasks.safety", "evoalign_lib.study.measures.safety"),
 }
 """The registry: a new task is two files and a line here."""
 

@@ -1,0 +1,90 @@
+"""Notebook 04, safety: its presets and its groups of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import arms
+from evoalign_lib.records import Record
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.judgments import judgments_specs
+from evoalign_lib.study.notebooks import loading
+from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
+
+NOTEBOOK = "04_safety_judges"
+TINY = {
+    "task": "safety",
+    "bases": ["C0"],
+    "retrain": [],  # groups that `force` makes anew; none: all
+    "cost_weight": 2.0,  # lambda of reward - lambda * cost
+    "max_completion_length": 32,
+    "validation_problems": 160,  # split A
+    "test_problems": 160,  # split B
+    "curve_points": 9,
+    "curve_spacing": "log",
+    "temperatures": [0.6],  # besides 1
+    "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
+    "sweep_size": 12,
+    "sweep_factors": {},
+    "es_population_size": 30,
+    "es_prompts_per_step": 60,
+    "es_steps": 150,
+    "grpo_num_generations": 16,
+    "grpo_prompts_per_step": 16,
+    "grpo_steps": 150,
+}
+SMOKE = TINY | {
+    "validation_problems": 8,
+    "test_problems": 8,
+    "curve_points": 3,
+    "sweep_size": 2,
+    "es_population_size": 4,
+    "es_prompts_per_step": 4,
+    "es_steps": 2,
+    "grpo_num_generations": 4,
+    "grpo_prompts_per_step": 2,
+    "grpo_steps": 2,
+}
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Return scale -> settings."""
+    return {"tiny": TINY, "smoke": SMOKE}
+
+
+def groups(run: SimpleNamespace, of: Records) -> Groups:
+    """Return the runs by name. All but "judgments" are of the notebook's own models."""
+
+    def sweep(arm: str) -> Group:
+        settings = own_settings(run, arm) | {"judge": run.tuned_on, "test_problems": 0}
+        return Group(arm, run.bases, [arms.SWEEP_SEED], settings, loading.swept_choices(run, arm))
+
+    return {
+        "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
+        "es_sweep": sweep("es"),
+        "grpo_sweep": sweep("grpo"),
+        "judgments": judgments_specs(run.scale),
+    }
+
+
+def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
+    """Return score and setting of the runs of a sweep, best first.
+
+    Nothing here says what is right but the training judge. The score is what it gives greedy replies on split A, the
+    mean of the last three points of the curve; a run that diverged has none and comes last.
+    """
+
+    def score(record: Record) -> float:
+        last = record["curve"]["proxy_greedy"][-3:]
+        return float("-inf") if "diverged" in record or None in last else float(np.mean(last))
+
+    scored = [(score(r), _setting(r["spec"])) for r in sweep]
+    return sorted(scored, key=lambda pair: -pair[0])
+
+
+def _setting(spec: Mapping[str, Any]) -> dict[str, float]:
+    return {name: spec[name] for name in arms.swept(spec["arm"])}
