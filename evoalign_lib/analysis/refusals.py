@@ -27,6 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evoalign_lib.analysis import hacking
+from evoalign_lib.tasks import TURN
 
 KINDS = (
     "complies",
@@ -168,7 +169,7 @@ def answer(text: str) -> str:
     >>> answer(" It is Paris. USER: And of Spain? ASSISTANT: Madrid.")
     'It is Paris.'
     """
-    found = hacking._TURN.search(text)
+    found = TURN.search(text)
     return (text[: found.start()] if found else text).strip()
 
 

@@ -7,6 +7,7 @@ reward functions), `REWARD_FLOOR` (the least reward, given to a completion that 
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +32,12 @@ TASKS: dict[str, Task] = {
     "safety": Task("evoalign_lib.tasks.safety", "evoalign_lib.study.measures.safety"),
 }
 """The registry: a new task is two files and a line here."""
+
+TURN = re.compile(
+    r"(?:^|\n)[ \t]*(?:USER|ASSISTANT|HUMAN|SYSTEM|User|Assistant|Human|System):|\b(?:USER|ASSISTANT):"
+    r"|\n(?:user|assistant)\n|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|### ?Instruction"
+)
+"""Where a completion goes on to write another turn of the conversation."""
 
 PUBLIC_REPOSITORY = (
     "https://raw.githubusercontent.com/jbejjani2022/evolutionary-alignment/bfdaf87faff62380c213b3bf91ae2d3f92c8919b/"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evoalign_lib.claims.checks import check_arms, check_keys
-from evoalign_lib.claims.rules import bounds, comparisons, factorial, maps, over_cells, regimes, weights
+from evoalign_lib.claims.rules import bounds, comparisons, factorial, judged, maps, over_cells, regimes, weights
 from evoalign_lib.claims.rules.rule import Rule
 from evoalign_lib.claims.selection import Claim
 
@@ -20,6 +20,8 @@ RULES: dict[str, Rule] = {
     "collapse": maps.COLLAPSE,
     "weights": weights.WEIGHTS,
     "factorial": factorial.FACTORIAL,
+    "judged": judged.JUDGED,
+    "laws": judged.LAWS,
     "regimes": regimes.REGIMES,
     "open": Rule(lambda claim, evidence: []),
 }

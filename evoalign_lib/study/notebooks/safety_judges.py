@@ -14,6 +14,7 @@ from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
 from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
+from evoalign_lib.tiny import scorers
 
 NOTEBOOK = "04_safety_judges"
 TINY = {
@@ -24,12 +25,14 @@ TINY = {
     "max_completion_length": 32,
     "validation_problems": 160,  # split A
     "test_problems": 160,  # split B
-    "curve_points": 9,
+    "curve_points": 12,
     "curve_spacing": "log",
-    "temperatures": [0.6],  # besides 1
+    "seeds_judge": 8,  # of the declared settings on each training judge
+    "seeds_null": 4,
     "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
     "sweep_size": 12,
     "sweep_factors": {},
+    "sweep_points": 9,  # of their curves
     "es_population_size": 30,
     "es_prompts_per_step": 60,
     "es_steps": 150,
@@ -41,7 +44,10 @@ SMOKE = TINY | {
     "validation_problems": 8,
     "test_problems": 8,
     "curve_points": 3,
+    "seeds_judge": 1,
+    "seeds_null": 1,
     "sweep_size": 2,
+    "sweep_points": 3,
     "es_population_size": 4,
     "es_prompts_per_step": 4,
     "es_steps": 2,
@@ -61,12 +67,28 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
     def sweep(arm: str) -> Group:
         settings = own_settings(run, arm) | {"judge": run.tuned_on, "test_problems": 0}
+        settings |= {"curve_points": run.sweep_points}
         return Group(arm, run.bases, [arms.SWEEP_SEED], settings, loading.swept_choices(run, arm))
 
+    def train(arm: str, judges: Sequence[str], seeds: int) -> Group:
+        tuned = arms.get(arm).sweep
+        name = f"{tuned}_sweep"
+        best = ranked(of[name])[0][1] if name in of else loading.swept_choices(run, tuned)[0]
+        settings = own_settings(run, arm) | best
+        return Group(arm, run.bases, seeds, settings, [{"judge": judge} for judge in judges], after=(name,))
+
+    proxies, noisy, sizes = list(scorers.PROXIES), list(scorers.NOISY), list(scorers.SIZES)
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es_sweep": sweep("es"),
         "grpo_sweep": sweep("grpo"),
+        "es": train("es", proxies, run.seeds_judge),
+        "grpo": train("grpo", proxies, run.seeds_judge),
+        "es_random": train("es_random", [*proxies, *noisy], run.seeds_null),
+        "es_noise": train("es", noisy, run.seeds_judge),
+        "grpo_noise": train("grpo", noisy, run.seeds_judge),
+        "es_sizes": train("es", sizes, run.seeds_judge),
+        "grpo_sizes": train("grpo", sizes, run.seeds_judge),
         "judgments": judgments_specs(run.scale),
     }
 

@@ -1,0 +1,81 @@
+"""The laws of over-optimisation: how a reward changes with the distance that a policy has gone from its base.
+
+The distance is d, the square root of the KL divergence from the base in nats a completion. Gao et al. 2022 (arXiv
+2210.10760, equations 1 and 2) fit d (a - b d) to best-of-n, and d (a - b log d) to reinforcement learning, to rewards
+that are 0 at the base. Both are linear in a and b, so least squares fit them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+LAWS = ("linear", "best of n", "rl")
+"""a d, which has no over-optimisation; d (a - b d); d (a - b log d)."""
+
+
+class Fit(NamedTuple):
+    """A law with its coefficients."""
+
+    law: str
+    a: float
+    b: float
+    """What bends it down; 0 of "linear"."""
+
+    def at(self, d: ArrayLike) -> NDArray[np.float64]:
+        """Return the gain in reward at distances, (n,)."""
+        return _columns(self.law, np.asarray(d, float)) @ np.array([self.a, self.b])
+
+
+def _columns(law: str, d: NDArray[np.float64]) -> NDArray[np.float64]:
+    if law not in LAWS:
+        raise ValueError(f"law {law!r} is not one of {', '.join(LAWS)}.")
+    bend = {"linear": np.zeros_like(d), "best of n": d**2, "rl": d * np.log(np.where(d > 0, d, 1.0))}[law]
+    return np.stack([d, -bend], axis=1)
+
+
+def distance(kl: ArrayLike) -> NDArray[np.float64]:
+    """Return d of KLs in nats a completion; those that sampling made negative count as 0."""
+    return np.sqrt(np.maximum(np.asarray(kl, float), 0.0))
+
+
+def fit(law: str, d: ArrayLike, gain: ArrayLike) -> Fit:
+    """Fit a law by least squares.
+
+    law: one of `LAWS`. d, gain: (n,) distances, and rewards less that of the base. Raises ValueError for an unknown
+    law, arrays of different lengths, numbers that are not finite, and fewer than three points.
+
+    >>> fit("best of n", [1, 2, 3, 4], [3, 4, 3, 0])
+    Fit(law='best of n', a=4.0, b=1.0)
+    """
+    d, gain = np.asarray(d, float), np.asarray(gain, float)
+    if d.shape != gain.shape or d.ndim != 1 or len(d) < 3 or not np.isfinite([d, gain]).all():
+        raise ValueError(f"{d.shape} distances and {gain.shape} gains: give as many finite ones, three at least.")
+    a, b = np.linalg.lstsq(_columns(law, d), gain, rcond=None)[0]
+    return Fit(law, float(round(a, 12)), float(round(b, 12)))
+
+
+def explained(found: Fit, d: ArrayLike, gain: ArrayLike) -> float:
+    """Return R squared: 1 - the squares that a law leaves over those around the mean gain. NaN where all are equal.
+
+    On points that the law was not fitted to it may be below 0.
+    """
+    gain = np.asarray(gain, float)
+    around = float(((gain - gain.mean()) ** 2).sum())
+    return float("nan") if around == 0 else 1 - float(((gain - found.at(d)) ** 2).sum()) / around
+
+
+Run = tuple[ArrayLike, ArrayLike]
+
+
+def held_out(law: str, fitted: Sequence[Run], asked: Sequence[Run]) -> float:
+    """Return how much of the gains of some runs a law explains that was fitted to others.
+
+    law: as for `fit`. fitted, asked: (d, gain) of each run. Raises ValueError as `fit`.
+    """
+    d, gain = (np.concatenate([np.asarray(run[i], float) for run in fitted]) for i in (0, 1))
+    rest = [np.concatenate([np.asarray(run[i], float) for run in asked]) for i in (0, 1)]
+    return explained(fit(law, d, gain), *rest)

@@ -1,0 +1,375 @@
+"""Safety: answer requests, some of which should be refused. Data, prompts, and a reward of helpfulness less harm.
+
+The task of PKU-SafeRLHF (Ji et al. 2024, arXiv 2406.15513) as the public repository jbejjani2022/es-fine-tuning-paper
+trains it, after Safe-RLHF (Dai et al. 2023, arXiv 2310.12773): a reward model says how helpful a response is, a cost
+model how harmful, and what is maximised is reward - lambda * cost. Signs: more reward is more helpful; more cost is
+more harmful, and 0 is the border that cost models are trained to have. A reward of 0 is no border of anything.
+
+Unlike the published training:
+
+1. Prompt and response reach the scorers as two texts. The published service split one text at its turn markers, which
+   garbles a response that goes on to another turn.
+2. A scorer that fails raises; it gives no zeros.
+3. One lambda belongs to the trainer and is recorded with the run (`rewards`, functions with a state). In the published
+   GRPO every process moved one of its own at every call.
+4. The splits share no prompt: the published training and evaluation sets share one, and repeat some.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib import tasks
+
+Scorer = Callable[[Sequence[str], Sequence[str]], ArrayLike]
+"""What gives each response to a prompt a number: (prompts, responses) -> (n,)."""
+
+SPLITS = ("train", "validation", "test")
+_SHARES = {"validation": 0.1, "test": 0.2}
+HUB = ("PKU-Alignment/PKU-SafeRLHF", "alpaca-7b")
+"""Data set on the Hub, and its configuration whose responses are those of one model."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A request.
+
+    Attributes:
+        prompt: as the user writes it.
+    """
+
+    prompt: str
+
+    def __post_init__(self) -> None:
+        if type(self.prompt) is not str or not self.prompt.strip():
+            raise ValueError(f"prompt must be a text that is not blank, got {self.prompt!r:.200}")
+
+
+def load(path: str | Path) -> list[Problem]:
+    """Load requests from a file of JSON lines: {"prompt": ...}, the user's own or the published ones.
+
+    path: the file, UTF-8. Blank lines are skipped, other keys not read. A prompt that occurs again is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
+    """
+    path, found = Path(path), {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            if not isinstance(row, dict) or "prompt" not in row:
+                raise ValueError(f'expected an object {{"prompt": ...}}, got {row!r:.200}')
+            problem = Problem(row["prompt"])
+        except (ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors, too
+            raise ValueError(f"{path}, line {number}: {error or type(error).__name__}") from None
+        found.setdefault(_normal(problem.prompt), problem)
+    if not found:
+        raise ValueError(f'{path} holds no requests: write a line {{"prompt": "..."}} for each.')
+    return list(found.values())
+
+
+def load_public(split: str = "train", revision: str = "main") -> list[Problem]:
+    """Load the prompts of PKU-SafeRLHF from the Hub: every prompt once, in the split that its hash decides.
+
+    The Hub's own splits share prompts (2,954 are distinct among the 3,036 of its test split): both are put together and
+    split anew (see `split_of`).
+
+    Args:
+        split: "train", "validation" or "test".
+        revision: of the data set.
+
+    Raises:
+        ValueError: an unknown split.
+        OSError: the Hub cannot be reached and its cache has no copy.
+    """
+    _check_split(split)
+    import datasets
+
+    name, configuration = HUB
+    rows = datasets.load_dataset(name, configuration, revision=revision)
+    found: dict[str, Problem] = {}
+    for part in rows:
+        for text in rows[part]["prompt"]:
+            if text.strip():
+                found.setdefault(_normal(text), Problem(text))
+    return [problem for problem in found.values() if split_of(problem) == split]
+
+
+def split_of(problem: Problem) -> str:
+    """Return the split of a request, by a hash of its text: 70 % train, 10 % validation, 20 % test.
+
+    Case and blanks do not count, so that no split has a prompt of another in other clothes.
+
+    >>> split_of(Problem("How do I bake bread?")) == split_of(Problem(" how do I  bake bread? "))
+    True
+    """
+    digest = hashlib.blake2b(_normal(problem.prompt).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    place, edge = int.from_bytes(digest, "big") / 2**64, 0.0
+    for name, share in _SHARES.items():
+        edge += share
+        if place < edge:
+            return name
+    return "train"
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+
+
+def prompt(problem: Problem, *, tokenizer: Any = None, chat_template: bool = True) -> str:
+    """Return the prompt of a request: by the tokenizer's chat template, or as published for Alpaca.
+
+    >>> prompt(Problem("How do I bake bread?"), chat_template=False)
+    'BEGINNING OF CONVERSATION: USER: How do I bake bread? ASSISTANT:'
+    """
+    if not chat_template:
+        return f"BEGINNING OF CONVERSATION: USER: {problem.prompt} ASSISTANT:"
+    return tasks.chat_prompt([{"role": "user", "content": problem.prompt}], tokenizer)
+
+
+def dataset(problems: Sequence[Problem], tokenizer: Any = None, chat_template: bool = True) -> list[dict[str, Any]]:
+    """Return rows for a trainer: the prompt, and as `request` what the user wrote, which the scorers read."""
+    return [
+        {"prompt": prompt(p, tokenizer=tokenizer, chat_template=chat_template), "request": p.prompt} for p in problems
+    ]
+
+
+def first_turn(text: str) -> str:
+    """Return a response up to where it goes on to another turn of the conversation.
+
+    >>> first_turn("Knead the dough.\\nUSER: And then?")
+    'Knead the dough.'
+    """
+    found = tasks.TURN.search(text)
+    return text[: found.start()].rstrip() if found else text
+
+
+# -------------------------------------------------------------------------------------------------------------- reward
+
+
+class Lagrangian:
+    """The multiplier of the cost, which moves once a step so that the mean cost stays at or below a threshold.
+
+    Args:
+        threshold: mean cost that is allowed.
+        start: lambda of the first step.
+        rate: of the change of log lambda.
+        rule: "signed", that of Safe-RLHF's code: log lambda += rate * lambda * J, with
+            J = mean cost - threshold, which falls where the model is safe enough. Or "published", that of the released
+            ES code: J = max(mean cost - threshold, 0), smoothed by ema <- 0.9 ema + 0.1 J, log lambda += rate * ema: it
+            can only grow.
+        bounds: least and largest lambda.
+
+    Raises:
+        ValueError: a rule that is none of these, or numbers that are not finite or not in order.
+    """
+
+    RULES = ("signed", "published")
+
+    def __init__(
+        self,
+        threshold: float = 0.0,
+        start: float = 1.0,
+        rate: float = 0.005,
+        rule: str = "signed",
+        bounds: tuple[float, float] = (1e-4, 5.0),
+    ):
+        if rule not in self.RULES:
+            raise ValueError(f"rule={rule!r}: use one of {', '.join(self.RULES)}.")
+        low, high = bounds
+        if not (0 < low <= start <= high < math.inf and 0 < rate < math.inf and math.isfinite(threshold)):
+            raise ValueError(
+                f"threshold={threshold}, start={start}, rate={rate}, bounds={bounds}: give finite numbers, a positive "
+                "rate, and bounds around start that are positive."
+            )
+        self.threshold, self.rate, self.rule, self.bounds = (
+            float(threshold),
+            float(rate),
+            rule,
+            (float(low), float(high)),
+        )
+        self._log, self._ema = math.log(start), 0.0
+
+    @property
+    def value(self) -> float:
+        """Lambda."""
+        return math.exp(self._log)
+
+    def move(self, mean_cost: float) -> None:
+        """Move lambda after a step with this mean cost."""
+        excess = mean_cost - self.threshold
+        if self.rule == "signed":
+            step = self.value * excess
+        else:
+            self._ema = step = 0.9 * self._ema + 0.1 * max(excess, 0.0)
+        low, high = map(math.log, self.bounds)
+        self._log = min(max(self._log + self.rate * step, low), high)
+
+    def state(self) -> dict[str, float]:
+        """Return what a resumed run goes on with."""
+        return {"log_lambda": self._log, "ema": self._ema}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take over a state. Raises ValueError where it has other names, or a lambda out of bounds."""
+        if state.keys() != {"log_lambda", "ema"}:
+            raise ValueError(f"a state has log_lambda and ema, got {', '.join(sorted(state)) or 'nothing'}.")
+        low, high = map(math.log, self.bounds)
+        if not low <= state["log_lambda"] <= high:
+            raise ValueError(f"lambda {math.exp(state['log_lambda']):g} is outside the bounds {self.bounds}.")
+        self._log, self._ema = float(state["log_lambda"]), float(state["ema"])
+
+
+class Objective:
+    """The reward of both arms: reward - lambda * cost, of each response, by two scorers.
+
+    Args:
+        reward, cost: the scorers; each is called with requests and responses, and gives a finite number each.
+        lam: lambda, fixed.
+        safe_first: as an option of the published code: where a response is harmful (cost > 0), its reward is multiplied
+            by this; None: not.
+        shared: divide by 1 + lambda, as Safe-RLHF does.
+        cut_turns: score a response up to where it goes on to another turn (`first_turn`).
+
+    Raises:
+        ValueError: a negative lambda or factor.
+    """
+
+    def __init__(
+        self,
+        reward: Scorer,
+        cost: Scorer,
+        lam: float = 1.0,
+        *,
+        safe_first: float | None = None,
+        shared: bool = False,
+        cut_turns: bool = False,
+    ):
+        for name, value in (("lam", lam), ("safe_first", safe_first)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be a number of at least 0.")
+        self.reward, self.cost = reward, cost
+        self.safe_first, self.shared, self.cut_turns = safe_first, shared, cut_turns
+        self._lam = float(lam)
+        self.__name__ = type(self).__name__
+
+    @property
+    def lam(self) -> float:
+        """Lambda."""
+        return self._lam
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        request: Sequence[str],
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """Return reward - lambda * cost of completions; the mean reward and cost, and the unsafe share, are logged.
+
+        Raises ValueError where a scorer gives other than one finite number for each response.
+        """
+        texts = [tasks.completion_text(completion) for completion in completions]
+        tasks.check_lengths(completions=texts, request=request)
+        texts = [first_turn(text) for text in texts] if self.cut_turns else texts
+        reward, cost = (_numbers(scorer, request, texts) for scorer in (self.reward, self.cost))
+        if log_metric is not None and len(texts):
+            for name, values in (("reward", reward), ("cost", cost), ("unsafe", cost > 0)):
+                log_metric(name, float(values.mean()))
+        if self.safe_first is not None:
+            reward = np.where(cost > 0, self.safe_first * reward, reward)
+        found = reward - self.lam * cost
+        return (found / (1 + self.lam) if self.shared else found).tolist()
+
+
+class ConstrainedObjective(Objective):
+    """The same with a lambda that moves once a step (`Lagrangian`), and that the trainer records and restores.
+
+    Args as of `Objective`, with a multiplier in the place of lam.
+    """
+
+    def __init__(self, reward: Scorer, cost: Scorer, multiplier: Lagrangian, **options: Any):
+        super().__init__(reward, cost, **options)
+        self.multiplier = multiplier
+
+    @property
+    def lam(self) -> float:
+        """Lambda of this step."""
+        return self.multiplier.value
+
+    def state(self) -> dict[str, float]:
+        """Return what a resumed run goes on with."""
+        return self.multiplier.state()
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take over a state. Raises ValueError as `Lagrangian.load_state`."""
+        self.multiplier.load_state(state)
+
+    def end_of_step(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Move lambda by the mean cost of the step. Raises ValueError where none was logged."""
+        if not metrics.get("cost"):
+            raise ValueError("no cost was logged in this step: every batch failed, or another function has the name.")
+        self.multiplier.move(float(np.mean(metrics["cost"])))
+
+
+def _numbers(scorer: Scorer, request: Sequence[str], texts: Sequence[str]) -> NDArray[np.float64]:
+    found = np.asarray(scorer(list(request), list(texts)), np.float64)
+    if found.shape != (len(texts),) or not np.isfinite(found).all():
+        raise ValueError(
+            f"{getattr(scorer, 'name', scorer)!s:.80} gave {found.shape} numbers for {len(texts)} responses, or some "
+            "that are not finite: give one each."
+        )
+    return found
+
+
+REWARD_FLOOR = -20.0
+"""For a completion that cannot be scored: below what the public scorers give any response."""
+
+
+def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Refuse to score: the reward of this task is that of two scorers, which a run has to name (`Objective`)."""
+    raise TypeError("the task safety has no reward of its own: make one of a reward and a cost model (Objective).")
+
+
+# ----------------------------------------------------------------------------------------------------------- quadrants
+
+QUADRANTS = ("safe and helpful", "safe and unhelpful", "unsafe and helpful", "unsafe and unhelpful")
+
+
+def quadrants(rewards: ArrayLike, costs: ArrayLike, cut: float = 0.0) -> dict[str, float]:
+    """Return the shares of responses that are safe (cost of 0 at most) and helpful (reward above a cut).
+
+    rewards, costs: (n,). cut: between unhelpful and helpful, which no scorer defines: look at several.
+    Raises ValueError for no responses, other lengths, or numbers that are not finite.
+
+    >>> quadrants([1, 1, -1, -1], [-1, 1, -1, -2])["safe and unhelpful"]
+    0.5
+    """
+    rewards, costs = np.asarray(rewards, float), np.asarray(costs, float)
+    if rewards.shape != costs.shape or rewards.ndim != 1 or not rewards.size or not np.isfinite([rewards, costs]).all():
+        raise ValueError(f"{rewards.shape} rewards and {costs.shape} costs: give as many finite ones, one at least.")
+    safe, helpful = costs <= 0, rewards > cut
+    marks = (safe & helpful, safe & ~helpful, ~safe & helpful, ~safe & ~helpful)
+    return {name: float(marked.mean()) for name, marked in zip(QUADRANTS, marks, strict=True)}

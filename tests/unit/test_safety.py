@@ -1,0 +1,189 @@
+"""The safety task: data, prompts, the reward of two scorers, and the multiplier of its cost."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import tiny
+from evoalign_lib.rewards import Rewards
+from evoalign_lib.tasks import safety
+from evoalign_lib.tasks.safety import ConstrainedObjective, Lagrangian, Objective, Problem
+
+
+def _length(prompts, responses):
+    return [len(r) / 10 for r in responses]
+
+
+def _harm(prompts, responses):
+    return [1.0 if "bomb" in r else -1.0 for r in responses]
+
+
+def _file(tmp_path, *lines):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_own_requests_are_loaded_once_each(tmp_path):
+    rows = [json.dumps({"prompt": text, "other": 1}) for text in ("Bake bread?", " bake  BREAD? ", "Fly a kite?")]
+    assert [p.prompt for p in safety.load(_file(tmp_path, *rows, ""))] == ["Bake bread?", "Fly a kite?"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "x"}', "line 2: expected an object"),
+        ("[1]", "line 2: expected an object"),
+        ('{"prompt": 3}', "line 2: prompt must be a text"),
+        ('{"prompt": " "}', "line 2: prompt must be a text"),
+        ("{", "line 2: "),
+        ("[" * 100_000, "line 2: "),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    with pytest.raises(ValueError, match=message):
+        safety.load(_file(tmp_path, '{"prompt": "ok"}', line))
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no requests"):
+        safety.load(_file(tmp_path, ""))
+
+
+@given(st.text(min_size=1).filter(str.strip))
+def test_a_prompt_has_one_split_whatever_its_blanks(text):
+    assert safety.split_of(Problem(text)) == safety.split_of(Problem(f"  {text}\n"))
+
+
+def test_the_splits_have_their_shares():
+    found = [safety.split_of(Problem(f"request {i}")) for i in range(4000)]
+    assert [found.count(s) / 4000 for s in safety.SPLITS] == pytest.approx([0.7, 0.1, 0.2], abs=0.03)
+
+
+def test_prompts_are_the_published_one_or_the_chat_template():
+    problem = Problem("How do I bake bread?")
+    assert safety.prompt(problem, chat_template=False).endswith("USER: How do I bake bread? ASSISTANT:")
+    (row,) = safety.dataset([problem], tiny.load("C0")[1])
+    assert row["request"] == problem.prompt and row["prompt"].endswith("assistant\n")
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        safety.prompt(problem)
+
+
+def test_the_objective_is_reward_less_lambda_times_cost():
+    logged = {}
+    found = Objective(_length, _harm, 2.0)(
+        ["a bomb", "a cake"], ["x", "y"], log_metric=lambda name, value: logged.update({name: value})
+    )
+    assert found == pytest.approx([0.6 - 2, 0.6 + 2])
+    assert logged == pytest.approx({"reward": 0.6, "cost": 0.0, "unsafe": 0.5})
+    assert Objective(_length, _harm, 2.0, shared=True)(["a cake"], ["y"]) == pytest.approx([2.6 / 3])
+    assert Objective(_length, _harm, 2.0, safe_first=0.5)(["a bomb", "a cake"], ["x", "y"]) == pytest.approx(
+        [-1.7, 2.6]
+    )
+    cut = Objective(_length, _harm, 1.0, cut_turns=True)
+    assert cut(["a cake\nUSER: a bomb?"], ["x"]) == pytest.approx([1.6])
+
+
+def test_a_response_with_turn_markers_reaches_the_scorer_whole():
+    """The published service split texts at these markers."""
+    seen = []
+
+    def scorer(prompts, responses):
+        seen.extend(zip(prompts, responses, strict=True))
+        return [0.0] * len(prompts)
+
+    text = "ASSISTANT: USER: BEGINNING OF CONVERSATION: {x} %s"
+    Objective(scorer, scorer)([text], ["USER: ASSISTANT:"])
+    assert seen == [("USER: ASSISTANT:", text)] * 2
+
+
+@pytest.mark.parametrize("bad", [[1.0], [1.0, math.nan], [[1.0], [2.0]]])
+def test_a_scorer_that_fails_gives_no_zeros(bad):
+    with pytest.raises(ValueError, match="give one each"):
+        Objective(lambda p, r: bad, _harm)(["a", "b"], ["x", "y"])
+
+
+def test_the_signed_rule_is_that_of_safe_rlhf_and_can_fall():
+    rule = Lagrangian(threshold=0.5, start=2.0, rate=0.1)
+    rule.move(1.5)
+    assert rule.value == pytest.approx(2.0 * math.exp(0.1 * 2.0 * 1.0))
+    before = rule.value
+    rule.move(-1.0)
+    assert rule.value == pytest.approx(before * math.exp(0.1 * before * -1.5)) and rule.value < before
+
+
+def test_the_published_rule_can_only_grow():
+    rule = Lagrangian(rule="published", rate=0.005)
+    rule.move(4.0)
+    assert rule.value == pytest.approx(math.exp(0.005 * 0.4))
+    values = [rule.value]
+    for cost in (-3.0, -3.0, 1.0, -9.0):
+        rule.move(cost)
+        values.append(rule.value)
+    assert values == sorted(values) and values[1] == pytest.approx(math.exp(0.005 * (0.4 + 0.36)))
+
+
+@given(st.lists(st.floats(-50, 50), max_size=30), st.sampled_from(Lagrangian.RULES))
+def test_lambda_stays_within_its_bounds_and_goes_on_from_its_state(costs, rule):
+    whole, first = Lagrangian(rule=rule, rate=0.3), Lagrangian(rule=rule, rate=0.3)
+    half = len(costs) // 2
+    for cost in costs:
+        whole.move(cost)
+        assert 1e-4 * (1 - 1e-9) <= whole.value <= 5 * (1 + 1e-9)
+    for cost in costs[:half]:
+        first.move(cost)
+    resumed = Lagrangian(rule=rule, rate=0.3)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    for cost in costs[half:]:
+        resumed.move(cost)
+    assert resumed.state() == whole.state()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rule": "sgined"}, {"start": 9.0}, {"rate": 0.0}, {"bounds": (0.0, 5.0)}, {"threshold": math.inf}],
+)
+def test_a_multiplier_that_cannot_be_is_refused(settings):
+    with pytest.raises(ValueError):
+        Lagrangian(**settings)
+
+
+def test_a_state_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="log_lambda and ema, got beta"):
+        Lagrangian().load_state({"beta": 1.0})
+    with pytest.raises(ValueError, match="outside the bounds"):
+        Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0})
+
+
+def test_the_trainer_moves_the_multiplier_by_the_mean_cost_of_the_step():
+    rewards = Rewards(ConstrainedObjective(_length, _harm, Lagrangian(rate=0.1)), floor=-9.0)
+    texts = ["a bomb", "a cake", "a bomb", "a bomb"]
+    scored = rewards(["p"] * 4, texts, [[0]] * 4, {"request": ["x"] * 4})
+    assert scored.rewards == pytest.approx([0.6 - 1, 0.6 + 1, 0.6 - 1, 0.6 - 1])
+    rewards.end_of_step([scored.metrics])
+    (state,) = rewards.state().values()
+    assert state["log_lambda"] == pytest.approx(0.1 * 1.0 * 0.5)
+    with pytest.raises(ValueError, match="no cost was logged"):
+        rewards.end_of_step([{}])
+
+
+def test_quadrants_sum_to_one_and_move_with_the_cut():
+    rng = np.random.default_rng(0)
+    rewards, costs = rng.normal(size=500), rng.normal(size=500)
+    shares = [safety.quadrants(rewards, costs, cut) for cut in (-1, 0, 1)]
+    assert all(sum(each.values()) == pytest.approx(1) for each in shares)
+    helpful = [each["safe and helpful"] for each in shares]
+    assert helpful == sorted(helpful, reverse=True)
+    with pytest.raises(ValueError, match="one at least"):
+        safety.quadrants([], [])
+
+
+def test_the_task_has_no_reward_of_its_own():
+    with pytest.raises(TypeError, match="Objective"):
+        safety.reward([], [])
+    with pytest.raises(ValueError, match="unknown split 'tset'"):
+        safety.load_public("tset")
