@@ -204,6 +204,7 @@ def test_whom_the_declared_rules_favour() -> None:
         "C18",
         "C18b",
     }  # on weights
+    of_es |= {"C5", "C6", "C7", "C35"}  # on judges
     assert {name for name, arms in found.items() if arms == ("es",)} == of_es
     others = {"E1": ("treatment",), "E2": ("treatment",), "C2b": ("grpo",), "C10": ("n30",), "C30": ("dr_grpo",)}
     others |= {"E9": ("anchored",), "E11": ("sampled",), "C26": ("es_large", "grpo_large")}
