@@ -156,8 +156,8 @@ def compare(
 @app.command()
 def tiny(
     out: Annotated[str, typer.Option(help="Folder to write.")],
-    family: Annotated[str, typer.Option(help="Family of the tiny world: A, B or H.")] = "A",
-    seed: Annotated[int, typer.Option(help="0, 1, 2 are the shipped bases; of family H, 0.")] = 0,
+    family: Annotated[str, typer.Option(help="Family of the tiny world: A, B, C or H.")] = "A",
+    seed: Annotated[int, typer.Option(help="0, 1, 2 are the shipped bases; of families C and H, 0.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
 ) -> None:
     """Train a base of the tiny world and print what it can do."""

@@ -45,6 +45,9 @@ MODULES = [
     import_module(f"evoalign_lib.study.notebooks.{f.stem}") for f in FILES if f.stem not in ("__init__", "loading")
 ]
 MODULES.sort(key=lambda module: module.NOTEBOOK)
+AHEAD = [module for module in MODULES if not (paths.NOTEBOOKS / f"{module.NOTEBOOK}.ipynb").is_file()]
+"""Whose runs come before their notebook."""
+MODULES = [module for module in MODULES if module not in AHEAD]
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 pytestmark = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
@@ -87,6 +90,7 @@ def model_folder(tmp_path_factory):
 
 def test_there_is_a_module_for_every_notebook():
     assert [module.NOTEBOOK for module in MODULES] == sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
+    assert [module.NOTEBOOK for module in AHEAD] == ["04_safety_judges"]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
@@ -110,6 +114,11 @@ def test_the_groups_are_the_committed_records():
         own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
         assert own <= {h for each in specs.values() for h in each}, module.NOTEBOOK
         declared |= {h for each in specs.values() for h in each}
+    for module in AHEAD:  # not all of their runs are there yet
+        load = loader_of(module, dry_run=True)
+        load("es_sweep", "grpo_sweep")
+        specs = {h for own in hashes(load.specs()).values() for h in own}
+        declared |= {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK and h in specs}
     assert declared == committed.keys()
 
 

@@ -23,6 +23,7 @@ from evoalign_lib.study.kinds.coverage import coverage_spec
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.estimator import estimator_specs
 from evoalign_lib.study.kinds.kl import kl_specs
+from evoalign_lib.study.kinds.judgments import judgments_specs
 from evoalign_lib.study.kinds.merge import merge_specs
 from evoalign_lib.study.kinds.noise import noise_spec
 from evoalign_lib.study.kinds.path import path_spec
@@ -301,6 +302,7 @@ MAKERS |= {
         answers_spec(s["base"], end_in(s.get("end")), s | {"coverage_problems": s["test_problems"]}, s["scale"])
     ],
     "sampled": lambda s: remade_sampled(s),
+    "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
 }
 
 
