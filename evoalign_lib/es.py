@@ -32,6 +32,7 @@ Metrics logged at each step:
 - where not zero, the number of single rewards of the step that were `rewards/nan`, `rewards/exception` and
   `rewards/timeout`, which score the floor, and `rewards/none`, which are left out;
 - with a schedule, `sigma` and `alpha` of the step;
+- where a reward function has a state (`evoalign_lib.rewards`), `reward_state/<function>/<key>` after the step;
 - with precision "kahan" and "inplace", which restore weights by subtraction, what the members of the step left behind
   on a sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit
   of nearly every pair) and `restore_drift` (root mean square, weight units);
@@ -40,7 +41,7 @@ Metrics logged at each step:
 
 `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which the weights of any
 step can be computed again, and from which a run that was killed at any instant goes on with the same bits. Checkpoints
-only save time.
+only save time: each names the line of the ledger that it belongs to, where the state of reward functions is, too.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ from evoalign_lib.engines import ENGINES, check_gpus, open_engine
 from evoalign_lib.engines.base import Evaluation, Prompts, score
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.engines.processes import world_size
-from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored
+from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored, States, state_metrics
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population, update_of
 
 logger = logging.getLogger(__name__)
@@ -380,6 +381,8 @@ class ESTrainer:
             )
         self.args = args = ESConfig() if args is None else args
         self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_floor, args.reward_timeout)
+        # the run's own, which moves with the weights: functions take it over whenever they are called
+        self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
         self.model, self.processing_class = models.load(model, processing_class, args.model_init_kwargs)
@@ -462,6 +465,11 @@ class ESTrainer:
             cpu = time.process_time()
             tied = self.tell(members, record.rewards)
             self.budget["core_seconds"] += time.process_time() - cpu
+            self._reward_state = record.reward_state
+            if self.ledger is None:  # one that begins later begins here
+                self._first_reward_state = record.reward_state
+            if known:  # callbacks find it in the functions
+                self.rewards.load_state(record.reward_state)
             if recording:  # else no line of the ledger, if there is one, explains the step
                 self.state.global_step += 1
                 self._parted = False
@@ -474,7 +482,7 @@ class ESTrainer:
     def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
         """Evaluate the population; return all that the step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
-        core, tokens, counts, log = self.budget["core_seconds"], 0, {}, {}
+        core, tokens, counts, log, state = self.budget["core_seconds"], 0, {}, {}, self._reward_state
         weights, sigma = self.engine.weights, self._at_step("sigma", step)
         before = weights.sample() if weights.drifts else None
         if self.args.fitness == "random":
@@ -502,8 +510,19 @@ class ESTrainer:
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
         self._coefficients(fitness)  # rewards that give no coefficients are an error before they are recorded
+        if self.args.fitness != "random":  # which scores nothing
+            state = self._next_reward_state([e.scored.metrics for e in evaluations])
         seconds = float(f"{time.perf_counter() - started:.4g}")
-        return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log)
+        return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log, state)
+
+    def _next_reward_state(self, metrics: Sequence[Mapping[str, Sequence[float]]]) -> States:
+        """Return the state of reward functions after a step, given what they logged in each batch that was scored.
+
+        The run has it once the step is recorded; one that is interrupted before that changes nothing.
+        """
+        self.rewards.load_state(self._reward_state)
+        self.rewards.end_of_step(metrics)
+        return self.rewards.state()
 
     def _record(self, record: ledger.Step, digest: str | None) -> None:
         """Add a step to the ledger, which the first one begins; digest: of the weights before the step, where due."""
@@ -540,9 +559,14 @@ class ESTrainer:
         return at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
 
     def _light_state(self) -> TrainerState:
-        """Return the state without its log, which would grow and travel to the workers with every member."""
+        """Return the state without its log, which would grow and travel to the workers with every member.
+
+        It has that of the reward functions as `reward_state`, where one has any.
+        """
         light = copy.copy(self.state)
         light.log_history = []
+        if self._reward_state:
+            light.reward_state = copy.deepcopy(self._reward_state)
         return light
 
     # ---- the loop
@@ -562,8 +586,9 @@ class ESTrainer:
             stays where it was: its ledger closes with its last weights, from which another train() goes on.)
 
         Raises:
-            ValueError: nothing to resume from, or a run with other settings, prompts or starting weights; without
-                resume_from_checkpoint, an output_dir that holds the ledger of another run.
+            ValueError: nothing to resume from, or a run with other settings, prompts or starting weights, or whose
+                reward functions had another state at the start; without resume_from_checkpoint, an output_dir that
+                holds the ledger of another run.
             RuntimeError: weights that are not those of the ledger's last step, or a reward_timeout outside the main
                 thread.
             OSError: a step cannot be recorded (a full disk). Nothing recorded is lost.
@@ -580,6 +605,7 @@ class ESTrainer:
         else:
             _checkpoints.check_settings(self.ledger, self._settings())
         self._check_continuity()
+        self.rewards.load_state(self._reward_state)  # not what an interrupted step left
         self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(self._epochs(max_steps))
         self.state.compute_steps(self.args, max_steps)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -726,6 +752,11 @@ class ESTrainer:
         if run is None:
             return
         _checkpoints.check_settings(run, self._settings())
+        states = [self._first_reward_state, *(step.reward_state for step in run.steps)]
+        try:
+            self.rewards.load_state(states[-1])
+        except ValueError as error:
+            raise ledger.LedgerError(f"{str(run.path)!r}, step {len(run.steps) - 1}: {error}") from error
         ledger.check_start(run, self.engine.weights)  # a checkpoint has the weights, not where they started
         if folder is None:
             ledger.check_model(run, self.engine.weights)
@@ -738,6 +769,7 @@ class ESTrainer:
                     setattr(callback, name, attributes[name])
             self.state, self.budget, self.counts = found.state, found.budget, self.counts | found.counts
             self.engine.follow(ledger.updates(run, self.state.global_step))
+        self._reward_state = states[self.state.global_step]
         self.ledger, self._replayed, self._parted = run, len(run.steps), False
 
     def _stateful_callbacks(self) -> list[TrainerCallback]:
@@ -755,6 +787,7 @@ class ESTrainer:
         settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have taken other steps
         # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
         settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
+        settings |= {"reward_state": self._first_reward_state} if self._first_reward_state else {}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 
     @property
@@ -811,6 +844,7 @@ class ESTrainer:
             metrics["completions/mean_length"] = record.tokens / (n * self.prompts_per_step * self.args.num_generations)
         metrics |= {name: self._at_step(name, record.step) for name in self._scheduled}
         metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
+        metrics |= state_metrics(record.reward_state)
         return record.log | metrics  # a reward function's metric never replaces one of these
 
 

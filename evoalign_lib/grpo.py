@@ -83,7 +83,7 @@ from evoalign_lib import arms
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose
 from evoalign_lib.engines.processes import rank, world_size
-from evoalign_lib.rewards import KINDS, RewardFunction, Rewards
+from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, state_metrics
 
 ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "gradient"}
 """What the arms differ in."""
@@ -341,7 +341,10 @@ def trainer(
         model: a float32 model, or a folder or name (TRL loads it in float32). Its generation settings become plain
             ones: generate() would fill in whatever TRL leaves open, such as a ban on repeated n-grams.
         reward_funcs: as for `ESTrainer`, called through the same wrapper (`rewards.Rewards`): a failure scores the
-            floor or stops the run, and None is left out.
+            floor or stops the run, and None is left out. The state of one that has any moves at the end of an optimiser
+            step, in the first process, from what was logged in all of them since the last; a generation that served
+            several steps would move it once, at the end of the first. All processes have it, logs as
+            `reward_state/<function>/<key>`, and checkpoints with the budget.
         args: from `config`.
         train_dataset: rows with "prompt" and further columns, at least as many as a step takes; they are taken in order
             and from the start again when they are spent.
@@ -389,6 +392,8 @@ def trainer(
         kind, given = _reweighted(kind), {"rollout_func": rollouts}
     ratios = 2 if rollouts is not None else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
+    if rewards.stateful:
+        kind = _logging_state(kind, rewards)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # what it does is tested here
         built = kind(
@@ -434,6 +439,22 @@ def _reweighted(kind: type) -> type:
     return Reweighted
 
 
+def _logging_state(kind: type, rewards: Rewards) -> type:
+    """Return a trainer of TRL's that logs the state of reward functions after a step, as it is.
+
+    As a metric that they log themselves it would be that before the step, rounded to float32.
+    """
+
+    class Logging(kind):
+        def log(self, logs, start_time=None):
+            if "loss" in logs:  # of a training step
+                logs = logs | state_metrics(rewards.state())
+            super().log(logs, start_time)
+
+    Logging.__name__ = kind.__name__
+    return Logging
+
+
 class RoundedWeights(TrainerCallback):
     """Rounds the weights of a model to the nearest bfloat16 before the first step and after every one.
 
@@ -466,7 +487,7 @@ class Budget(TrainerCallback, ExportableState):
     for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
     log-probabilities before the update where TRL computes them, two for importance ratios where rollouts are those of
     others. Checkpoints hold the budget, and a resumed run goes on with it. After each step it is that of all processes
-    of the launch.
+    of the launch. The state of reward functions (`rewards`) is kept in the same way.
 
     Attributes:
         completions, generated_tokens, prompt_tokens: so far; a prompt counts once per completion of it.
@@ -483,6 +504,7 @@ class Budget(TrainerCallback, ExportableState):
         self.model: Any = None
         self._before = self._own()
         self._started, self._seen = 0.0, 0
+        self._logged: list[dict[str, list[float]]] = []  # metrics of what this process scored since the last step
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
@@ -497,6 +519,8 @@ class Budget(TrainerCallback, ExportableState):
                 self.generated_tokens += sum(map(len, completion_ids))
                 for kind, count in scored.counts.items():
                     self.counts[kind] += count
+                if self._score.stateful:
+                    self._logged.append(scored.metrics)
             if log_metric is not None:
                 for name, values in scored.metrics.items():
                     log_metric(name, float(np.mean(values)))
@@ -507,15 +531,25 @@ class Budget(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return what transformers writes into a checkpoint."""
-        return {"args": {}, "attributes": {name: getattr(self, name) for name in _SPENT}}
+        attributes = {name: getattr(self, name) for name in _SPENT}
+        if self._score.stateful:
+            attributes["reward_state"] = self._score.state()
+        return {"args": {}, "attributes": attributes}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Go on with the budget of the checkpoint, if the run resumes from one."""
+        """Go on with the budget and the state of reward functions of the checkpoint, if the run resumes from one.
+
+        Raises:
+            ValueError: a checkpoint without a budget, or a state that is not of these reward functions.
+        """
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
             raise ValueError("the checkpoint holds no budget: it is of a run that grpo.trainer() did not make.")
         for name in _SPENT:
             setattr(self, name, saved["attributes"][name])
+        self._score.load_state(saved["attributes"].get("reward_state", {}))
+        self._share_state(args)
+        self._logged.clear()  # of a step that was interrupted
 
     def _own(self) -> dict[str, int]:
         """Return what the reward function counts, in this process."""
@@ -540,6 +574,30 @@ class Budget(TrainerCallback, ExportableState):
             self.counts = {name: self._before[name] + step[name] for name in self.counts}
         self.core_seconds += seconds
         self.prompt_tokens += int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
+        if self._score.stateful:
+            self._move_state(args)
+
+    def _move_state(self, args) -> None:
+        """Move the state of reward functions, in the first process, and give it to all."""
+        logged, self._logged = self._logged, []
+        if args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            logged = gather_object(logged)  # the lists of all processes in one
+        if not logged:  # an earlier step's completions served this one, too
+            return
+        if rank() == 0:
+            self._score.end_of_step(logged)
+        self._share_state(args)
+
+    def _share_state(self, args) -> None:
+        """Let reward functions have the state that they have in the first process."""
+        states = [self._score.state()]
+        if args.world_size > 1 and self._score.stateful:
+            from accelerate.utils import gather_object
+
+            states = gather_object(states)
+        self._score.load_state(states[0])
 
     def spent(self, d: int) -> dict[str, Any]:
         """Return the budget of a model of d parameters so far, for a record."""

@@ -20,6 +20,9 @@ Then one line per step, synced to disk before the weights move:
   prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
 - `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
 - `log`: further metrics of the step; `names`: theirs, where they differ from those of the line before.
+- `reward_state`, in a run whose reward functions have a state (`evoalign_lib.rewards`): function -> state after the
+  step. The header's settings have it before the first step, by the same name. Rewards are recorded, so that a replay
+  needs none of it; a resumed run goes on with the last one.
 - `weights`, every `digest_every` steps: the digest before the step.
 - `prev`: the first 128 bits of the SHA-256 of the previous line (without its newline). The chain finds accidents and
   careless edits, for which 128 bits do as well as 256; it has no secret, so no length would stop a forger. Over 500
@@ -100,6 +103,8 @@ class Step:
     """failed rewards of this step, by kind"""
     log: dict[str, float] = field(default_factory=dict)
     """metrics that do not follow from the rewards"""
+    reward_state: dict[str, dict[str, float]] = field(default_factory=dict)
+    """reward function -> its state after the step, of those that have one"""
 
 
 @dataclass
@@ -196,8 +201,8 @@ class Ledger:
             weights: digest of the weights before it.
 
         Raises:
-            LedgerError: a step out of order, a wrong number of rewards or one that is not finite, or a file that
-                another process has written to.
+            LedgerError: a step out of order, a wrong number of rewards or one that is not finite, the state of other
+                reward functions than the run's, or a file that another process has written to.
             OSError: the line cannot be written (a full disk); the file is then as it was before.
         """
         self._check(step)
@@ -212,6 +217,8 @@ class Ledger:
         if names:
             # JSON has no NaN: such values become text that float() reads
             line["log"] = [x if math.isfinite(x) else str(float(x)) for x in step.log.values()]
+        if step.reward_state:
+            line["reward_state"] = step.reward_state
         if weights is not None:
             line["weights"] = weights
         with interrupts_wait():
@@ -252,6 +259,12 @@ class Ledger:
             raise LedgerError(
                 f"member {member} of step {step.step} has the reward {step.rewards[member]}: rewards must be finite; "
                 "return None where a reward does not apply."
+            )
+        stateful = self.header["settings"].get("reward_state", {})
+        if step.reward_state.keys() != stateful.keys():
+            raise LedgerError(
+                f"step {step.step} has the state of the reward functions {sorted(step.reward_state)}, the run is one "
+                f"with that of {sorted(stateful)}."
             )
 
 
@@ -394,6 +407,7 @@ def _check_header(line: Any) -> None:
     for name, known in choices.items():
         if settings[name] not in known:
             raise LedgerError(f"{name} is {settings[name]!r}, none of {known}: the header was edited.")
+    _states(settings.get("reward_state", {}))
     try:
         check_decay(settings["anchor_decay"], settings["precision"])
     except ValueError as error:
@@ -421,9 +435,8 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
         names = line.get("names", ledger._names if "log" in line else [])
         log = dict(zip(map(str, names), map(float, line.get("log", [])), strict=True))
         counts = {str(name): int(count) for name, count in line.get("counts", {}).items()}
-        step = Step(
-            line["step"], rewards, int(line["tokens"]), float(line["seconds"]), float(line["core"]), counts, log
-        )
+        known = int(line["tokens"]), float(line["seconds"]), float(line["core"]), counts, log
+        step = Step(line["step"], rewards, *known, _states(line.get("reward_state", {})))
         ledger._check(step)
         ledger.steps.append(step)
         ledger.tips.append(_sha(text))
@@ -433,6 +446,16 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
     ledger.ended = "end" in line
     ledger._last = _sha(text)
     ledger._size += len(text) + 1
+
+
+def _states(found: Any) -> dict[str, dict[str, float]]:
+    """Return the state of each reward function as a line has it; raise LedgerError for anything else."""
+    states = found.values() if isinstance(found, dict) else [found]
+    for state in states:
+        values = state.values() if isinstance(state, dict) else [state]
+        if not (isinstance(state, dict) and all(isinstance(x, float) and math.isfinite(x) for x in values)):
+            raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
+    return found
 
 
 # ---- replay

@@ -5,6 +5,19 @@ A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyw
 number (or None: not applicable) for each completion. Rewards are maximised. `log_extra`, which fills TRL's table of
 completions, does nothing here: no such table is kept. The `trainer_state` of `ESTrainer` has an empty log_history: it
 goes to the worker processes with every member, and a log would grow.
+
+A reward that changes during training, such as reward - lambda * cost with the Lagrange multiplier of Safe-RLHF (Dai et
+al., arXiv 2310.12773), is an object with three more methods (all or none):
+
+- `state() -> dict[str, float]`: what the reward depends on besides its arguments; finite numbers.
+- `load_state(state)`: take over such a state, all of it: `state()` returns the same numbers afterwards.
+- `end_of_step(metrics)`: move the state. Called once a step, in one process, when the whole step is scored. metrics:
+  name -> (batches,) values that reward functions logged by `log_metric` in this step, one for each batch that was
+  scored (with ES the completions of a member, in the order of members; in TRL's trainers those of a process, in the
+  order of processes), the mean where several were logged. A batch in which nothing was logged by a name has no value.
+
+The trainer owns the state. It goes wherever rewards are computed, is logged (`reward_state/<function>/<key>`, after the
+step) and recorded, and a resumed run goes on with it. While a step is scored it does not change.
 """
 
 from __future__ import annotations
@@ -17,12 +30,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
+States = dict[str, dict[str, float]]
+"""Name of a reward function -> its state."""
+
+METHODS = ("state", "load_state", "end_of_step")
+"""What a reward function with a state has."""
 
 # what a reward function is called with besides the columns of the data set
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -79,10 +98,14 @@ class Rewards:
             a call counts as a time-out however it ends, and is interrupted again every timeout seconds until then; a
             loop that catches every interruption cannot be ended.
 
+    Attributes:
+        stateful: name -> function, of those with a state (see the module's text).
+
     Raises:
-        TypeError: a function that is not callable, or asynchronous.
-        ValueError: no function, another number of weights than of functions, a weight or floor that is not finite, or
-            a timeout that is no positive number or on a system without such a signal.
+        TypeError: a function that is not callable, or asynchronous, or has some methods of a state but not all.
+        ValueError: no function, another number of weights than of functions, a weight or floor that is not finite, two
+            functions of one name with a state, a state that holds no finite numbers, or a timeout that is no positive
+            number or on a system without such a signal.
     """
 
     def __init__(
@@ -120,6 +143,61 @@ class Rewards:
             raise ValueError(f"reward_timeout={timeout} needs signals, which this system does not have: set None.")
         self.timeout = timeout
         self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
+        self.stateful = _stateful(self.functions, self.names)
+        self.load_state(self.state())  # one that cannot be recorded is an error now, not after the first step
+
+    def state(self) -> States:
+        """Return the state of each function that has one.
+
+        Raises:
+            TypeError: a state that is no dict with names as keys.
+            ValueError: a value that is no finite number.
+        """
+        return {name: _checked_state(function.state(), name) for name, function in self.stateful.items()}
+
+    def load_state(self, states: Mapping[str, Mapping[str, float]]) -> None:
+        """Let each function with a state take over the one of its name.
+
+        Raises:
+            ValueError: states of other functions than those that have one here, or one that its function refuses or
+                does not have afterwards, number by number.
+        """
+        if states.keys() != self.stateful.keys():
+            raise ValueError(
+                f"the state is that of the reward functions {sorted(states)}, those with a state here are "
+                f"{sorted(self.stateful)}: use the reward functions that the run had."
+            )
+        for name, function in self.stateful.items():
+            state = dict(states[name])
+            try:
+                function.load_state(dict(state))
+            except Exception as error:
+                raise ValueError(
+                    f"reward function {name!r} does not take the state {state} ({error!r}): use the function of the "
+                    "run that recorded it."
+                ) from error
+            if (found := _checked_state(function.state(), name)) != state:
+                raise ValueError(
+                    f"reward function {name!r} has the state {found} after load_state({state}): let load_state take "
+                    "over every number as it is."
+                )
+
+    def end_of_step(self, metrics: Sequence[Mapping[str, Sequence[float]]]) -> None:
+        """Let each function with a state move it, once a step is scored.
+
+        Args:
+            metrics: (batches,) what was logged in each (`Scored.metrics`).
+
+        Raises:
+            TypeError, ValueError: as for `state` and `load_state`.
+        """
+        merged: dict[str, list[float]] = {}
+        for batch in metrics:
+            for metric, values in batch.items():
+                merged.setdefault(metric, []).append(float(np.mean(values)))
+        for function in self.stateful.values():
+            function.end_of_step({metric: list(values) for metric, values in merged.items()})
+        self.load_state(self.state())  # an error before anything is recorded, if something of it would be lost
 
     def check_timeout(self) -> None:
         """Raise RuntimeError where a timeout is set and cannot work: in any thread but the main one."""
@@ -144,15 +222,19 @@ class Rewards:
             completions: (completions,) texts, or message lists for conversational prompts.
             completion_ids: (completions,) token ids without padding.
             columns: further columns of the data set, (completions,) each.
-            trainer_state: passed through.
+            trainer_state: passed through. Functions with a state take over its `reward_state` first, where it has one:
+                in whichever process this is, they are in the state of the step.
 
         Raises:
             ValueError: a function did not return one reward per completion.
             TypeError: a function does not take the columns, or did not return a list of numbers.
             RewardError: a function failed and no floor is declared.
-            RuntimeError: a timeout outside the main thread.
+            RuntimeError: a timeout outside the main thread, or a function that changed its state.
         """
         self.check_timeout()
+        if (given := getattr(trainer_state, "reward_state", None)) is not None:
+            self.load_state(given)
+        before = self.state()
         n = len(completions)
         metrics: dict[str, list[float]] = {}
         counts = dict.fromkeys(KINDS, 0)
@@ -183,7 +265,61 @@ class Rewards:
             applied |= has
             if has.any():
                 functions[name] = (float(values[has].mean()), float(values[has].std()))
+        after = self.state()
+        for name in before:
+            if after[name] != before[name]:  # each process, and each order of members, would have another one
+                raise RuntimeError(
+                    f"reward function {name!r} changed its state from {before[name]} to {after[name]} while it scored: "
+                    "let only end_of_step move it."
+                )
         return Scored(np.where(applied, total, np.nan), functions, metrics, counts)
+
+
+def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return states as metrics for a log.
+
+    >>> state_metrics({"Objective": {"log_lambda": -0.5}})
+    {'reward_state/Objective/log_lambda': -0.5}
+    """
+    return {f"reward_state/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
+
+
+def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict[str, Any]:
+    """Return the functions with a state, by name."""
+    found: dict[str, Any] = {}
+    for function, name in zip(map(_unwrapped, functions), names, strict=True):
+        has = [method for method in METHODS if callable(getattr(function, method, None))]
+        if not has:
+            continue
+        if missing := [method for method in METHODS if method not in has]:
+            raise TypeError(
+                f"reward function {name!r} has the method {has[0]} but no {missing[0]}: one with a state needs "
+                f"{', '.join(METHODS)}, one without has none of them."
+            )
+        if name in found:
+            raise ValueError(
+                f"two reward functions with a state are called {name!r}: give each a __name__ of its own, by which its "
+                "state is recorded."
+            )
+        found[name] = function
+    return found
+
+
+def _checked_state(state: Any, name: str) -> dict[str, float]:
+    """Return the state of a function as floats; raise where it holds anything else."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise TypeError(
+            f"reward function {name!r} has the state {state!r}: let state() return a dict of names and numbers."
+        )
+    found = {}
+    for key, value in state.items():
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (number and math.isfinite(value)):
+            raise ValueError(
+                f"{key!r} in the state of reward function {name!r} is {value!r}: let state() return finite numbers."
+            )
+        found[key] = float(value)
+    return found
 
 
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:

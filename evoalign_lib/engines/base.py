@@ -236,7 +236,8 @@ class Engine(Scorer):
             sigma: standard deviation of the perturbation, weight units.
             name: which prompts.
             indices: rows of them.
-            trainer_state: passed to the reward functions, pickled with every member where other processes score.
+            trainer_state: passed to the reward functions, pickled with every member where other processes score; its
+                `reward_state`, if any, is what reward functions with a state take over first.
             sampling: None for greedy decoding; else the key of the random numbers, which all members share (see
                 `noise.uniforms`), and the number of completions per prompt, at temperature 1.
 

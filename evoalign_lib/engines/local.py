@@ -3,9 +3,9 @@
 The float32 master lies in memory that the workers share. A worker writes a member's weights from the master into its
 own working copy (one pass, the master never moves), decodes the prompts, scores the completions and sends back rewards;
 no weights travel. Workers are forked, so reward functions need not be picklable, and use one torch thread each: two
-threads on two shared cores are many times slower than two processes. A reward function that keeps a state keeps one in
-each worker. (The precision modes without a master keep one replica of the weights, which one process perturbs and
-restores.)
+threads on two shared cores are many times slower than two processes. A reward function with the methods of a state
+(`evoalign_lib.rewards`) is in the run's state in every worker; whatever else a function keeps, it keeps in each worker.
+(The precision modes without a master keep one replica of the weights, which one process perturbs and restores.)
 
 Completions of a member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
 Floating-point results depend on that plan alone, not on the number of workers.

@@ -221,8 +221,10 @@ class WeightedTrainer(ESTrainer):
         log |= {name: float(np.mean(values)) for name, values in scored.metrics.items()}
         log["completions/clipped_ratio"] = float(np.mean([ids[-1] not in engine.eos_ids for ids in completions]))
         core = round(self.budget["core_seconds"] + time.process_time() - cpu, 3)
+        state = self._next_reward_state([scored.metrics])
         seconds = float(f"{time.perf_counter() - started:.4g}")
-        return ledger.Step(step, np.array(fitness), sum(map(len, completions)), seconds, core, scored.counts, log)
+        tokens = sum(map(len, completions))
+        return ledger.Step(step, np.array(fitness), tokens, seconds, core, scored.counts, log, state)
 
     def _metrics(self, record: ledger.Step, tied: bool, seconds: float) -> dict[str, float]:
         found = super()._metrics(record, tied, seconds)

@@ -255,6 +255,90 @@ def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
 
 
+# ---- the state of reward functions
+
+
+class Adaptive:
+    """Rewards that shift by a bias, which falls by a third of the mean of `first` after a step."""
+
+    def __init__(self):
+        self.bias = 0.25
+
+    def __call__(self, completion_ids, log_metric, **columns):
+        return [r + self.bias for r in token_mean(completion_ids, log_metric)]
+
+    def state(self):
+        return {"bias": self.bias}
+
+    def load_state(self, state):
+        self.bias = state["bias"]
+
+    def end_of_step(self, metrics):
+        self.bias -= float(np.mean(metrics["first"])) / 3
+
+
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory) -> bytes:
+    """The ledger of a run of 4 steps whose reward has a state."""
+    folder = tmp_path_factory.mktemp("adaptive")
+    trainer(folder, Adaptive(), max_steps=4).train()
+    return (folder / "ledger.jsonl").read_bytes()
+
+
+def test_a_state_in_header_and_lines(run, adaptive, tmp_path):
+    assert b"reward_state" not in (run / "out/ledger.jsonl").read_bytes()
+    header, *steps, end = map(json.loads, adaptive.splitlines())
+    assert header["evoalign_ledger"] == 1 and header["settings"]["reward_state"] == {"Adaptive": {"bias": 0.25}}
+    bias = 0.25
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(adaptive)
+    log = ledger.read(path)
+    for line, step in zip(steps, log.steps, strict=True):
+        bias -= step.log["first"] / 3
+        assert step.reward_state == line["reward_state"] == {"Adaptive": {"bias": bias}}
+    assert "reward_state" not in end
+    # a replay takes rewards as they are
+    assert ledger.verify(path, random_model()).recomputed
+
+
+BAD_STATES = [
+    None, 3, [], {"Adaptive": 1.0}, {"Adaptive": {"bias": "1"}}, {"Adaptive": {"bias": True}},
+    {"Adaptive": {"bias": None}}, {"Adaptive": {"bias": 10**400}}, {"Adaptive": {"bias": math.inf}},
+    {"Adaptive": [0.5]}, {"Adaptive": {"bias": math.nan}}, {"Adaptive": {"bias": {}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD_STATES, ids=lambda bad: f"{bad!s:.40}")
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_is_no_state(adaptive, tmp_path, number, bad):
+    changed = adaptive.splitlines()
+    line = json.loads(changed[number - 1])
+    (line["settings"] if number == 1 else line)["reward_state"] = bad
+    changed[number - 1] = json.dumps(line).encode()
+    rewrite(tmp_path / "ledger.jsonl", changed, rechain=True)
+    with pytest.raises(LedgerError, match=f"line {number}: reward_state .* is no state of reward functions"):
+        ledger.read(tmp_path / "ledger.jsonl")
+
+
+@pytest.mark.parametrize("states", [{}, {"Other": {"bias": 0.5}}, {"Adaptive": {"bias": 0.5}, "Other": {}}], ids=str)
+def test_states_of_other_functions_than_the_header(adaptive, tmp_path, states):
+    path, message = tmp_path / "ledger.jsonl", r"has the state of the reward functions \[.*of \['Adaptive'\]"
+    changed = adaptive.splitlines()[:-1]
+    path.write_bytes(b"\n".join(changed) + b"\n")
+    with pytest.raises(LedgerError, match=f"step 4 {message}"):
+        Ledger.open(path).append(Step(4, np.arange(4.0), reward_state=states))
+    changed[2] = json.dumps(json.loads(changed[2]) | {"reward_state": states}).encode()
+    rewrite(path, changed, rechain=True)
+    with pytest.raises(LedgerError, match=f"line 3: step 1 {message}"):
+        ledger.read(path)
+
+
+def test_a_state_in_a_run_without_one(copy):
+    log = Ledger.open(copy)
+    with pytest.raises(LedgerError, match=r"step 12 has the state of the reward functions \['f'\], the run .* \[\]"):
+        log.append(Step(12, np.arange(4.0), reward_state={"f": {"a": 1.0}}))
+
+
 # ---- size
 
 

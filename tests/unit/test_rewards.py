@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import functools
+import json
 import math
+import pickle
 import signal
 import sys
 import time
@@ -15,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import tasks
-from evoalign_lib.rewards import RewardError, Rewards
+from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
 from evoalign_lib.tasks import countdown
 
 # the limits under test have the timer that would cut off a test that hangs
@@ -192,6 +194,167 @@ def test_a_callable_object_and_a_lambda():
     assert score(Rewards(Judge()), ["ab", ""]).rewards.tolist() == [0.5, -1.0]
     assert Rewards(Judge()).names == ["Judge"]
     assert Rewards(lambda **kw: [0.0]).names == ["<lambda>"]
+
+
+# ---- functions with a state
+
+
+class Multiplied:
+    """-scale for each completion; after a step the scale grows by the mean of the logged lengths."""
+
+    REWARD_FLOOR = -9.0
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, completions, log_metric, **columns):
+        log_metric("length", np.mean([len(c) for c in completions]))
+        return [-self.scale / len(c) for c in completions]
+
+    def state(self):
+        return {"scale": self.scale}
+
+    def load_state(self, state):
+        self.scale = state["scale"]
+
+    def end_of_step(self, metrics):
+        self.scale += sum(metrics["length"]) / len(metrics["length"])
+
+
+def test_the_state_moves_with_one_value_a_batch():
+    function, seen = Multiplied(), []
+    rewards = Rewards([function, length])
+    end = function.end_of_step
+    function.end_of_step = lambda metrics: seen.append(metrics) or end(metrics)
+    assert rewards.state() == {"Multiplied": {"scale": 1.0}}
+    one = score(rewards, ["ab", "abcd"])
+    other = score(rewards, ["", "a"])  # the empty one fails: both are scored singly, and log one value each
+    assert other.metrics == {"length": [1.0]} and other.counts["exception"] == 1
+    assert rewards.state() == {"Multiplied": {"scale": 1.0}}
+    rewards.end_of_step([one.metrics, {"more": [1.0, 4.0]}, other.metrics])
+    assert seen == [{"length": [3.0, 1.0], "more": [2.5]}]
+    assert rewards.state() == {"Multiplied": {"scale": 3.0}} and function.scale == 3
+    assert state_metrics(rewards.state()) == {"reward_state/Multiplied/scale": 3.0}
+    assert Rewards(functools.partial(function)).state() == {"partial": {"scale": 3.0}}
+
+
+def test_a_call_takes_over_the_state_that_comes_with_it():
+    rewards = Rewards(Multiplied())
+    state = types.SimpleNamespace(reward_state={"Multiplied": {"scale": 8.0}})
+    assert score(rewards, ["ab", "abcd"], state=state).rewards.tolist() == [-4.0, -2.0]
+    assert score(rewards, ["ab"]).rewards.tolist() == [-4.0]  # where none comes, that of before stays
+    assert state.reward_state == {"Multiplied": {"scale": 8.0}}
+    # also in a copy that was sent elsewhere before the state moved
+    copied = pickle.loads(pickle.dumps(Rewards(Multiplied())))
+    assert score(copied, ["ab"], state=state).rewards.tolist() == [-4.0]
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-99, 99)))
+def test_a_state_comes_back_from_json_with_its_bits(values):
+    class Any(Multiplied):
+        def state(self):
+            return self.scale
+
+        def load_state(self, state):
+            self.scale = dict(state)
+
+    rewards = Rewards(Any(values))
+    assert rewards.state() == {"Any": values}
+    sent = json.loads(json.dumps(rewards.state(), allow_nan=False))
+    other = Rewards(Any({}))
+    other.load_state(sent)
+    assert str(other.state()) == str(rewards.state())  # -0.0 is not 0.0
+
+
+@pytest.mark.parametrize("missing", METHODS)
+def test_a_part_of_a_state_is_refused(missing):
+    part = type("Part", (Multiplied,), {missing: None})
+    with pytest.raises(
+        TypeError, match=f"'Part' has the method .* but no {missing}: one with a state needs state, load"
+    ):
+        Rewards(part())
+
+
+def test_an_attribute_called_state_is_no_method():
+    function = functools.partial(length)
+    function.state = {"a": 1}
+    assert not Rewards([length, function]).stateful and Rewards(length).state() == {}
+
+
+def test_two_states_of_one_name_are_refused():
+    with pytest.raises(
+        ValueError, match="two reward functions with a state are called 'Multiplied': give each a __name"
+    ):
+        Rewards([Multiplied(), Multiplied()])
+    second = Multiplied(2.0)
+    second.__name__ = "second"
+    assert Rewards([Multiplied(), second]).state() == {"Multiplied": {"scale": 1.0}, "second": {"scale": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("scale", "shown"),
+    [
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        ("1", "'1'"),
+        (None, "None"),
+        (True, "True"),
+        ([1.0], r"\[1.0\]"),
+        (1j, "1j"),
+    ],
+)
+def test_a_state_that_is_no_finite_number(scale, shown):
+    with pytest.raises(ValueError, match=f"'scale' in the state of reward function 'Multiplied' is {shown}: let state"):
+        Rewards(Multiplied(scale))
+
+
+@pytest.mark.parametrize("state", [None, 1.0, [("scale", 1.0)], {1: 1.0}])
+def test_a_state_that_is_no_dict_of_names(state):
+    function = Multiplied()
+    function.state = lambda: state
+    with pytest.raises(
+        TypeError, match="'Multiplied' has the state .*: let state.. return a dict of names and numbers"
+    ):
+        Rewards(function)
+
+
+def test_states_that_do_not_fit():
+    rewards = Rewards([Multiplied(), length])
+    for other in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}}):
+        with pytest.raises(ValueError, match=r"those with a state here are \['Multiplied'\]: use the reward functions"):
+            rewards.load_state(other)
+    with pytest.raises(ValueError, match=r"'Multiplied' does not take the state {'size': 1.0} \(KeyError"):
+        rewards.load_state({"Multiplied": {"size": 1.0}})
+    with pytest.raises(
+        ValueError, match=r"has the state {'scale': 1.0} after load_state\({'scale': 1.0, 'size': 2.0}\)"
+    ):
+        rewards.load_state({"Multiplied": {"scale": 1.0, "size": 2.0}})
+    with pytest.raises(ValueError, match=r"those with a state here are \[\]"):
+        Rewards(length).load_state({"Multiplied": {"scale": 1.0}})
+
+
+def test_load_state_must_take_over_every_number():
+    class Clipped(Multiplied):
+        def load_state(self, state):
+            self.scale = min(state["scale"], 2.0)
+
+    with pytest.raises(
+        ValueError, match=r"'Clipped' has the state {'scale': 2.0} after load_state\({'scale': 3.0}\): let"
+    ):
+        Rewards(Clipped(3.0))
+    rewards = Rewards(Clipped())
+    with pytest.raises(ValueError, match="'Clipped' has the state"):
+        rewards.end_of_step([{"length": [5.0]}])
+
+
+def test_a_state_stays_while_completions_are_scored():
+    class Adapts(Multiplied):
+        def __call__(self, **arguments):
+            self.scale *= 2
+            return super().__call__(**arguments)
+
+    with pytest.raises(RuntimeError, match="'Adapts' changed its state from {'scale': 1.0} to {'scale': 2.0} while it"):
+        score(Rewards(Adapts()), ["ab"])
 
 
 # ---- mistakes of a function's author stop the run, floor or no floor
