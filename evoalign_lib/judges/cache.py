@@ -1,0 +1,148 @@
+"""Answers of judges, kept by the hash of what was asked: a file of JSON lines.
+
+A line has the answer (`text`, `prompt_tokens`, `completion_tokens`, `cut`), the `key` (SHA-256 of the judge's identity
+and the messages) and a `check`, the first 16 digits of the SHA-256 of the line without it. Questions are not in the
+file. Failures are not kept: they are asked again.
+
+Lines are appended under a lock and synced to disk. A line counts once its newline is there; what a killed process left
+of its last line is dropped. Anything else that is wrong is an error that names the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evoalign_lib.files import canonical_json, locked, sync_folder
+from evoalign_lib.judges.answers import Answer
+
+_FIELDS = {"key": str, "text": str, "prompt_tokens": int, "completion_tokens": int, "cut": bool, "check": str}
+
+
+class CacheError(ValueError):
+    """A cache that is damaged; the message names the line."""
+
+
+def key_of(identity: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
+    """Return the key of a question: 64 hexadecimal digits, another one for any change of model, decoding or text."""
+    return hashlib.sha256(canonical_json({"judge": identity, "messages": messages}).encode()).hexdigest()
+
+
+def _check(line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json({k: v for k, v in line.items() if k != "check"}).encode()).hexdigest()[:16]
+
+
+class Cache:
+    """Answers in memory and, with a path, in a file, which several processes and threads may use at once.
+
+    Two processes that ask the same at the same time pay twice; the answer that comes first is the one that stays, for
+    both of them.
+
+    Args:
+        path: the file; it need not exist. None: no file.
+
+    Raises:
+        CacheError: a damaged line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self.path = None if path is None else Path(path)
+        self._answers: dict[str, Answer] = {}
+        self._size = self._lines = 0
+        self._one = threading.Lock()
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, key: str) -> Answer | None:
+        """Return the answer of a key, None where there is none."""
+        return self._answers.get(key)
+
+    def refresh(self) -> None:
+        """Read what other processes have added. Raises CacheError as the class does."""
+        with self._one:
+            if self.path is not None and self.path.exists():
+                self._read()
+
+    def put(self, key: str, answer: Answer) -> Answer:
+        """Keep an answer, synced to disk, and return the one that the cache holds: the first of this key.
+
+        Raises:
+            ValueError: the answer is a failure.
+            CacheError: another process has damaged the file.
+            OSError: it cannot be written; the file then ends as before.
+        """
+        if answer.error is not None or answer.text is None:
+            raise ValueError(f"a failure ({answer.error}) is not kept: ask again.")
+        with self._one:
+            if self.path is None:
+                return self._answers.setdefault(key, answer)
+            with locked(self.path):
+                new = not self.path.exists()
+                if not new:
+                    self._read()
+                if key not in self._answers:
+                    self._append(key, answer)
+                    if new:
+                        sync_folder(self.path.parent)
+            return self._answers[key]
+
+    def _append(self, key: str, answer: Answer) -> None:
+        line = {
+            "key": key,
+            "text": answer.text,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "cut": answer.cut,
+        }
+        data = canonical_json(line | {"check": _check(line)}).encode() + b"\n"
+        with open(self.path, "ab", buffering=0) as file:
+            file.truncate(self._size)  # what a killed process left of a line
+            try:
+                left = data
+                while left:  # a disk that is nearly full takes a part first
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(self._size)
+                raise
+        self._size, self._lines = self._size + len(data), self._lines + 1
+        self._answers[key] = answer
+
+    def _read(self) -> None:
+        """Read the lines that were added since the last time."""
+        with open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) < self._size:
+                raise CacheError(
+                    f"{self.path} is shorter than it was: another program has cut it. Start this one anew."
+                )
+            file.seek(self._size)
+            data = file.read()
+        for line in io.BytesIO(data):  # ends lines at newlines alone
+            if not line.endswith(b"\n"):
+                break
+            key, answer = self._parse(line, self._lines + 1)
+            self._answers.setdefault(key, answer)  # the first one, where files were put together
+            self._size, self._lines = self._size + len(line), self._lines + 1
+
+    def _parse(self, line: bytes, number: int) -> tuple[str, Answer]:
+        try:
+            found = json.loads(line)
+            fits = type(found) is dict and found.keys() == _FIELDS.keys()
+            for name, kind in _FIELDS.items() if fits else ():
+                unknown = found[name] is None and kind is int  # a server that does not count tokens
+                fits = fits and (type(found[name]) is kind or unknown)
+            if not fits or _check(found) != found["check"]:
+                raise ValueError("its fields or its check are wrong")
+        except (ValueError, RecursionError) as error:
+            raise CacheError(
+                f"{self.path}, line {number} is damaged ({error}): take that line out, and its question is asked again."
+            ) from None
+        return found["key"], Answer(*(found[name] for name in ("text", "prompt_tokens", "completion_tokens", "cut")))

@@ -1,0 +1,499 @@
+"""Judge pairs in both orders, or single texts, and count what is no verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib.checks import whole_number
+from evoalign_lib.files import canonical_json
+from evoalign_lib.judges.answers import Answer, Meter
+from evoalign_lib.judges.budget import Budget, BudgetSpent, most_prompt_tokens
+from evoalign_lib.judges.cache import Cache, key_of
+from evoalign_lib.judges.endpoint import EndpointError
+from evoalign_lib.judges.rubrics import Reading, Rubric
+from evoalign_lib.judges.texts import Quoted, quote
+
+# ------------------------------------------------------------------------------------------------------ what is judged
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt.
+
+    Attributes:
+        prompt: what both answer.
+        a: an answer.
+        b: the other one.
+    """
+
+    prompt: str
+    a: str
+    b: str
+
+    def __post_init__(self) -> None:
+        for name, text in (("prompt", self.prompt), ("a", self.a), ("b", self.b)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} of a pair must be a text, got {text!r}.")
+
+
+def digest_of(*texts: str) -> str:
+    """Return what identifies texts in records: 16 hexadecimal digits."""
+    return hashlib.sha256(canonical_json(texts).encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------- what is said of it
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a chat judge said of a pair in one of the two orders.
+
+    Attributes:
+        first: the text that it saw first, "a" or "b".
+        raw: its answer as it came; None after a failure.
+        winner: "a", "b" or "tie"; None where there is no verdict.
+        strength: 0 for a tie, 1 for a win, 2 for a strong one.
+        scores: of a and of b, if it gives scores.
+        error: why there is no answer (`answers.ERRORS`); None where there is one.
+    """
+
+    first: str
+    raw: str | None
+    winner: str | None
+    strength: int = 0
+    scores: tuple[float, float] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a pair.
+
+    Attributes:
+        prompt: digest of the prompt.
+        pair: digest of the prompt and both texts.
+        verdict: "a", "b" or "tie"; None where an order has no verdict.
+        inconsistent: the orders disagree, and the verdict is a tie.
+        reversed: they name different winners (a kind of inconsistent).
+        unparsed: there are answers, but not in both of them a verdict.
+        failed: why an answer is missing; None where none is.
+        scores: of a and b, the mean over the orders; None where there are none.
+        orders: a first, then b first; empty for a judge that scores texts alone.
+    """
+
+    prompt: str
+    pair: str
+    verdict: str | None
+    inconsistent: bool = False
+    reversed: bool = False
+    unparsed: bool = False
+    failed: str | None = None
+    scores: tuple[float, float] | None = None
+    orders: tuple[Order, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rating:
+    """The score of one text.
+
+    Attributes:
+        prompt: digest of the prompt.
+        text: digest of the prompt and the text.
+        score: None where there is none.
+        unparsed: there is an answer, but no score in it.
+        failed: why there is no answer; None where there is one.
+        raw: the answer as it came; None for a judge that scores texts alone.
+    """
+
+    prompt: str
+    text: str
+    score: float | None
+    unparsed: bool = False
+    failed: str | None = None
+    raw: str | None = None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What judging took, and which texts a judge did not see as they were.
+
+    Attributes:
+        questions: put to a chat judge, equal ones counted once.
+        cached: of these, answered by the cache.
+        requests: sent this time, retries among them.
+        prompt_tokens: of this time's requests, as far as the backend says.
+        completion_tokens: of this time's requests, as far as the backend says.
+        errors: this time's failed requests by kind; those that a retry mended are among them.
+        broken: texts in which marks were broken.
+        replaced: texts in which characters were replaced.
+        cut: texts that were cut.
+    """
+
+    questions: int = 0
+    cached: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    broken: int = 0
+    replaced: int = 0
+    cut: int = 0
+
+
+class _Outcomes:
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it in values that JSON knows."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Judged(_Outcomes):
+    """The verdicts of one judge on pairs.
+
+    Attributes:
+        judge: its name.
+        judgements: one per pair, in their order.
+        spent: on them.
+    """
+
+    judge: str
+    judgements: list[Judgement]
+    spent: Spent
+
+    @property
+    def verdicts(self) -> list[str | None]:
+        """One per pair; None where there is none: such pairs are to be left out, and counted."""
+        return [judgement.verdict for judgement in self.judgements]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pairs by outcome: "a", "b", "tie" (with the inconsistent ones), "unparsed", "failed"; they add up."""
+        found = Counter(
+            "failed" if j.failed else "unparsed" if j.unparsed else j.verdict or "tie" for j in self.judgements
+        )
+        return {name: found[name] for name in ("a", "b", "tie", "unparsed", "failed")}
+
+    @property
+    def inconsistent(self) -> int:
+        """Pairs whose orders disagree."""
+        return sum(judgement.inconsistent for judgement in self.judgements)
+
+    @property
+    def inconsistent_rate(self) -> float:
+        """Share of them among the pairs with a verdict in both orders; NaN where there is none."""
+        both = sum(judgement.verdict is not None for judgement in self.judgements)
+        return self.inconsistent / both if both else math.nan
+
+    @property
+    def reversed(self) -> int:
+        """Pairs in which the orders name different winners."""
+        return sum(judgement.reversed for judgement in self.judgements)
+
+    @property
+    def first_share(self) -> float:
+        """Share of wins of the text that stood first, over both orders of pairs with two verdicts.
+
+        A judge without preference has 0.5, whichever texts are better; NaN where there is no win.
+        """
+        both = [order for judgement in self.judgements if judgement.verdict for order in judgement.orders]
+        wins = [order.winner == order.first for order in both if order.winner != "tie"]
+        return sum(wins) / len(wins) if wins else math.nan
+
+
+@dataclass(frozen=True)
+class JudgedTexts(_Outcomes):
+    """The scores of one judge for single texts.
+
+    Attributes:
+        judge: its name.
+        ratings: one per text, in their order.
+        spent: on them.
+    """
+
+    judge: str
+    ratings: list[Rating]
+    spent: Spent
+
+    @property
+    def scores(self) -> np.ndarray:
+        """(texts,) float64; NaN where there is none."""
+        return np.array([math.nan if r.score is None else r.score for r in self.ratings], float)
+
+    @property
+    def unparsed(self) -> int:
+        """Texts whose answer holds no score."""
+        return sum(rating.unparsed for rating in self.ratings)
+
+    @property
+    def failed(self) -> int:
+        """Texts without an answer."""
+        return sum(rating.failed is not None for rating in self.ratings)
+
+
+# -------------------------------------------------------------------------------------------------------------- judges
+
+
+class ScoreJudge:
+    """A judge that scores each text alone: a reward model, a rule.
+
+    It needs no orders, and nothing of it is cached: its scores are computed again.
+
+    Args:
+        score: (prompts, completions) -> one number each; a NaN or infinity counts as a failure.
+        name: goes into records.
+        margin: greatest difference of two scores that is a tie.
+    """
+
+    def __init__(self, score: Callable[[list[str], list[str]], Any], name: str, margin: float = 0.0):
+        if not 0 <= margin < math.inf:
+            raise ValueError(f"margin={margin} must be 0 or greater.")
+        self.score, self.name, self.margin = score, name, float(margin)
+
+    def scores(self, texts: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float]:
+        """Return the score of each different (prompt, completion), computed once."""
+        different = list(dict.fromkeys(texts))
+        if not different:
+            return {}
+        prompts, completions = map(list, zip(*different, strict=True))
+        found = np.asarray(self.score(prompts, completions), float)
+        if found.shape != (len(different),):
+            raise ValueError(
+                f"judge {self.name!r} returned scores of shape {found.shape} for {len(different)} texts: one each."
+            )
+        return dict(zip(different, found.tolist(), strict=True))
+
+
+class ChatJudge:
+    """A language model that judges by a rubric.
+
+    Args:
+        backend: `Endpoint`, `LocalChat` or `VLLMChat`.
+        rubric: for pairs or for single texts.
+        max_characters: of a prompt or a completion that the judge sees; what is longer is cut, said so and counted.
+    """
+
+    def __init__(self, backend: Any, rubric: Rubric, max_characters: int = 20_000):
+        self.backend, self.rubric = backend, rubric
+        self.max_characters = whole_number("max_characters", max_characters)
+
+    @property
+    def name(self) -> str:
+        """The rubric's and the model's."""
+        return f"{self.rubric.name}: {self.backend.model}"
+
+    def quoted(self, texts: Iterable[str]) -> dict[str, Quoted]:
+        """Return each different text as the judge sees it."""
+        tokens = self.backend.special_tokens
+        return {text: quote(text, self.max_characters, tokens) for text in dict.fromkeys(texts)}
+
+
+def judge_pairs(
+    judge: ScoreJudge | ChatJudge,
+    pairs: Sequence[Pair],
+    cache: Cache | str | os.PathLike[str] | None = None,
+    budget: Budget | None = None,
+) -> Judged:
+    """Judge pairs, by a chat judge in both orders.
+
+    Args:
+        judge: one for pairs.
+        pairs: equal ones are asked once.
+        cache: of a chat judge's answers, or its path; None: answers are kept for this call alone.
+        budget: of a chat judge's requests; None: no limit.
+
+    Raises:
+        ValueError: a rubric for single texts.
+        BudgetSpent: before the budget is passed. What was answered is in the cache: call again with a new budget.
+        EndpointError: every further request would fail; the same holds.
+        CacheError: the cache is damaged.
+    """
+    if isinstance(judge, ScoreJudge):
+        scores = judge.scores([(pair.prompt, text) for pair in pairs for text in (pair.a, pair.b)])
+        return Judged(judge.name, [_compared(pair, scores, judge.margin) for pair in pairs], Spent())
+    if not judge.rubric.pairwise:
+        raise ValueError(f"rubric {judge.rubric.name!r} is for single texts: call judge_texts, or take one for pairs.")
+    quoted = judge.quoted(text for pair in pairs for text in (pair.prompt, pair.a, pair.b))
+    questions = [
+        judge.rubric.messages(quoted[pair.prompt], (quoted[first], quoted[second]))
+        for pair in pairs
+        for first, second in ((pair.a, pair.b), (pair.b, pair.a))
+    ]
+    answers, spent = _ask(judge, questions, quoted.values(), cache, budget)
+    judgements = [_judgement(pair, judge.rubric, answers[2 * i], answers[2 * i + 1]) for i, pair in enumerate(pairs)]
+    return Judged(judge.name, judgements, spent)
+
+
+def judge_texts(
+    judge: ScoreJudge | ChatJudge,
+    texts: Sequence[tuple[str, str]],
+    cache: Cache | str | os.PathLike[str] | None = None,
+    budget: Budget | None = None,
+) -> JudgedTexts:
+    """Score single texts.
+
+    Args:
+        judge: one for single texts.
+        texts: (prompt, completion) each; equal ones are asked once.
+        cache: as for `judge_pairs`.
+        budget: as for `judge_pairs`.
+
+    Raises:
+        ValueError: a rubric for pairs.
+        BudgetSpent, EndpointError, CacheError: as for `judge_pairs`.
+    """
+    texts = [(prompt, completion) for prompt, completion in texts]
+    names = [(digest_of(prompt), digest_of(prompt, completion)) for prompt, completion in texts]
+    if isinstance(judge, ScoreJudge):
+        scores = judge.scores(texts)
+        ratings = [
+            Rating(*name, scores[text]) if math.isfinite(scores[text]) else Rating(*name, None, failed="not finite")
+            for name, text in zip(names, texts, strict=True)
+        ]
+        return JudgedTexts(judge.name, ratings, Spent())
+    if judge.rubric.pairwise:
+        raise ValueError(f"rubric {judge.rubric.name!r} is for pairs: call judge_pairs, or take one for single texts.")
+    quoted = judge.quoted(part for text in texts for part in text)
+    questions = [judge.rubric.messages(quoted[prompt], (quoted[completion],)) for prompt, completion in texts]
+    answers, spent = _ask(judge, questions, quoted.values(), cache, budget)
+    ratings = []
+    for name, answer in zip(names, answers, strict=True):
+        score = _read(judge.rubric, answer)
+        unparsed = score is None and answer.error is None
+        ratings.append(Rating(*name, score, unparsed, answer.error, answer.text))
+    return JudgedTexts(judge.name, ratings, spent)
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def _compared(pair: Pair, scores: dict[tuple[str, str], float], margin: float) -> Judgement:
+    a, b = scores[pair.prompt, pair.a], scores[pair.prompt, pair.b]
+    names = digest_of(pair.prompt), digest_of(pair.prompt, pair.a, pair.b)
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return Judgement(*names, None, failed="not finite")
+    return Judgement(*names, "tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
+
+
+def _read(rubric: Rubric, answer: Answer) -> Reading | float | None:
+    """Return what an answer says; None where it says nothing, or was cut: its last words are not its last."""
+    return None if answer.text is None or answer.cut else rubric.read(answer.text)
+
+
+def _order(rubric: Rubric, answer: Answer, first: str, second: str) -> Order:
+    reading = _read(rubric, answer)
+    if reading is None:
+        return Order(first, answer.text, None, error=answer.error)
+    winner = {"first": first, "second": second, "tie": "tie"}[reading.winner]
+    scores = reading.scores if reading.scores is None or first == "a" else reading.scores[::-1]
+    return Order(first, answer.text, winner, reading.strength, scores)
+
+
+def _judgement(pair: Pair, rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
+    orders = _order(rubric, a_first, "a", "b"), _order(rubric, b_first, "b", "a")
+    names = digest_of(pair.prompt), digest_of(pair.prompt, pair.a, pair.b)
+    if failed := orders[0].error or orders[1].error:
+        return Judgement(*names, None, failed=failed, orders=orders)
+    winners = [order.winner for order in orders]
+    if None in winners:
+        return Judgement(*names, None, unparsed=True, orders=orders)
+    scores = None
+    if orders[0].scores and orders[1].scores:
+        scores = tuple((one + other) / 2 for one, other in zip(orders[0].scores, orders[1].scores, strict=True))
+    same = winners[0] == winners[1]
+    return Judgement(
+        *names,
+        winners[0] if same else "tie",
+        inconsistent=not same,
+        reversed=not same and "tie" not in winners,
+        scores=scores,
+        orders=orders,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ questions
+
+
+class _Tally(Meter):
+    """Keeps each answer as soon as it is there, and the budget before each request."""
+
+    def __init__(self, keys: list[str], worst: list[tuple[int, int]], cache: Cache, budget: Budget | None):
+        self.keys, self.worst, self.cache, self.budget = keys, worst, cache, budget
+        self.answered: set[str] = set()
+        self.requests: list[Answer] = []
+        self._reserved: dict[int, int] = {}
+
+    def before(self, items: Sequence[int]) -> int:
+        if self.budget is None:
+            return len(items)
+        for n, item in enumerate(items):
+            number = self.budget.reserve(*self.worst[item], wait=n == 0)
+            if number is None:
+                return n
+            self._reserved[item] = number
+        return len(items)
+
+    def after(self, item: int, answer: Answer) -> None:
+        self.requests.append(answer)
+        if self.budget is not None:
+            self.budget.settle(self._reserved.pop(item), answer.prompt_tokens, answer.completion_tokens)
+        if answer.error is None:
+            self.cache.put(self.keys[item], answer)
+            self.answered.add(self.keys[item])
+
+    def close(self) -> None:
+        """Settle what an interrupt has left open: its worst case counts."""
+        for number in self._reserved.values():
+            self.budget.settle(number, None, None)
+        self._reserved.clear()
+
+
+def _ask(
+    judge: ChatJudge,
+    questions: list[list[dict[str, str]]],
+    quoted: Iterable[Quoted],
+    cache: Cache | str | os.PathLike[str] | None,
+    budget: Budget | None,
+) -> tuple[list[Answer], Spent]:
+    """Return an answer to each question, from the cache where it has one, and what that took."""
+    cache, backend = cache if isinstance(cache, Cache) else Cache(cache), judge.backend
+    cache.refresh()
+    identity = backend.identity()
+    by_key = {key_of(identity, messages): messages for messages in questions}
+    keys = [key_of(identity, messages) for messages in questions]
+    open_keys = [key for key in by_key if cache.get(key) is None]
+    asked = [by_key[key] for key in open_keys]
+    tally = _Tally(open_keys, [(most_prompt_tokens(m), backend.max_tokens) for m in asked], cache, budget)
+    try:
+        answers = dict(zip(open_keys, backend.answers(asked, tally) if asked else [], strict=True))
+    except (BudgetSpent, EndpointError) as error:
+        left = len(open_keys) - len(tally.answered)
+        kept = f"in {cache.path}" if cache.path else "of this process alone: give a path to keep answers"
+        go_on = "call again with a new budget" if isinstance(error, BudgetSpent) else "call again"
+        raise type(error)(
+            f"{str(error).rstrip('.')}. {left} of {len(by_key)} questions are left. The others' answers are in the "
+            f"cache {kept}; to go on, {go_on}."
+        ) from None
+    finally:
+        tally.close()
+    texts = list(quoted)
+    spent = Spent(
+        questions=len(by_key),
+        cached=len(by_key) - len(open_keys),
+        requests=len(tally.requests),
+        prompt_tokens=sum(answer.prompt_tokens or 0 for answer in tally.requests),
+        completion_tokens=sum(answer.completion_tokens or 0 for answer in tally.requests),
+        errors=dict(sorted(Counter(answer.error for answer in tally.requests if answer.error).items())),
+        broken=sum(text.broken > 0 for text in texts),
+        replaced=sum(text.replaced > 0 for text in texts),
+        cut=sum(text.cut > 0 for text in texts),
+    )
+    return [cache.get(key) or answers[key] for key in keys], spent
