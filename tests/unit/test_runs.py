@@ -22,8 +22,8 @@ from evoalign_lib.study.kinds.composed import composed_specs
 from evoalign_lib.study.kinds.coverage import coverage_spec
 from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.estimator import estimator_specs
-from evoalign_lib.study.kinds.kl import kl_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
+from evoalign_lib.study.kinds.kl import kl_specs
 from evoalign_lib.study.kinds.merge import merge_specs
 from evoalign_lib.study.kinds.noise import noise_spec
 from evoalign_lib.study.kinds.path import path_spec
