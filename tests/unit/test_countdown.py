@@ -48,7 +48,7 @@ def test_registry_returns_the_module_and_suggests_the_nearest_name():
     assert tasks.get("countdown") is countdown
     with pytest.raises(ValueError, match=r"unknown task 'contdown'; .* Did you mean 'countdown'\?"):
         tasks.get("contdown")
-    with pytest.raises(ValueError, match=r"unknown task 'xyz'; known: conciseness, countdown\.$"):
+    with pytest.raises(ValueError, match=r"unknown task 'xyz'; known: conciseness, countdown, safety\.$"):
         tasks.get("xyz")
 
 
