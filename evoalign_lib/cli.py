@@ -153,6 +153,28 @@ def compare(
     typer.echo("\n" + "\n".join(f"{path}" for path in written))
 
 
+@app.command("serve-scorer")
+def serve_scorer(
+    model: Annotated[str, typer.Argument(help="Folder or name of a reward or cost model.")],
+    text: Annotated[str | None, typer.Option(help="How prompt and response are joined: beaver, chat, continued or pair.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8100,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Such as bfloat16.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a text, at most.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the key of clients.")] = None,
+) -> None:
+    """Serve a reward or cost model to trainers on other GPUs or machines, until the process is ended."""
+    from evoalign_lib import scoring_server
+
+    options = {"host": host, "port": port, "device": device, "dtype": dtype, "max_length": max_length}
+    try:
+        scoring_server.serve(model, text=text, api_key_env=api_key_env, **options)
+    except (ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
 @app.command()
 def tiny(
     out: Annotated[str, typer.Option(help="Folder to write.")],

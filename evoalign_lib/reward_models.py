@@ -1,0 +1,727 @@
+"""Reward and cost models: sequence classifiers that give a completion to a prompt one number.
+
+`RewardModel` computes in this process, `HTTPScorer` asks a server (`evoalign_lib.scoring_server`) that holds the model
+elsewhere. Both are called in the same two ways: as a scorer, `scorer(prompts, completions)`, and as a reward function
+of the trainers (`evoalign_lib.rewards`). Both raise where they cannot score; none gives a zero instead.
+
+Prompt and completion are two texts, and a *text format* says how the model reads them as one. Nothing is ever split at
+turn markers, which a completion may contain. Special tokens that stand in either text are broken by a blank
+(`</s>` becomes `< /s>`): what a policy writes cannot end its turn, nor begin another. The formats:
+
+- `beaver`: `BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}` and the end token, as Safe-RLHF trains
+  its scorers (Dai et al., arXiv 2310.12773).
+- `chat`: both messages by the tokenizer's chat template, as most reward models are trained.
+- `continued`: the prompt as a policy reads it (the chat template up to where the assistant answers), the completion and
+  the end token, as the scorers of the tiny world are trained.
+- `pair`: the tokenizer's encoding of two texts, as cross-encoders are trained.
+
+The score of a decoder is read at its last token, that of an encoder where its architecture reads it. Weights come from
+safetensors files, and no code from the Hub is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+
+import evoalign_lib
+from evoalign_lib import models, tasks
+from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.files import canonical_json
+
+TEXTS = ("beaver", "chat", "continued", "pair")
+"""Text formats by name; see the module's text."""
+TRUNCATIONS = ("right", "refuse")
+"""What is done about a text that is too long."""
+
+TextFormat = Callable[[str, str], str]
+"""What makes one text of (prompt, completion), special tokens included as the tokenizer writes them."""
+
+
+_MOST_OPENINGS = 4096
+
+
+class ScorerError(RuntimeError):
+    """A scorer gave no scores; the message says why and what to do."""
+
+
+class _Scorer:
+    """What all scorers share: the two ways of calling them.
+
+    Attributes:
+        name: for logs and records.
+        counts: what happened so far in this process, by kind; each class says which kinds.
+    """
+
+    name: str
+    counts: Counter[str]
+
+    @property
+    def __name__(self) -> str:
+        """What trainers call a reward function."""
+        return self.name
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
+        """Return a score for each completion, float64 (completions,), finite."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        request: Sequence[str] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """Score completions, as a reward function or as a scorer of `tasks.safety.Objective`.
+
+        Args:
+            prompts: (completions,) what each answers.
+            completions: (completions,) texts, or conversations, whose assistant messages are scored.
+            request: (completions,) what the user wrote. Rows of `tasks.safety.dataset` have this column, since their
+                prompts are rendered for the policy already: it is read in the place of prompts.
+            log_metric: where given, the share of texts that were cut is logged as "truncated".
+            **columns: further dataset columns, not used.
+        """
+        before = self.counts["truncated"]
+        found = self.score(prompts if request is None else request, completions).tolist()
+        if log_metric is not None and found:
+            log_metric("truncated", (self.counts["truncated"] - before) / len(found))
+        return found
+
+
+# -------------------------------------------------------------------------------------------------------- this process
+
+
+class RewardModel(_Scorer):
+    """A reward or cost model in this process.
+
+    Not made for forked processes where it lies on a GPU: CUDA does not work in them; serve it then. On a CPU it may be
+    forked as often as needed, its weights are shared.
+
+    Args:
+        model: a sequence classifier with one label, given by name, folder or object; or a score model in the layout of
+            Safe-RLHF (`PKU-Alignment/beaver-7b-unified-reward`, `-cost`, ...), given by name or folder. Its config.json
+            decides which it is.
+        tokenizer: its tokenizer; None: the one saved with the model.
+        text: a format of `TEXTS`, or a function (`TextFormat`). None: "beaver" for a model in that layout; other models
+            have no default, since a wrong format gives numbers that look right.
+        batch_size: texts in one forward pass; texts of similar length go together.
+        max_length: tokens of a text at most; None: what the model can read.
+        truncation: of longer texts: "right" leaves out their end (with "beaver" the end token goes with it, as in the
+            published training) and counts them; "refuse" raises.
+        device: None: the CPU, or where the object lies.
+        dtype: a torch dtype or its name; None: float32 on a CPU, what the files hold on a GPU; an object stays as is.
+        name: for logs; None: the last part of the model's name.
+
+    Attributes:
+        counts: "texts", "truncated" and "broken" (texts in which special tokens were broken).
+
+    Raises:
+        ValueError: no such model; weights that are not safetensors; a head that was not trained (another kind of
+            model), or has several outputs; no text format, or one that the tokenizer cannot make; or a max_length that
+            the model cannot read.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        text: str | TextFormat | None = None,
+        batch_size: int = 64,
+        max_length: int | None = None,
+        truncation: str = "right",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        name: str | None = None,
+    ):
+        self.batch_size = whole_number("batch_size", batch_size)
+        choose("truncation", truncation, TRUNCATIONS)
+        self.truncation = truncation
+        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r} is no floating-point dtype: give one such as 'float16'.")
+        self._folder, origin = None, model
+        if isinstance(model, (str, os.PathLike)):
+            self._folder = _folder_of(str(model))
+            on_cpu = torch.device(device or "cpu").type == "cpu"
+            model = _load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
+        else:
+            origin = models.name_of(model) or type(model).__name__
+        self.name = name or Path(str(origin)).name
+        self.tokenizer = _tokenizer_of(tokenizer, self._folder or models.name_of(model))
+        self.text = _checked_text(text, model, self.tokenizer)
+        self.max_length = _checked_length(max_length, model, self.tokenizer)
+        moved = {"device": device} if device is not None else {}
+        self.model = model.to(**moved, **({"dtype": dtype} if dtype is not None else {})).eval()
+        self.counts = Counter(texts=0, truncated=0, broken=0)
+        self._pid = os.getpid()
+        _check_head(self.model)
+        self._head = _decoder_head(self.model)
+        self._shift = float(getattr(model.config, "shift", 0.0))
+        self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
+        special = {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special}
+        marks = sorted((t for t in special | set(self.tokenizer.all_special_tokens) if len(t.strip()) > 1), key=len)
+        self._marks = re.compile("|".join(map(re.escape, reversed(marks)))) if marks else None
+        self._openings: dict[str, str] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that decides a score: digests of weights and tokenizer, format, limit, dtype, and this library's version.
+
+        The weights' digest is `models.origin_digest` for a model that was loaded here, and `models.base_digest` for an
+        object.
+        """
+        weights = models.origin_digest(self._folder) if self._folder else models.base_digest(self.model)
+        found = {
+            "name": self.name,
+            "weights": weights,
+            "tokenizer": _tokenizer_digest(self.tokenizer),
+            "text": self.text if isinstance(self.text, str) else f"{self.text.__module__}.{self.text.__qualname__}",
+            "max_length": self.max_length,
+            "truncation": self.truncation,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "version": evoalign_lib.__version__,
+        }
+        return found | ({"shift": self._shift} if self._shift else {})
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
+        """Return a score for each completion.
+
+        A score depends on its own two texts alone, but for the last bits: what else is in a batch moves them.
+
+        Args:
+            prompts: (completions,) texts, or conversations of one user message.
+            completions: (completions,) texts, or conversations, whose assistant messages count.
+
+        Returns:
+            Float64 (completions,); where the model's configuration has a `shift`, as those of the tiny world's cost
+            models do, that is subtracted.
+
+        Raises:
+            ValueError: columns of different lengths, a text that is too long (truncation="refuse"), or one that ends
+                in the token that the model takes for padding.
+            TypeError: a prompt or completion of another form.
+            ScorerError: a score that is not finite, or a forked process and a GPU.
+        """
+        tasks.check_lengths(prompts=prompts, completions=completions)
+        if not len(completions):
+            return np.zeros(0)
+        if self.device.type == "cuda" and os.getpid() != self._pid:
+            raise ScorerError(
+                f"{self.name!r} lies on {self.device}, which a forked process cannot use: start a server for it "
+                "(evoalign serve-scorer) and give its HTTPScorer as reward, or put the model on the CPU."
+            )
+        asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
+        rows, types, tally = self._encoded(asked, texts)
+        self._check_ends(rows)
+        scores = np.empty(len(rows))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        with torch.inference_mode():
+            for first in range(0, len(order), self.batch_size):
+                batch = order[first : first + self.batch_size]
+                scores[batch] = self._forward([rows[i] for i in batch], types and [types[i] for i in batch])
+        if not np.isfinite(scores).all():
+            bad = int(np.flatnonzero(~np.isfinite(scores))[0])
+            raise ScorerError(
+                f"{self.name!r} gave {scores[bad]} for the completion {completions[bad]!r:.200}: use another dtype, "
+                "such as bfloat16 or float32 for float16."
+            )
+        if tally["truncated"] and not self.counts["truncated"]:
+            warnings.warn(
+                f"{self.name!r} reads {self.max_length} tokens at most and left out the end of a longer text, as "
+                "truncation='right' says; such texts are counted as 'truncated'.",
+                stacklevel=2,
+            )
+        self.counts.update(tally)  # what fails is scored once more, text by text
+        return scores - self._shift
+
+    # ---- texts to tokens
+
+    def _encoded(
+        self, prompts: list[str], completions: list[str]
+    ) -> tuple[list[list[int]], list[list[int]] | None, dict[str, int]]:
+        """Return token ids; for a pair, which of the two each token belongs to; and what is to be counted."""
+        pairs = [(self._unmarked(p), self._unmarked(c)) for p, c in zip(prompts, completions, strict=True)]
+        changed = sum(pair != given for pair, given in zip(pairs, zip(prompts, completions, strict=True), strict=True))
+        types, end = None, []
+        if self.text == "pair":
+            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), return_attention_mask=False, verbose=False)
+            rows, types = tokens["input_ids"], tokens.get("token_type_ids")
+        else:
+            if self.text == "beaver":
+                texts = [f"BEGINNING OF CONVERSATION: USER: {p} ASSISTANT:{c}" for p, c in pairs]
+                end = [self.tokenizer.eos_token_id]
+            elif self.text == "continued":
+                texts, end = [self._opening(p) + c for p, c in pairs], [self.tokenizer.eos_token_id]
+            elif self.text == "chat":
+                texts = [self._rendered(*pair) for pair in pairs]
+            else:
+                texts = [self.text(*pair) for pair in pairs]
+            rows = self.tokenizer(
+                texts,
+                add_special_tokens=self.text == "beaver",  # the others bring theirs along
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+            # some tokenizers end every text themselves; no other end token can stand there
+            rows = [row if row[-1:] == end else row + end for row in rows] if end else rows
+        if empty := [i for i, row in enumerate(rows) if not row]:
+            raise ValueError(
+                f"the text of the completion {completions[empty[0]]!r:.200} has no tokens: correct `text`."
+            )
+        long = [i for i, row in enumerate(rows) if len(row) > self.max_length]
+        if long and self.truncation == "refuse":
+            raise ValueError(
+                f"{len(long)} texts are longer than {self.max_length} tokens, the first with {len(rows[long[0]])}: "
+                "generate fewer tokens, or set truncation='right'."
+            )
+        for i in long:
+            if self.text == "pair":  # special tokens stay
+                limit = {"truncation": "longest_first", "max_length": self.max_length}
+                cut = self.tokenizer(*pairs[i], **limit, return_attention_mask=False, verbose=False)
+                rows[i] = cut["input_ids"]
+                if types is not None:
+                    types[i] = cut["token_type_ids"]
+            else:
+                rows[i] = rows[i][: self.max_length]
+        return rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}
+
+    def _opening(self, prompt: str) -> str:
+        """As `_rendered`, kept: a prompt is answered many times."""
+        if prompt not in self._openings:
+            if len(self._openings) >= _MOST_OPENINGS:
+                self._openings.clear()
+            self._openings[prompt] = self._rendered(prompt)
+        return self._openings[prompt]
+
+    def _unmarked(self, text: str) -> str:
+        return text if self._marks is None else self._marks.sub(lambda mark: mark[0][0] + " " + mark[0][1:], text)
+
+    def _rendered(self, prompt: str, completion: str | None = None) -> str:
+        """By the chat template: the prompt up to where the assistant answers, or with the answer."""
+        messages = [{"role": "user", "content": prompt}]
+        if completion is None:
+            return tasks.chat_prompt(messages, self.tokenizer)
+        messages.append({"role": "assistant", "content": completion})
+        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+    # ---- tokens to scores
+
+    def _forward(self, rows: list[list[int]], types: list[list[int]] | None) -> np.ndarray:
+        lengths = np.array([len(row) for row in rows])
+        kept = np.arange(lengths.max()) < lengths[:, None]
+
+        def filled(values: list[list[int]], filler: int) -> torch.Tensor:
+            table = np.full(kept.shape, filler, dtype=np.int64)
+            table[kept] = np.concatenate(values)
+            return torch.from_numpy(table).to(self.device)
+
+        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": torch.from_numpy(kept.astype(np.int64))}
+        inputs["attention_mask"] = inputs["attention_mask"].to(self.device)
+        if self._head is None:
+            extra = {"token_type_ids": filled(types, 0)} if types is not None else {}
+            scores = self.model(**inputs, **extra).logits[:, 0]
+        else:
+            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            last = torch.from_numpy(lengths - 1).to(self.device)
+            scores = self._head(hidden[torch.arange(len(rows), device=self.device), last])[:, 0]
+        return scores.double().cpu().numpy()
+
+    def _check_ends(self, rows: list[list[int]]) -> None:
+        """Raise where transformers would read another token than the last: the model may have been trained so."""
+        if self._head is None or isinstance(self.model, ScoreModel):
+            return  # read where the architecture says, or by the attention mask
+        padding = self.model.config.get_text_config().pad_token_id
+        if padding is not None and any(row[-1] == padding for row in rows):
+            raise ValueError(
+                f"a text ends in token {padding}, which the configuration of {self.name!r} calls padding: transformers "
+                "reads its score one token earlier. If the model was trained to be read there, give a `text` that ends "
+                "earlier; if not, set another pad_token_id in its configuration."
+            )
+
+
+def _asked(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
+        if prompt[0].get("role") == "user" and isinstance(prompt[0].get("content"), str):
+            return prompt[0]["content"]
+    raise TypeError(f"a prompt must be a text or a conversation of one user message, got {prompt!r:.200}")
+
+
+def _checked_text(text: str | TextFormat | None, model: Any, tokenizer: Any) -> str | TextFormat:
+    if text is None and isinstance(model, ScoreModel):
+        text = "beaver"
+    if text is None:
+        raise ValueError(f"say in which format the model reads prompt and completion: text is one of {TEXTS}.")
+    if not callable(text):
+        choose("text", text, TEXTS)
+    if text in ("chat", "continued") and not tokenizer.chat_template:
+        raise ValueError(f"text={text!r} needs a chat template, and the tokenizer has none: give another format.")
+    if text in ("beaver", "continued") and tokenizer.eos_token_id is None:
+        raise ValueError(f"text={text!r} ends in the end token, and the tokenizer has none: set tokenizer.eos_token.")
+    return text
+
+
+def _checked_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
+    config = model.config.get_text_config()
+    able = [n for n in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length) if n]
+    limit = min(able, default=10**9)  # a tokenizer without a limit says 10^30
+    if max_length is None:
+        return int(min(limit, 10**9))
+    able = getattr(config, "max_position_embeddings", None)
+    return whole_number("max_length", max_length, most=able, why="the positions that the model has")
+
+
+def _tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
+    if tokenizer is not None:
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"the tokenizer beside the model cannot be loaded ({str(error).splitlines()[0]:.200}): give it as "
+            "tokenizer; a tokenizer.model without tokenizer.json needs the package sentencepiece."
+        ) from error
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    """Return what identifies a tokenizer and its chat template, 16 hexadecimal digits."""
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        known = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    else:
+        known = tokenizer.get_vocab()
+    return hashlib.sha256(canonical_json([known, str(tokenizer.chat_template)]).encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+class ScoreModel(torch.nn.Module):
+    """A score model in the layout of Safe-RLHF: a decoder's body, a linear head and, maybe, a normaliser.
+
+    Args:
+        body: the decoder without a head, of transformers.
+        head: (hidden, 1).
+        mean, std: of the normaliser, (1,) each: score = (output - mean) / (std + 1e-8). None: the output itself.
+    """
+
+    def __init__(
+        self, body: Any, head: torch.nn.Linear, mean: torch.Tensor | None = None, std: torch.Tensor | None = None
+    ):
+        super().__init__()
+        self.base_model, self.score_head, self.config = body, head, body.config
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return scores of hidden states: (n, hidden) -> (n, 1), float32."""
+        found = self.score_head(hidden).float()
+        return found if self.mean is None else (found - self.mean.float()) / (self.std.float() + 1e-8)
+
+
+def _folder_of(name: str) -> str:
+    """Return the folder of a model: as given, or what is fetched of it from the Hub, without files that hold code."""
+    if os.path.isdir(name):
+        return os.path.abspath(name)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        )
+    except (OSError, ValueError) as error:  # the Hub's own errors are among these
+        raise ValueError(
+            f"model {name!r} is no folder, and cannot be fetched from the Hub: {str(error).splitlines()[0]:.200}"
+        ) from error
+
+
+def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
+    """Load a classifier or a score model; what its config.json says decides which."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {name!r} has no config.json that can be read: {str(error).splitlines()[0]}") from error
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(
+            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
+            "Save it anew with save_pretrained()."
+        )
+    architecture = next(iter(config.architectures or ()), "")
+    if architecture.endswith("ForScore"):
+        return _load_score_model(folder, name, config, architecture, dtype)
+    # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ValueError(
+            f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
+            "reward or cost model."
+        )
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+    )
+    _check_complete(name, info["missing_keys"])
+    return model
+
+
+def _load_score_model(folder: str, name: str, config: Any, architecture: str, dtype: torch.dtype | str) -> ScoreModel:
+    from transformers import LlamaModel
+
+    if config.model_type != "llama":
+        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
+    body, info = LlamaModel.from_pretrained(
+        folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+    )
+    _check_complete(name, info["missing_keys"])
+    found = _tensors(folder, ("score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"))
+    weight, bias = found.get("score_head.weight"), found.get("score_head.bias")
+    if weight is None or weight.shape != (1, config.hidden_size):
+        raise ValueError(
+            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
+            "reward or cost model with one output."
+        )
+    head = torch.nn.Linear(config.hidden_size, 1, bias=bias is not None, dtype=body.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    if not getattr(config, "do_normalize", False):
+        return ScoreModel(body, head)
+    kind = getattr(config, "score_type", "reward")
+    if kind not in ("reward", "cost"):
+        raise ValueError(f"model {name!r} has score_type {kind!r}: give a reward or cost model.")
+    # what the files hold goes over what the configuration states, as where a state is loaded into a model
+    mean, var = (found.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
+    if mean is None or var is None:
+        raise ValueError(f"model {name!r} normalises its scores, but has no normalizer.mean and normalizer.var.")
+    mean, var = (torch.as_tensor(value, dtype=torch.float32).reshape(1) for value in (mean, var))
+    return ScoreModel(body, head, mean if kind == "reward" else torch.zeros(1), var.sqrt())  # a cost keeps its border
+
+
+def _tensors(folder: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Read single tensors from the safetensors files of a folder, those that are there."""
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in names if name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _check_complete(name: str, missing: Sequence[str]) -> None:
+    if missing := sorted(missing):
+        raise ValueError(
+            f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}, which would "
+            "be random numbers: give a model that was trained as a reward or cost model."
+        )
+
+
+def _check_head(model: Any) -> None:
+    outputs = 1 if isinstance(model, ScoreModel) else getattr(model.config, "num_labels", None)
+    if outputs != 1:
+        raise ValueError(f"the model has {outputs} labels: give a reward or cost model, which has one.")
+
+
+def _decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what makes scores of a decoder's hidden states; None for an encoder, which pools in its own way."""
+    if isinstance(model, ScoreModel):
+        return model.scores
+    head = getattr(model, "score", None)  # transformers' name for it in all decoders
+    return head if isinstance(head, torch.nn.Linear) and model.base_model is not model else None
+
+
+# ----------------------------------------------------------------------------------------------------------- over HTTP
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0  # seconds
+
+
+class HTTPScorer(_Scorer):
+    """A reward or cost model behind a server of this library (`evoalign serve-scorer`).
+
+    The server is asked at once which model it holds. A later answer from another model, or another format, is an error:
+    scores of two models are never mixed. Connections are kept open, one set in each process, so that it may be forked
+    and pickled.
+
+    Args:
+        url: of the server, such as http://127.0.0.1:8100.
+        name: for logs; None: what the server calls the model.
+        timeout: seconds without a byte from the server after which a request is given up.
+        retries: of a request after a time-out, a lost connection, an HTTP error from 500 or an answer that is none. The
+            waits between are 0.5, 1, 2, 4, 8, 8, ... s; a server that is started anew within them is found again.
+        batch_size: texts in one request.
+        api_key_env: the environment variable with the server's key, read at each request and kept nowhere.
+        weights: digest that the model's weights must have (`RewardModel.identity`); None: whatever the server holds.
+
+    Attributes:
+        identity: what the server said of its model.
+        counts: "texts", "truncated", "requests", "retries"; what went wrong with single requests: "timeout",
+            "connection", "http" (errors of the server), "malformed" (no JSON, not one finite number each), "identity";
+            and "failed", calls that ended in an error. Those of this process.
+
+    Raises:
+        ValueError: an address that is none, no key, or weights of another digest.
+        ScorerError: the server does not answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str | None = None,
+        *,
+        timeout: float = 60.0,
+        retries: int = 4,
+        batch_size: int = 64,
+        api_key_env: str | None = None,
+        weights: str | None = None,
+    ):
+        parts = urlsplit(url)
+        if parts.username is not None or parts.password is not None or parts.query:
+            raise ValueError(
+                "url holds a password or a query: put the key into a variable, and name it in api_key_env."
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url={url!r} must be an address such as http://127.0.0.1:8100.")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout={timeout} must be a positive number of seconds.")
+        self.url, self.timeout, self.api_key_env = url.rstrip("/"), float(timeout), api_key_env
+        self.retries = whole_number("retries", retries, least=0)
+        self.batch_size = whole_number("batch_size", batch_size)
+        kinds = ("texts", "truncated", "requests", "retries", "timeout", "connection", "http", "malformed", "identity")
+        self.counts = Counter(dict.fromkeys((*kinds, "failed"), 0))
+        self._client, self._pid = None, None
+        self.identity = self._ask("GET", "/identity", None, _read_identity)
+        self._fingerprint = fingerprint(self.identity)
+        if weights is not None and weights != self.identity["weights"]:
+            raise ValueError(
+                f"the server at {self.url} holds weights {self.identity['weights']}, not {weights}: start it with the "
+                "model that is meant."
+            )
+        self.name = name or self.identity["name"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_client": None, "_pid": None}
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
+        """Return a score for each completion, float64 (completions,): those of the server's model, bit for bit.
+
+        Raises:
+            ValueError: columns of different lengths.
+            TypeError: a prompt or completion of another form.
+            ScorerError: the server refused the texts, or gave no scores after all retries.
+        """
+        tasks.check_lengths(prompts=prompts, completions=completions)
+        asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
+        scores = np.zeros(len(texts))
+        for first in range(0, len(texts), self.batch_size):
+            part = slice(first, first + self.batch_size)
+            body = json.dumps({"prompts": asked[part], "completions": texts[part]}).encode()
+            n = len(texts[part])
+            scores[part], cut = self._ask("POST", "/score", body, lambda answer, n=n: self._read_scores(answer, n))
+            self.counts.update(texts=n, truncated=cut)
+        return scores
+
+    def _read_scores(self, answer: Any, n: int) -> tuple[list[float], int]:
+        scores, cut = answer["scores"], answer["truncated"]
+        if answer["identity"] != self._fingerprint:
+            raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
+        if not isinstance(scores, list) or len(scores) != n:
+            raise ValueError(f"not {n} scores: {scores!r:.100}")
+        if not all(type(score) in (int, float) and math.isfinite(score) for score in scores):
+            raise ValueError(f"scores that are no finite numbers: {scores!r:.100}")
+        if type(cut) is not int or not 0 <= cut <= n:
+            raise ValueError(f"truncated is {cut!r:.40}")
+        return scores, cut
+
+    def _ask(self, method: str, path: str, body: bytes | None, read: Callable[[Any], Any]) -> Any:
+        """Return what `read` makes of the server's answer, after as many requests as it takes."""
+        import httpx
+
+        headers = {"Content-Type": "application/json"}
+        if self.api_key_env is not None:
+            if not (key := os.environ.get(self.api_key_env, "").strip()):
+                raise ValueError(f"no key in the environment: set {self.api_key_env}.")
+            headers["Authorization"] = f"Bearer {key}"
+        for attempt in range(self.retries + 1):
+            if attempt:
+                self.counts["retries"] += 1
+                time.sleep(min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT))
+            self.counts["requests"] += 1
+            try:
+                answer = self._connected().request(method, path, content=body, headers=headers)
+                if answer.status_code < 400:
+                    return read(answer.json())
+            except httpx.TimeoutException as error:
+                kind, what = "timeout", f"no answer within {self.timeout:g} s ({type(error).__name__})"
+            except httpx.HTTPError as error:
+                kind, what = "connection", f"{type(error).__name__}: {error}"
+            except _OtherModel as error:
+                kind, what = "identity", str(error)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:  # not JSON is a ValueError, too
+                kind, what = "malformed", f"an answer that is none of this server's ({error!r:.200})"
+            else:
+                kind, what = "http", f"HTTP {answer.status_code}: {answer.text:.300}"
+                if answer.status_code < 500:
+                    kind = "refused"
+            self.counts[kind] += 1
+            if kind in ("identity", "refused"):
+                break  # once more would give the same
+        self.counts["failed"] += 1
+        raise ScorerError(
+            f"the scorer at {self.url} gave no scores ({attempt + 1} requests), the last time: {what}. See whether "
+            "evoalign serve-scorer runs there with the model of this run."
+        )
+
+    def _connected(self) -> Any:
+        import httpx
+
+        if self._pid != os.getpid():  # a connection that two processes write to would mix their requests
+            # proxies of the environment are for the Internet, and would see the texts
+            self._client = httpx.Client(base_url=self.url, timeout=self.timeout, trust_env=False)
+            self._pid = os.getpid()
+            weakref.finalize(self, self._client.close)  # a scorer has no end that anybody would have to think of
+        return self._client
+
+
+class _OtherModel(Exception):
+    """The server holds another model than before."""
+
+
+def _read_identity(answer: Any) -> dict[str, Any]:
+    if not all(isinstance(answer[key], str) for key in ("name", "weights", "tokenizer", "text")):
+        raise ValueError(f"not what a scorer says of itself: {answer!r:.100}")
+    return answer
+
+
+def fingerprint(identity: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits of an identity, its name left out: what a server adds to every answer."""
+    decisive = {key: value for key, value in identity.items() if key != "name"}
+    return hashlib.sha256(canonical_json(decisive).encode()).hexdigest()[:16]
