@@ -156,7 +156,9 @@ def compare(
 @app.command("serve-scorer")
 def serve_scorer(
     model: Annotated[str, typer.Argument(help="Folder or name of a reward or cost model.")],
-    text: Annotated[str | None, typer.Option(help="How prompt and response are joined: beaver, chat, continued or pair.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="How prompt and response are joined: beaver, chat, continued or pair.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.")] = 8100,
     device: Annotated[str | None, typer.Option(help="Such as cuda:0.")] = None,
