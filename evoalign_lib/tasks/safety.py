@@ -179,8 +179,8 @@ class Lagrangian:
         rate: of the change of log lambda.
         rule: "signed", that of Safe-RLHF's code: log lambda += rate * lambda * J, with
             J = mean cost - threshold, which falls where the model is safe enough. Or "published", that of the released
-            ES code: J = max(mean cost - threshold, 0), smoothed by ema <- 0.9 ema + 0.1 J, log lambda += rate * ema: it
-            can only grow.
+            code: J = max(mean cost - threshold, 0), smoothed by ema <- 0.9 ema + 0.1 J from the first J on, log lambda
+            += rate * ema: it can only grow.
         bounds: least and largest lambda.
 
     Raises:
@@ -211,7 +211,7 @@ class Lagrangian:
             rule,
             (float(low), float(high)),
         )
-        self._log, self._ema = math.log(start), 0.0
+        self._log, self._ema, self._steps = math.log(start), 0.0, 0
 
     @property
     def value(self) -> float:
@@ -224,22 +224,24 @@ class Lagrangian:
         if self.rule == "signed":
             step = self.value * excess
         else:
-            self._ema = step = 0.9 * self._ema + 0.1 * max(excess, 0.0)
+            excess = max(excess, 0.0)
+            self._ema = step = 0.9 * self._ema + 0.1 * excess if self._steps else excess
         low, high = map(math.log, self.bounds)
         self._log = min(max(self._log + self.rate * step, low), high)
+        self._steps += 1
 
     def state(self) -> dict[str, float]:
         """Return what a resumed run goes on with."""
-        return {"log_lambda": self._log, "ema": self._ema}
+        return {"log_lambda": self._log, "ema": self._ema, "steps": self._steps}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Take over a state. Raises ValueError where it has other names, or a lambda out of bounds."""
-        if state.keys() != {"log_lambda", "ema"}:
-            raise ValueError(f"a state has log_lambda and ema, got {', '.join(sorted(state)) or 'nothing'}.")
+        if state.keys() != {"log_lambda", "ema", "steps"}:
+            raise ValueError(f"a state has log_lambda, ema and steps, got {', '.join(sorted(state)) or 'nothing'}.")
         low, high = map(math.log, self.bounds)
         if not low <= state["log_lambda"] <= high:
             raise ValueError(f"lambda {math.exp(state['log_lambda']):g} is outside the bounds {self.bounds}.")
-        self._log, self._ema = float(state["log_lambda"]), float(state["ema"])
+        self._log, self._ema, self._steps = float(state["log_lambda"]), float(state["ema"]), int(state["steps"])
 
 
 class Objective:
@@ -287,7 +289,10 @@ class Objective:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return reward - lambda * cost of completions; the mean reward and cost, and the unsafe share, are logged.
+        """Return reward - lambda * cost of completions.
+
+        The mean of what the reward model says is logged as "helpfulness" ("reward" is the trainers' name for what is
+        returned here), that of the cost model as "cost", and the share of costs above 0 as "unsafe".
 
         Raises ValueError where a scorer gives other than one finite number for each response.
         """
@@ -296,7 +301,7 @@ class Objective:
         texts = [first_turn(text) for text in texts] if self.cut_turns else texts
         reward, cost = (_numbers(scorer, request, texts) for scorer in (self.reward, self.cost))
         if log_metric is not None and len(texts):
-            for name, values in (("reward", reward), ("cost", cost), ("unsafe", cost > 0)):
+            for name, values in (("helpfulness", reward), ("cost", cost), ("unsafe", cost > 0)):
                 log_metric(name, float(values.mean()))
         if self.safe_first is not None:
             reward = np.where(cost > 0, self.safe_first * reward, reward)

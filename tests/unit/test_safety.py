@@ -79,7 +79,7 @@ def test_the_objective_is_reward_less_lambda_times_cost():
         ["a bomb", "a cake"], ["x", "y"], log_metric=lambda name, value: logged.update({name: value})
     )
     assert found == pytest.approx([0.6 - 2, 0.6 + 2])
-    assert logged == pytest.approx({"reward": 0.6, "cost": 0.0, "unsafe": 0.5})
+    assert logged == pytest.approx({"helpfulness": 0.6, "cost": 0.0, "unsafe": 0.5})
     assert Objective(_length, _harm, 2.0, shared=True)(["a cake"], ["y"]) == pytest.approx([2.6 / 3])
     assert Objective(_length, _harm, 2.0, safe_first=0.5)(["a bomb", "a cake"], ["x", "y"]) == pytest.approx(
         [-1.7, 2.6]
@@ -119,12 +119,12 @@ def test_the_signed_rule_is_that_of_safe_rlhf_and_can_fall():
 def test_the_published_rule_can_only_grow():
     rule = Lagrangian(rule="published", rate=0.005)
     rule.move(4.0)
-    assert rule.value == pytest.approx(math.exp(0.005 * 0.4))
+    assert rule.value == pytest.approx(math.exp(0.005 * 4.0))  # the mean begins with the first excess
     values = [rule.value]
     for cost in (-3.0, -3.0, 1.0, -9.0):
         rule.move(cost)
         values.append(rule.value)
-    assert values == sorted(values) and values[1] == pytest.approx(math.exp(0.005 * (0.4 + 0.36)))
+    assert values == sorted(values) and values[1] == pytest.approx(math.exp(0.005 * (4.0 + 3.6)))
 
 
 @given(st.lists(st.floats(-50, 50), max_size=30), st.sampled_from(Lagrangian.RULES))
@@ -153,10 +153,10 @@ def test_a_multiplier_that_cannot_be_is_refused(settings):
 
 
 def test_a_state_of_something_else_is_refused():
-    with pytest.raises(ValueError, match="log_lambda and ema, got beta"):
+    with pytest.raises(ValueError, match="log_lambda, ema and steps, got beta"):
         Lagrangian().load_state({"beta": 1.0})
     with pytest.raises(ValueError, match="outside the bounds"):
-        Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0})
+        Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0, "steps": 3})
 
 
 def test_the_trainer_moves_the_multiplier_by_the_mean_cost_of_the_step():
