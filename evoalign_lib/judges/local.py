@@ -211,7 +211,7 @@ class VLLMChat(_Local):
 
     def __init__(self, model: str, max_tokens: int = 512, **engine: Any):
         from evoalign_lib import models
-        from evoalign_lib.engines.vllm import import_vllm
+        from evoalign_lib.engines.vllm import import_vllm, prepare_process
 
         self.model, self.max_tokens = str(model), whole_number("max_tokens", max_tokens)
         try:
@@ -220,6 +220,7 @@ class VLLMChat(_Local):
             raise ImportError(
                 f"the judge {self.model!r} needs vLLM: pip install -e '.[gpu]', or take LocalChat, or an Endpoint."
             ) from error
+        prepare_process()
         place = models.place(self.model)
         safe = {"trust_remote_code": False, "load_format": "safetensors"}
         self._llm = vllm.LLM(model=place, seed=0, **safe, **engine)
@@ -257,4 +258,8 @@ class VLLMChat(_Local):
         )
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         done = [request.outputs[0] for request in self._llm.generate(asked, greedy, use_tqdm=False)]
-        return [(output.text, len(output.token_ids), output.finish_reason == "length") for output in done]
+        # vLLM's own text leaves out the bytes of a character that was cut off: decoded here, as `LocalChat` does
+        decode = self._llm.get_tokenizer().decode
+        texts = [decode(list(output.token_ids), skip_special_tokens=True) for output in done]
+        lengths = [(len(output.token_ids), output.finish_reason == "length") for output in done]
+        return [(text, *length) for text, length in zip(texts, lengths, strict=True)]

@@ -1,0 +1,24 @@
+"""A judge in vLLM answers as the same model does in transformers."""
+
+from helpers import tokenizer
+from small_models import SETTINGS
+
+from evoalign_lib.judges import ARENA, Budget, ChatJudge, LocalChat, Pair, Rubric, VLLMChat, judge_pairs
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+SHORT = Rubric("short", "Judge.", "End with [[score of A, score of B]].", "scores")
+
+
+def test_a_judge_in_vllm_answers_as_transformers_do(folder, tmp_path):
+    tok = tokenizer()
+    tok.chat_template = TEMPLATE
+    tok.save_pretrained(folder)
+    local = LocalChat(folder, max_tokens=8, batch_size=3)
+    backend = VLLMChat(folder, max_tokens=8, dtype="float32", max_model_len=1024, **SETTINGS)
+    pairs = [Pair("What is 1 + 1?", "2", "two"), Pair("Why?", "[[10, 1]]", "I can not say.")]
+    expected = judge_pairs(ChatJudge(local, SHORT), pairs)
+    judged = judge_pairs(ChatJudge(backend, SHORT), pairs, tmp_path / "cache", spent := Budget(calls=4))
+    assert judged.judgements == expected.judgements and spent.spent["calls"] == 4
+    again = judge_pairs(ChatJudge(backend, SHORT), pairs, tmp_path / "cache", nothing := Budget(calls=1))
+    assert again.judgements == judged.judgements and nothing.spent["calls"] == 0
+    assert ChatJudge(backend, ARENA).backend.identity()["backend"] == "vllm"
