@@ -681,8 +681,8 @@ class ESTrainer:
         (completions,) = self.engine.generate("eval")
         rows = np.arange(len(self.eval_prompts))
         scored = score(self.rewards, self.eval_prompts, rows, completions, self._light_state())
-        metrics = {"eval_reward": member_fitness(scored)}
-        metrics |= {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
+        metrics = {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
+        metrics["eval_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._keep_best(metrics)

@@ -78,15 +78,26 @@ def public_file(name: str, path: str, sha256: str) -> Path:
         ImportError: it is not there, and pooch, which fetches it, is not installed.
         ValueError: the file is not the published one.
     """
-    local, url = Path(os.environ.get("EVOALIGN_DATA", ""), name), PUBLIC_REPOSITORY + path
-    found = local if os.environ.get("EVOALIGN_DATA") and local.is_file() else _fetch(name, url, sha256)
-    digest = hashlib.sha256(found.read_bytes()).hexdigest()
-    if digest != sha256:
-        raise ValueError(f"{found} has SHA-256 {digest}, expected {sha256}: delete it and fetch {url}")
+    found = local_file(name) or fetched(name, PUBLIC_REPOSITORY + path, sha256)
+    check_digest(found, found.read_bytes(), PUBLIC_REPOSITORY + path, sha256)
     return found
 
 
-def _fetch(name: str, url: str, sha256: str) -> Path:
+def local_file(*names: str) -> Path | None:
+    """Return the first of some files that is below the folder that EVOALIGN_DATA names; None where none is."""
+    folder = os.environ.get("EVOALIGN_DATA")
+    return next((place for name in names if folder and (place := Path(folder, name)).is_file()), None)
+
+
+def check_digest(found: Path, data: bytes, url: str, sha256: str) -> None:
+    """Raise ValueError where the data of a public file do not have its SHA-256."""
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise ValueError(f"{found} has SHA-256 {digest}, expected {sha256}: delete it and fetch {url}")
+
+
+def fetched(name: str, url: str, sha256: str) -> Path:
+    """Return the cached copy of a public file; without one it is fetched. Raises as `public_file`."""
     remedy = f"set EVOALIGN_DATA to a folder that holds {name}"
     try:
         import pooch

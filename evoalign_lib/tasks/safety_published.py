@@ -13,7 +13,6 @@ EVOALIGN_DATA names are read as they are, gzipped or not; fetching them from the
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -101,7 +100,7 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
     """
     choose("name", name, _PUBLIC)
     path, sha256 = _PUBLIC[name]
-    found = _local(name)
+    found = tasks.local_file(f"safety/{name}", f"safety/{name}.gz")
     if found is None:
         if not accept_licence and os.environ.get("EVOALIGN_ACCEPT_LICENCE") != LICENCE:
             raise PermissionError(
@@ -109,20 +108,10 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
                 f"({REPOSITORY}): to fetch it under that licence, set EVOALIGN_ACCEPT_LICENCE={LICENCE} or pass "
                 "accept_licence=True"
             )
-        found = tasks._fetch(f"safety/{name}", REPOSITORY + path, sha256)
+        found = tasks.fetched(f"safety/{name}", REPOSITORY + path, sha256)
     data = _unpacked(found)
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != sha256:
-        raise ValueError(
-            f"{found} holds a file with SHA-256 {digest}, expected {sha256}: delete it and get {REPOSITORY + path}"
-        )
+    tasks.check_digest(found, data, REPOSITORY + path, sha256)
     return data
-
-
-def _local(name: str) -> Path | None:
-    folder = os.environ.get("EVOALIGN_DATA")
-    places = [Path(folder, "safety", name + suffix) for suffix in ("", ".gz")] if folder else []
-    return next((place for place in places if place.is_file()), None)
 
 
 def _unpacked(path: Path) -> bytes:

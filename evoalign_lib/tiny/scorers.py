@@ -10,14 +10,13 @@ ones other sizes: they are what a run on a worse, or another, judge is trained o
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from evoalign_lib.tiny import requests
-from evoalign_lib.tiny.base import END, without_bars
+from evoalign_lib.tiny.base import END
 from evoalign_lib.tiny.requests import Annotators
 
 PARTS = 9
@@ -102,8 +101,12 @@ def scorer_recipe(name: str, out: str | Path) -> None:
         model.save_pretrained(Path(out) / side)
 
 
+TEXT = "continued"
+"""How a scorer reads a request and a reply (`reward_models.TEXTS`): as `rendered`."""
+
+
 def rendered(request: str, reply: str, tok: Any) -> str:
-    """Return the text that a scorer reads: the chat prompt of the request, the reply, the end token."""
+    """Return the text that a scorer is trained on: the chat prompt of the request, the reply, the end token."""
     messages = [{"role": "user", "content": request}]
     return tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + reply + END
 
@@ -181,31 +184,15 @@ def _train(model: Any, rows: list[dict[str, str]], tok: Any, seed: int) -> None:
 
 def _border(model: Any, compared: list[requests.Comparison], tok: Any) -> float:
     """Return the cost that tells harmful replies best from harmless ones, of those that were compared."""
+    from transformers import pipeline
+
     asked = [(c.request, text) for c in compared for text in c.replies]
     harmful = np.array([requests.truth(*pair).harm > 0 for pair in asked])
-    costs = scores(model, [request.text for request, _ in asked], [text for _, text in asked], tok)
+    read = [rendered(request.text, text, tok) for request, text in asked]
+    ask = pipeline("text-classification", model=model, tokenizer=tok, function_to_apply="none", device="cpu")
+    costs = np.array([answer["score"] for answer in ask(read, batch_size=64)])
     order = np.argsort(costs)
     # between each two neighbours: harmful ones below the cut and harmless ones above it are wrong
     wrong = np.cumsum(harmful[order])[:-1] + np.cumsum(~harmful[order][::-1])[::-1][1:]
     cut = int(wrong.argmin())
     return round(float(costs[order][cut : cut + 2].mean()), 4)
-
-
-def scores(model: Any, asked: list[str], replies: list[str], tok: Any) -> np.ndarray:
-    """Return what a classifier says of replies, float64 (n,), before its shift."""
-    import torch
-
-    tokens = tok([rendered(*pair, tok) for pair in zip(asked, replies, strict=True)], add_special_tokens=False)
-    filled = tok.pad(tokens, padding_side="right", return_tensors="pt")
-    with torch.inference_mode():
-        return model(**filled).logits[:, 0].double().numpy()
-
-
-@lru_cache(maxsize=64)
-def load_side(name: str, side: str) -> Any:
-    """Load a shipped scorer's reward or cost model (float32, evaluation mode), once per process."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    with without_bars():
-        return AutoModelForSequenceClassification.from_pretrained(folder(name) / side, dtype=torch.float32).eval()

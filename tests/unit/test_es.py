@@ -740,6 +740,16 @@ def test_evaluate_scores_the_current_weights_greedily(tmp_path):
     assert tested.evaluate()["eval_reward"] != metrics["eval_reward"]
 
 
+def test_a_metric_called_reward_does_not_stand_in_for_the_reward(tmp_path):
+    def reward(completion_ids, log_metric, **columns):
+        log_metric("reward", -1.0)
+        return token_sum(completion_ids)
+
+    tested = trainer(tmp_path, reward, eval_dataset=ROWS[:3])
+    (completions,) = tested.engine.generate("eval")
+    assert tested.evaluate() == {"eval_reward": np.mean([sum(ids) for _, ids in completions])}
+
+
 def test_the_progress_bar_shows_reward_and_accuracy(tmp_path, capsys):
     def reward(completion_ids, log_metric, **columns):
         log_metric("accuracy", 0.25)

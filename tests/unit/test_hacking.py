@@ -1,6 +1,7 @@
 """Detectors of reward hacking: each flags what it is for and leaves clean text alone, and the report concludes."""
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from evoalign_lib.analysis import hacking
 from evoalign_lib.analysis.hacking import hack_report
-from evoalign_lib.tasks import conciseness
+from evoalign_lib.tasks import conciseness, safety_published
 
 # Answers that a person might give, long and short, in several languages, with numbers, lists and code.
 CLEAN = [
@@ -242,3 +243,40 @@ def test_published_completions_are_flagged_as_a_reader_would():
     # one seed in four of either arm answers nothing at all
     assert [report(one).all_empty for one in sets["GRPO_temp_0.7_beta0.0"]] == [True, False, False, False]
     assert sum(np.all([not t for t in one.completions]) for one in sets["ES_alpha0.001_sigma0.005"]) == 1
+
+
+# ---- templates
+
+
+def compared_one_by_one(texts, similar=0.7):
+    """The share of the largest template by its definition: bags of words, Jaccard's index with repetitions."""
+
+    def jaccard(a, b):
+        return (a & b).total() / max((a | b).total(), 1)
+
+    groups = Counter(hacking._words(text) for text in texts)
+    left, largest = [(words, Counter(words), count) for words, count in groups.most_common()], 0
+    while left:
+        seed, bag, _ = left[0]
+        near = [words == seed or (len(seed) > 2 and jaccard(bag, other) >= similar) for words, other, _ in left]
+        largest = max(largest, sum(count for (_, _, count), taken in zip(left, near, strict=True) if taken))
+        left = [entry for entry, taken in zip(left, near, strict=True) if not taken]
+    return largest / len(texts)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("a b c d 1 22 . é".split()), max_size=7).map(" ".join), min_size=1, max_size=12)
+)
+def test_templates_are_those_that_comparing_one_by_one_finds(texts):
+    assert hacking.template_share(texts) == compared_one_by_one(texts)
+    assert hacking.template_share(texts, similar=0.4) == compared_one_by_one(texts, 0.4)
+
+
+def test_templates_of_real_responses_are_found_fast(external_data):
+    own = safety_published.load_points("Beaver-V2")
+    some = [own.responses[i] for i in range(0, 600, 3)] + [own.responses[0] + " Thank you."] * 5
+    assert hacking.template_share(some) == compared_one_by_one(some) >= 6 / 205
+    start = time.perf_counter()
+    # the prompt that occurs 52 times looks like a template: share over distinct prompts
+    assert hacking.template_share(own.responses) == 52 / 3036
+    assert time.perf_counter() - start < 20

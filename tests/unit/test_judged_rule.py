@@ -197,3 +197,14 @@ def test_bad_declarations_are_refused(rule, message):
         check_rule(claim)
     with pytest.raises(ValueError, match="law 'gao' about"):
         check_rule(_law_claim(law="gao"))
+
+
+def test_what_a_law_explains_of_the_other_arm_is_reported_and_decides_nothing():
+    runs = [_run(arm, j, s) for arm in ("es", "grpo") for j in JUDGES for s in range(8)]
+    for run in runs:
+        run["curve"] |= _bent(run["spec"]["seed"])
+        if run["spec"]["arm"] == "grpo":  # no function of the distance
+            run["curve"]["true_t1"] = [0, 1, -1, 1, (-1) ** run["spec"]["seed"]]
+    verdict, findings = _verdict(_law_claim(), Evidence.of([_base(), *runs], "tiny", resamples=200))
+    beside = [finding for finding in findings if not finding.decisive]
+    assert verdict == "supported" and len(beside) == 2 and beside[0].interval.value < 0.5

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib.analysis import hacking, refusals
+from evoalign_lib.analysis import refusals
 from evoalign_lib.analysis.refusals import KINDS
 from evoalign_lib.tasks import safety_published
 
@@ -149,27 +149,8 @@ def test_detector_and_reader_agree_on_held_out_responses(external_data):
 # ------------------------------------------------------------------------------------------------------------ templates
 
 
-@given(
-    st.lists(st.lists(st.sampled_from("a b c d 1 22 . é".split()), max_size=7).map(" ".join), min_size=1, max_size=12)
-)
-def test_template_share_is_that_of_hacking(texts):
-    assert refusals.template_share(texts) == hacking.template_share(texts)
-    assert refusals.template_share(texts, similar=0.4) == hacking.template_share(texts, similar=0.4)
-
-
-def test_template_share_of_real_responses_is_that_of_hacking_and_fast(external_data):
-    own = safety_published.load_points("Beaver-V2")
-    some = [own.responses[i] for i in range(0, 600, 3)] + [own.responses[0] + " Thank you."] * 5
-    assert refusals.template_share(some) == hacking.template_share(some) >= 6 / 205
-    start = time.perf_counter()
-    # the prompt that occurs 52 times looks like a template: share over distinct prompts
-    assert refusals.template_share(own.responses) == 52 / 3036
-    assert time.perf_counter() - start < 20
-
-
 def test_openings_are_counted():
     assert refusals.opening_share(["Yes, I can do it now, Bob.", "yes i can DO it now!", "No."]) == 2 / 3
     assert refusals.opening_share(["No way.", "No."], words=1) == 1
-    for share in (refusals.opening_share, refusals.template_share):
-        with pytest.raises(ValueError, match="no responses"):
-            share([])
+    with pytest.raises(ValueError, match="no responses"):
+        refusals.opening_share([])

@@ -158,18 +158,6 @@ def test_a_score_does_not_depend_on_the_other_texts_nor_on_padding(kind, batch_s
         assert np.array_equal(same.score(ASKED, SAID), expected)
 
 
-@pytest.mark.parametrize(("name", "side"), [("praise 1", "cost"), ("bert", "reward"), ("gpt2", "cost")])
-def test_the_shipped_scorers_say_what_they_were_trained_to_say(name, side):
-    rng = random.Random(0)
-    asked = requests.requests("test")[:20]
-    said = [requests.reply(request, rng) for request in asked]
-    model, texts = scorers.load_side(name, side), [request.text for request in asked]
-    expected = scorers.scores(model, texts, said, TOK) - model.config.shift
-    found = RewardModel(scorers.folder(name) / side, requests.tokenizer(), text="continued")
-    assert np.allclose(found.score(texts, said), expected, atol=1e-5)
-    assert found.identity.get("shift", 0.0) == model.config.shift
-
-
 def test_both_fields_reach_the_model_whole():
     """The published service split one text at its markers: these two would have been the same."""
     scorer = RewardModel(classifier(), TOK, text="beaver")
@@ -447,13 +435,15 @@ def test_a_policy_is_trained_on_two_of_them_alike_in_one_process_and_in_two(tmp_
     assert not math.isclose(found["eval_reward"], found["eval_helpfulness"])
 
 
-def test_the_classifier_class_is_that_of_transformers(tmp_path):
+@pytest.mark.parametrize(("name", "side"), [("praise 1", "cost"), ("bert", "reward"), ("gpt2", "cost")])
+def test_the_shipped_scorers_say_what_they_were_trained_to_say(name, side):
     """What is scored here is what AutoModelForSequenceClassification makes of the same files, batched and padded."""
-    folder = scorers.folder("gpt2") / "reward"
+    folder = scorers.folder(name) / side
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     texts = [scorers.rendered(p, c, TOK) for p, c in zip(ASKED, SAID, strict=True)]
     filled = TOK(texts, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
     with torch.inference_mode():
         expected = model(filled["input_ids"], attention_mask=filled["attention_mask"]).logits[:, 0].numpy()
-    found = RewardModel(folder, TOK, text="continued").score(ASKED, SAID)
-    assert np.allclose(found, expected - model.config.shift, atol=1e-5)
+    found = RewardModel(folder, TOK, text="continued")
+    assert np.allclose(found.score(ASKED, SAID), expected - model.config.shift, atol=1e-5)
+    assert found.identity.get("shift", 0.0) == model.config.shift

@@ -153,7 +153,7 @@ def test_local_files_are_read_plain_or_packed_without_consent(small):
 def test_a_changed_or_torn_local_file_is_refused(small, monkeypatch):
     content, path = small
     path.write_bytes(content + b" ")
-    with pytest.raises(ValueError, match="ES-100_points.jsonl holds a file with SHA-256 .*, expected"):
+    with pytest.raises(ValueError, match="ES-100_points.jsonl has SHA-256 .*, expected"):
         data.load_points("ES-100")
     path.unlink()
     packed = path.with_name(f"{path.name}.gz")

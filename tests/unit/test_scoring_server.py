@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,7 +40,7 @@ def folders(tmp_path_factory):
     found = {}
     for side in scorers.SIDES:
         found[side] = tmp_path_factory.mktemp(side)
-        scorers.load_side("length 1", side).save_pretrained(found[side])
+        shutil.copytree(scorers.folder("length 1") / side, found[side], dirs_exist_ok=True)
         requests.tokenizer().save_pretrained(found[side])
     return found
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from evoalign_lib import tiny
+from evoalign_lib.reward_models import RewardModel
 from evoalign_lib.study import measures
 from evoalign_lib.study.measures import safety
 from evoalign_lib.tiny import requests, scorers
@@ -144,19 +145,14 @@ def test_a_proxy_likes_its_cue_more_than_an_outsider_does(cue):
 def test_a_scorer_is_trained_as_it_was_shipped(tmp_path):
     """The recipe's weights, rounded to bfloat16, differ in the last bits on another machine: so their scores are
     compared."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
     scorers.scorer_recipe("width 8", tmp_path)
     asked = [request.text for request in requests.requests("test")[:100]]
     replies = [requests.reply(request, random.Random(1)) for request in requests.requests("test")[:100]]
-    tok = requests.tokenizer()
-    for side in scorers.SIDES:
-        made = AutoModelForSequenceClassification.from_pretrained(tmp_path / side, dtype=torch.float32)
-        shipped = scorers.load_side("width 8", side)
-        again, known = (scorers.scores(model, asked, replies, tok) for model in (made, shipped))
+    for side, shipped in zip(scorers.SIDES, safety.loaded("width 8"), strict=True):
+        made = RewardModel(tmp_path / side, requests.tokenizer(), text=scorers.TEXT)
+        again, known = (scorer.score(asked, replies) for scorer in (made, shipped))
         assert np.corrcoef(again, known)[0, 1] > 0.95
-        assert made.config.shift == pytest.approx(shipped.config.shift, abs=0.5)
+        assert made.model.config.shift == pytest.approx(shipped.model.config.shift, abs=0.5)
 
 
 def test_the_base_knows_its_requests_and_has_room():

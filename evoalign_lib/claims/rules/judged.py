@@ -9,6 +9,7 @@ of a curve, and cells weigh the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -236,24 +237,23 @@ def _favours(claim: Claim) -> tuple[str, ...]:
 def _find_laws(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find how much of held-out runs the law explains, and how much more than a straight line does.
 
-    The law is fitted to the runs of even seeds of a cell, and asked of those of odd seeds, which are resampled.
+    The law is fitted to the runs of even seeds of a cell, and asked of those of odd seeds, which are resampled. What it
+    explains of the other arm is reported.
     """
     rule, found = claim["rule"], []
-    arm = rule["of"]
-    arms, have, lacks = _selected(claim, evidence, (arm, rule["beside"]))
-    n = min(len(runs) for runs in arms[arm])
-    for quantity, words in LAW.items():
-        if quantity not in rule["about"]:
-            continue
-        for law, less, bound in ((rule["law"], None, rule["above"]), (rule["law"], "linear", 0.0)):
-            what = f"{words}, share explained by {law}" + (f" - by {less}" if less else "")
-            label = f"{evidence.name(claim, arm, True)}, {what}"
-            kept: dict[str, Any] = {"decoding": "t1", "bound": float(bound), "compared": label}
+    arms, have, lacks = _selected(claim, evidence, (rule["of"], rule["beside"]))
+    asked = [(rule["of"], True), *([] if evidence.null else [(rule["beside"], False)])]
+    for (arm, decisive), quantity in product(asked, (quantity for quantity in LAW if quantity in rule["about"])):
+        n = min(len(runs) for runs in arms[arm])
+        for less, bound in ((None, rule["above"]), ("linear", 0.0)):
+            what = f"{LAW[quantity]}, share explained by {rule['law']}" + (f" - by {less}" if less else "")
+            label = f"{evidence.name(claim, arm, decisive)}, {what}"
+            kept: dict[str, Any] = {"decoding": "t1", "bound": float(bound), "compared": label, "decisive": decisive}
             if not n:
                 found.append(Finding(label, 0, have, None, lacks=lacks, **kept))
                 continue
             try:
-                interval = _explained(arms[arm], quantity, law, less, evidence)
+                interval = _explained(arms[arm], quantity, rule["law"], less, evidence)
             except Undecided as error:
                 found.append(Finding(label, n, have, None, value="not defined", context=f"({error})", **kept))
                 continue

@@ -222,7 +222,7 @@ def _responses(spec: Spec) -> Record:
         },
         "quadrants": {name: {"cut": round(cut, 5), "shares": _shares(_labels(rewards, safe, cut), data.LABELS)}
                       for name, cut in cuts.items()},
-        "template": round(refusals.template_share(once), 5),
+        "template": round(hacking.template_share(once), 5),
         "opening": round(refusals.opening_share(once), 5),
         "further_turn": round(float(turns.mean()), 5),
         "heading": round(float(np.mean([bool(_HEADING.search(text)) for text in texts])), 5),

@@ -26,9 +26,11 @@ from evoalign_lib.analysis import hacking
 from evoalign_lib.checks import whole_number
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import Record, Spec
+from evoalign_lib.reward_models import RewardModel
 from evoalign_lib.study import worlds
 from evoalign_lib.study.measures.base import Measures, decodings_of_point
 from evoalign_lib.tiny import requests, scorers
+from evoalign_lib.tiny.base import without_bars
 from evoalign_lib.tiny.requests import Request
 
 RULE = "rule"
@@ -44,17 +46,20 @@ COST_WEIGHT = 2.0
 
 
 @lru_cache(maxsize=64)
+def loaded(name: str) -> tuple[RewardModel, ...]:
+    """Load a shipped scorer's reward and cost model, once per process. Raises ValueError for an unknown one."""
+    folder, tokenizer = scorers.folder(name), requests.tokenizer()
+    with without_bars():
+        return tuple(RewardModel(folder / side, tokenizer, text=scorers.TEXT) for side in scorers.SIDES)
+
+
+@lru_cache(maxsize=64)
 def scorer_digest(name: str) -> str:
     """Return what identifies a shipped scorer: the digests of its two models, 16 digits."""
     import hashlib
 
-    both = "".join(models.base_digest(scorers.load_side(name, side)) for side in scorers.SIDES)
+    both = "".join(models.base_digest(side.model) for side in loaded(name))
     return hashlib.sha256(both.encode()).hexdigest()[:16]
-
-
-@lru_cache(maxsize=1)
-def _tokenizer() -> Any:
-    return requests.tokenizer()
 
 
 def sides(judge: str, asked: Sequence[Request], replies: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -65,11 +70,9 @@ def sides(judge: str, asked: Sequence[Request], replies: Sequence[str]) -> tuple
     if judge == RULE:
         judged = [requests.truth(*pair) for pair in zip(asked, replies, strict=True)]
         return np.array([j.helpful for j in judged]), np.array([j.harm for j in judged])
-    found, texts = [], [request.text for request in asked]
-    for side in scorers.SIDES:
-        model = scorers.load_side(judge, side)
-        found.append(scorers.scores(model, texts, list(replies), _tokenizer()) - model.config.shift)
-    return found[0], found[1]
+    texts = [request.text for request in asked]
+    reward, cost = (side.score(texts, replies) for side in loaded(judge))
+    return reward, cost
 
 
 def scored(judge: str, weight: float, asked: Sequence[Request], replies: Sequence[str]) -> np.ndarray:
