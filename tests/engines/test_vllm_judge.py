@@ -1,16 +1,22 @@
 """A judge in vLLM answers as the same model does in transformers."""
 
-from helpers import tokenizer
-from small_models import SETTINGS
+import copy
 
-from evoalign_lib.judges import ARENA, Budget, ChatJudge, LocalChat, Pair, Rubric, VLLMChat, judge_pairs
+import pytest
+from helpers import tokenizer
+
+pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+
+from small_models import SETTINGS  # noqa: E402
+
+from evoalign_lib.judges import ARENA, Budget, ChatJudge, LocalChat, Pair, Rubric, VLLMChat, judge_pairs  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 SHORT = Rubric("short", "Judge.", "End with [[score of A, score of B]].", "scores")
 
 
 def test_a_judge_in_vllm_answers_as_transformers_do(folder, tmp_path):
-    tok = tokenizer()
+    tok = copy.deepcopy(tokenizer())  # all tests share the one
     tok.chat_template = TEMPLATE
     tok.save_pretrained(folder)
     local = LocalChat(folder, max_tokens=8, batch_size=3)
