@@ -29,6 +29,7 @@ TINY = {
     "curve_spacing": "log",
     "seeds_judge": 8,  # of the declared settings on each training judge
     "seeds_null": 4,
+    "seeds_size": 4,  # on each judge of another size: a map that describes
     "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
     "sweep_size": 12,
     "sweep_factors": {},
@@ -46,6 +47,7 @@ SMOKE = TINY | {
     "curve_points": 3,
     "seeds_judge": 1,
     "seeds_null": 1,
+    "seeds_size": 1,
     "sweep_size": 2,
     "sweep_points": 3,
     "es_population_size": 4,
@@ -89,8 +91,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "es_random": train("es_random", [*proxies, *noisy], run.seeds_null),
         "es_noise": train("es", noisy, run.seeds_judge),
         "grpo_noise": train("grpo", noisy, run.seeds_judge),
-        "es_sizes": train("es", sizes, run.seeds_judge),
-        "grpo_sizes": train("grpo", sizes, run.seeds_judge),
+        "es_sizes": train("es", sizes, run.seeds_size),
+        "grpo_sizes": train("grpo", sizes, run.seeds_size),
         "judgments": judgments_specs(run.scale),
     }
 
