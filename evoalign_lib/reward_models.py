@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -106,6 +106,18 @@ class _Scorer:
 
 
 # -------------------------------------------------------------------------------------------------------- this process
+
+
+class Encoded(NamedTuple):
+    """Prompts and completions as a model reads them."""
+
+    rows: list[list[int]]
+    """Token ids of each text."""
+    types: list[list[int]] | None
+    """Of a pair, which of the two texts each token belongs to."""
+    tally: dict[str, int]
+    """What is to be counted: texts, and those that were truncated or changed."""
+    completions: list[str]
 
 
 class RewardModel(_Scorer):
@@ -225,16 +237,27 @@ class RewardModel(_Scorer):
             TypeError: a prompt or completion of another form.
             ScorerError: a score that is not finite, or a forked process and a GPU.
         """
+        return self.score_encoded(self.encode(prompts, completions))
+
+    def encode(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Encoded:
+        """Return texts as the tokens that `score` reads; arguments and errors as there.
+
+        Models that read alike, by the same tokenizer, format and max_length, may share them.
+        """
         tasks.check_lengths(prompts=prompts, completions=completions)
-        if not len(completions):
+        asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
+        return Encoded(*self._encoded(asked, texts), texts) if texts else Encoded([], None, {}, [])
+
+    def score_encoded(self, encoded: Encoded) -> np.ndarray:
+        """Return a score for each completion, float64 (completions,), of what `encode` returned; see `score`."""
+        rows, types, tally, completions = encoded
+        if not rows:
             return np.zeros(0)
         if self.device.type == "cuda" and os.getpid() != self._pid:
             raise ScorerError(
                 f"{self.name!r} lies on {self.device}, which a forked process cannot use: start a server for it "
                 "(evoalign serve-scorer) and give its HTTPScorer as reward, or put the model on the CPU."
             )
-        asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
-        rows, types, tally = self._encoded(asked, texts)
         self._check_ends(rows)
         scores = np.empty(len(rows))
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))

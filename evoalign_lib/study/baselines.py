@@ -16,7 +16,7 @@ from evoalign_lib.study import gradients, measures, rollouts, training, worlds
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Fine-tune on the right answers among the base's samples (see `grpo.filtered_sft`), and yield the model.
+    """Fine-tune on what the task imitates of the base's samples (see `grpo.filtered_sft`), and yield the model.
 
     Of an arm with perturbed rollouts, in the place of samples, among the greedy answers of copies of the base with
     noise on their weights, one for each of num_generations.
@@ -37,11 +37,12 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         samples = rollouts.greedy_answers(engine, ["train"], key, spec["sigma"], spec["num_generations"])["train"]
     else:
         samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
+    good = measure.imitated(spec, sets["train"], [[text for text, _ in row] for row in samples])
     pairs = [
         (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
-        for row in samples
-        for i, ((text, ids), p) in enumerate(zip(row, sets["train"], strict=True))
-        if measure.right(p, text) and ids[-1] in engine.eos_ids
+        for row, goods in zip(samples, good, strict=True)
+        for i, ((_, ids), is_good) in enumerate(zip(row, goods, strict=True))
+        if is_good and ids[-1] in engine.eos_ids
     ]
     core_seconds = time.process_time() - cpu
     sampled = {

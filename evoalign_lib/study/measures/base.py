@@ -106,6 +106,10 @@ class Measures:
         """Return the reward of one completion, by which best-of-n chooses."""
         raise NotImplementedError
 
+    def imitated(self, spec: Spec, problems: Sequence[Any], samples: Sequence[Sequence[str]]) -> np.ndarray:
+        """Say which samples filtered fine-tuning imitates, bool (samples, problems): here the right answers."""
+        return np.array([[self.right(p, text) for p, text in zip(problems, row, strict=True)] for row in samples])
+
     def judged(
         self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[tuple[str, Sequence[int]]]
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -71,8 +71,9 @@ def sides(judge: str, asked: Sequence[Request], replies: Sequence[str]) -> tuple
         judged = [requests.truth(*pair) for pair in zip(asked, replies, strict=True)]
         return np.array([j.helpful for j in judged]), np.array([j.harm for j in judged])
     texts = [request.text for request in asked]
-    reward, cost = (side.score(texts, replies) for side in loaded(judge))
-    return reward, cost
+    reward, cost = loaded(judge)
+    encoded = reward.encode(texts, replies)  # both sides of a shipped scorer read alike
+    return reward.score_encoded(encoded), cost.score_encoded(encoded)
 
 
 def scored(judge: str, weight: float, asked: Sequence[Request], replies: Sequence[str]) -> np.ndarray:
@@ -234,6 +235,15 @@ class _Safety(Measures):
             return scored(judge, weight, asked, [text.replace(tiny.END, "") for text in completions]).tolist()
 
         return training_judge
+
+    def imitated(self, spec: Spec, problems: Sequence[Request], samples: Sequence[Sequence[str]]) -> np.ndarray:
+        """Say which samples filtered fine-tuning imitates: of each request the one that the training judge likes most.
+
+        The truth has no part in it. Of equal scores the first sample is taken. Returns bool (samples, requests).
+        """
+        texts = [[text.replace(tiny.END, "") for text in row] for row in samples]
+        liked = np.array([scored(spec["judge"], spec["cost_weight"], problems, row) for row in texts])
+        return np.arange(len(samples))[:, None] == liked.argmax(axis=0)
 
     def right(self, problem: Request, completion: str) -> bool:
         """Say whether a reply is as good as can be: the right tool, or a refusal with something in its place."""

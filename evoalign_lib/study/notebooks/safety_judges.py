@@ -28,7 +28,7 @@ TINY = {
     "curve_points": 12,
     "curve_spacing": "log",
     "seeds_judge": 8,  # of the declared settings on each training judge
-    "seeds_null": 4,
+    "seeds_null": 4,  # of random fitness, and of filtered fine-tuning
     "seeds_size": 4,  # on each judge of another size: a map that describes
     "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
     "sweep_size": 12,
@@ -40,6 +40,11 @@ TINY = {
     "grpo_num_generations": 16,
     "grpo_prompts_per_step": 16,
     "grpo_steps": 150,
+    "sft_prompts": 2400,  # of each the best of sft_num_generations samples: as many completions as GRPO
+    "sft_num_generations": 16,
+    "sft_batch_size": 64,
+    "sft_epochs": 2,
+    "sft_learning_rate": [1e-4, 3e-4, 1e-3],  # that its sweep tries
 }
 SMOKE = TINY | {
     "validation_problems": 8,
@@ -56,6 +61,9 @@ SMOKE = TINY | {
     "grpo_num_generations": 4,
     "grpo_prompts_per_step": 2,
     "grpo_steps": 2,
+    "sft_prompts": 8,
+    "sft_num_generations": 4,
+    "sft_learning_rate": [1e-3],
 }
 
 
@@ -74,6 +82,12 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         settings |= {"curve_points": run.sweep_points}
         return Group(arm, run.bases, [arms.SWEEP_SEED], settings, loading.swept_choices(run, arm))
 
+    def imitate(
+        judges: Sequence[str], seeds: int | Sequence[int], rates: Sequence[float], after: Sequence[str]
+    ) -> Group:
+        changes = [{"judge": judge, "learning_rate": rate} for judge in judges for rate in rates]
+        return Group("sft", run.bases, seeds, own_settings(run, "sft"), changes, after=tuple(after))
+
     def train(arm: str, judges: Sequence[str], seeds: int) -> Group:
         tuned = arms.get(arm).sweep
         name = f"{tuned}_sweep"
@@ -81,6 +95,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         settings = own_settings(run, arm) | best
         return Group(arm, run.bases, seeds, settings, [{"judge": judge} for judge in judges], after=(name,))
 
+    rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]
     proxies, noisy, sizes = list(scorers.PROXIES), list(scorers.NOISY), list(scorers.SIZES)
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
@@ -88,6 +103,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "grpo_sweep": sweep("grpo"),
         "es": train("es", proxies, run.seeds_judge),
         "grpo": train("grpo", proxies, run.seeds_judge),
+        "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], run.sft_learning_rate, ()),
+        "sft": imitate(proxies, run.seeds_null, [rate], ["sft_sweep"]),
         "es_random": train("es_random", [*proxies, *noisy], run.seeds_null),
         "es_noise": train("es", noisy, run.seeds_judge),
         "grpo_noise": train("grpo", noisy, run.seeds_judge),
@@ -110,6 +127,12 @@ def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
 
     scored = [(score(r), _setting(r["spec"])) for r in sweep]
     return sorted(scored, key=lambda pair: -pair[0])
+
+
+def _liked(record: Record) -> float:
+    """What the training judge gives greedy replies of a trained model on split B."""
+    test = record["test"]
+    return test["greedy"]["score"][test["judges"].index(record["spec"]["judge"])]
 
 
 def _setting(spec: Mapping[str, Any]) -> dict[str, float]:
