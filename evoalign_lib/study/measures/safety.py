@@ -97,8 +97,8 @@ def _scores_of_base(base: str, n: int, longest: int, judge: str, weight: float) 
     return scored(judge, weight, requests.requests("test")[:n], _replies_of_base(base, n, longest))
 
 
-def _at_end(spec: Spec) -> list[str]:
-    """All judges, the training judge among them."""
+def judges_of(spec: Spec) -> list[str]:
+    """Return all judges of a run's end, its training judge among them."""
     return list(dict.fromkeys((*JUDGES, *([spec["judge"]] if "judge" in spec else []))))
 
 
@@ -304,10 +304,10 @@ class _Safety(Measures):
         ):
             rows = _replies(engine, "test", samples, 0, temperature)
             shown = shown or [text.replace(tiny.END, "")[:160] for text, _ in rows[0][:SHOWN]]
-            said, what = _judged(spec, sets["test"], rows, _at_end(spec))
+            said, what = _judged(spec, sets["test"], rows, judges_of(spec))
             found = {name: [round(value, 3) for value in values] for name, values in said.items()}
             test[decoding] = found | {name: round(value, 4) for name, value in what.items()}
-        return {"test": test | {"n": len(sets["test"]), "judges": _at_end(spec)}, "shown": shown}
+        return {"test": test | {"n": len(sets["test"]), "judges": judges_of(spec)}, "shown": shown}
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return the same of an untrained base, and what each judge's scores of its samples are: mean and spread."""

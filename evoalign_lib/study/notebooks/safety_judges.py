@@ -12,8 +12,9 @@ from evoalign_lib import arms
 from evoalign_lib.records import Record
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
+from evoalign_lib.study.kinds.tournament import tournament_spec
 from evoalign_lib.study.notebooks import loading
-from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
+from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, of_runs, own_settings
 from evoalign_lib.tiny import scorers
 
 NOTEBOOK = "04_safety_judges"
@@ -110,8 +111,29 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "grpo_noise": train("grpo", noisy, run.seeds_judge),
         "es_sizes": train("es", sizes, run.seeds_size),
         "grpo_sizes": train("grpo", sizes, run.seeds_size),
+        "tournaments": _tournaments(run, of, proxies),
         "judgments": judgments_specs(run.scale),
     }
+
+
+def _tournaments(run: SimpleNamespace, of: Records, judges: Sequence[str]) -> After:
+    """One tournament on each training judge, of the models that were trained on it."""
+    after = ("es", "grpo", "sft", "es_random")
+    if not all(arm in of for arm in after):
+        return After([], after)
+    settings = of_runs(vars(run))
+    return After(
+        [
+            tournament_spec({arm: on_judge(of[arm], judge) for arm in after}, settings | {"judge": judge}, run.scale)
+            for judge in judges
+        ],
+        after,
+    )
+
+
+def on_judge(found: Sequence[Record], judge: str) -> list[Record]:
+    """Return the runs that were trained on a judge."""
+    return [r for r in found if r["spec"]["judge"] == judge]
 
 
 def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
