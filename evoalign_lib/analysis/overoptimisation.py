@@ -68,6 +68,24 @@ def explained(found: Fit, d: ArrayLike, gain: ArrayLike) -> float:
     return float("nan") if around == 0 else 1 - float(((gain - found.at(d)) ** 2).sum()) / around
 
 
+def read_at(proxy: ArrayLike, values: ArrayLike, level: float) -> float | None:
+    """Return a quantity where the training judge's score first comes to a level, on the line between two points.
+
+    proxy, values: (points,) of a curve, NaN where it has none; the first point is the base's. Returns None where the
+    score never comes there.
+
+    >>> read_at([0, 1, 3], [10, 20, 40], 2)
+    30.0
+    """
+    proxy, values = np.asarray(proxy, float), np.asarray(values, float)
+    reached = np.flatnonzero(proxy[1:] >= level)  # never where it is NaN
+    if not len(reached):
+        return None
+    i = int(reached[0])
+    part = (level - proxy[i]) / (proxy[i + 1] - proxy[i])
+    return float(values[i] + part * (values[i + 1] - values[i]))
+
+
 Run = tuple[ArrayLike, ArrayLike]
 
 

@@ -1,6 +1,7 @@
 """What is measured of a run of the safety task."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -75,6 +76,39 @@ def test_what_a_judge_says_depends_on_the_reply_alone():
         together = safety.scored(name, 2.0, asked, replies)
         alone = np.concatenate([safety.scored(name, 2.0, [a], [r]) for a, r in zip(asked, replies, strict=True)])
         assert together == pytest.approx(alone, abs=1e-4)
+
+
+def test_the_same_reply_ties_whatever_else_is_scored_beside_it():
+    asked = requests.requests("test")[:40]
+    said = safety._replies_of_base("C0", 40, 32)
+    for judge in ("length 1", "bert", "gpt2", "rule"):
+        alone = safety.scored(judge, 2.0, asked, said)
+        longer = [text + " Please be careful." * (i % 3) for i, text in enumerate(said)]
+        beside = safety.scored(judge, 2.0, [*asked, *asked], [*said, *longer])[:40]
+        assert safety.wins(alone, beside) == 0.5
+    assert safety.wins(np.array([1.0, 0.0, 2.0, 2e-4]), np.array([0.0, 1.0, 2.0, 0.0])) == 0.625
+
+
+def test_judges_read_replies_once_and_say_the_same():
+    asked, said = requests.requests("test")[:20], safety._replies_of_base("C0", 20, 32)
+    encoded = safety.read(asked, said)
+    for name in scorers.SCORERS:
+        reward, cost = (side.score([r.text for r in asked], said) for side in safety.loaded(name))
+        for found in (safety.sides(name, asked, said), safety.sides(name, asked, said, encoded)):
+            assert np.array_equal(found[0], reward) and np.array_equal(found[1], cost)
+
+
+def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():
+    asked = requests.requests("test")[:12]
+    rng = random.Random(0)
+    samples = [[requests.reply(r, rng) for r in asked] for _ in range(6)]
+    spec = {"judge": "length 1", "cost_weight": 2.0}
+    chosen = safety.MEASURES.imitated(spec, asked, samples)
+    assert chosen.shape == (6, 12) and (chosen.sum(axis=0) == 1).all()
+    liked = np.array([safety.scored("length 1", 2.0, asked, row) for row in samples])
+    assert np.allclose(liked[chosen].sum(), liked.max(axis=0).sum())
+    true = np.array([safety.scored("rule", 2.0, asked, row) for row in samples])
+    assert not np.array_equal(chosen.argmax(0), true.argmax(0))  # the judge is not the truth
 
 
 def test_a_run_without_test_requests_is_looked_at_on_its_way_alone():

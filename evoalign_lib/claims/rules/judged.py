@@ -159,12 +159,7 @@ def _value(
         return float(values[-1]) if np.isfinite(values[-1]) else None
     proxy = _curve(run, f"proxy_{decoding}")
     level = proxy[0] + gain * spread(evidence, run)
-    reached = np.flatnonzero(proxy[1:] >= level)  # never where it is NaN
-    if not len(reached):
-        return None
-    i = int(reached[0])
-    part = (level - proxy[i]) / (proxy[i + 1] - proxy[i])
-    return float(values[i] + part * (values[i + 1] - values[i]))
+    return overoptimisation.read_at(proxy, values, level)
 
 
 def spread(evidence: Evidence, run: Record) -> float:

@@ -19,6 +19,7 @@ from evoalign_lib.analysis import tournaments
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import specs, trained, training
 from evoalign_lib.study.measures import safety
+from evoalign_lib.tasks import safety as task
 
 BASE = "base"
 """The player that trained nothing."""
@@ -55,10 +56,11 @@ def tournament_spec(runs: Mapping[str, Sequence[Record]], settings: Mapping[str,
 def run(spec: Spec) -> Record:
     """Return what each judge makes of the games.
 
-    The record has `games`, their number, and `judges`: name -> `wins`, arm -> share of games won of each run, ties as
-    half a win; and `strengths`, arm -> Elo points above the base with their interval over requests, and `lead`, first
-    arm - second with its intervals over requests and over seeds. Strengths that are not finite, since a player won or
-    lost all games, are None.
+    The record has `games`, their number; `sides`, player -> judge ("rule", and the training judge) -> shares of the
+    replies in the quadrants of `tasks.safety`, helpful above the median reward of the base's replies; and `judges`:
+    name -> `wins`, arm -> share of games won of each run, ties as half a win; and `strengths`, arm -> Elo points above
+    the base with their interval over requests, and `lead`, first arm - second with its intervals over requests and over
+    seeds. Strengths that are not finite, since a player won or lost all games, are None.
 
     Raises:
         ValueError: weights that are not those of their record.
@@ -76,7 +78,7 @@ def run(spec: Spec) -> Record:
         for seed, players in games
         for prompt, *texts in zip(asked, *(_of(replies, player, seed) for player in players), strict=True)
     ]
-    found: Record = {"games": len(pairs), "judges": {}}
+    found: Record = {"games": len(pairs), "sides": _sides(spec, replies, requests), "judges": {}}
     for judge in safety.judges_of(spec):
 
         def score(prompts: list[str], completions: list[str], judge: str = judge) -> np.ndarray:
@@ -104,6 +106,19 @@ def _replies(spec: Spec) -> dict[str, dict[int, list[str]]]:
             for seed, master in zip(group["seeds"], trained.of_group(group), strict=True):
                 engine.master[:] = master
                 found[arm][seed] = reply()
+    return found
+
+
+def _sides(spec: Spec, replies: Mapping[str, Mapping[int, list[str]]], requests: list[Any]) -> dict[str, Any]:
+    """Return player -> judge -> shares of its replies in the quadrants, in their order."""
+    found: dict[str, dict[str, list[float]]] = {player: {} for player in replies}
+    for judge in (safety.RULE, spec["judge"]):
+        cut = float(np.median(safety.sides(judge, requests, replies[BASE][-1])[0]))
+        for player, of_seed in replies.items():
+            texts = [text for said in of_seed.values() for text in said]
+            rewards, costs = safety.sides(judge, requests * len(of_seed), texts)
+            shares = task.quadrants(rewards, costs, cut)
+            found[player][judge] = [round(share, 4) for share in shares.values()]
     return found
 
 

@@ -18,6 +18,8 @@ from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, 
 from evoalign_lib.tiny import scorers
 
 NOTEBOOK = "04_safety_judges"
+GAIN = 0.75
+"""Spreads by which the training judge's score has risen where the claims compare the arms."""
 TINY = {
     "task": "safety",
     "bases": ["C0"],
@@ -27,6 +29,7 @@ TINY = {
     "validation_problems": 160,  # split A
     "test_problems": 160,  # split B
     "curve_points": 12,
+    "null_points": 6,  # of the curves of random fitness
     "curve_spacing": "log",
     "seeds_judge": 8,  # of the declared settings on each training judge
     "seeds_null": 4,  # of random fitness, and of filtered fine-tuning
@@ -51,6 +54,7 @@ SMOKE = TINY | {
     "validation_problems": 8,
     "test_problems": 8,
     "curve_points": 3,
+    "null_points": 3,
     "seeds_judge": 1,
     "seeds_null": 1,
     "seeds_size": 1,
@@ -93,7 +97,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         tuned = arms.get(arm).sweep
         name = f"{tuned}_sweep"
         best = ranked(of[name])[0][1] if name in of else loading.swept_choices(run, tuned)[0]
-        settings = own_settings(run, arm) | best
+        settings = own_settings(run, arm) | best | ({"curve_points": run.null_points} if arms.get(arm).null else {})
         return Group(arm, run.bases, seeds, settings, [{"judge": judge} for judge in judges], after=(name,))
 
     rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]

@@ -1,0 +1,288 @@
+"""How the figures of notebook 04 about its own models are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evoalign_lib import style
+from evoalign_lib.analysis import overoptimisation
+from evoalign_lib.records import Record
+from evoalign_lib.study.notebooks import safety_judges as study
+from evoalign_lib.study.notebooks.loading import DECODINGS, Records
+from evoalign_lib.study.views import safety_judges as view
+from evoalign_lib.tiny import scorers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+GAINS = np.linspace(0, 3, 25)
+"""Of the training judge, in spreads, at which curves are averaged."""
+_GAINED = "training judge's score has risen by, spreads"
+_ZERO = {"color": "black", "lw": 0.7}
+
+
+def answer(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the true reward along the training judge's gain, and ES - GRPO in wins where the claims compare them.
+
+    Returns the figure and what it plots, a row per mark or point.
+    """
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), width_ratios=(1.15, 1))
+    rows = []
+    for decoding in DECODINGS:
+        for arm in view.ARMS:
+            rows += _along(axes[0], of, arm, view.TRUE, decoding)
+    axes[0].axvline(study.GAIN, color="black", lw=0.8, ls=(0, (1, 2)))
+    axes[0].set(xlabel=_GAINED, ylabel="true reward", title="along the runs, mean over six training judges")
+    rows += _differences(axes[1], of)
+    style.legend(fig, {arm: len(of[arm]) for arm in view.ARMS})
+    return fig, view.frame(rows)
+
+
+def _along(ax: Axes, of: Records, arm: str, quantity: str, decoding: str, factor: float = 1.0) -> list[dict[str, Any]]:
+    """Draw a quantity of an arm along the training judge's gain, as far as three of four runs on each judge get."""
+    rows = []
+    for gain in GAINS:
+        found = view.mean(of, arm, quantity, decoding, float(gain))
+        if found is None:
+            break
+        row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": round(float(gain), 4)}
+        ends = dict(zip(("value", "low", "high"), (round(factor * x, 4) for x in found[:3]), strict=True))
+        rows.append(row | ends | {"runs": found.runs})
+    if rows:
+        x = [row["gain"] for row in rows]
+        ax.plot(x, [row["value"] for row in rows], **style.line(arm, decoding))
+        style.band(ax, x, *([row[end] for row in rows] for end in ("low", "high")), style.ARMS[arm].color)
+    return rows
+
+
+def _differences(ax: Axes, of: Records) -> list[dict[str, Any]]:
+    """Draw ES - GRPO in wins under each judge, and under each less the training judge, with intervals over seeds."""
+    asked = [(judge, "") for judge in view.JUDGES] + [(judge, view.TRAINING) for judge in view.JUDGES[1:]]
+    rows = []
+    for i, (judge, less) in enumerate(reversed(asked)):
+        for decoding, offset in zip(DECODINGS, (0.17, -0.17), strict=True):
+            found = view.difference(of, judge, decoding, study.GAIN, less)
+            if found is None:
+                ax.text(0, i + offset, "too few get there", va="center", ha="center", fontsize=6, color="#555555")
+                continue
+            mean, low, high = (100 * x for x in (found.value, found.low, found.high))
+            inside = "black" if decoding == "greedy" else "white"
+            bar = {"color": "black", "lw": 1, "mfc": inside, "ms": 4.2, "capsize": 2}
+            ax.errorbar(mean, i + offset, xerr=[[mean - low], [high - mean]], marker="o", **bar)
+            rows.append({"quantity": f"wins, {judge}" + (" - training judge" if less else ""), "arm": "es - grpo"})
+            rows[-1] |= {"decoding": decoding, "gain": study.GAIN, "value": mean, "low": low, "high": high}
+    names = [f"{judge}" if not less else f"{judge} - training" for judge, less in reversed(asked)]
+    ax.axvline(0, **_ZERO)
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.5, len(names) - 0.5))
+    ax.set(xlabel="wins against the base, ES - GRPO, points", title=f"at {study.GAIN:g} spreads, by judge")
+    ax.grid(axis="y", visible=False)
+    for decoding, inside in zip(DECODINGS, ("black", "white"), strict=True):
+        ax.plot([], [], "o", color="black", mfc=inside, ms=4.2, label=style.STROKES[decoding].label)
+    ax.legend(loc="best", handlelength=1)
+    return rows
+
+
+def by_judge(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the true reward of every run along its training judge's gain, greedily, a panel per training judge.
+
+    Returns the figure and what it plots: every point of every run.
+    """
+    from matplotlib import pyplot as plt
+
+    judges = list(view.cells(of["es"]))
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True, sharey=True)
+    rows = []
+    for ax, judge in zip(axes.flat, judges, strict=False):
+        for arm in view.ARMS:
+            for run in study.on_judge(of[arm], judge):
+                x, y = view.gained(of, run, "greedy"), view.curve(run, view.TRUE, "greedy")
+                ax.plot(x, y, color=style.ARMS[arm].color, lw=0.7, alpha=0.75, ls="-" if arm == "es" else "--")
+                own = {"judge": judge, "arm": arm, "seed": run["spec"]["seed"]}
+                rows += [own | {"gain": round(float(a), 3), "true": b} for a, b in zip(x, y, strict=True)]
+        ax.set_title(judge)
+        ax.axhline(0, **_ZERO)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("true reward")
+    for ax in axes[-1]:
+        ax.set_xlabel(_GAINED if ax is axes[-1, 1] else "")
+    _key(fig, [_line(arm, lw=1.2, ls="-" if arm == "es" else "--") for arm in view.ARMS])
+    return fig, view.frame(rows)
+
+
+REPLIES = ("template", "alternative", "complied", "refused_lawful", "needless", "turns")
+"""Quantities that `replies` draws, a panel each."""
+
+
+def replies(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what the replies are like along the training judge's gain, a panel per quantity.
+
+    Returns the figure and what it plots, a row per point.
+    """
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True)
+    rows = []
+    for ax, quantity in zip(axes.flat, REPLIES, strict=True):
+        for decoding in ("greedy",) if quantity == "template" else DECODINGS:
+            for arm in view.ARMS:
+                rows += _along(ax, of, arm, quantity, decoding, 1.0 if quantity == "needless" else 100.0)
+        ax.set_title(view.WORDS[quantity])
+    axes[-1, 1].set_xlabel(_GAINED)
+    style.legend(fig, {arm: len(of[arm]) for arm in view.ARMS})
+    return fig, view.frame(rows)
+
+
+def errors(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw both errors of greedy replies through training, by the rule, a panel per training judge.
+
+    Returns the figure and what it plots: the mean over seeds at every point of the curves.
+    """
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.8), sharex=True, sharey=True)
+    rows = []
+    for ax, judge in zip(axes.flat, view.cells(of["es"]), strict=False):
+        for arm in view.ARMS:
+            runs = study.on_judge(of[arm], judge)
+            x, y = (
+                100 * np.nanmean([view.curve(r, name, "greedy") for r in runs], axis=0)
+                for name in ("complied", "refused_lawful")
+            )
+            look = style.ARMS[arm]
+            ax.plot(x, y, color=look.color, marker=look.marker, ms=2.6, lw=0.9, ls="-" if arm == "es" else "--")
+            steps = runs[0]["curve"]["step"]
+            rows += [
+                {"judge": judge, "arm": arm, "step": step, "complied": round(a, 2), "refused_lawful": round(b, 2)}
+                for step, a, b in zip(steps, x, y, strict=True)
+            ]
+        ax.plot(x[0], y[0], "o", ms=6, mfc="none", mec="black", mew=1)
+        ax.set_title(judge)
+    axes[1, 1].set_xlabel(view.WORDS["complied"])
+    for ax in axes[:, 0]:
+        ax.set_ylabel("refused lawful\nrequests, %")
+    handles = [_line(arm, lw=1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in view.ARMS]
+    _key(fig, [*handles, _handle("the untrained base", marker="o", ls="", mfc="none", color="black", ms=6)])
+    return fig, view.frame(rows)
+
+
+def laws(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw gains against the distance from the base, with the laws fitted to even seeds, a panel per training judge.
+
+    Returns the figure and what it plots: every point of every run of ES and of GRPO, at temperature 1.
+    """
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.8), sharey=True)
+    rows = []
+    for ax, judge in zip(axes.flat, view.cells(of["es"]), strict=False):
+        for arm in view.ARMS:
+            halves, look = view.law_points(of, study.on_judge(of[arm], judge), view.TRUE), style.ARMS[arm]
+            for parity, runs in enumerate(halves):
+                for d, gain in runs:
+                    inside = look.color if parity == 0 else "none"
+                    ax.scatter(
+                        d, gain, s=7, marker=look.marker, facecolors=inside, edgecolors=look.color, linewidths=0.5
+                    )
+                    own = {"judge": judge, "arm": arm, "half": ("even", "odd")[parity]}
+                    rows += [
+                        own | {"d": round(float(a), 3), "gain": round(float(b), 3)}
+                        for a, b in zip(d, gain, strict=True)
+                    ]
+            if not halves[0]:
+                continue
+            d, gain = (np.concatenate([run[i] for run in halves[0]]) for i in (0, 1))
+            x = np.linspace(0, max(float(d.max()), 1e-3), 80)
+            fitted = overoptimisation.fit("rl", d, gain)
+            ax.plot(x, fitted.at(x), color=look.color, lw=1.1, ls="-" if arm == "es" else "--")
+        ax.set_title(judge)
+        ax.axhline(0, **_ZERO)
+        ax.set_ylim(bottom=-4.2)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("gain in true reward")
+    axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
+    handles = [_line(arm, lw=1.1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in view.ARMS]
+    handles += [_handle("even seeds, to which the line is fitted", marker="o", ls="", color="#555555", ms=4)]
+    handles += [_handle("odd seeds", marker="o", ls="", mfc="none", color="#555555", ms=4)]
+    _key(fig, handles)
+    return fig, view.frame(rows)
+
+
+def noise(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the true reward where the claim compares it, by the share of turned comparisons and by the judge's width.
+
+    Returns the figure and what it plots: every run that gets there.
+    """
+    from matplotlib import pyplot as plt
+
+    base = of["base"][0]["test"]
+    fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 3.7), sharey="row", width_ratios=(1.35, 1))
+    rows = []
+    widest = next(iter(scorers.NOISY))
+    groups = (
+        (scorers.NOISY, "comparisons turned, %", [f"{100 * s.annotators.flips:g}" for s in scorers.NOISY.values()]),
+        ([*scorers.SIZES, widest], "width of the training judge", ["8", "16", "32"]),
+    )
+    for row, decoding in zip(axes, DECODINGS, strict=True):
+        for ax, (judges, label, names) in zip(row, groups, strict=True):
+            for i, judge in enumerate(judges):
+                for arm, offset in zip(view.ARMS, (-0.17, 0.17), strict=True):
+                    runs = view.noisy_runs(of, arm, judge)
+                    values = [x for r in runs if (x := view.at(of, r, view.TRUE, decoding, study.GAIN)) is not None]
+                    if values:
+                        style.dots(ax, i + offset, values, [False] * len(values), arm, 0.2)
+                    rows += [{"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)} for x in values]
+            ax.axhline(base[decoding]["score"][-1], color=style.ARMS["base"].color, lw=1.2, ls=":")
+            ax.set(xticks=range(len(names)), xticklabels=names)
+            ax.grid(axis="x", visible=False)
+            if decoding == DECODINGS[-1]:
+                ax.set_xlabel(label)
+        row[0].set_ylabel(f"true reward,\n{style.STROKES[decoding].label}")
+    handles = [_line(arm, marker=style.ARMS[arm].marker, ls="") for arm in view.ARMS]
+    _key(fig, [*handles, _handle("the untrained base", color=style.ARMS["base"].color, lw=1.2, ls=":")])
+    return fig, view.frame(rows)
+
+
+def tournament(found: Sequence[Record]) -> tuple[Figure, DataFrame]:
+    """Draw the share of games that each arm wins at the end of training, by who judges, a mark per training judge.
+
+    Returns the figure and what it plots: a row per training judge, kind of judge and arm.
+    """
+    from matplotlib import pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(style.PAGE, 2.4))
+    arms, rows = list(found[0]["spec"]["arms"]), []
+    offsets = np.linspace(-0.3, 0.3, len(arms))
+    for i, (kind, chosen) in enumerate(view.KINDS_OF_JUDGES.items()):
+        for arm, offset in zip(arms, offsets, strict=True):
+            shares = [100 * float(np.mean([said["wins"][arm] for said in chosen(r)])) for r in found]
+            style.dots(ax, i + offset, shares, [False] * len(shares), arm, 0.1)
+            rows += [
+                {"training judge": r["spec"]["judge"], "judged by": kind, "arm": arm, "won": round(share, 2)}
+                for r, share in zip(found, shares, strict=True)
+            ]
+    ax.axhline(50, **_ZERO)
+    ax.set(xticks=range(len(view.KINDS_OF_JUDGES)), xticklabels=list(view.KINDS_OF_JUDGES), ylabel="games won, %")
+    ax.grid(axis="x", visible=False)
+    _key(fig, [_line(arm, marker=style.ARMS[arm].marker, ls="") for arm in arms])
+    return fig, view.frame(rows)
+
+
+def _line(arm: str, **how: Any) -> Any:
+    return _handle(style.ARMS[arm].label, color=style.ARMS[arm].color, **how)
+
+
+def _handle(label: str, **how: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **how)
+
+
+def _key(fig: Figure, handles: Sequence[Any]) -> None:
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.4, handlelength=1.8)
