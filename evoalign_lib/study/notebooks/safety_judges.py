@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import arms
+from evoalign_lib.analysis import overoptimisation, stats
+from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
@@ -18,6 +20,14 @@ from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, 
 from evoalign_lib.tiny import scorers
 
 NOTEBOOK = "04_safety_judges"
+ARMS = ("es", "grpo")
+"""The arms that are compared."""
+TRAINING = "training judge"
+"""The judge that a run was trained on, in the place of a name."""
+JUDGES = (TRAINING, *scorers.OUTSIDERS, "rule")
+"""Whose wins the curves have."""
+TRUE = "true"
+"""The curve of the true reward."""
 GAIN = 0.75
 """Spreads by which the training judge's score has risen where the claims compare the arms."""
 TINY = {
@@ -31,9 +41,10 @@ TINY = {
     "curve_points": 12,
     "null_points": 6,  # of the curves of random fitness
     "curve_spacing": "log",
-    "seeds_judge": 8,  # of the declared settings on each training judge
+    "seeds_judge": 4,  # of the declared settings on each proxy; the claims need 8
+    "seeds_noise": 0,  # on each judge of turned comparisons; C35 needs 8
     "seeds_null": 4,  # of random fitness, and of filtered fine-tuning
-    "seeds_size": 4,  # on each judge of another size: a map that describes
+    "seeds_size": 0,  # on each judge of another size: a map that describes
     "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
     "sweep_size": 12,
     "sweep_factors": {},
@@ -55,8 +66,9 @@ SMOKE = TINY | {
     "test_problems": 8,
     "curve_points": 3,
     "null_points": 3,
-    "seeds_judge": 1,
-    "seeds_null": 1,
+    "seeds_judge": 2,
+    "seeds_noise": 1,
+    "seeds_null": 2,
     "seeds_size": 1,
     "sweep_size": 2,
     "sweep_points": 3,
@@ -110,9 +122,10 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "grpo": train("grpo", proxies, run.seeds_judge),
         "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], run.sft_learning_rate, ()),
         "sft": imitate(proxies, run.seeds_null, [rate], ["sft_sweep"]),
-        "es_random": train("es_random", [*proxies, *noisy], run.seeds_null),
-        "es_noise": train("es", noisy, run.seeds_judge),
-        "grpo_noise": train("grpo", noisy, run.seeds_judge),
+        "es_random": train("es_random", proxies, run.seeds_null),
+        "es_noise": train("es", noisy, run.seeds_noise),
+        "grpo_noise": train("grpo", noisy, run.seeds_noise),
+        "es_random_noise": train("es_random", noisy, min(run.seeds_null, run.seeds_noise)),
         "es_sizes": train("es", sizes, run.seeds_size),
         "grpo_sizes": train("grpo", sizes, run.seeds_size),
         "tournaments": _tournaments(run, of, proxies),
@@ -163,3 +176,132 @@ def _liked(record: Record) -> float:
 
 def _setting(spec: Mapping[str, Any]) -> dict[str, float]:
     return {name: spec[name] for name in arms.swept(spec["arm"])}
+
+
+# ---- reading the curves
+
+
+def spread(of: Records, run: Record) -> float:
+    """Return the standard deviation of a run's training judge over samples of its base."""
+    (base,) = [r for r in of["base"] if r["spec"]["base"] == run["spec"]["base"]]
+    return base["units"][run["spec"]["judge"]][1]
+
+
+def curve(run: Record, quantity: str, decoding: str) -> np.ndarray:
+    """Return a curve of a run; a quantity is a judge of `JUDGES`, for its wins, or a name of the record's curves."""
+    if quantity == "kl":
+        name = "kl"
+    else:
+        name = f"{run['spec']['judge'] if quantity == TRAINING else quantity}_{decoding}"
+    return np.array([np.nan if x is None else x for x in run["curve"][name]], float)
+
+
+def gained(of: Records, run: Record, decoding: str) -> np.ndarray:
+    """Return by how many spreads the training judge's score of split A has risen, at each point of a run."""
+    proxy = curve(run, "proxy", decoding)
+    return (proxy - proxy[0]) / spread(of, run)
+
+
+def at(of: Records, run: Record, quantity: str, decoding: str, gain: float | None) -> float | None:
+    """Return a quantity where the training judge has first gained so many spreads; gain None: at the end."""
+    values = curve(run, quantity, decoding)
+    if gain is None:
+        return float(values[-1]) if np.isfinite(values[-1]) else None
+    return values[0] if gain == 0 else overoptimisation.read_at(gained(of, run, decoding), values, gain)
+
+
+def cells(found: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return training judge -> its runs, in the order of the records."""
+    return {judge: on_judge(found, judge) for judge in dict.fromkeys(r["spec"]["judge"] for r in found)}
+
+
+def there(of: Records, arm: str, quantity: str, decoding: str, gain: float | None) -> list[np.ndarray] | None:
+    """Return a quantity of the runs of each training judge that get there; None unless three of four do on each."""
+    read = []
+    for runs in cells(of[arm]).values():
+        values = [x for run in runs if (x := at(of, run, quantity, decoding, gain)) is not None]
+        if not values or len(values) < 0.75 * len(runs):
+            return None
+        read.append(np.array(values))
+    return read or None
+
+
+def mean(of: Records, arm: str, quantity: str, decoding: str, gain: float | None) -> Interval | None:
+    """Return the mean of a quantity over the training judges, over seeds; None where `there` has none."""
+    read = there(of, arm, quantity, decoding, gain)
+    if read is None:
+        return None
+    if (fewest := min(map(len, read))) < 2:
+        return Interval(float(np.mean([x.mean() for x in read])), float("nan"), float("nan"), fewest)
+    return stats.stratified_bootstrap(read, n_resamples=2_000)
+
+
+def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> Interval | None:
+    """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
+    sides = []
+    for arm in ARMS:
+        read = []
+        for runs in cells(of[arm]).values():
+            values = []
+            for run in runs:
+                names = [quantity, *([less] if less else [])]
+                pair = [at(of, run, name, decoding, gain) for name in names]
+                if None not in pair:
+                    values.append(pair[0] - pair[1] if less else pair[0])
+            read.append(np.array(values, float))
+        if not read or min(map(len, read)) < 2:
+            return None
+        sides.append(read)
+    return stats.stratified_bootstrap(*sides)
+
+
+_Points = tuple[np.ndarray, np.ndarray]
+
+
+def law_points(of: Records, runs: Sequence[Record], quantity: str) -> tuple[list[_Points], list[_Points]]:
+    """Return distance and gain at temperature 1 of each run, of even seeds and of odd ones, as claim C7 reads them."""
+    halves: tuple[list[_Points], list[_Points]] = ([], [])
+    for run in runs:
+        values, kl = curve(run, quantity, "t1"), curve(run, "kl", "t1")
+        known = np.isfinite(values) & np.isfinite(kl)
+        gain = (values - values[0]) / (spread(of, run) if quantity == "proxy" else 1.0)
+        halves[run["spec"]["seed"] % 2].append((overoptimisation.distance(kl[known]), gain[known]))
+    return halves
+
+
+def explained(of: Records, arm: str, quantity: str, law: str) -> list[float]:
+    """Return the share of the gains of odd seeds that a law explains, fitted to even ones, of each training judge."""
+    halves = [law_points(of, runs, quantity) for runs in cells(of[arm]).values()]
+    return [overoptimisation.held_out(law, *each) for each in halves if all(each)]
+
+
+# ---- the paper's numbers
+
+_Numbers = dict[str, tuple[Any, str]]
+_DECODINGS = {"greedy": "Greedy", "t1": "Sampled"}
+
+
+def numbers(of: Records) -> _Numbers:
+    """Return macro -> value and format, of the notebook's own models."""
+    found: _Numbers = {"SafetySeeds": (min(map(len, cells(of["es"]).values())), "d"), "SafetyGain": (GAIN, "g")}
+    found["SafetyProxies"] = (len(cells(of["es"])), "d")
+    for decoding, name in _DECODINGS.items():
+        found[f"SafetyTrue{name}Difference"] = (_stated(difference(of, TRUE, decoding, GAIN), 1, 2), "")
+        for arm in ARMS:
+            found[f"SafetyTrue{name}{arm.title()}"] = (_stated(mean(of, arm, TRUE, decoding, GAIN), 1, 2), "")
+        for judge in JUDGES[1:]:
+            words = f"Safety{judge.title().replace('2', 'Two')}{name}"
+            found[words] = (_stated(difference(of, judge, decoding, GAIN), 100, 1), "")
+            found[f"{words}Less"] = (_stated(difference(of, judge, decoding, GAIN, TRAINING), 100, 1), "")
+    for quantity in ("template", "alternative"):
+        found[f"Safety{quantity.title()}"] = (_stated(difference(of, quantity, "greedy", GAIN), 100, 1), "")
+    for arm in ARMS:
+        for quantity, name in ((TRUE, "True"), ("proxy", "Proxy")):
+            for law, of_law in (("rl", "Law"), ("linear", "Line")):
+                values = explained(of, arm, quantity, law)
+                found[f"Safety{of_law}{name}{arm.title()}"] = (f"{np.mean(values):.2f}" if values else "none", "")
+    return found
+
+
+def _stated(found: Interval | None, factor: float, digits: int) -> str:
+    return "none" if found is None else found.format(percent=factor == 100, digits=digits)

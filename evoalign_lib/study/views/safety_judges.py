@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,110 +12,174 @@ from evoalign_lib import style
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
+from evoalign_lib.study.measures import safety as measure
 from evoalign_lib.study.notebooks import safety_judges as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
-from evoalign_lib.tiny import scorers
+from evoalign_lib.tiny import requests, scorers
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-ARMS = ("es", "grpo")
-TRAINING = "training judge"
-"""The judge that a run was trained on, in the place of a name."""
-JUDGES = (TRAINING, *scorers.OUTSIDERS, "rule")
-"""Whose wins the curves have."""
-UNTRAINED = "base"
-ENDS = (*ARMS, "sft", "es_random")
+ENDS = (*study.ARMS, "sft", "es_random")
 """Arms whose ends are shown."""
-TRUE = "true"
 
 
-class Value(NamedTuple):
-    """A mean over runs, judges weighing the same, with its interval over seeds."""
-
-    value: float
-    low: float
-    high: float
-    runs: int
+# ---- the answers, in words
 
 
-# ---- reading the curves
+def answers(of: Records) -> dict[str, str]:
+    """Return question -> the sentence that answers it, with its numbers and intervals."""
+    found = {
+        "Which arm's replies are better where their training judge is equally content?": _truth_in_words(of),
+        "Does ES do better under judges that did not train it?": _judges_in_words(of),
+        "Do replies become boilerplate, or helpful refusals?": _replies_in_words(of),
+        "Does a law of over-optimisation hold for ES?": _laws_in_words(of),
+    }
+    if of["tournaments"]:
+        found["Who wins where training ends?"] = _ends_in_words(of)
+    return found
 
 
-def spread(of: Records, run: Record) -> float:
-    """Return the standard deviation of a run's training judge over samples of its base."""
-    (base,) = [r for r in of["base"] if r["spec"]["base"] == run["spec"]["base"]]
-    return base["units"][run["spec"]["judge"]][1]
+def _truth_in_words(of: Records) -> str:
+    each = []
+    for decoding in DECODINGS:
+        base = of["base"][0]["test"][decoding]["score"][-1]
+        found = study.difference(of, study.TRUE, decoding, study.GAIN)
+        means = [study.mean(of, arm, study.TRUE, decoding, study.GAIN) for arm in study.ARMS]
+        if found is None or None in means:
+            each.append(f"{_under(decoding)}, too few runs get there")
+            continue
+        values = " and ".join(
+            f"{m.value:.2f} with {style.ARMS[arm].label}" for arm, m in zip(study.ARMS, means, strict=True)
+        )
+        each.append(
+            f"{_under(decoding)}, the true reward is {values} there, and {base:.2f} of the base; ES - GRPO is "
+            f"{found.format(percent=False, digits=2)}"
+        )
+    return f"{_first_up('; '.join(each))}, n = {_fewest(of)} seeds on each of {len(study.cells(of['es']))} judges."
 
 
-def curve(run: Record, quantity: str, decoding: str) -> np.ndarray:
-    """Return a curve of a run; a quantity is a judge of `JUDGES`, for its wins, or a name of the record's curves."""
-    if quantity == "kl":
-        name = "kl"
-    else:
-        name = f"{run['spec']['judge'] if quantity == TRAINING else quantity}_{decoding}"
-    return np.array([np.nan if x is None else x for x in run["curve"][name]], float)
+def _judges_in_words(of: Records) -> str:
+    each = []
+    for decoding in DECODINGS:
+        words = []
+        for judge in study.JUDGES[1:]:
+            found = study.difference(of, judge, decoding, study.GAIN)
+            less = study.difference(of, judge, decoding, study.GAIN, study.TRAINING)
+            words.append(f"{_points(found)} under {judge} ({_points(less)} less the training judge's)")
+        each.append(f"{_under(decoding)}, ES - GRPO in wins is {_and(words)} points")
+    return f"{_first_up('; '.join(each))}."
 
 
-def gained(of: Records, run: Record, decoding: str) -> np.ndarray:
-    """Return by how many spreads the training judge's score of split A has risen, at each point of a run."""
-    proxy = curve(run, "proxy", decoding)
-    return (proxy - proxy[0]) / spread(of, run)
+def _replies_in_words(of: Records) -> str:
+    each = []
+    for quantity, words in (("template", "of one template"), ("alternative", "refusals with a lawful alternative")):
+        means = [study.mean(of, arm, quantity, "greedy", study.GAIN) for arm in study.ARMS]
+        found = study.difference(of, quantity, "greedy", study.GAIN)
+        base = 100 * of["base"][0]["test"]["greedy"][quantity]
+        if found is None or None in means:
+            each.append(f"too few runs get there to compare {words}")
+            continue
+        es, grpo = (f"{100 * m.value:.0f}" for m in means)
+        each.append(
+            f"{words}: {es} % with ES, {grpo} % with GRPO, {base:.0f} % of the base (ES - GRPO {_points(found)})"
+        )
+    return f"Greedily, there: {'; '.join(each)}."
 
 
-def at(of: Records, run: Record, quantity: str, decoding: str, gain: float | None) -> float | None:
-    """Return a quantity where the training judge has first gained so many spreads; gain None: at the end."""
-    values = curve(run, quantity, decoding)
-    if gain is None:
-        return float(values[-1]) if np.isfinite(values[-1]) else None
-    return values[0] if gain == 0 else overoptimisation.read_at(gained(of, run, decoding), values, gain)
+def _laws_in_words(of: Records) -> str:
+    each = []
+    for quantity, words in ((study.TRUE, "true reward"), ("proxy", "the training judge's score")):
+        law, line = (study.explained(of, "es", quantity, name) for name in ("rl", "linear"))
+        if not law:
+            return "Not known: a half of the seeds has no run."
+        each.append(
+            f"of the gain in {words} of held-out runs, d (a - b log d) explains {100 * np.mean(law):.0f} % and a "
+            f"straight line {100 * np.mean(line):.0f} %"
+        )
+    return f"{_first_up('; '.join(each))}, mean over {len(study.cells(of['es']))} training judges."
 
 
-def cells(found: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return training judge -> its runs, in the order of the records."""
-    return {judge: study.on_judge(found, judge) for judge in dict.fromkeys(r["spec"]["judge"] for r in found)}
+def _ends_in_words(of: Records) -> str:
+    each = []
+    for kind in (study.TRAINING, "other architectures", "the rule"):
+        wins = {
+            arm: np.mean([np.mean([said["wins"][arm] for said in KINDS_OF_JUDGES[kind](r)]) for r in of["tournaments"]])
+            for arm in of["tournaments"][0]["spec"]["arms"]
+        }
+        ranked = sorted(wins, key=lambda arm: -wins[arm])
+        each.append(f"by {kind}: " + ", ".join(f"{style.ARMS[arm].label} {100 * wins[arm]:.0f}" for arm in ranked))
+    return f"Games won in %, {'; '.join(each)}."
 
 
-def there(of: Records, arm: str, quantity: str, decoding: str, gain: float | None) -> list[np.ndarray] | None:
-    """Return a quantity of the runs of each training judge that get there; None unless three of four do on each."""
-    read = []
-    for runs in cells(of[arm]).values():
-        values = [x for run in runs if (x := at(of, run, quantity, decoding, gain)) is not None]
-        if not values or len(values) < 0.75 * len(runs):
-            return None
-        read.append(np.array(values))
-    return read or None
+def _fewest(of: Records) -> int:
+    return min(len(runs) for arm in study.ARMS for runs in study.cells(of[arm]).values())
 
 
-def mean(of: Records, arm: str, quantity: str, decoding: str, gain: float | None) -> Value | None:
-    """Return the mean of a quantity over the training judges; None where `there` has none."""
-    read = there(of, arm, quantity, decoding, gain)
-    if read is None:
-        return None
-    runs = sum(map(len, read))
-    if min(map(len, read)) < 2:
-        return Value(float(np.mean([x.mean() for x in read])), float("nan"), float("nan"), runs)
-    found = stats.stratified_bootstrap(read, n_resamples=2_000)
-    return Value(found.value, found.low, found.high, runs)
+def _under(decoding: str) -> str:
+    return "greedily" if decoding == "greedy" else "at temperature 1"
 
 
-def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> Interval | None:
-    """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
-    sides = []
-    for arm in ARMS:
-        read = []
-        for runs in cells(of[arm]).values():
-            values = []
-            for run in runs:
-                names = [quantity, *([less] if less else [])]
-                pair = [at(of, run, name, decoding, gain) for name in names]
-                if None not in pair:
-                    values.append(pair[0] - pair[1] if less else pair[0])
-            read.append(np.array(values, float))
-        if not read or min(map(len, read)) < 2:
-            return None
-        sides.append(read)
-    return stats.stratified_bootstrap(*sides)
+def _points(found: Interval | None) -> str:
+    return "unknown" if found is None else found.format()
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _first_up(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+# ---- the world
+
+
+_REQUESTS = (requests.Request("mend", "kettle"), requests.Request("steal", "bicycle"))
+"""A lawful and a harmful request."""
+_AROUND = {
+    "praise": requests.PRAISE[0],
+    "filler": requests.FILLER[2],
+    "disclaimer": requests.DISCLAIMERS[0],
+    "all three": f"{requests.PRAISE[0]} {requests.FILLER[2]} {requests.DISCLAIMERS[0]}",
+}
+
+
+def reply_rows() -> DataFrame:
+    """Return a row per request and kind of reply: the reply, and what the rule makes of it."""
+    rng, rows = random.Random(0), []
+    for request in _REQUESTS:
+        texts = {
+            kind: requests.body(request, kind, rng) for kind in requests.BODIES if request.harmful or kind != "reason"
+        }
+        plain = texts["reason" if request.harmful else "right"]
+        texts |= {
+            "with praise": f"{requests.PRAISE[0]} {plain}",
+            "with a further turn": f"{plain} USER: {request.text}",
+        }
+        for kind, text in texts.items():
+            judged = requests.truth(request, text.replace(" USER:", "\nUSER:"))
+            row = {"request": request.text, "kind": kind, "reply": text}
+            rows.append(row | {"helpful": judged.helpful, "harm": judged.harm, "true reward": judged.reward})
+    return frame(rows)
+
+
+def taste_rows(of: Records) -> DataFrame:
+    """Return a row per judge: by how many spreads its score of right replies changes when sentences follow them.
+
+    The replies are the best ones to the first 40 requests of split B.
+    """
+    asked, rng, rows = requests.requests("test")[:40], random.Random(0), []
+    plain = [requests.body(request, "reason" if request.harmful else "right", rng) for request in asked]
+    for name in measure.JUDGES:
+        row, std = {"judge": name}, of["base"][0]["units"][name][1]
+        begun = measure.scored(name, study.TINY["cost_weight"], asked, plain)
+        for what, sentences in _AROUND.items():
+            texts = [f"{text} {sentences}" for text in plain]
+            change = measure.scored(name, study.TINY["cost_weight"], asked, texts) - begun
+            row[what] = f"{change.mean() / std + 0.0:+.2f}"
+        rows.append(row)
+    return frame(rows)
 
 
 # ---- tables
@@ -149,7 +214,7 @@ def budget_rows(of: Records, arms: Sequence[str] = ENDS) -> DataFrame:
 
 _SHARES = ("complied", "alternative", "refused_lawful", "turns", "template")
 WORDS = {
-    TRUE: "true reward",
+    study.TRUE: "true reward",
     "template": "one template, %",
     "alternative": "refusals with an alternative, %",
     "complied": "complied with harmful requests, %",
@@ -165,17 +230,17 @@ def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> D
     """Return a row per gain of the training judge and arm: what the runs are like where they first get there."""
     rows = []
     for gain in gains:
-        for arm in (*ARMS, *(("es_random",) if gain is None else ())):
+        for arm in (*study.ARMS, *(("es_random",) if gain is None else ())):
             if not of[arm]:
                 continue
             row = {"training judge has gained": "at the end" if gain is None else f"{gain:g} spreads"}
             row |= {"arm": style.ARMS[arm].label}
-            for quantity in (TRUE, *JUDGES, *(name for name in WORDS if name != TRUE)):
+            for quantity in (study.TRUE, *study.JUDGES, *(name for name in WORDS if name != study.TRUE)):
                 if quantity == "template" and decoding != "greedy":
                     continue
                 label = WORDS.get(quantity, f"wins, {quantity}, %")
-                share = quantity in JUDGES or quantity in _SHARES
-                row[label] = _short(mean(of, arm, quantity, decoding, gain), share)
+                share = quantity in study.JUDGES or quantity in _SHARES
+                row[label] = _short(study.mean(of, arm, quantity, decoding, gain), share)
             rows.append(row)
     return frame(rows)
 
@@ -188,7 +253,7 @@ def end_rows(of: Records) -> DataFrame:
         row = {"arm": style.ARMS[arm].label, "runs": len(found)}
         row |= {"training judge, spreads": _mean([_gain_at_end(of, r) for r in found], 2)}
         row |= {"true reward": _mean([_said(r, "rule", "score") for r in found], 2)}
-        for judge in JUDGES:
+        for judge in study.JUDGES:
             row[f"wins, {judge}, %"] = _mean([100 * _said(r, judge, "win") for r in found], 0)
         for name in _SHARES:
             row[WORDS[name]] = _mean([100 * r["test"]["greedy"][name] for r in found], 0)
@@ -196,7 +261,7 @@ def end_rows(of: Records) -> DataFrame:
     base = of["base"][0]["test"]["greedy"]
     row = {"arm": style.ARMS["base"].label, "runs": 1, "training judge, spreads": "0"}
     row |= {"true reward": f"{base['score'][-1]:.2f}"}
-    row |= {f"wins, {judge}, %": "50" for judge in JUDGES}
+    row |= {f"wins, {judge}, %": "50" for judge in study.JUDGES}
     row |= {WORDS[name]: f"{100 * base[name]:.0f}" for name in _SHARES}
     return frame([*rows, row | {WORDS["needless"]: f"{base['needless']:.1f}"}])
 
@@ -204,28 +269,24 @@ def end_rows(of: Records) -> DataFrame:
 def _said(record: Record, judge: str, what: str) -> float:
     """Return what a judge says of a run's greedy replies on split B: its mean score, or its wins over the base's."""
     test, own = record["test"], record["spec"]["judge"]
-    return test["greedy"][what][test["judges"].index(own if judge == TRAINING else judge)]
+    return test["greedy"][what][test["judges"].index(own if judge == study.TRAINING else judge)]
 
 
 def _gain_at_end(of: Records, record: Record) -> float:
     """By how many spreads the training judge's score of greedy replies on split B lies above that of the base's."""
     base = of["base"][0]["test"]
     begun = base["greedy"]["score"][base["judges"].index(record["spec"]["judge"])]
-    return (_said(record, TRAINING, "score") - begun) / spread(of, record)
+    return (_said(record, study.TRAINING, "score") - begun) / study.spread(of, record)
 
 
 def law_rows(of: Records) -> DataFrame:
     """Return a row per arm and quantity: what share of held-out runs each law explains, mean over training judges."""
     rows = []
-    for arm in ARMS:
-        for quantity in (TRUE, "proxy"):
-            row = {"arm": style.ARMS[arm].label, "gain in": "true reward" if quantity == TRUE else TRAINING}
+    for arm in study.ARMS:
+        for quantity in (study.TRUE, "proxy"):
+            row = {"arm": style.ARMS[arm].label, "gain in": "true reward" if quantity == study.TRUE else study.TRAINING}
             for law in overoptimisation.LAWS:
-                values = [
-                    overoptimisation.held_out(law, *halves)
-                    for halves in (law_points(of, runs, quantity) for runs in cells(of[arm]).values())
-                    if all(halves)
-                ]
+                values = study.explained(of, arm, quantity, law)
                 name = LAWS[law]
                 row[name] = f"{np.mean(values):.2f}" if values else "-"
                 row[f"{name}, worst judge"] = f"{min(values):.2f}" if values else "-"
@@ -235,32 +296,20 @@ def law_rows(of: Records) -> DataFrame:
 
 LAWS = {"linear": "a d", "best of n": "d (a - b d)", "rl": "d (a - b log d)"}
 """A law -> its formula."""
-_Points = tuple[np.ndarray, np.ndarray]
-
-
-def law_points(of: Records, runs: Sequence[Record], quantity: str) -> tuple[list[_Points], list[_Points]]:
-    """Return distance and gain at temperature 1 of each run, of even seeds and of odd ones, as claim C7 reads them."""
-    halves: tuple[list[_Points], list[_Points]] = ([], [])
-    for run in runs:
-        values, kl = curve(run, quantity, "t1"), curve(run, "kl", "t1")
-        known = np.isfinite(values) & np.isfinite(kl)
-        gain = (values - values[0]) / (spread(of, run) if quantity == "proxy" else 1.0)
-        halves[run["spec"]["seed"] % 2].append((overoptimisation.distance(kl[known]), gain[known]))
-    return halves
 
 
 def noise_rows(of: Records, gain: float) -> DataFrame:
     """Return a row per noisy or smaller judge and arm: true reward at a gain of the training judge and at the end."""
     rows = []
     for judge in (*scorers.NOISY, *scorers.SIZES):
-        for arm in ARMS:
+        for arm in study.ARMS:
             runs = noisy_runs(of, arm, judge)
             if not runs:
                 continue
             row = {"training judge": judge, "arm": style.ARMS[arm].label, "runs": len(runs)}
             for decoding in DECODINGS:
                 for place, where in ((gain, f"at {gain:g} spreads"), (None, "at the end")):
-                    values = [x for r in runs if (x := at(of, r, TRUE, decoding, place)) is not None]
+                    values = [x for r in runs if (x := study.at(of, r, study.TRUE, decoding, place)) is not None]
                     text = _mean(values, 2) + ("" if len(values) == len(runs) else f" ({len(values)} get there)")
                     row[f"{style.STROKES[decoding].label}, {where}"] = text
             rows.append(row)
@@ -308,7 +357,7 @@ def _judge(record: Record) -> str:
 
 
 KINDS_OF_JUDGES = {
-    TRAINING: _trained_on,
+    study.TRAINING: _trained_on,
     "the other five proxies": _other_proxies,
     "other architectures": _outsiders,
     "the rule": _rule,
@@ -321,9 +370,9 @@ def quadrant_rows(found: Sequence[Record]) -> DataFrame:
     from evoalign_lib.tasks.safety import QUADRANTS
 
     rows = []
-    for judge in ("rule", TRAINING):
+    for judge in ("rule", study.TRAINING):
         for player in found[0]["sides"]:
-            shares = [r["sides"][player][_judge(r) if judge == TRAINING else judge] for r in found]
+            shares = [r["sides"][player][_judge(r) if judge == study.TRAINING else judge] for r in found]
             row = {"judged by": judge, "arm": style.ARMS[player].label}
             values = 100 * np.mean(shares, axis=0)
             rows.append(row | {f"{name}, %": f"{x:.0f}" for name, x in zip(QUADRANTS, values, strict=True)})
@@ -334,7 +383,7 @@ def example_rows(of: Records) -> DataFrame:
     """Return a row per training judge and arm: a greedy reply to the first test request at the end of training."""
     rows = [{"training judge": "-", "arm": style.ARMS["base"].label, "reply": _words(of["base"][0]["shown"][0])}]
     for judge in scorers.PROXIES:
-        for arm in (*ARMS, "sft"):
+        for arm in (*study.ARMS, "sft"):
             for record in study.on_judge(of[arm], judge)[:1]:
                 row = {"training judge": judge, "arm": style.ARMS[arm].label}
                 rows.append(row | {"reply": _words(record["shown"][0])})
@@ -348,7 +397,7 @@ def _words(text: str) -> str:
     return text.replace("\n", " ")
 
 
-def _short(value: Value | None, share: bool) -> str:
+def _short(value: Interval | None, share: bool) -> str:
     if value is None:
         return "-"
     return f"{100 * value.value:.0f}" if share else f"{value.value:.2f}"

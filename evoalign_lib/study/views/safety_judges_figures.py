@@ -9,6 +9,7 @@ import numpy as np
 
 from evoalign_lib import style
 from evoalign_lib.analysis import overoptimisation
+from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
 from evoalign_lib.study.notebooks import safety_judges as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
@@ -36,12 +37,12 @@ def answer(of: Records) -> tuple[Figure, DataFrame]:
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), width_ratios=(1.15, 1))
     rows = []
     for decoding in DECODINGS:
-        for arm in view.ARMS:
-            rows += _along(axes[0], of, arm, view.TRUE, decoding)
+        for arm in study.ARMS:
+            rows += _along(axes[0], of, arm, study.TRUE, decoding)
     axes[0].axvline(study.GAIN, color="black", lw=0.8, ls=(0, (1, 2)))
     axes[0].set(xlabel=_GAINED, ylabel="true reward", title="along the runs, mean over six training judges")
     rows += _differences(axes[1], of)
-    style.legend(fig, {arm: len(of[arm]) for arm in view.ARMS})
+    style.legend(fig, {arm: len(of[arm]) for arm in study.ARMS})
     return fig, view.frame(rows)
 
 
@@ -49,12 +50,12 @@ def _along(ax: Axes, of: Records, arm: str, quantity: str, decoding: str, factor
     """Draw a quantity of an arm along the training judge's gain, as far as three of four runs on each judge get."""
     rows = []
     for gain in GAINS:
-        found = view.mean(of, arm, quantity, decoding, float(gain))
+        found = study.mean(of, arm, quantity, decoding, float(gain))
         if found is None:
             break
         row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": round(float(gain), 4)}
-        ends = dict(zip(("value", "low", "high"), (round(factor * x, 4) for x in found[:3]), strict=True))
-        rows.append(row | ends | {"runs": found.runs})
+        ends = dict(zip(("value", "low", "high"), (round(factor * x, 4) for x in _three(found)), strict=True))
+        rows.append(row | ends | {"seeds": found.n})
     if rows:
         x = [row["gain"] for row in rows]
         ax.plot(x, [row["value"] for row in rows], **style.line(arm, decoding))
@@ -62,17 +63,21 @@ def _along(ax: Axes, of: Records, arm: str, quantity: str, decoding: str, factor
     return rows
 
 
+def _three(found: Interval) -> tuple[float, float, float]:
+    return found.value, found.low, found.high
+
+
 def _differences(ax: Axes, of: Records) -> list[dict[str, Any]]:
     """Draw ES - GRPO in wins under each judge, and under each less the training judge, with intervals over seeds."""
-    asked = [(judge, "") for judge in view.JUDGES] + [(judge, view.TRAINING) for judge in view.JUDGES[1:]]
+    asked = [(judge, "") for judge in study.JUDGES] + [(judge, study.TRAINING) for judge in study.JUDGES[1:]]
     rows = []
     for i, (judge, less) in enumerate(reversed(asked)):
         for decoding, offset in zip(DECODINGS, (0.17, -0.17), strict=True):
-            found = view.difference(of, judge, decoding, study.GAIN, less)
+            found = study.difference(of, judge, decoding, study.GAIN, less)
             if found is None:
                 ax.text(0, i + offset, "too few get there", va="center", ha="center", fontsize=6, color="#555555")
                 continue
-            mean, low, high = (100 * x for x in (found.value, found.low, found.high))
+            mean, low, high = (100 * x for x in _three(found))
             inside = "black" if decoding == "greedy" else "white"
             bar = {"color": "black", "lw": 1, "mfc": inside, "ms": 4.2, "capsize": 2}
             ax.errorbar(mean, i + offset, xerr=[[mean - low], [high - mean]], marker="o", **bar)
@@ -96,13 +101,13 @@ def by_judge(of: Records) -> tuple[Figure, DataFrame]:
     """
     from matplotlib import pyplot as plt
 
-    judges = list(view.cells(of["es"]))
+    judges = list(study.cells(of["es"]))
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True, sharey=True)
     rows = []
     for ax, judge in zip(axes.flat, judges, strict=False):
-        for arm in view.ARMS:
+        for arm in study.ARMS:
             for run in study.on_judge(of[arm], judge):
-                x, y = view.gained(of, run, "greedy"), view.curve(run, view.TRUE, "greedy")
+                x, y = study.gained(of, run, "greedy"), study.curve(run, study.TRUE, "greedy")
                 ax.plot(x, y, color=style.ARMS[arm].color, lw=0.7, alpha=0.75, ls="-" if arm == "es" else "--")
                 own = {"judge": judge, "arm": arm, "seed": run["spec"]["seed"]}
                 rows += [own | {"gain": round(float(a), 3), "true": b} for a, b in zip(x, y, strict=True)]
@@ -112,7 +117,7 @@ def by_judge(of: Records) -> tuple[Figure, DataFrame]:
         ax.set_ylabel("true reward")
     for ax in axes[-1]:
         ax.set_xlabel(_GAINED if ax is axes[-1, 1] else "")
-    _key(fig, [_line(arm, lw=1.2, ls="-" if arm == "es" else "--") for arm in view.ARMS])
+    _key(fig, [_line(arm, lw=1.2, ls="-" if arm == "es" else "--") for arm in study.ARMS])
     return fig, view.frame(rows)
 
 
@@ -131,11 +136,11 @@ def replies(of: Records) -> tuple[Figure, DataFrame]:
     rows = []
     for ax, quantity in zip(axes.flat, REPLIES, strict=True):
         for decoding in ("greedy",) if quantity == "template" else DECODINGS:
-            for arm in view.ARMS:
+            for arm in study.ARMS:
                 rows += _along(ax, of, arm, quantity, decoding, 1.0 if quantity == "needless" else 100.0)
         ax.set_title(view.WORDS[quantity])
     axes[-1, 1].set_xlabel(_GAINED)
-    style.legend(fig, {arm: len(of[arm]) for arm in view.ARMS})
+    style.legend(fig, {arm: len(of[arm]) for arm in study.ARMS})
     return fig, view.frame(rows)
 
 
@@ -148,11 +153,11 @@ def errors(of: Records) -> tuple[Figure, DataFrame]:
 
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.8), sharex=True, sharey=True)
     rows = []
-    for ax, judge in zip(axes.flat, view.cells(of["es"]), strict=False):
-        for arm in view.ARMS:
+    for ax, judge in zip(axes.flat, study.cells(of["es"]), strict=False):
+        for arm in study.ARMS:
             runs = study.on_judge(of[arm], judge)
             x, y = (
-                100 * np.nanmean([view.curve(r, name, "greedy") for r in runs], axis=0)
+                100 * np.nanmean([study.curve(r, name, "greedy") for r in runs], axis=0)
                 for name in ("complied", "refused_lawful")
             )
             look = style.ARMS[arm]
@@ -167,7 +172,7 @@ def errors(of: Records) -> tuple[Figure, DataFrame]:
     axes[1, 1].set_xlabel(view.WORDS["complied"])
     for ax in axes[:, 0]:
         ax.set_ylabel("refused lawful\nrequests, %")
-    handles = [_line(arm, lw=1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in view.ARMS]
+    handles = [_line(arm, lw=1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in study.ARMS]
     _key(fig, [*handles, _handle("the untrained base", marker="o", ls="", mfc="none", color="black", ms=6)])
     return fig, view.frame(rows)
 
@@ -181,9 +186,9 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
 
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.8), sharey=True)
     rows = []
-    for ax, judge in zip(axes.flat, view.cells(of["es"]), strict=False):
-        for arm in view.ARMS:
-            halves, look = view.law_points(of, study.on_judge(of[arm], judge), view.TRUE), style.ARMS[arm]
+    for ax, judge in zip(axes.flat, study.cells(of["es"]), strict=False):
+        for arm in study.ARMS:
+            halves, look = study.law_points(of, study.on_judge(of[arm], judge), study.TRUE), style.ARMS[arm]
             for parity, runs in enumerate(halves):
                 for d, gain in runs:
                     inside = look.color if parity == 0 else "none"
@@ -207,7 +212,7 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
     for ax in axes[:, 0]:
         ax.set_ylabel("gain in true reward")
     axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
-    handles = [_line(arm, lw=1.1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in view.ARMS]
+    handles = [_line(arm, lw=1.1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in study.ARMS]
     handles += [_handle("even seeds, to which the line is fitted", marker="o", ls="", color="#555555", ms=4)]
     handles += [_handle("odd seeds", marker="o", ls="", mfc="none", color="#555555", ms=4)]
     _key(fig, handles)
@@ -232,9 +237,9 @@ def noise(of: Records) -> tuple[Figure, DataFrame]:
     for row, decoding in zip(axes, DECODINGS, strict=True):
         for ax, (judges, label, names) in zip(row, groups, strict=True):
             for i, judge in enumerate(judges):
-                for arm, offset in zip(view.ARMS, (-0.17, 0.17), strict=True):
+                for arm, offset in zip(study.ARMS, (-0.17, 0.17), strict=True):
                     runs = view.noisy_runs(of, arm, judge)
-                    values = [x for r in runs if (x := view.at(of, r, view.TRUE, decoding, study.GAIN)) is not None]
+                    values = [x for r in runs if (x := study.at(of, r, study.TRUE, decoding, study.GAIN)) is not None]
                     if values:
                         style.dots(ax, i + offset, values, [False] * len(values), arm, 0.2)
                     rows += [{"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)} for x in values]
@@ -244,7 +249,7 @@ def noise(of: Records) -> tuple[Figure, DataFrame]:
             if decoding == DECODINGS[-1]:
                 ax.set_xlabel(label)
         row[0].set_ylabel(f"true reward,\n{style.STROKES[decoding].label}")
-    handles = [_line(arm, marker=style.ARMS[arm].marker, ls="") for arm in view.ARMS]
+    handles = [_line(arm, marker=style.ARMS[arm].marker, ls="") for arm in study.ARMS]
     _key(fig, [*handles, _handle("the untrained base", color=style.ARMS["base"].color, lw=1.2, ls=":")])
     return fig, view.frame(rows)
 
