@@ -321,6 +321,60 @@ def test_an_actor_decays_toward_the_start(tmp_path):
         assert same_run(here, resumed) and not any(engine.repairs.values())
 
 
+# ---- a reward with a state
+
+
+class Multiplier:
+    """reward - lambda * cost; after a step ln lambda moves by the mean cost."""
+
+    def __init__(self):
+        self.log_lambda = 0.0
+
+    def __call__(self, completion_ids, log_metric, **columns):
+        costs = [(sum(ids) % 7 - 2.5) / 4 for ids in completion_ids]
+        log_metric("cost", float(np.mean(costs)))
+        return [ids[0] % 5 - np.exp(self.log_lambda) * cost for ids, cost in zip(completion_ids, costs, strict=True)]
+
+    def state(self):
+        return {"log_lambda": self.log_lambda}
+
+    def load_state(self, state):
+        self.log_lambda = state["log_lambda"]
+
+    def end_of_step(self, metrics):
+        self.log_lambda += 0.4 * float(np.mean(metrics["cost"]))
+
+
+def test_a_reward_with_a_state_has_the_ledger_of_the_local_engine(tmp_path):
+    """Actors score with the state of the step, one that begins anew in the middle of the run and a new driver's too."""
+
+    def lines(folder):
+        """All but times and what happened to actors."""
+        found = [vars(step) for step in ledger.read(tmp_path / folder / ledger.NAME).steps]
+        for line in found:
+            line |= {"rewards": line["rewards"].tolist(), "seconds": None, "core": None}
+            line["log"] = {name: value for name, value in line["log"].items() if not name.startswith("actors/")}
+        return found
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    here = trainer(tmp_path / "here", Multiplier(), **settings)
+    here.train()
+    there = on_ray(tmp_path / "there", Multiplier(), **settings | {"max_steps": 2})
+    with closing(there.engine) as engine:
+        there.train()
+        all_ready(engine)
+        ray.get(engine.places[0].actor.__ray_call__.remote(lambda actor, once: actor.__init__(once), engine._sent_once))
+        there.args.max_steps = 4
+        there.train()
+        assert engine.repairs["actors/behind"] == 1
+    resumed = on_ray(tmp_path / "there", Multiplier(), **settings)
+    with closing(resumed.engine):
+        resumed.train(resume_from_checkpoint=True)
+    found, states = lines("there"), [line["reward_state"]["Multiplier"]["log_lambda"] for line in lines("here")]
+    assert found == lines("here") and same_run(here, resumed)
+    assert len(set(states)) == len(found) == 6  # it moves
+
+
 # ---- processes that are killed
 
 
