@@ -309,6 +309,15 @@ def test_good_requests(client, model):
     assert chunks.status_code == 411 and "with its length" in chunks.json()["error"]
 
 
+def test_a_body_in_chunks_does_not_pass_by_a_length_of_its_own(model):
+    """HTTP lets chunks win over a stated length, which the gate would have looked at."""
+    body = json.dumps({"prompts": ["x"], "completions": ["y" * 5000]}).encode()
+    heads = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n"
+    with running(app_of(model, most_bytes=1000)) as url, socket.create_connection(("127.0.0.1", int(url[17:]))) as sent:
+        sent.sendall(heads + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        assert sent.recv(1000)[:12] in (b"HTTP/1.1 411", b"HTTP/1.1 400")  # the gate, or a stricter web server
+
+
 @pytest.mark.filterwarnings("ignore:.*reads 30 tokens at most")  # in the server's thread
 def test_what_is_cut_is_told(folders):
     logged = []
