@@ -1,8 +1,9 @@
-"""Checks of settings, with the same words everywhere: names, choices, whole numbers."""
+"""Checks of settings, with the same words everywhere: names, choices, whole numbers, keys."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
@@ -50,3 +51,14 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
             return int(value)
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     raise ValueError(f"{name}={value!r} must be a whole number {bounds}{f': {why}' if why else ''}.")
+
+
+def key_in(variable: str) -> str:
+    """Return the key for a server that an environment variable holds, "" where there is none.
+
+    Raises ValueError where no HTTP header can hold it: the errors of HTTP libraries would show it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the key in {variable} is no single line of ASCII characters, as a key must be: set it anew.")
+    return key

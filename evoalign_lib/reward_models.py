@@ -41,7 +41,7 @@ import torch
 
 import evoalign_lib
 from evoalign_lib import models, tasks
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, key_in, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
@@ -611,7 +611,7 @@ class HTTPScorer(_Scorer):
             and "failed", calls that ended in an error. Those of this process.
 
     Raises:
-        ValueError: an address that is none, no key, or weights of another digest.
+        ValueError: an address that is none, no key or one that no HTTP header can hold, or weights of another digest.
         ScorerError: the server does not answer.
     """
 
@@ -690,7 +690,7 @@ class HTTPScorer(_Scorer):
 
         headers = {"Content-Type": "application/json"}
         if self.api_key_env is not None:
-            if not (key := os.environ.get(self.api_key_env, "").strip()):
+            if not (key := key_in(self.api_key_env)):
                 raise ValueError(f"no key in the environment: set {self.api_key_env}.")
             headers["Authorization"] = f"Bearer {key}"
         for attempt in range(self.retries + 1):

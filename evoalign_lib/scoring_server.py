@@ -27,11 +27,10 @@ import hmac
 import ipaddress
 import json
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import key_in, whole_number
 from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
@@ -200,13 +199,14 @@ def serve(
         api_key_env: the environment variable with the key that clients have to send; None: no key.
 
     Raises:
-        ValueError: as `RewardModel`; no key in the variable; or no key for an address that others can reach.
+        ValueError: as `RewardModel`; no key in the variable, or one that no HTTP header can hold; or no key for an
+            address that others can reach.
         SystemExit: the port is taken.
     """
     import uvicorn
 
     key = None
-    if api_key_env is not None and not (key := os.environ.get(api_key_env, "").strip()):
+    if api_key_env is not None and not (key := key_in(api_key_env)):
         raise ValueError(f"no key in the environment: set {api_key_env}.")
     if key is None and not _is_local(host):
         raise ValueError(f"host={host!r} can be reached by others: name a variable with a key as api_key_env.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import key_in, whole_number
 from evoalign_lib.judges.answers import Answer, Messages, Meter
 
 _OPENAI = "https://api.openai.com/v1"
@@ -91,10 +90,11 @@ class Endpoint:
         been paid for.
 
         Raises:
-            ValueError: no key.
-            EndpointError: a wrong key, an unknown model, a spent account, or 20 failures in a row.
+            ValueError: no key, or one that no HTTP header can hold.
+            EndpointError: a wrong key, an unknown model, a spent account, or 20 questions in a row without an answer
+                after all retries.
         """
-        key = os.environ.get(self.api_key_env, "").strip()
+        key = key_in(self.api_key_env)
         if not key and self.base_url is None:
             raise ValueError(f"no key in the environment: set {self.api_key_env}, or give the base_url of a server.")
         import openai

@@ -554,6 +554,14 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, monkeypatch):
     assert KEY not in kept + repr(judged) + json.dumps(judged.to_json()) and "sk-" not in kept
 
 
+@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-\u00e9"])
+def test_a_key_that_no_header_can_hold_is_refused(monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with serving() as server, pytest.raises(ValueError, match="the key in OPENAI_API_KEY") as raised:
+        judge_pairs(chat(server), some_pairs(1))
+    assert "sk-" not in str(raised.value) and not server.requests
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -346,6 +346,18 @@ def test_a_key(model, monkeypatch):
             scorer.score(["x"], ["y"])
 
 
+@pytest.mark.parametrize("key", ["k-1\nk-2", "k-\u00e9"])
+def test_a_key_that_no_header_can_hold_is_not_shown(scripted, folders, monkeypatch, key):
+    monkeypatch.setenv("SCORER_KEY", key)
+    for call in (
+        lambda: HTTPScorer(scripted, api_key_env="SCORER_KEY"),
+        lambda: serve(str(folders["reward"]), text="continued", api_key_env="SCORER_KEY"),
+    ):
+        with pytest.raises(ValueError, match="the key in SCORER_KEY") as raised:
+            call()
+        assert "k-" not in str(raised.value)
+
+
 class Slow:
     """A model that waits to be let go, or fails."""
 
