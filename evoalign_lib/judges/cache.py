@@ -76,7 +76,7 @@ class Cache:
 
         Raises:
             ValueError: the answer is a failure.
-            CacheError: another process has damaged the file.
+            CacheError: another process has damaged or removed the file.
             OSError: it cannot be written; the file then ends as before.
         """
         if answer.error is not None or answer.text is None:
@@ -86,6 +86,8 @@ class Cache:
                 return self._answers.setdefault(key, answer)
             with locked(self.path):
                 new = not self.path.exists()
+                if new and self._size:
+                    raise CacheError(f"{self.path} is gone: another program has removed it. Start this one anew.")
                 if not new:
                     self._read()
                 if key not in self._answers:

@@ -629,6 +629,15 @@ def test_a_torn_last_line_is_dropped_and_other_damage_names_its_line(tmp_path):
         cache.put("6", Answer(None, error="timeout"))
 
 
+def test_a_file_that_was_removed_meanwhile_is_an_error(tmp_path):
+    cache = Cache(tmp_path / "c")
+    cache.put("1", Answer("one"))
+    (tmp_path / "c").unlink()
+    with pytest.raises(CacheError, match="another program has removed it"):
+        cache.put("2", Answer("two"))
+    assert not (tmp_path / "c").exists() and len(Cache(tmp_path / "c")) == 0
+
+
 def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
     cache = Cache(tmp_path / "c")
     cache.put("1", Answer("one"))
