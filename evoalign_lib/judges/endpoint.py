@@ -16,7 +16,12 @@ from evoalign_lib.judges.answers import Answer, Messages, Meter
 
 _OPENAI = "https://api.openai.com/v1"
 _RETRIED = {408, 409, 429}  # and all from 500
-_STOPS = {401: "the key is wrong", 403: "the key may not use this model", 404: "no such model or address"}
+_STOPS = {
+    401: "the key is wrong",
+    402: "the account has no credit",
+    403: "the key may not use this model",
+    404: "no such model or address",
+}
 _STOPPING_CODES = {"insufficient_quota", "billing_hard_limit_reached", "unsupported_parameter", "unsupported_value"}
 _MOST_FAILURES = 20  # in a row
 _FIRST_WAIT, _LONGEST_WAIT, _LONGEST_ASKED = 0.5, 8.0, 60.0  # seconds
@@ -138,7 +143,7 @@ class Endpoint:
             if answer.error is None or not again or attempt == self.retries:
                 break
             work.stopped.wait(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) if wait is None else wait)
-        work.count(answer, self)
+        work.count(answer, again, self)
         return answer
 
     def _request(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool, float | None]:
@@ -187,10 +192,14 @@ class _Work:
         self.stopped = threading.Event()
         self._lock, self._failures = threading.Lock(), 0
 
-    def count(self, answer: Answer, endpoint: Endpoint) -> None:
-        """Raise EndpointError where the server seems to be gone: every answer after that would take all retries."""
+    def count(self, answer: Answer, again: bool, endpoint: Endpoint) -> None:
+        """Raise EndpointError where the server seems to be gone: every answer after that would take all retries.
+
+        again: whether it would be worth another request. A server that refuses a text, such as one that is too long,
+        is there.
+        """
         with self._lock:
-            self._failures = self._failures + 1 if answer.error in ("timeout", "connection", "http") else 0
+            self._failures = self._failures + 1 if again else 0
             if self._failures >= _MOST_FAILURES:
                 raise EndpointError(
                     f"{self._failures} questions to {endpoint.model!r} failed in a row, the last by {answer.error!r} "

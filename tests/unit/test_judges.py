@@ -511,12 +511,28 @@ def test_a_server_that_is_gone_stops_the_tournament():
     assert judge_pairs(judge, some_pairs(2)).counts["failed"] == 2  # a few failures are no reason to stop
 
 
+def test_texts_that_the_server_refuses_do_not_stop_the_others(tmp_path):
+    """A prompt beyond the model's context fails each time it is asked; the server is well."""
+
+    def script(messages, call):
+        if blocks(messages)[0] != "short":
+            return 400, {"error": {"message": "maximum context length", "code": 400}}
+        return by_length(messages)
+
+    pairs = [Pair(f"long {i}", "one", "two and more") for i in range(12)] + [Pair("short", "one", "two and more")]
+    with serving(script) as server:
+        for _ in range(2):  # what was answered comes from the cache, then, and all that is asked fails
+            judged = judge_pairs(chat(server), pairs, tmp_path / "c")
+            assert judged.counts == {"a": 0, "b": 1, "tie": 0, "unparsed": 0, "failed": 12}
+
+
 @pytest.mark.parametrize(
     "status, body, words",
     [
         (401, {"error": {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}}, "key is wrong"),
         (404, {"error": {"message": "The model 'm' does not exist"}}, "no such model"),
         (429, {"error": {"message": "pay", "code": "insufficient_quota"}}, "insufficient_quota"),
+        (402, {"error": {"message": "Insufficient Balance", "code": "invalid_request_error"}}, "no credit"),
         (400, {"error": {"message": "max_tokens", "code": "unsupported_parameter"}}, "unsupported_parameter"),
     ],
 )
