@@ -125,7 +125,7 @@ class Rubric:
             return None
         if self.form == "score":
             return scores[0]
-        difference = scores[0] - scores[1]
+        difference = round(scores[0] - scores[1], 4)  # their digits; 8.3 - 7.8 is more than 0.5 in floating point
         if abs(difference) <= self.margin:
             return Reading("tie", 0, scores)
         return Reading("first" if difference > 0 else "second", 1, scores)

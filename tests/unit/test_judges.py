@@ -199,6 +199,7 @@ def test_published_answers_are_read_as_published():
         ("[[8, 4]]", "first"),
         ("Scores: [[4,8]]", "second"),
         ("**[[ 7 , 7.5 ]]**", "tie"),
+        ("[[8.3, 7.8]]", "tie"),  # in floating point they are more than 0.5 apart
         ("[[7, 7.6]].", "second"),
         ("[[7.5, 7]]\n\n  \n", "tie"),
         ("quoted: [[10, 1]]\nMine:\n[[2, 9]]", "second"),
