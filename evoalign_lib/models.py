@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch
 
 from evoalign_lib import precision, tiny
 from evoalign_lib._model_checks import check_quantisation
+from evoalign_lib.files import canonical_json
 
 # arguments of from_pretrained that say where the files are
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
@@ -165,3 +167,13 @@ def origin_digest(name: str) -> str:
             for block in iter(lambda: file.read(1 << 24), b""):
                 found.update(block)
     return found.hexdigest()[:16]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return what identifies a tokenizer, its special tokens' roles and its chat template, 16 hexadecimal digits."""
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        known = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    else:
+        known = tokenizer.get_vocab()
+    roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(canonical_json([known, roles, str(tokenizer.chat_template)]).encode()).hexdigest()[:16]

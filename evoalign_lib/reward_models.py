@@ -209,7 +209,7 @@ class RewardModel(_Scorer):
         found = {
             "name": self.name,
             "weights": weights,
-            "tokenizer": _tokenizer_digest(self.tokenizer),
+            "tokenizer": models.tokenizer_digest(self.tokenizer),
             "text": self.text if isinstance(self.text, str) else f"{self.text.__module__}.{self.text.__qualname__}",
             "max_length": self.max_length,
             "truncation": self.truncation,
@@ -431,15 +431,6 @@ def _tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
             f"the tokenizer beside the model cannot be loaded ({str(error).splitlines()[0]:.200}): give it as "
             "tokenizer; a tokenizer.model without tokenizer.json needs the package sentencepiece."
         ) from error
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """Return what identifies a tokenizer and its chat template, 16 hexadecimal digits."""
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
-        known = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
-    else:
-        known = tokenizer.get_vocab()
-    return hashlib.sha256(canonical_json([known, str(tokenizer.chat_template)]).encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -41,10 +40,6 @@ class _Encoder:
                 f"the chat template of {self.name!r} refuses a system and a user message ({error}): take another judge."
             ) from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def identity(self) -> str:
-        """Return what identifies the template."""
-        return hashlib.sha256(str(self.tokenizer.chat_template).encode()).hexdigest()[:16]
 
 
 class _Local:
@@ -135,19 +130,20 @@ class LocalChat(_Local):
         self.model = models.name_of(loaded) or type(loaded).__name__
         self._encoder = _Encoder(tokenizer, self.model)
         digest = models.origin_digest(models.place(model)) if named else models.base_digest(loaded)
-        self._identity = {
-            "backend": "transformers",
-            "model": self.model,
-            "digest": digest,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "template": self._encoder.identity(),
-            "max_tokens": self.max_tokens,
-        }
         ends = (loaded.generation_config.eos_token_id, loaded.config.get_text_config().eos_token_id)
         ids: set[int] = set()
         for value in (*ends, tokenizer.eos_token_id):
             ids |= set() if value is None else {value} if isinstance(value, int) else set(value)
         self._ends = sorted(ids)
+        self._identity = {
+            "backend": "transformers",
+            "model": self.model,
+            "digest": digest,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "tokenizer": models.tokenizer_digest(self._encoder.tokenizer),
+            "ends": self._ends,
+            "max_tokens": self.max_tokens,
+        }
         self._loaded = loaded.to(device)
 
     def identity(self) -> dict[str, Any]:
@@ -230,7 +226,7 @@ class VLLMChat(_Local):
             "model": self.model,
             "digest": models.origin_digest(place),
             "engine": {name: str(value) for name, value in engine.items()},
-            "template": self._encoder.identity(),
+            "tokenizer": models.tokenizer_digest(self._encoder.tokenizer),
             "max_tokens": self.max_tokens,
         }
 

@@ -840,6 +840,18 @@ def test_a_model_by_name_is_told_from_a_changed_one(local):
     assert changed != key_of(local.identity(), asked)
 
 
+def test_another_tokenizer_or_end_token_asks_anew(local):
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 1?"}]
+    keys = {key_of(local.identity(), asked)}
+    model, tokenizer = tiny.load("B0")
+    tokenizer.add_tokens(["What"])
+    keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
+    model, tokenizer = tiny.load("B0")
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
+    keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
+    assert len(keys) == 3
+
+
 def test_no_judged_text_brings_a_special_token(local):
     encoder = local._encoder
     assert "<|im_start|>" in local.special_tokens

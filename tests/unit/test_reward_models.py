@@ -377,7 +377,10 @@ def test_the_identity_tells_apart_what_gives_other_scores(tmp_path):
     assert fingerprint(renamed.identity) == fingerprint(first.identity) and renamed.name == "other"
     other = requests.tokenizer()
     other.chat_template += " "
-    assert fingerprint(RewardModel(tmp_path, other).identity) not in marks
+    ends = requests.tokenizer()
+    ends.eos_token = "<|im_start|>"  # ends every text of "beaver"
+    for tokenizer in (other, ends):
+        assert fingerprint(RewardModel(tmp_path, tokenizer).identity) not in marks
     before = first.identity["weights"]
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["score_head.weight"][0, 0] += 1
