@@ -174,6 +174,7 @@ class RewardModel(_Scorer):
             self._folder = _folder_of(str(model))
             on_cpu = torch.device(device or "cpu").type == "cpu"
             model = _load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
+            dtype = None  # that of the weights; what normalises scores stays float32
         else:
             origin = models.name_of(model) or type(model).__name__
         self.name = name or Path(str(origin)).name

@@ -286,6 +286,14 @@ def test_its_bias_and_its_normaliser(tmp_path):
         RewardModel(tmp_path / "none")
 
 
+def test_its_normaliser_keeps_float32_whoever_names_the_dtype(tmp_path):
+    numbers = {"normalizer.mean": torch.tensor([8.1379]), "normalizer.var": torch.tensor([3.3])}
+    beaver(tmp_path, extra=numbers, do_normalize=True)
+    scorer = RewardModel(tmp_path, dtype="bfloat16")
+    assert scorer.identity["dtype"] == "bfloat16"
+    assert float(scorer.model.mean) == float(numbers["normalizer.mean"])
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
