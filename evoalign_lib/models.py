@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from evoalign_lib import precision, tiny
 from evoalign_lib._model_checks import check_quantisation
 from evoalign_lib.files import canonical_json
 
+# what Llama 3's templates state where they have no clock
+_DATE = datetime(2024, 7, 26)
 # arguments of from_pretrained that say where the files are
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
 
@@ -119,6 +122,14 @@ def name_of(model: Any) -> str | None:
     """
     origin = getattr(model.config, "_name_or_path", "")
     return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
+    """Return messages by a tokenizer's chat template, the same on every day: one that states the date has a fixed one.
+
+    settings: further arguments of apply_chat_template.
+    """
+    return tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=_DATE.strftime, **settings)
 
 
 # ---- identity: what a spec says of its base (`precision` says which digest is which)

@@ -350,7 +350,7 @@ class RewardModel(_Scorer):
         if completion is None:
             return tasks.chat_prompt(messages, self.tokenizer)
         messages.append({"role": "assistant", "content": completion})
-        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return models.rendered(self.tokenizer, messages)
 
     # ---- tokens to scores
 

@@ -33,8 +33,10 @@ class _Encoder:
     def _ids(self, messages: Messages) -> list[int]:
         from jinja2 import TemplateError
 
+        from evoalign_lib import models
+
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = models.rendered(self.tokenizer, list(messages), add_generation_prompt=True)
         except TemplateError as error:
             raise ValueError(
                 f"the chat template of {self.name!r} refuses a system and a user message ({error}): take another judge."

@@ -852,6 +852,14 @@ def test_another_tokenizer_or_end_token_asks_anew(local):
     assert len(keys) == 3
 
 
+def test_a_template_that_states_the_date_states_the_same_every_day():
+    model, tokenizer = tiny.load("B0")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
+    encoder = LocalChat(model, tokenizer)._encoder
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert tokenizer.decode(encoder.ids(asked)).startswith("26 Jul 2024<")
+
+
 def test_no_judged_text_brings_a_special_token(local):
     encoder = local._encoder
     assert "<|im_start|>" in local.special_tokens

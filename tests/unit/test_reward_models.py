@@ -179,6 +179,14 @@ def test_a_text_cannot_end_its_turn():
     assert scorer.counts["broken"] == 1 and scorer.counts["texts"] == 2
 
 
+def test_a_score_is_the_same_every_day():
+    """The chat templates of Llama 3.2 and 3.3 state the date."""
+    dated = requests.tokenizer()
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + dated.chat_template
+    (ids,), *_ = RewardModel(classifier(), dated, text="chat")._encoded(["x"], ["y"])
+    assert dated.decode(ids).startswith("26 Jul 2024<")
+
+
 def test_conversations_are_scored_as_their_texts():
     scorer = RewardModel(classifier(), TOK, text="chat")
     prompt, said = [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y"}]
