@@ -426,12 +426,16 @@ def _tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"the tokenizer beside the model cannot be loaded ({str(error).splitlines()[0]:.200}): give it as "
             "tokenizer; a tokenizer.model without tokenizer.json needs the package sentencepiece."
         ) from error
+    converted = os.path.isdir(str(folder)) and not os.path.isfile(os.path.join(folder, "tokenizer.json"))
+    if converted and type(found).__name__ == "LlamaTokenizer" and "add_bos_token" not in found.init_kwargs:
+        found.add_bos_token = True  # Llama's default until transformers 5, which leaves it out
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -274,6 +274,32 @@ def test_a_score_model_of_safe_rlhf(tmp_path, parts, architecture):
     assert np.ptp(found) > 0.1
 
 
+@pytest.mark.parametrize("stated", [{"add_bos_token": True}, {}])
+def test_a_score_model_whose_tokenizer_is_sentencepieces(tmp_path, stated):
+    """tokenizer.model alone, as older releases have it, and padding added later; every text begins with its token."""
+    import sentencepiece
+
+    body, tensors = beaver(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).unlink()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*ASKED, *SAID, "BEGINNING OF CONVERSATION: USER: x ASSISTANT: y"]),
+        model_prefix=str(tmp_path / "tokenizer"), vocab_size=310, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | tokens | stated))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": len(pieces)}))
+    found = RewardModel(tmp_path).score(ASKED, SAID)
+    for prompt, completion, score in zip(ASKED, SAID, found, strict=True):
+        whole = f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}"
+        ids = [pieces.bos_id(), *pieces.encode(whole), pieces.eos_id()]
+        with torch.inference_mode():
+            hidden = body(torch.tensor([ids])).last_hidden_state[0, -1]
+        assert math.isclose(float(tensors["score_head.weight"][0] @ hidden), score, abs_tol=2e-5)
+
+
 def test_its_bias_and_its_normaliser(tmp_path):
     numbers = {"normalizer.mean": torch.tensor([2.0]), "normalizer.var": torch.tensor([9.0])}
     beaver(tmp_path / "plain")
