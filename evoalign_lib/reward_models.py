@@ -5,8 +5,9 @@ elsewhere. Both are called in the same two ways: as a scorer, `scorer(prompts, c
 of the trainers (`evoalign_lib.rewards`). Both raise where they cannot score; none gives a zero instead.
 
 Prompt and completion are two texts, and a *text format* says how the model reads them as one. Nothing is ever split at
-turn markers, which a completion may contain. Special tokens that stand in either text are broken by a blank
-(`</s>` becomes `< /s>`): what a policy writes cannot end its turn, nor begin another. The formats:
+turn markers, which a completion may contain. Special tokens that stand in either text, and others that begin turns in
+the chat template, are broken by a blank (`</s>` becomes `< /s>`): what a policy writes cannot end its turn, nor begin
+another. The formats:
 
 - `beaver`: `BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}` and the end token, as Safe-RLHF trains
   its scorers (Dai et al., arXiv 2310.12773).
@@ -189,7 +190,10 @@ class RewardModel(_Scorer):
         self._head = _decoder_head(self.model)
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
-        special = {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special}
+        # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
+        opening = self._rendered("x") if self.text in ("chat", "continued") else ""
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {t.content for t in added if t.special or t.content in opening and not t.content.strip().isalnum()}
         marks = sorted((t for t in special | set(self.tokenizer.all_special_tokens) if len(t.strip()) > 1), key=len)
         self._marks = re.compile("|".join(map(re.escape, reversed(marks)))) if marks else None
         self._openings: dict[str, str] = {}
