@@ -607,8 +607,8 @@ class HTTPScorer(_Scorer):
     Attributes:
         identity: what the server said of its model.
         counts: "texts", "truncated", "requests", "retries"; what went wrong with single requests: "timeout",
-            "connection", "http" (errors of the server), "malformed" (no JSON, not one finite number each), "identity";
-            and "failed", calls that ended in an error. Those of this process.
+            "connection", "http" (errors of the server), "malformed" (no JSON, not one finite number each), "identity",
+            "refused" (other HTTP errors); and "failed", calls that ended in an error. Those of this process.
 
     Raises:
         ValueError: an address that is none, no key or one that no HTTP header can hold, or weights of another digest.
@@ -639,7 +639,7 @@ class HTTPScorer(_Scorer):
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
         kinds = ("texts", "truncated", "requests", "retries", "timeout", "connection", "http", "malformed", "identity")
-        self.counts = Counter(dict.fromkeys((*kinds, "failed"), 0))
+        self.counts = Counter(dict.fromkeys((*kinds, "refused", "failed"), 0))
         self._client, self._pid = None, None
         self.identity = self._ask("GET", "/identity", None, _read_identity)
         self._fingerprint = fingerprint(self.identity)

@@ -348,9 +348,13 @@ def judge_texts(
 
     Raises:
         ValueError: a rubric for pairs.
+        TypeError: a prompt or a completion that is no text.
         BudgetSpent, EndpointError, CacheError: as for `judge_pairs`.
     """
     texts = [(prompt, completion) for prompt, completion in texts]
+    for part in (part for text in texts for part in text):
+        if not isinstance(part, str):
+            raise TypeError(f"a prompt and a completion must be texts, got {part!r:.200}.")
     names = [(digest_of(prompt), digest_of(prompt, completion)) for prompt, completion in texts]
     if isinstance(judge, ScoreJudge):
         scores = judge.scores(texts)

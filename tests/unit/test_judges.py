@@ -431,6 +431,8 @@ def test_a_rubric_of_the_other_kind_is_refused():
         judge_texts(ChatJudge(judge.backend, ARENA), [])
     with pytest.raises(TypeError, match="must be a text"):
         Pair("p", None, "b")
+    with pytest.raises(TypeError, match="must be texts, got None"):
+        judge_texts(judge, [("p", None)])
 
 
 def test_changed_texts_are_counted_once_each():
