@@ -70,43 +70,50 @@ def answers(found: Sequence[Record]) -> dict[str, str]:
 
 def _lead_in_words(found: Sequence[Record]) -> str:
     games = part(found, "games")
-    each = []
-    for dimension, of in games["dimensions"].items():
-        second = _second(of)
-        lead, equal = of["lead"][second], of["equal_length_lead"][second]
-        each.append(
-            f"in {dimension} it leads {second} by {_interval(lead)} Elo points, and by {_interval(equal)} with length "
-            f"held equal; its answer is the longer one in {100 * of['longer'][second]:.0f} % of their games"
-        )
-    return f"By Bradley and Terry over {games['prompts']} prompts, {', and '.join(each)}."
+    of = {dimension: games["dimensions"][dimension] for dimension in data.DIMENSIONS}
+    (second,) = {_second(each) for each in of.values()}
+    lead, equal = (
+        _and([f"{_interval(each[name][second])} Elo points in {dimension}" for dimension, each in of.items()])
+        for name in ("lead", "equal_length_lead")
+    )
+    longer = _and([f"{100 * each['longer'][second]:.0f}" for each in of.values()])
+    return (
+        f"By Bradley and Terry over {games['prompts']} questions {kind.LEADER} leads {second}, the next, by {lead}. "
+        f"With length held equal it leads by {equal}. Its answer is the longer one in {longer} % of these games."
+    )
 
 
 def _agreement_in_words(found: Sequence[Record]) -> str:
+    of = part(found, "games")["dimensions"]
     each = []
-    for dimension, of in part(found, "games")["dimensions"].items():
-        shares = {name: of["agreement"][name]["without the base"] for name in ("reward", "length", "-cost")}
-        words = [f"the {_PREDICTED[name]} in {_percent(shares[name])}" for name in shares]
-        each.append(f"of decided verdicts in {dimension}, {_and(words)}")
-    return f"Without the games of the base, it agrees with the verdict in percent: {'; '.join(each)}."
+    for name, words in (
+        ("reward", "with the higher training reward"),
+        ("length", "that is longer"),
+        ("-cost", "of lower cost"),
+    ):
+        shares = [_percent(of[d]["agreement"][name]["without the base"]) for d in data.DIMENSIONS]
+        each.append(f"the answer {words} wins {' and '.join(shares)} %")
+    return f"Without the base's games, and for {' and '.join(data.DIMENSIONS)}: {'; '.join(each)}."
 
 
 def _orders_in_words(found: Sequence[Record]) -> str:
-    record, each = part(found, "elo"), []
-    for dimension, of in record["dimensions"].items():
-        trained = [row for model, row in of["models"].items() if model != data.BASE]
-        spreads, first = [row["std"] for row in trained], of["models"][kind.LEADER]["first"]
-        span = f"{min(spreads):.0f} to {max(spreads):.0f} points"
-        each.append(f"{span} of standard deviation in {dimension}, where {kind.LEADER} is first in {100 * first:.0f} %")
-    return f"Over {record['spec']['orders']} random orders of the same games: {' and '.join(each)} of the orders."
+    record = part(found, "elo")
+    of = [record["dimensions"][dimension]["models"] for dimension in data.DIMENSIONS]
+    spreads = [row["std"] for models in of for model, row in models.items() if model != data.BASE]
+    first = [f"{100 * models[kind.LEADER]['first']:.0f}" for models in of]
+    return (
+        f"Over {record['spec']['orders']:,} random orders of the same games a rating has a standard deviation of "
+        f"{min(spreads):.0f} to {max(spreads):.0f} points; {kind.LEADER} comes first in {' and '.join(first)} % of them."
+    )
 
 
 def _cuts_in_words(found: Sequence[Record]) -> str:
     of, models = responses(found), (kind.LEADER, "Beaver-V3")
     each = []
     for cut, name in CUTS.items():
-        shares = [100 * of[model]["quadrants"][cut]["shares"]["SH"] for model in models]
-        each.append(f"{shares[0]:.0f} % against {shares[1]:.0f} % for {name}")
-    return f"{models[0]} against {models[1]}, safe and helpful: {_and(each)}; the zero of the reward means nothing."
+        shares = [f"{100 * of[model]['quadrants'][cut]['shares']['SH']:.0f}" for model in models]
+        each.append(f"{' and '.join(shares)} % if that is {name}")
+    return f"Safe and helpful are, of the responses of {models[0]} and of {models[1]}: {'; '.join(each)}."
 
 
 _PREDICTED = {
