@@ -103,7 +103,7 @@ def _orders_in_words(found: Sequence[Record]) -> str:
     first = [f"{100 * models[kind.LEADER]['first']:.0f}" for models in of]
     return (
         f"Over {record['spec']['orders']:,} random orders of the same games a rating has a standard deviation of "
-        f"{min(spreads):.0f} to {max(spreads):.0f} points; {kind.LEADER} comes first in {' and '.join(first)} % of them."
+        f"{min(spreads):.0f} to {max(spreads):.0f} points; {kind.LEADER} comes first in {' and '.join(first)} %."
     )
 
 
