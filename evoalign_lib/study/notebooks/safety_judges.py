@@ -41,10 +41,10 @@ TINY = {
     "curve_points": 12,
     "null_points": 6,  # of the curves of random fitness
     "curve_spacing": "log",
-    "seeds_judge": 4,  # of the declared settings on each proxy; the claims need 8
-    "seeds_noise": 0,  # on each judge of turned comparisons; C35 needs 8
+    "seeds_judge": 8,  # of the declared settings on each proxy
+    "seeds_noise": 8,  # on each judge of turned comparisons
     "seeds_null": 4,  # of random fitness, and of filtered fine-tuning
-    "seeds_size": 0,  # on each judge of another size: a map that describes
+    "seeds_size": 4,  # on each judge of another size: a map that describes
     "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
     "sweep_size": 12,
     "sweep_factors": {},
