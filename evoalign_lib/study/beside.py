@@ -98,6 +98,12 @@ def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             wanted[f"held_out_{name}s"] = [getattr(one, name) for one in held]
     wanted |= {"judge_tokens": settings["judge_tokens"]} if any(one.kind == "chat" for one in held) else {}
     _check_read(found, settings)
+    here = [one.name for one in found if one.kind == "scorer" and one.loaded]
+    if here and settings.get("engine") == "ray":
+        raise ValueError(
+            f"engine='ray': machines of a cluster cannot ask a model that the run loads, such as {here[0]!r}. Start "
+            "evoalign serve-scorer where all of them reach it, and give its address."
+        )
     if any(one.loaded for one in found):
         wanted |= {name: settings[name] for name in ("scorer_dtype", "scorer_max_length") if settings.get(name)}
     return wanted
@@ -194,7 +200,7 @@ def _check_endpoint(endpoint: Endpoint) -> None:
     if not endpoint.model:
         raise ValueError("no model is named: write the address, # and the model's name there.")
     key = os.environ.get(endpoint.api_key_env, "").strip()
-    settings = {"base_url": endpoint.base_url, "timeout": 20, "max_retries": 1}
+    settings = {"base_url": endpoint.base_url, "timeout": 20, "max_retries": 0}
     with openai.OpenAI(api_key=key or "none", **settings) as client:
         try:
             known = [one.id for one in client.models.list()]
@@ -273,9 +279,14 @@ class OrStop:
         except ScorerGone as error:
             raise RewardOutage(f"{error} Start it again, and run this again: the run goes on where it was.") from error
 
+    def begin(self) -> None:
+        """Count from here on: a process may run several specs."""
+        for kind in self.scorer.counts:
+            self.scorer.counts[kind] = 0
+
     @property
     def counts(self) -> dict[str, int]:
-        """What happened so far in this process, by kind, as far as anything did."""
+        """What happened since the run began, or went on, in this process, by kind, as far as anything did."""
         return {kind: count for kind, count in self.scorer.counts.items() if count}
 
 
@@ -316,19 +327,20 @@ def _opened(one: Model, dtype: str | None, max_length: int | None, address: str 
 def served(spec: Spec) -> Iterator[None]:
     """Serve the scorers that a run loads, each in a process of its own, where other processes than this one ask them.
 
-    With the local engine there are none. The servers end with the context, and with this process if it is killed.
+    With the local engine there are none: this process loads the scorers here. The servers end with the context, and
+    with this process if it is killed. Either way, what is wrong with a scorer is found before anything is trained.
 
-    Raises RuntimeError where a server ends before it answers, with the end of what it wrote.
+    Raises RuntimeError where a server ends before it answers, with the end of what it wrote; and as `opened`.
     """
-    if worlds.is_local(spec):
-        yield
-        return
-    loaded = {one.digest: one for one in of(spec) if one.kind == "scorer" and one.loaded}
+    scorers = [one for one in of(spec) if one.kind == "scorer"]
+    loaded = {} if worlds.is_local(spec) else {one.digest: one for one in scorers if one.loaded}
     with ExitStack() as stack:
         started = {digest: stack.enter_context(_server(spec, one)) for digest, one in loaded.items()}
         for digest, wait in started.items():
             worlds.know_address(digest, wait())
             stack.callback(worlds.forget_address, digest)
+        for one in scorers:
+            opened(spec, one).begin()
         yield
 
 

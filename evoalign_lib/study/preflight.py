@@ -669,7 +669,7 @@ def _check_training(
             unknown[spec["base"]] = str(error)
     for planned, own in found.items():
         seeds = sorted({spec["seed"] for spec in own})
-        settings = {str(sorted(spec.items() - {("seed", spec["seed"])})) for spec in own}
+        settings = {str(sorted((k, v) for k, v in spec.items() if k != "seed")) for spec in own}
         print(
             planned.text(f"runs {len(own)}: settings {len(settings)}, seeds {', '.join(map(str, seeds))}"), end="\n\n"
         )
