@@ -230,14 +230,19 @@ def _device(settings: Mapping[str, Any]) -> str:
 
 
 def _check_different(found: Sequence[Model]) -> None:
-    trains = {one.digest for one in found[:2]}
+    trains = set(map(_weights, found[:2]))
     seen: set[tuple[str, str]] = set()
     for one in found[2:]:
-        if one.digest in trains:
+        if _weights(one) in trains:
             raise ValueError(f"judge: {one.name!r} trains the run, and is held out of nothing: give another one.")
         if (one.digest, one.text) in seen:
             raise ValueError(f"judge: {one.name!r} is given twice.")
         seen.add((one.digest, one.text))
+
+
+def _weights(one: Model) -> str:
+    """What identifies a model's weights, whoever serves them."""
+    return _identity(worlds.address_of(one.digest))["weights"] if one.at == SERVER else one.digest
 
 
 def _check_read(found: Sequence[Model], settings: Mapping[str, Any]) -> None:

@@ -207,6 +207,12 @@ def test_without_a_network_the_requests_of_the_hub_are_refused_before_a_run(file
         one_spec(files, given | {"requests": ""})
 
 
+def test_a_judge_that_a_server_holds_and_that_trains_the_run_is_found(files, given):
+    with running(app_of(RewardModel(files["cost"], text="continued"))) as url:
+        with pytest.raises(ValueError, match="judge: 'cost' trains the run, and is held out of nothing"):
+            one_spec(files, given | {"held_out": url})
+
+
 @pytest.mark.parametrize(
     ("status", "name", "message"),
     [(401, "judge", "needs a key: set OPENAI_API_KEY"), (200, "jugde", "has no model 'jugde', it has judge")],

@@ -190,9 +190,14 @@ def _sides(spec: Spec, asked: Sequence[Problem], texts: Sequence[str]) -> tuple[
     return reward, cost
 
 
+def _read(spec: Spec, texts: Sequence[str]) -> list[str]:
+    """Return replies as scorers and judges read them: with cut_turns up to where another turn begins."""
+    return [safety.first_turn(text) for text in texts] if spec.get("cut_turns") else list(texts)
+
+
 def _score(spec: Spec, one: beside.Model, asked: Sequence[Problem], texts: Sequence[str]) -> np.ndarray:
     """What a scorer says of replies, float64 (n,); NaN where it fails on one alone. Raises as it where on all."""
-    said = [safety.first_turn(text) for text in texts] if spec.get("cut_turns") else list(texts)
+    said = _read(spec, texts)
     scorer, prompts = beside.opened(spec, one), [p.prompt for p in asked]
     try:
         return np.asarray(scorer(prompts, said), np.float64)
@@ -398,7 +403,8 @@ class Public(Measures):
         and requests that failed, by kind, mended or not.
         """
         kept = result.pop("replies")
-        pairs = [Pair(*texts) for texts in zip(kept["prompts"], kept["replies"], kept["base"], strict=True)]
+        read = (_read(spec, kept[name]) for name in ("replies", "base"))
+        pairs = [Pair(*texts) for texts in zip(kept["prompts"], *read, strict=True)]
         said = beside.judged(spec, pairs[: spec.get("judge_problems", 0)])
         data = json.dumps(kept).encode()
         files.replace_bytes(_folder() / f"{spec_hash(spec)}.json", data, sync=True)
