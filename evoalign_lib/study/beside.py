@@ -193,8 +193,12 @@ def _chats(name: str) -> bool:
     return True
 
 
+@lru_cache(maxsize=64)
 def _check_endpoint(endpoint: Endpoint) -> None:
-    """Raise ValueError for an endpoint that does not answer, refuses the key, or says that it has no such model."""
+    """Raise ValueError for an endpoint that does not answer, refuses the key, or says that it has no such model.
+
+    One that passes is asked once per process.
+    """
     import openai
 
     if not endpoint.model:
