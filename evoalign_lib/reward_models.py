@@ -55,10 +55,15 @@ TextFormat = Callable[[str, str], str]
 
 
 _MOST_OPENINGS = 4096
+_SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # how the names of architectures end
 
 
 class ScorerError(RuntimeError):
     """A scorer gave no scores; the message says why and what to do."""
+
+
+class ScorerGone(ScorerError):
+    """A server gives no scores whatever it is asked: no answer, none that can be read, another model, or no access."""
 
 
 class _Scorer:
@@ -180,13 +185,14 @@ class RewardModel(_Scorer):
             origin = models.name_of(model) or type(model).__name__
         self.name = name or Path(str(origin)).name
         self.tokenizer = _tokenizer_of(tokenizer, self._folder or models.name_of(model))
-        self.text = _checked_text(text, model, self.tokenizer)
-        self.max_length = _checked_length(max_length, model, self.tokenizer)
+        self.text = _checked_text(text, isinstance(model, ScoreModel), self.tokenizer)
+        self.max_length = _checked_length(max_length, model.config, self.tokenizer)
         moved = {"device": device} if device is not None else {}
         self.model = model.to(**moved, **({"dtype": dtype} if dtype is not None else {})).eval()
         self.counts = Counter(texts=0, truncated=0, broken=0)
         self._pid = os.getpid()
-        _check_head(self.model)
+        if not isinstance(self.model, ScoreModel):
+            _check_labels(self.model.config)
         self._head = _decoder_head(self.model)
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
@@ -400,8 +406,9 @@ def _asked(prompt: Any) -> str:
     raise TypeError(f"a prompt must be a text or a conversation of one user message, got {prompt!r:.200}")
 
 
-def _checked_text(text: str | TextFormat | None, model: Any, tokenizer: Any) -> str | TextFormat:
-    if text is None and isinstance(model, ScoreModel):
+def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -> str | TextFormat:
+    """Return the text format; beaver: whether the model is in that layout, which has a default."""
+    if text is None and beaver:
         text = "beaver"
     if text is None:
         raise ValueError(f"say in which format the model reads prompt and completion: text is one of {TEXTS}.")
@@ -414,8 +421,8 @@ def _checked_text(text: str | TextFormat | None, model: Any, tokenizer: Any) -> 
     return text
 
 
-def _checked_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
-    config = model.config.get_text_config()
+def _checked_length(max_length: int | None, config: Any, tokenizer: Any) -> int:
+    config = config.get_text_config()
     able = [n for n in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length) if n]
     limit = min(able, default=10**9)  # a tokenizer without a limit says 10^30
     if max_length is None:
@@ -472,8 +479,7 @@ def _folder_of(name: str) -> str:
     """Return the folder of a model: as given, or what is fetched of it from the Hub, without files that hold code."""
     if os.path.isdir(name):
         return os.path.abspath(name)
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
+    _check_name(name)
     import huggingface_hub
 
     try:
@@ -486,28 +492,75 @@ def _folder_of(name: str) -> str:
         ) from error
 
 
-def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
-    """Load a classifier or a score model; what its config.json says decides which."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+def _check_name(name: str) -> None:
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
+
+
+def check(name: str, text: str | None = None, max_length: int | None = None) -> str:
+    """Refuse what `RewardModel` would refuse, as far as that is known without the weights, and return the text format.
+
+    name: a folder, or a model on the Hub, of which configuration and tokenizer are fetched. text, max_length: as for
+    `RewardModel`. Raises ValueError as `RewardModel`.
+    """
+    if not os.path.isdir(name):
+        _check_name(name)
+    config, architecture = _config_of(name, name)
+    if os.path.isdir(name):
+        _check_safetensors(name, name)
+    if architecture.endswith(_SCORE_MODEL):
+        _check_llama(name, config, architecture)
+    else:
+        _check_labels(config)
+    tokenizer = _tokenizer_of(None, name)
+    _checked_length(max_length, config, tokenizer)
+    return _checked_text(text, architecture.endswith(_SCORE_MODEL), tokenizer)
+
+
+def _config_of(folder: str, name: str) -> tuple[Any, str]:
+    """Return the configuration of a classifier or score model, and its architecture."""
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {name!r} has no config.json that can be read: {str(error).splitlines()[0]}") from error
+    architecture = next(iter(config.architectures or ()), "")
+    # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
+    if not architecture.endswith((_SCORE_MODEL, _CLASSIFIER)):
+        raise ValueError(
+            f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
+            "reward or cost model."
+        )
+    return config, architecture
+
+
+def _check_safetensors(folder: str, name: str) -> None:
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
             f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
             "Save it anew with save_pretrained()."
         )
-    architecture = next(iter(config.architectures or ()), "")
-    if architecture.endswith("ForScore"):
+
+
+def _check_llama(name: str, config: Any, architecture: str) -> None:
+    if config.model_type != "llama":
+        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
+
+
+def _check_labels(config: Any) -> None:
+    if (outputs := getattr(config, "num_labels", None)) != 1:
+        raise ValueError(f"the model has {outputs} labels: give a reward or cost model, which has one.")
+
+
+def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
+    """Load a classifier or a score model; what its config.json says decides which."""
+    from transformers import AutoModelForSequenceClassification
+
+    config, architecture = _config_of(folder, name)
+    _check_safetensors(folder, name)
+    if architecture.endswith(_SCORE_MODEL):
         return _load_score_model(folder, name, config, architecture, dtype)
-    # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
-    if not architecture.endswith("ForSequenceClassification"):
-        raise ValueError(
-            f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
-            "reward or cost model."
-        )
     model, info = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
     )
@@ -518,8 +571,7 @@ def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
 def _load_score_model(folder: str, name: str, config: Any, architecture: str, dtype: torch.dtype | str) -> ScoreModel:
     from transformers import LlamaModel
 
-    if config.model_type != "llama":
-        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
+    _check_llama(name, config, architecture)
     body, info = LlamaModel.from_pretrained(
         folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
     )
@@ -568,12 +620,6 @@ def _check_complete(name: str, missing: Sequence[str]) -> None:
         )
 
 
-def _check_head(model: Any) -> None:
-    outputs = 1 if isinstance(model, ScoreModel) else getattr(model.config, "num_labels", None)
-    if outputs != 1:
-        raise ValueError(f"the model has {outputs} labels: give a reward or cost model, which has one.")
-
-
 def _decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return what makes scores of a decoder's hidden states; None for an encoder, which pools in its own way."""
     if isinstance(model, ScoreModel):
@@ -612,7 +658,7 @@ class HTTPScorer(_Scorer):
 
     Raises:
         ValueError: an address that is none, no key or one that no HTTP header can hold, or weights of another digest.
-        ScorerError: the server does not answer.
+        ScorerGone: the server does not answer.
     """
 
     def __init__(
@@ -659,7 +705,8 @@ class HTTPScorer(_Scorer):
         Raises:
             ValueError: columns of different lengths.
             TypeError: a prompt or completion of another form.
-            ScorerError: the server refused the texts, or gave no scores after all retries.
+            ScorerError: the server refused the texts, or failed on them in all retries.
+            ScorerGone: it gives no scores whatever it is asked.
         """
         tasks.check_lengths(prompts=prompts, completions=completions)
         asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
@@ -718,7 +765,8 @@ class HTTPScorer(_Scorer):
             if kind in ("identity", "refused"):
                 break  # once more would give the same
         self.counts["failed"] += 1
-        raise ScorerError(
+        gone = kind in ("timeout", "connection", "malformed", "identity") or what.startswith(("HTTP 401", "HTTP 404"))
+        raise (ScorerGone if gone else ScorerError)(
             f"the scorer at {self.url} gave no scores ({attempt + 1} requests), the last time: {what}. See whether "
             "evoalign serve-scorer runs there with the model of this run."
         )

@@ -55,6 +55,10 @@ class RewardError(RuntimeError):
     """A reward function failed where no floor is declared for it."""
 
 
+class RewardOutage(RuntimeError):
+    """What scores is gone for all completions: the run ends, to be resumed, rather than go on with floors."""
+
+
 class RewardTimeout(RuntimeError):
     """A call of a reward function took longer than its time limit."""
 
@@ -389,11 +393,15 @@ def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: d
     """Return the rewards of one function: None as NaN, failures as the floor, and counted."""
     try:
         raw = call(slice(0, n))
+    except RewardOutage:
+        raise
     except Exception as error:
         raw = []
         for i in range(n):  # one completion at a time, to score the others or to name the prompt that failed
             try:
                 single = call(slice(i, i + 1))
+            except RewardOutage:
+                raise
             except Exception as failure:
                 if floor is None:
                     raise RewardError(_failure(name, _shown(prompts[i]), repr(failure))) from failure

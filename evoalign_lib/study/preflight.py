@@ -46,7 +46,7 @@ from evoalign_lib.engines.memory import (
     shape,
     tensor_parallel_sizes,
 )
-from evoalign_lib.study import families, measures, worlds
+from evoalign_lib.study import companions, families, measures, worlds
 
 GIB = 2**30
 GPU_GIB = 80.0
@@ -631,10 +631,14 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         return
     seen, gpu_gib = _visible_gpus()
     runs = 1 if any(_engine(spec) != "local" for spec in planned) else min(workers or default_workers(), len(specs))
-    if not seen and any(map(_gpus_of, planned)):
+    gpus = max(map(_gpus_of, planned))
+    if not seen and gpus:
         print(f"no GPU is visible here: plans assume GPUs of {GPU_GIB:g} GiB")
-    problems = _check_training(trained, runs, seen, gpu_gib) if trained else []
+    problems, held = _check_training(trained, runs, seen, gpu_gib) if trained else ([], 0.0)
     problems += _check_sampling(sampled, runs, seen, gpu_gib) if sampled else []
+    host_gib = _host_gib() if seen or not gpus else None
+    left = None if host_gib is None else max(host_gib - held, 0.0)
+    problems += companions.check(trained, runs, seen, gpu_gib or GPU_GIB, left)
     if problems:
         more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
         raise DoesNotFit(problems[0] + more)
@@ -642,8 +646,10 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         print(f"{len(trained)} training runs, {runs} at once")
 
 
-def _check_training(trained: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float) -> list[str]:
-    """Print the plans of training runs, equal ones once; return why some do not fit."""
+def _check_training(
+    trained: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float
+) -> tuple[list[str], float]:
+    """Print the plans of training runs, equal ones once; return why some do not fit, and the host's GiB they take."""
     found: dict[Plan, list[Mapping[str, Any]]] = {}
     unknown: dict[str, str] = {}
     for spec in trained:
@@ -663,13 +669,14 @@ def _check_training(trained: Sequence[Mapping[str, Any]], runs: int, seen: int, 
             unknown[spec["base"]] = str(error)
     for planned, own in found.items():
         seeds = sorted({spec["seed"] for spec in own})
-        settings = {str(sorted(spec.items() - {("seed", spec["seed"])})) for spec in own}
+        settings = {str(sorted((k, v) for k, v in spec.items() if k != "seed")) for spec in own}
         print(
             planned.text(f"runs {len(own)}: settings {len(settings)}, seeds {', '.join(map(str, seeds))}"), end="\n\n"
         )
     for base, reason in unknown.items():
         print(f"no plan of {base}: {reason}")
-    return [p.problem for p in found if p.problem]
+    held = max((p.runs * p.placement.processes * _total(p.placement.host_memory) for p in found), default=0.0)
+    return [p.problem for p in found if p.problem], held / GIB
 
 
 def _check_sampling(sampled: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float) -> list[str]:

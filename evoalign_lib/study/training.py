@@ -203,24 +203,25 @@ def curve_callback(
     from transformers import TrainerCallback
 
     steps, axes = points(spec)
+    measure = measures.get(spec["task"])
 
-    def record(step: int, reward: float | None) -> None:
+    def record(step: int, logs: Mapping[str, float]) -> None:
         engine, budget = look()
         point = {"step": step} | {axis: round(budget[axis], 2) for axis in axes}
-        measured = measures.get(spec["task"]).point(spec, engine, sets, step)
-        progress.add(point | rounded(measured | {"reward": reward}))
+        measured = measure.point(spec, engine, sets, step) | measure.logged(spec, logs)
+        progress.add(point | rounded(measured | {"reward": logs.get("reward")}))
 
     class Curve(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             progress.go_on(state.global_step)
             if state.global_step == 0 and 0 in steps:  # a checkpoint's point is known
-                record(0, None)
+                record(0, {})
 
         def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
             if logs and "train_runtime" in logs:  # the summary at the end
                 return
             if state.global_step in steps:
-                record(state.global_step, (logs or {}).get("reward"))
+                record(state.global_step, logs or {})
 
     return Curve()
 

@@ -1,8 +1,8 @@
 """The models of runs: the base that a spec names, what evaluates it, and its KL from what it becomes.
 
-A user's own file of questions enters a spec by its digest alone, and so does a user's own end of training. The process
-that made the spec remembers where they are (`know_file`, `know_end`), and tells the processes that it starts
-(`known_files`).
+A user's own file of questions enters a spec by its digest alone, and so does a user's own end of training, and a model
+behind an address. The process that made the spec remembers where they are (`know_file`, `know_end`, `know_address`),
+and tells the processes that it starts (`known_files`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 
 
 def known_files() -> dict[str, str]:
-    """Return the path of every file and end of training that specs of this process name by its digest."""
+    """Return the path, or address, of everything that specs of this process name by its digest."""
     return dict(_FILES)
 
 
@@ -165,6 +165,21 @@ def file_of(digest: str) -> Path:
     Raises FileNotFoundError where this process was not told where it is, or it is gone; ValueError where it changed.
     """
     return _found(digest, "file", _file_digest)
+
+
+def know_address(digest: str, url: str) -> None:
+    """Remember at which address a model is, whose digest is what it says of itself."""
+    _FILES[digest] = url
+
+
+def address_of(digest: str) -> str | None:
+    """Return the address of a model that specs name by its digest; None where this process was told none."""
+    return _FILES.get(digest)
+
+
+def forget_address(digest: str) -> None:
+    """Forget where a model was: it is there no longer."""
+    _FILES.pop(digest, None)
 
 
 def know_end(path: str | os.PathLike[str]) -> str:

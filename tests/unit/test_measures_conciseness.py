@@ -18,6 +18,7 @@ from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
 from evoalign_lib.study.measures import conciseness as measured
+from evoalign_lib.study.measures.base import beginning
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 
@@ -348,6 +349,6 @@ def test_files_of_questions_that_are_refused(model, own, tmp_path):
 
 
 def test_completions_of_any_script_leave_room_in_a_record():
-    shown = [measured._beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
+    shown = [beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
     assert [len(text) for text in shown] == [80, 80, 39, 19]
     assert all(len(json.dumps(text)) <= 240 for text in shown)

@@ -33,6 +33,7 @@ def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) ->
 def run(spec: Spec) -> Record:
     """Return what is measured of an untrained base (`Measures.base_outcome`)."""
     model, tokenizer, sets = training.world(spec)
-    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+    measure = measures.get(spec["task"])
+    with measure.beside(spec), closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
         plan = worlds.plan(spec, engine)
-        return measures.get(spec["task"]).base_outcome(spec, engine, sets) | plan
+        return measure.base_outcome(spec, engine, sets) | plan

@@ -146,10 +146,14 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
     Raises:
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
+    measure = measures.get(spec["task"])
     with training.workplace(folder) as place:
-        if worlds.is_local(spec) or families.of(spec["arm"]).has_members:  # it drives its engine from here
-            return _measured(spec, place, folder is not None, keep)
-        return _launched(spec, place, folder is not None)
+        with measure.beside(spec):
+            if worlds.is_local(spec) or families.of(spec["arm"]).has_members:  # it drives its engine from here
+                result = _measured(spec, place, folder is not None, keep)
+            else:
+                result = _launched(spec, place, folder is not None)
+        return measure.finished(spec, result)
 
 
 def trained(

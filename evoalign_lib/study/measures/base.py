@@ -8,10 +8,12 @@ from its base. A task overrides what is different about it.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,6 +54,29 @@ def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]
         return [(label(spec["curve_temperature"]), samples, spec["curve_temperature"])]
     further = [(label(temperature), samples, temperature) for temperature in spec.get("sampled_at", ())]
     return [("greedy", 0, 1.0), ("t1", samples, 1.0), *further]
+
+
+def beginning(text: str) -> str:
+    """Return 80 characters of a text, or as many as take 240 bytes of a record, where one may take six or twelve."""
+    text = text[:80]
+    while len(json.dumps(text)) > 240:
+        text = text[:-1]
+    return text
+
+
+class Companion(NamedTuple):
+    """A model beside the one that a run trains."""
+
+    role: str
+    """in words: "reward model", "judge" """
+    name: str
+    """folder or name on the Hub; of one behind an address, what it is called there"""
+    at: str
+    """a torch device; or "server" or "endpoint", whose memory is another process's"""
+    dtype: str
+    """in which it is loaded; empty: float32 on a CPU, else that of its files"""
+    requests: int = 0
+    """that an endpoint is sent in a run, retries left out"""
 
 
 class Measures:
@@ -133,6 +158,20 @@ class Measures:
         """Return a right answer to a problem of the tiny world, the end token included, whose likelihood is asked."""
         raise NotImplementedError
 
+    # ---- models beside the one that is trained
+
+    def companions(self, spec: Spec) -> list[Companion]:
+        """Return the models that a run needs beside the one that it trains, for its plan."""
+        return []
+
+    def beside(self, spec: Spec) -> AbstractContextManager[None]:
+        """Let a run, and the processes that it starts, reach these models while the context lasts."""
+        return nullcontext()
+
+    def finished(self, spec: Spec, result: Record) -> Record:
+        """Return what becomes the record of a run, once it has ended and its GPUs are free."""
+        return result
+
     # ---- what is measured
 
     def accuracy(
@@ -178,6 +217,10 @@ class Measures:
             right = self.accuracy(engine, "validation", problems, samples, seed=step, temperature=temperature)
             found[f"validation_{name}"] = float(right.mean())
         return found
+
+    def logged(self, spec: Spec, logs: Mapping[str, float]) -> dict[str, Any]:
+        """Return what a point of the curve takes from the trainer's logs of its step; none before the first step."""
+        return {}
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return what a trained model has come to; a run without test set is measured along the way only."""

@@ -20,7 +20,6 @@ half is to train on, and a quarter each is A and B.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from evoalign_lib.analysis.collapse import JENSEN_SIGMAS, SAMPLES
 from evoalign_lib.checks import whole_number
 from evoalign_lib.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
 from evoalign_lib.study import families, worlds
-from evoalign_lib.study.measures.base import Measures, decodings_of_point, label
+from evoalign_lib.study.measures.base import Measures, beginning, decodings_of_point, label
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 
@@ -207,15 +206,7 @@ def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
         hacks[decoding] = {name: round(share, 5) for name, share in shares.items() if share}
         if not samples:
             shown = answers["texts"][0][:SHOWN]
-    return {"test": test, "hacks": hacks, "shown": [_beginning(text) for text in shown]}
-
-
-def _beginning(text: str) -> str:
-    """80 characters of a text, or as many as take 240 bytes of a record, where one beyond ASCII takes six or twelve."""
-    text = text[:80]
-    while len(json.dumps(text)) > 240:
-        text = text[:-1]
-    return text
+    return {"test": test, "hacks": hacks, "shown": [beginning(text) for text in shown]}
 
 
 def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is measured of a run of the safety task on a base of family C.
+"""What is measured of a run of the safety task on a base of family C; any other model's is in `safety_public`.
 
 A run is trained on one scorer, its *training judge*: reward - cost_weight * cost. At every point of its curve, greedily
 and at temperature 1:
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +29,9 @@ from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.reward_models import Encoded, RewardModel
 from evoalign_lib.study import worlds
-from evoalign_lib.study.measures.base import Measures, decodings_of_point
+from evoalign_lib.study.measures import safety_public
+from evoalign_lib.study.measures.base import Companion, Measures, decodings_of_point
+from evoalign_lib.study.measures.safety_public import PUBLIC
 from evoalign_lib.tiny import requests, scorers
 from evoalign_lib.tiny.base import without_bars
 from evoalign_lib.tiny.requests import Request
@@ -356,4 +359,76 @@ class _Safety(Measures):
         return measured
 
 
-MEASURES = _Safety()
+class _ByBase(_Safety):
+    """A base of the tiny world has the measures of this module, any other model those of `safety_public`."""
+
+    settings = (*_Safety.settings, *safety_public.SETTINGS)
+
+    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a spec of the task begins with, of either kind of base."""
+        if base not in tiny.SHIPPED:
+            return PUBLIC.spec_fields(base, settings)
+        for name in safety_public.SETTINGS:
+            if settings.get(name):
+                raise ValueError(
+                    f"{name}={settings[name]!r}: base {base!r} is judged by scorers of the tiny world. Leave it out, "
+                    "or take a model from elsewhere."
+                )
+        return super().spec_fields(base, settings)
+
+    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for a training run that the task cannot have."""
+        (super() if base in tiny.SHIPPED else PUBLIC).check(arm, base, settings)
+
+    def sets(self, spec: Spec) -> dict[str, list]:
+        """Return the requests of each split."""
+        return PUBLIC.sets(spec) if _is_public(spec) else super().sets(spec)
+
+    def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return rows with the prompt and the columns that the reward reads."""
+        return (PUBLIC if _is_public(spec) else super()).rows(spec, tokenizer, problems)
+
+    def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
+        """Return what a run is trained on."""
+        return PUBLIC.reward(spec) if _is_public(spec) else super().reward(spec)
+
+    def companions(self, spec: Spec) -> list[Companion]:
+        """Return the models beside a user's one."""
+        return PUBLIC.companions(spec) if _is_public(spec) else []
+
+    def beside(self, spec: Spec) -> AbstractContextManager[None]:
+        """Let a run reach them."""
+        return PUBLIC.beside(spec) if _is_public(spec) else super().beside(spec)
+
+    def finished(self, spec: Spec, result: Record) -> Record:
+        """Return what becomes the record of a run."""
+        return PUBLIC.finished(spec, result) if _is_public(spec) else result
+
+    def right(self, problem: Any, completion: str) -> bool:
+        """Say whether a reply of the tiny world is as good as can be. Raises ValueError for a user's request."""
+        if not isinstance(problem, Request):
+            raise ValueError("no scorer says which replies to real requests are right: measure scores instead.")
+        return super().right(problem, completion)
+
+    def logged(self, spec: Spec, logs: Mapping[str, float]) -> dict[str, Any]:
+        """Return what a point of the curve takes from the trainer's logs."""
+        return PUBLIC.logged(spec, logs) if _is_public(spec) else {}
+
+    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
+        """Return what a point of the curve shows."""
+        return (PUBLIC if _is_public(spec) else super()).point(spec, engine, sets, step)
+
+    def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return what a trained model has come to."""
+        return (PUBLIC if _is_public(spec) else super()).outcome(spec, engine, sets)
+
+    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return what is measured of an untrained base."""
+        return (PUBLIC if _is_public(spec) else super()).base_outcome(spec, engine, sets)
+
+
+def _is_public(spec: Mapping[str, Any]) -> bool:
+    return spec.get("base", tiny.REQUEST_BASES[0]) not in tiny.SHIPPED
+
+
+MEASURES = _ByBase()

@@ -82,18 +82,92 @@ SMOKE = TINY | {
     "sft_num_generations": 4,
     "sft_learning_rate": [1e-3],
 }
+FULL = {
+    "task": "safety",
+    "retrain": [],
+    "reward_model": "PKU-Alignment/beaver-7b-unified-reward",  # or a folder, or the address of evoalign serve-scorer
+    "cost_model": "PKU-Alignment/beaver-7b-unified-cost",
+    "reward_text": "",  # how a model that is loaded here reads a reply; one in Safe-RLHF's layout needs none
+    "cost_text": "",
+    "judge": "",  # held out, with commas between several: as reward_model, or a chat model: folder, Hub, .../v1#NAME
+    "judge_text": "",
+    "judge_tokens": 600,  # of an answer of a chat judge, at most: as published
+    "judge_problems": 50,  # replies that chat judges compare with the base's: as published
+    "scorer_device": "cpu",  # of models that are loaded here: such as cuda:1
+    "scorer_dtype": "",
+    "scorer_max_length": None,  # tokens that these read; None: what they can
+    "requests": "",  # a file of your own; else PKU-SafeRLHF from the Hub
+    "cost_rule": "fixed",  # or a weight that moves: "signed" as in Safe-RLHF's code, "published"
+    "cost_weight": 1.0,  # lambda; the first one where it moves
+    "cost_threshold": 0.0,
+    "cut_turns": False,  # score replies up to where they go on to another turn
+    "unique_prompts": 250,  # training requests
+    "max_completion_length": 512,
+    "validation_problems": 128,  # split A
+    "test_problems": 256,  # split B
+    "kl_problems": 8,  # of a point of the curve
+    "curve_points": 10,
+    "curve_spacing": "log",
+    "seeds_judge": 8,
+    "seeds_null": 4,
+    "es_population_size": 30,  # from here as published, but for GRPO's prompts in a step, of which nothing is
+    "es_prompts_per_step": 64,
+    "es_steps": 500,
+    "es_sigma": 1e-3,
+    "es_alpha": 5e-4,
+    "grpo_num_generations": 30,
+    "grpo_prompts_per_step": 2,
+    "grpo_steps": 500,
+    "grpo_learning_rate": 5e-6,
+    "grpo_beta": 0.01,
+    "micro_batch": 5,  # completions in a backward pass
+    "tensor_parallel": 1,  # GPUs that share a copy of the model
+}
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings. ValueError for a model: only the tiny world's base can be trained here so far."""
-    if model:
-        raise ValueError(f"model={model!r}: notebook 04 has no scale full yet, leave it out.")
-    return {"tiny": TINY, "smoke": SMOKE}
+    """Return scale -> settings; model: that of scale full, empty for the published one, with its text as template."""
+    own = {"bases": [model or "PKU-Alignment/alpaca-7b-reproduced"], "prompt_template": "chat" if model else "alpaca"}
+    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | own}
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
     """Return the runs by name. All but "judgments" are of the notebook's own models."""
+    return _of_own_models(run) if run.scale == "full" else _of_tiny_world(run, of)
 
+
+def _of_own_models(run: SimpleNamespace) -> Groups:
+    """At scale full: one pair of scorers, the declared settings, no sweep."""
+    told = {"judge": "held_out", "judge_text": "held_out_text"}  # in the tiny world a judge is what trains
+    asked = SimpleNamespace(**{told.get(name, name): value for name, value in vars(run).items()})
+
+    def train(arm: str, seeds: int) -> Group:
+        return Group(arm, run.bases, seeds, own_settings(asked, arm))
+
+    return {
+        "base": base_specs(run.bases, of_runs(vars(asked)), run.scale),
+        "es": train("es", run.seeds_judge),
+        "grpo": train("grpo", run.seeds_judge),
+        "es_random": train("es_random", run.seeds_null),
+        "judgments": judgments_specs(run.scale),
+    } | dict.fromkeys(_OF_SMALL_JUDGES, ())
+
+
+_OF_SMALL_JUDGES = (
+    "es_sweep",
+    "grpo_sweep",
+    "sft_sweep",
+    "sft",
+    "es_noise",
+    "grpo_noise",
+    "es_random_noise",
+    "es_sizes",
+)
+_OF_SMALL_JUDGES += ("grpo_sizes", "tournaments")
+"""Groups that the tiny world's judges alone have."""
+
+
+def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
     def sweep(arm: str) -> Group:
         settings = own_settings(run, arm) | {"judge": run.tuned_on, "test_problems": 0}
         settings |= {"curve_points": run.sweep_points}
