@@ -176,18 +176,20 @@ def _check_value(name: str, value: Any, examples: Collection[Any], most: int = _
 
     examples: of each scale. most: that a number may be.
     """
+    if value is None and None in examples:
+        return
     examples = [example for example in examples if example is not None]
+    if examples and not any(_fits(value, example) for example in examples):
+        raise ValueError(
+            f"{name}={value!r:.80} has type {type(value).__name__}, expected {type(examples[0]).__name__}, for example "
+            f"{examples[0]!r:.80}."
+        )
     empty = isinstance(value, (str, list, tuple, dict)) and not value
     if empty and examples and all(examples) and name not in _MAY_BE_EMPTY:
         raise ValueError(f"{name}={value!r} must not be empty: use for example {examples[0]!r:.80}.")
     if isinstance(value, (list, tuple, dict)):
         within = [part for example in examples for part in _parts(example)]
         for part in _parts(value):
-            if within and not any(_fits(part, example) for example in within):
-                raise ValueError(
-                    f"{name}={value!r:.80} holds {part!r:.80} of type {type(part).__name__}, expected "
-                    f"{type(within[0]).__name__}, for example {within[0]!r:.80}."
-                )
             _check_value(name, part, [*within, 0] if "seeds" in name else within)  # the first seed is 0
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         numbers = [n for n in examples if isinstance(n, (int, float)) and not isinstance(n, bool)]

@@ -55,6 +55,7 @@ PRESETS = {
 LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
 for preset in PRESETS.values():
     preset |= LISTS
+PRESETS["tiny"]["some"], PRESETS["smoke"]["some"] = None, 8  # None: all there are
 needs_bases = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
 )
@@ -103,13 +104,15 @@ def test_settings_of_the_scale_with_overrides():
         ({"sigma": float("-inf")}, "sigma=-inf must be a finite number"),
         ({"sigma": 1e30}, r"sigma=1e\+30 must be at most 1000000"),
         ({"bases": []}, r"bases=\[\] must not be empty: use for example \['A0'\]"),
-        ({"bases": ["A0", 5]}, r"bases=\['A0', 5\] holds 5 of type int, expected str, for example 'A0'"),
+        ({"bases": ["A0", 5]}, "bases=5 has type int, expected str, for example 'A0'"),
+        ({"bases": [None]}, "bases=None has type NoneType, expected str"),
         ({"bases": [""]}, "bases='' must not be empty: use for example 'A0'"),
         ({"rates": [0.1, float("inf")]}, "rates=inf must be a finite number"),
         ({"rates": [0.1, 0]}, "rates=0 must be greater than 0"),
         ({"factors": {"sigma": -1.0}}, r"factors=-1\.0 must not be negative"),
-        ({"factors": {"sigma": "1"}}, r"factors=.* holds '1' of type str, expected float, for example 0\.1"),
+        ({"factors": {"sigma": "1"}}, r"factors='1' has type str, expected float, for example 0\.1"),
         ({"limit": -3}, "limit=-3 must not be negative"),
+        ({"some": [5]}, r"some=\[5\] has type list, expected int, for example 8"),
         ({"own_seeds": [10**9]}, "own_seeds=1000000000 must be at most 1000000"),
         ({"n_seeds": 10**5}, "n_seeds=100000 must be at most 10000"),
         ({"n_seeds": 0}, "n_seeds=0 must be greater than 0"),
@@ -167,6 +170,7 @@ def test_zeros_and_empty_lists_where_a_scale_has_them():
         "rates": (1,),
         "factors": {"alpha": 2},
         "limit": 0,
+        "some": None,
     }
     run = check_parameters(PARAMETERS | given, PRESETS)
     assert {name: getattr(run, name) for name in given} == given
