@@ -2,8 +2,9 @@
 
 A `Store` writes every artefact from records, and names it in manifest.json with the records behind it, the versions of
 the packages and the commits at which the runs were started. Text artefacts (csv, tex, md, json) drawn from the same
-records have the same bytes; `verify` draws them again and compares. Pictures are not compared. A notebook displays what
-its store saves, and by `show` and `answers` what is not saved.
+records have the same bytes; `verify` draws them again and compares. The bytes of pictures and of a notebook's outputs
+depend on the machine: the manifest keeps their SHA-256 as they were drawn and executed. A notebook displays what its
+store saves, and by `show` and `answers` what is not saved.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
 """Packages whose versions the manifest names, as stored in the records."""
 
 _TEXT = (".csv", ".tex", ".md", ".json")
+_PICTURES = (".pdf", ".png")
+_REPLACED = "is not the picture that was drawn: restore it from git, or execute its notebook"
 _PRINT_DPI = 200
 _SHOWN_WIDTH = 120  # pixels of a page per inch of a figure: its letters are as large as the text around it
 _SMOKE = "smoke run: numbers mean nothing"
@@ -299,10 +302,11 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
     """Compare the committed records with their seals, and the committed artefacts with what is drawn from them now.
 
-    First, and fast, the seals are checked (`records.seal_problems`). Then each notebook is executed as committed, by
-    this interpreter, into a temporary folder; runs without a record are named and not made. Compared, byte for byte,
-    are csv, tex and json, the notebook's part of the manifest, and the table of claims, which the README holds, too.
-    Pictures are not compared.
+    First, and fast, the seals are checked (`records.seal_problems`, `unsealed`) and the lock of the claims
+    (`claims.lock_problems`). Then each notebook is executed as committed, by this interpreter, into a temporary folder;
+    runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
+    the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
+    those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
 
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
@@ -317,7 +321,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     missing = sorted(set(notebooks or []) - set(committed))
     if missing:
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
-    unlike = unsealed()
+    unlike = unsealed() + _unlocked()
     yield from unlike
     if unlike and write:
         return
@@ -340,6 +344,11 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     except ValueError as error:  # damaged records, or claims that cannot be judged by them
         yield str(error)
         return
+    except Exception as error:
+        if not unlike:
+            raise
+        yield f"the claims cannot be judged by what was damaged: {type(error).__name__}: {error}"
+        return
     if write:
         render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
         return
@@ -348,6 +357,8 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         yield from _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
     if notebooks is None:
         yield from _strays()
+        yield from _unaccounted(chosen)
+        yield from _changed_outputs()
 
 
 def redraw(notebook: str) -> str | None:
@@ -358,14 +369,28 @@ def redraw(notebook: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         failure = execution.execute(notebook, Path(folder))
         if failure is None:
-            _adopt(notebook, Path(folder))
+            _adopt(notebook, Path(folder), execution.outputs_digest(paths.NOTEBOOKS / f"{notebook}.ipynb"))
         return failure
 
 
 def unsealed() -> list[str]:
-    """Return what `records.seal_problems` finds in all committed records, of every scale."""
+    """Return what `records.seal_problems` finds in all committed records, of every scale, and in the benchmark's."""
     files = {path.with_suffix(".jsonl") for suffix in ("jsonl", "seal") for path in paths.RESULTS.glob(f"*/*.{suffix}")}
-    return [problem for path in sorted(files) for problem in seal_problems(path)]
+    problems = [problem for path in sorted(files) for problem in seal_problems(path)]
+    bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
+    if bench.exists() or kept.exists():
+        found = _sha256(bench) if bench.exists() else "no file"
+        if not kept.exists() or kept.read_text(encoding="utf-8").strip() != found:
+            problems.append(f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew")
+    return problems
+
+
+def _unlocked() -> list[str]:
+    """Return what `claims.lock_problems` finds, or why claims and lock cannot be read."""
+    try:
+        return claims.lock_problems()
+    except ValueError as error:
+        return [str(error)]
 
 
 def _verdicts() -> list[Verdict]:
@@ -408,15 +433,14 @@ def _compare(notebook: str, folder: Path) -> list[str]:
 
 
 def _compare_files(folder: Path, files: list[str]) -> list[str]:
-    """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README.
-
-    Pictures must only be there: their bytes depend on the machine's libraries.
-    """
-    problems = []
+    """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README."""
+    problems, kept = [], _read_manifest(paths.GENERATED / "manifest.json").get("pictures", {})
     for file in files:
         committed, name = _committed(file), Path(file).stem
         if not committed.exists():
             problems.append(f"{file} is missing")
+        elif file.endswith(_PICTURES) and _sha256(committed) not in (kept.get(file), _sha256(folder / file)):
+            problems.append(f"{file} {_REPLACED}")
         if not file.endswith(_TEXT):
             continue
         fresh = (folder / file).read_text(encoding="utf-8")
@@ -425,6 +449,8 @@ def _compare_files(folder: Path, files: list[str]) -> list[str]:
             problems.append(f"{file} differs: {difference}")
         if file.endswith(".md"):
             block = _render.readme_block(_readme(), name)
+            if len(re.findall(rf"<!--\s*{name}\s*-->", _readme())) > 1:
+                problems.append(f"README.md has more than one block <!-- {name} -->: leave the first")
             if block is None:
                 problems.append(f"README.md has no block <!-- {name} --> ... <!-- /{name} -->")
             elif difference := _render.first_difference(block, fresh):
@@ -441,8 +467,40 @@ def _strays() -> list[str]:
     return [f"{path.parent.name}/{path.name} is extra: no notebook makes it" for path in present if path not in known]
 
 
-def _adopt(notebook: str, folder: Path) -> None:
-    """Replace a notebook's committed artefacts by those just drawn into a folder."""
+def _unaccounted(compared: Sequence[str]) -> list[str]:
+    """Return entries of the manifest without their records or files, of all but the notebooks just compared."""
+    manifest, problems = _read_manifest(paths.GENERATED / "manifest.json"), []
+    for name, entry in sorted(manifest["artefacts"].items()):
+        notebook, scale = entry["notebook"], entry["scale"]
+        if scale == "tiny" and notebook in compared:
+            continue
+        if not (paths.RESULTS / notebook / f"{scale}.jsonl").exists():
+            problems.append(f"manifest.json: {name} is of {notebook} at {scale}, which has no records: delete it")
+        for file in entry["files"]:
+            kept = manifest.get("pictures", {}).get(file)
+            if not _committed(file).exists():
+                problems.append(f"manifest.json: {name} names {file}, which is missing: restore it from git")
+            elif kept and kept != _sha256(_committed(file)):
+                problems.append(f"{file} {_REPLACED}")
+    return problems
+
+
+def _changed_outputs() -> list[str]:
+    """Return the notebooks that display something else than what they displayed when they were executed."""
+    kept = _read_manifest(paths.GENERATED / "manifest.json").get("outputs", {})
+    found = {path.stem: execution.outputs_digest(path) for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
+    return [
+        f"notebooks/{name}.ipynb displays what `evoalign execute` did not write: restore it from git, or execute it"
+        for name, digest in found.items()
+        if digest != kept.get(name)
+    ]
+
+
+def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
+    """Replace a notebook's committed artefacts by those just drawn into a folder.
+
+    outputs: the digest of what it displayed meanwhile, if it was executed in place.
+    """
     path = paths.GENERATED / "manifest.json"
     drawn = _read_manifest(folder / "generated" / "manifest.json")
     with locked(path):
@@ -460,6 +518,11 @@ def _adopt(notebook: str, folder: Path) -> None:
                 _committed(file).unlink(missing_ok=True)
         manifest["artefacts"] |= drawn["artefacts"]
         manifest["records"] |= drawn["records"]
+        files = [file for entry in drawn["artefacts"].values() for file in entry["files"]]
+        pictures = {file: _sha256(folder / file) for file in files if file.endswith(_PICTURES)}
+        manifest["pictures"] = manifest.get("pictures", {}) | pictures
+        if outputs is not None:
+            manifest["outputs"] = manifest.get("outputs", {}) | {notebook: outputs}
         _write_manifest(path, manifest)
     for entry in drawn["artefacts"].values():
         for file in entry["files"]:
@@ -513,7 +576,15 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
-    """Write a manifest, without the descriptions of records that no artefact is drawn from."""
+    """Write a manifest, without the records that no artefact is drawn from and the pictures that none of them has."""
     used = {entry["records"] for entry in manifest["artefacts"].values()}
-    records = {key: description for key, description in manifest["records"].items() if key in used}
-    replace_text(path, _render.pretty_json({"artefacts": manifest["artefacts"], "records": records}))
+    files = {file for entry in manifest["artefacts"].values() for file in entry["files"]}
+    kept = {"records": used, "pictures": files}
+    for part, names in kept.items():
+        if part in manifest:
+            manifest = manifest | {part: {name: value for name, value in manifest[part].items() if name in names}}
+    replace_text(path, _render.pretty_json(manifest))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

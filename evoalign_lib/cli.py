@@ -17,7 +17,7 @@ def verify(
     drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
 ) -> None:
     """Check the seals of the committed records, draw every table, number and plotted value again, and compare."""
-    from evoalign_lib import artifacts
+    from evoalign_lib import artifacts, claims
 
     if drawn and write:
         raise typer.BadParameter("--write draws anew: leave --drawn out")
@@ -30,6 +30,8 @@ def verify(
             disagree = True
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
+    if claims.once_locked() is None:
+        typer.echo("no history of git here: paper/claims.lock was not compared with it")
     if disagree:
         raise typer.Exit(1)
     for name in artifacts.undrawn():
@@ -64,8 +66,11 @@ def seal() -> None:
     from evoalign_lib import artifacts, paths, records
 
     for path in sorted(paths.RESULTS.glob("*/*.jsonl")):
-        if number := records.seal(path):
-            typer.echo(f"{path}: {number} records sealed")
+        try:
+            if number := records.seal(path):
+                typer.echo(f"{path}: {number} records sealed")
+        except ValueError as error:
+            typer.echo(f"{path}: {error}")
     problems = artifacts.unsealed()
     typer.echo("\n".join(problems) or "every record is sealed")
     if problems:
@@ -80,8 +85,11 @@ def claims(
     """Print the claims, with the verdicts that the committed records give."""
     import datetime
 
-    from evoalign_lib import claims
+    from evoalign_lib import artifacts, claims
 
+    if problems := artifacts.unsealed():
+        typer.echo("\n".join(problems), err=True)
+        raise typer.Exit(1)
     try:
         if lock:
             added = claims.lock(datetime.date.today().isoformat())

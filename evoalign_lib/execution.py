@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign_lib import paths
 from evoalign_lib.checks import nearest
-from evoalign_lib.files import replace_text
+from evoalign_lib.files import canonical_json, replace_text
 from evoalign_lib.study import provenance
 
 if TYPE_CHECKING:
@@ -99,6 +99,15 @@ def stale(content: NotebookNode) -> list[str]:
     problems = [f"code cell {number} was edited since" for number, (one, other) in cells if one != other]
     names = sorted(kept["modules"].keys() | now["modules"].keys())
     return problems + [f"{n} was changed since" for n in names if kept["modules"].get(n) != now["modules"].get(n)]
+
+
+def outputs_digest(path: Path) -> str | None:
+    """Return the SHA-256 of all that the code cells of a notebook's file display; None where they display nothing."""
+    import nbformat
+
+    content = nbformat.read(path, as_version=4)
+    shown = [cell.outputs for cell in content.cells if cell.cell_type == "code"]
+    return hashlib.sha256(canonical_json(shown).encode()).hexdigest() if any(shown) else None
 
 
 def _digests(content: NotebookNode) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
 
 ENGINE_VERSION = 2
+FINISHED = "finished"
+"""The status of a record; a run that did not finish has none."""
 SCALES = ("smoke", "tiny", "full")
 MAX_RECORD = 8_000
 """Bytes of a record, at most."""
@@ -54,27 +56,33 @@ def read_records(path: Path) -> list[Record]:
     """Return the records of a file, in file order; a torn last line (of a killed run) is left out.
 
     Raises:
-        ValueError: a line is not a record; names file and line.
+        ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
     """
     if not path.is_file():
         return []
     records = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line:
             continue
+        where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = _parsed(line)
+        except ValueError as error:
             if number == len(lines):  # no newline at its end: the writer was killed
                 break
-            raise ValueError(f"{path}, line {number} is not JSON: {error}. Restore the file from git.") from error
+            raise ValueError(f"{where} {error}. Restore the file from git.") from error
         if not _is_record(record):
-            raise ValueError(f"{path}, line {number} is not a record: {line:.80}. Restore the file from git.")
+            raise ValueError(f"{where} is not a record: {line.decode():.80}. Restore the file from git.")
         if record["spec_hash"] != spec_hash(record["spec"]):
             raise ValueError(
-                f"{path}, line {number}: the spec does not have the hash {record['spec_hash']!r}, it was edited. "
+                f"{where}: the spec does not have the hash {record['spec_hash']!r}, it was edited. "
                 "Restore the file from git; in a run folder, delete the line to run its spec again."
+            )
+        if record["status"] != FINISHED:
+            raise ValueError(
+                f"{where} ({run_name(record['spec'])}): status {record['status']!r:.80}, but only runs that "
+                f"{FINISHED} are stored: it was edited. Restore the file from git."
             )
         records.append(record)
     return records
@@ -167,7 +175,9 @@ class _Seal(NamedTuple):
     @classmethod
     def of(cls, line: bytes, previous: Sequence[_Seal]) -> _Seal:
         """Seal a record's line, behind the previous ones."""
-        record = json.loads(line)
+        record = _record(line)
+        if record is None:
+            raise ValueError(f"a line without seal is not a record: {line[:80]!r}. Delete it, or {_RESTORE}.")
         fields = record["spec_hash"], _sha(line), *_ledger_digests(record)
         return cls(*fields, _chained(previous, fields))
 
@@ -179,13 +189,16 @@ class _Seal(NamedTuple):
 
 _SEAL = re.compile(rb"[0-9a-f]{16} [0-9a-f]{64} (- -|[0-9a-f]{64} [0-9a-f]{64}) [0-9a-f]{64}")
 _RESTORE = "restore it from git"
+_LEDGER_DIGESTS = ("sha256", "weights")
+_ROUNDED = 1e-6  # means are stored with six decimals
 
 
 def seal(path: Path) -> int:
     """Add to the seal of a record file the lines that it lacks at its end; return their number.
 
     They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
-    where the records before them do not match the seal: see `seal_problems`.
+    where the records before them do not match the seal: see `seal_problems`. Raises ValueError for a line without seal
+    that is not a record.
     """
     with locked(path), interrupts_wait():
         lines, seals = _whole_lines(path)
@@ -195,8 +208,9 @@ def seal(path: Path) -> int:
 def seal_problems(path: Path) -> list[str]:
     """Say where a record file, its seal and its ledgers do not match, in one line per problem; empty: nowhere.
 
-    Found are records that were edited, inserted, deleted or moved, changes of the seal itself, and ledgers that are
-    missing or not those that were sealed. A problem names file, line and spec, and the remedy.
+    Found are records that were edited, inserted, deleted or moved, changes of the seal itself, ledgers that are missing
+    or not those that were sealed, and sealed records that contradict themselves: an accuracy is the mean of the results
+    that stand beside it. A problem names file, line and spec, and the remedy.
     """
     seal_file, numbered = _seal_file(path), _numbered(path)
     if numbered and not seal_file.is_file():
@@ -223,6 +237,7 @@ def seal_problems(path: Path) -> list[str]:
             problems.append(f"{where} is not the record that was sealed, it was edited: {_RESTORE}")
         else:
             problems += [f"{where}: {fault}: {_RESTORE}" for fault in _ledger_faults(path, record, sealed[spec])]
+            problems += [f"{where}: {fault}: {_RESTORE}" for fault in _contradictions(record)]
         specs.append(spec)
     for number, line in enumerate(seals, 1):
         if line.spec and line.spec not in specs:
@@ -261,7 +276,7 @@ def _ledger_faults(path: Path, record: Record, line: _Seal) -> list[str]:
 
 
 def _ledger_digests(record: Record) -> tuple[str, str]:
-    return (record["ledger"]["sha256"], record["ledger"]["weights"]) if "ledger" in record else ("-", "-")
+    return tuple(record["ledger"][name] for name in _LEDGER_DIGESTS) if "ledger" in record else ("-", "-")
 
 
 def _ledger_file(path: Path, spec: str) -> Path:
@@ -284,22 +299,66 @@ def _is_seal(text: bytes) -> bool:
     return _SEAL.fullmatch(text) is not None
 
 
+def _parsed(text: bytes) -> Any:
+    """Return the value of a line of JSON. Raises ValueError, saying what the line is instead."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(text.decode(), parse_constant=refuse)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: {error}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply for a record") from error
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+
+
 def _is_json(text: bytes) -> bool:
     try:
-        json.loads(text)
+        _parsed(text)
     except ValueError:
         return False
     return True
 
 
 def _is_record(value: Any) -> bool:
-    keys = {"spec", "spec_hash", "status"}
-    return isinstance(value, dict) and keys <= value.keys() and isinstance(value["spec"], dict)
+    """Return whether a value has what every record has, each of its type; a ledger is named by two texts."""
+    if not isinstance(value, dict) or not isinstance(value.get("spec"), dict) or "status" not in value:
+        return False
+    ledger = value.get("ledger", {"sha256": "", "weights": ""})
+    named = [value.get("spec_hash"), *(ledger.get(k) if isinstance(ledger, dict) else None for k in _LEDGER_DIGESTS)]
+    return all(isinstance(name, str) for name in named)
 
 
 def _record(text: bytes) -> Record | None:
-    value = json.loads(text) if _is_json(text) else None
+    value = _parsed(text) if _is_json(text) else None
     return value if _is_record(value) else None
+
+
+def _contradictions(record: Record) -> list[str]:
+    """Return what a record says of itself that cannot be: its status, and each mean beside its packed results."""
+    faults = [] if record["status"] == FINISHED else [f"status {record['status']!r:.80}, not {FINISHED!r}"]
+    blocks = [("", record)]
+    for name, block in blocks:  # which grows: the blocks of a block come behind it
+        blocks += [(f"{name}.{key}" if name else key, value) for key, value in block.items() if isinstance(value, dict)]
+        for key, packed in block.items():
+            what, _, kind = key.rpartition("_")
+            if kind not in ("bits", "counts") or not isinstance(packed, str) or isinstance(block.get(what, ""), str):
+                continue
+            of = f"{name}.{what}" if name else what
+            try:
+                n = block.get("n", record.get("completions"))
+                results = unpack_bits(packed, n) if kind == "bits" else unpack_counts(packed) / _SAMPLES
+                wrong = len(results) != n or not abs(results.mean() - block[what]) <= _ROUNDED
+            except (TypeError, ValueError) as error:
+                faults.append(f"{of}_{kind} cannot be read ({error})")
+                continue
+            if wrong:
+                said = f"the mean of {n} results is {results.mean():.6g}" if len(results) == n else f"n is {n}"
+                faults.append(f"{of} is {block[what]!r}, but by {of}_{kind} {said}")
+    return faults
 
 
 def _numbered(path: Path) -> list[tuple[int, bytes]]:

@@ -2,7 +2,7 @@
 
 from evoalign_lib.claims.declarations import check_claim, load_claims, rule_hash
 from evoalign_lib.claims.judgement import decide
-from evoalign_lib.claims.lock import lock, lock_problems, read_lock
+from evoalign_lib.claims.lock import lock, lock_problems, once_locked, read_lock
 from evoalign_lib.claims.selection import NULLS, committed_records
 from evoalign_lib.claims.tables import table_of_comparisons, table_of_statements, table_of_verdicts
 from evoalign_lib.claims.verdicts import (
@@ -28,6 +28,7 @@ __all__ = [
     "load_claims",
     "lock",
     "lock_problems",
+    "once_locked",
     "read_lock",
     "rule_hash",
     "table_of_comparisons",

@@ -1,11 +1,13 @@
 """The lock: paper/claims.lock keeps the hash of every rule, so that none changes after its runs without a word.
 
-A rule that changes after its records exist needs an entry in LOG.md that quotes the new hash.
+A rule that changes after its records exist needs an entry in LOG.md that quotes the new hash. Lines are added to the
+lock, never changed: whoever writes a new hash over an old one is found by the history of git.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 
 from evoalign_lib import paths
 from evoalign_lib.claims.declarations import SCALES, load_claims, rule_hash
@@ -20,7 +22,7 @@ def read_lock() -> dict[str, list[str]]:
     path = paths.PAPER / "claims.lock"
     locked: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
-        found = re.fullmatch(r"(\w+) \d{4}-\d\d-\d\d ([0-9a-f]{64})", line)
+        found = _LINE.fullmatch(line)
         if not found:
             raise ValueError(f"claims.lock, line {number} is not 'id date hash': {line[:100]!r}; write it by --lock")
         locked.setdefault(found[1], []).append(found[2])
@@ -28,7 +30,11 @@ def read_lock() -> dict[str, list[str]]:
 
 
 def lock_problems() -> list[str]:
-    """Return, one line each, the claims whose rule is not the locked one, or was changed without an entry in LOG.md."""
+    """Return, one line each, what does not hold of the claims and their lock.
+
+    Every rule is the one of its last line. Each line of a claim but the first, and each that was once in the lock and
+    is no more (`once_locked`), is quoted in LOG.md by the first 12 digits of its hash.
+    """
     locked, log, problems = read_lock(), _log(), []
     declared = load_claims()
     for claim in declared:
@@ -38,10 +44,36 @@ def lock_problems() -> list[str]:
             problems.append(f"claim {name} has a rule and no line in claims.lock: run evoalign claims --lock")
         elif hashes and hashes[-1] != present:
             problems.append(f"claim {name} is not what claims.lock holds: it was changed, or the lock was")
-        elif len(hashes) > 1 and present[:12] not in log:
-            problems.append(f"claim {name} was changed: LOG.md must say why and quote {present[:12]}")
+        problems += [
+            f"claim {name} was changed: LOG.md must say why and quote {later[:12]}"
+            for later in hashes[1:]
+            if later[:12] not in log
+        ]
+    for name, old in once_locked() or ():
+        if old not in locked.get(name, ()) and old[:12] not in log:
+            problems.append(
+                f"claims.lock has lost the rule {old[:12]} of claim {name}, which its history has: restore the line "
+                f"from git, or say in LOG.md why it went, and quote {old[:12]}"
+            )
     gone = sorted(locked.keys() - {claim["id"] for claim in declared})
     return problems + [f"claim {name} is in claims.lock and no longer declared: a claim stays" for name in gone]
+
+
+def once_locked() -> list[tuple[str, str]] | None:
+    """Return claim and hash of every line that any commit has added to claims.lock; None where there is no git."""
+    command = ["git", "log", "--full-history", "--format=", "--patch", "--unified=0", "--no-ext-diff", "--no-color"]
+    try:
+        done = subprocess.run(
+            [*command, "--", str(paths.PAPER / "claims.lock")],
+            cwd=paths.ROOT,
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    added = (_LINE.fullmatch(line[1:]) for line in done.stdout.splitlines() if line.startswith("+"))
+    return [(found[1], found[2]) for found in added if found]
 
 
 def lock(date: str) -> list[str]:
@@ -68,6 +100,9 @@ def lock(date: str) -> list[str]:
         with open(paths.PAPER / "claims.lock", "a", encoding="utf-8", newline="\n") as file:
             file.write("".join(f"{line}\n" for line in added))
     return added
+
+
+_LINE = re.compile(r"(\w+) \d{4}-\d\d-\d\d ([0-9a-f]{64})")
 
 
 def _log() -> str:

@@ -346,12 +346,16 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
 def committed_records(scale: str = "tiny") -> list[Record]:
     """Return the records in paper/results/*/<scale>.jsonl, notebook by notebook, without a torn last line.
 
-    Raises ValueError for a damaged or edited line (`records.read_records`), and for a spec that has two records.
+    Raises ValueError for a damaged or edited line (`records.read_records`), for a spec that has two records, and for
+    one that does not say its kind and scale.
     """
     records, files = [], {}
     for file in sorted(paths.RESULTS.glob(f"*/{scale}.jsonl")):
         for record in read_records(file):
-            if (name := record["spec_hash"]) in files:
+            name, lacking = record["spec_hash"], " and no ".join(sorted({"kind", "scale"} - record["spec"].keys()))
+            if lacking:
+                raise ValueError(f"{file}: the spec {name} has no {lacking}: restore the file from git")
+            if name in files:
                 raise ValueError(
                     f"the spec {name} has two records, in {files[name]} and in {file}: delete one of the two lines, "
                     "and the ledger that it alone names"

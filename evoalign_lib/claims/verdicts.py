@@ -153,6 +153,8 @@ def _judge(claim: Claim, evidence: Evidence) -> tuple[list[Finding], list[Placeb
         return findings, placebos.ask(claim, evidence), decodings.ask(claim, evidence)
     except ValueError as error:
         raise ValueError(f"claim {claim['id']}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"claim {claim['id']}: a record lacks the field {error}: restore it from git") from error
 
 
 def _verdict(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import math
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_EXAMPLES)
+_MOST = 1_000_000
+_MOST_SEEDS = 10_000  # or GPUs
+_MAY_BE_EMPTY = ("prompt_counts",)  # though no scale has it so: then a section of notebook 05 is left out
 
 
 def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> SimpleNamespace:
@@ -33,7 +38,8 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
 
     Raises:
         ValueError: an unknown scale, a name that is neither a parameter nor a setting (with the nearest one), a
-            missing parameter, a value of another type than it should have, an unknown engine, a scale without preset.
+            missing parameter, a value of another type than it should have, an empty list, or a number that is not
+            finite, negative, zero or huge where no scale has such a one, an unknown engine, a scale without preset.
 
     >>> check_parameters(
     ...     dict(scale="tiny", model="", engine="local", gpus=0, seeds=0, force=False, dry_run=False, stpes=3),
@@ -54,14 +60,15 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
         raise ValueError(f"this notebook has no scale {scale!r} yet: use one of {', '.join(presets)}.")
     settings = dict(presets[scale])
     known = {*PARAMETERS, *settings}
-    # When this cell runs again, the names that later cells define are there too: names are judged the first time only.
-    if not namespace.get("_parameters_checked"):
-        for name, value in namespace.items():
-            if name in known or name.startswith("_") or name in _OF_IPYTHON or value is presets or not _is_plain(value):
-                continue
+    named = [name for name in _of_parameters_cells(namespace.get("In")) if name in namespace]
+    # When this cell runs again, the names that later cells define are there too: all are judged the first time only.
+    if namespace.get("_parameters_checked") is not check_parameters:
+        named += [name for name, value in namespace.items() if value is not presets and _is_given(name, value)]
+    for name in named:
+        if name not in known:
             raise ValueError(
                 f"unknown parameter {name!r}.{nearest(name, known, cutoff=0.5)} Known: {', '.join(sorted(known))}. (In "
-                f"JupyterLab, run 'del {name}' to get rid of it.)"
+                f"JupyterLab, take it out, run 'del {name}', and run the parameters cell again.)"
             )
     for name, default in (_EXAMPLES | settings).items():
         if name in namespace:
@@ -75,9 +82,12 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
                 )
             if name in settings:
                 settings[name] = value
+                examples = [preset[name] for preset in presets.values() if name in preset]
+                _check_value(name, value, examples, _MOST_SEEDS if "seeds" in name else _MOST)
     for name in ("seeds", "gpus"):
         if namespace[name] < 0:
             raise ValueError(f"{name}={namespace[name]!r} must not be negative; 0 takes the scale's own.")
+        _check_value(name, namespace[name], [_EXAMPLES[name]], _MOST_SEEDS)
     if namespace["engine"] not in ENGINES:
         raise ValueError(f"unknown engine {namespace['engine']!r}: use one of {', '.join(ENGINES)}.")
     if namespace["gpus"] and namespace["engine"] == "local":
@@ -88,7 +98,7 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
         raise ValueError(f"model={namespace['model']!r} is for scale 'full'; scale {scale!r} has models of its own.")
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
-    namespace["_parameters_checked"] = True
+    namespace["_parameters_checked"] = check_parameters
     return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
 
 
@@ -120,11 +130,81 @@ def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
     return DataFrame(rows.values(), index=list(rows), columns=list(presets), dtype=object)
 
 
-_OF_IPYTHON = {"In", "Out", "exit", "quit"}
+_OF_IPYTHON = {"In": list, "Out": dict}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_given(name: str, value: Any) -> bool:
+    """Whether a variable may be a parameter that somebody set: it is plain, and neither private nor IPython's."""
+    if name.startswith("_") or isinstance(value, _OF_IPYTHON.get(name, ())):
+        return False
     return value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+
+
+def _of_parameters_cells(history: Any) -> list[str]:
+    """Return the names that the parameters cell, as it ran last, and what papermill injected after it have set.
+
+    history: the sources of the cells that ran, IPython's `In`. What was injected consists of literals alone.
+    """
+    names: list[str] = []
+    for source in reversed(history if isinstance(history, list) else []):
+        try:
+            statements = ast.parse(source).body
+        except (SyntaxError, ValueError):
+            continue
+        assigned = [s for s in statements if isinstance(s, (ast.Assign, ast.AnnAssign))]
+        targets = [target for s in assigned for target in (s.targets if isinstance(s, ast.Assign) else [s.target])]
+        bound = [target.id for target in targets if isinstance(target, ast.Name)]
+        if "scale" in bound:
+            return [*bound, *names]
+        if len(assigned) == len(statements) and all(map(_is_literal, assigned)):
+            names = [*bound, *names]
+    return []
+
+
+def _is_literal(statement: ast.Assign | ast.AnnAssign) -> bool:
+    """Whether a literal is assigned, or float('nan') and float('inf'), as which papermill writes these."""
+    code = ast.unparse(statement.value or ast.Constant(None))
+    try:
+        ast.literal_eval(code.replace("float('nan')", "0").replace("float('inf')", "0"))
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _check_value(name: str, value: Any, examples: Collection[Any], most: int = _MOST) -> None:
+    """Raise ValueError for a value, or one in a list or dictionary, that is of another kind than those of all scales.
+
+    examples: of each scale. most: that a number may be.
+    """
+    if value is None and None in examples:
+        return
+    examples = [example for example in examples if example is not None]
+    if examples and not any(_fits(value, example) for example in examples):
+        raise ValueError(
+            f"{name}={value!r:.80} has type {type(value).__name__}, expected {type(examples[0]).__name__}, for example "
+            f"{examples[0]!r:.80}."
+        )
+    empty = isinstance(value, (str, list, tuple, dict)) and not value
+    if empty and examples and all(examples) and name not in _MAY_BE_EMPTY:
+        raise ValueError(f"{name}={value!r} must not be empty: use for example {examples[0]!r:.80}.")
+    if isinstance(value, (list, tuple, dict)):
+        within = [part for example in examples for part in _parts(example)]
+        for part in _parts(value):
+            _check_value(name, part, [*within, 0] if "seeds" in name else within)  # the first seed is 0
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        numbers = [n for n in examples if isinstance(n, (int, float)) and not isinstance(n, bool)]
+        if not -math.inf < value < math.inf:
+            raise ValueError(f"{name}={value!r} must be a finite number.")
+        if value < 0 and all(n >= 0 for n in numbers):
+            raise ValueError(f"{name}={value!r:.80} must not be negative.")
+        if value == 0 and numbers and all(n > 0 for n in numbers):
+            raise ValueError(f"{name}={value!r} must be greater than 0: use for example {numbers[0]!r}.")
+        if value > most:
+            raise ValueError(f"{name}={value!r:.80} must be at most {most}.")
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
-from numbers import Rational
+from numbers import Integral, Rational
 from pathlib import Path
 from typing import Any
 
@@ -458,7 +458,7 @@ def grade(
     Args:
         response: the completion alone, never with the prompt (whose example answer would be graded). More than 65,536
             characters score 0.
-        numbers: the given numbers.
+        numbers: the given numbers, whole ones.
         target: the value to reach.
         grader: "strict" or "released", see the module's text.
         end_token: removed once from the end before the format is judged, as in the published scorer.
@@ -468,7 +468,7 @@ def grade(
 
     Raises:
         ValueError: unknown grader, or a target that is no number.
-        TypeError: a response that is no string.
+        TypeError: a response that is no string, or numbers that are not whole ones, such as texts.
 
     >>> grade("44 + 19 = 63</think>\\n<answer>44 + 19 + 35</answer>", [44, 19, 35], "98").reward
     1.1
@@ -479,6 +479,11 @@ def grade(
         raise ValueError(f"unknown grader {grader!r}: use one of {', '.join(GRADERS)}")
     if not isinstance(response, str):
         raise TypeError(f"a response must be a string, got {type(response).__name__}")
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
+        raise TypeError(
+            f"numbers must be whole numbers such as [44, 19, 35], got {numbers!r:.200}: no answer could use them. Make "
+            "integers of that column"
+        )
     goal = _exact_target(target)
     if len(response) > _MAX_RESPONSE:
         return Grade(0.0, 0.0)
@@ -511,7 +516,7 @@ def reward(
 
     Raises:
         ValueError: columns of different lengths, unknown grader, a target that is no number.
-        TypeError: a completion that is neither a string nor a conversation.
+        TypeError: a completion that is neither a string nor a conversation, or numbers that are not whole ones.
     """
     tasks.check_lengths(prompts=prompts, completions=completions, numbers=numbers, target=target)
     grades = [

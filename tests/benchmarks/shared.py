@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
@@ -92,6 +93,8 @@ def run_sections(
 def merge(path: Path, device: str, kind: str, results: dict, replace: bool = False) -> None:
     """Write a benchmark's sections into the file; what other devices and the other benchmark wrote stays.
 
+    Beside it, with the suffix .sha256, its SHA-256 is written, by which `evoalign verify` finds what was edited.
+
     Args:
         path: JSON file: device -> kind -> section -> what was measured.
         device: its name.
@@ -103,4 +106,6 @@ def merge(path: Path, device: str, kind: str, results: dict, replace: bool = Fal
     entry = known.setdefault(device, {})
     entry[kind] = results if replace else entry.get(kind, {}) | results
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    data = (json.dumps(known, indent=1) + "\n").encode()
+    path.write_bytes(data)
+    path.with_suffix(".sha256").write_text(hashlib.sha256(data).hexdigest() + "\n")

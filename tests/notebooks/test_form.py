@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evoalign_lib import noise, paths
+from evoalign_lib import execution, noise, paths
 from evoalign_lib.analysis import kl, stats
 from evoalign_lib.study import parameters
 from evoalign_lib.study.notebooks.loading import Loader
@@ -99,6 +99,92 @@ def test_no_settings_name_is_rebound_by_a_cell(notebook):
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
                 continue
             assert not bound & settings, source
+
+
+def test_a_cell_of_literals_is_the_parameters_cell(notebook):
+    """By this the check of parameters tells what papermill has injected from what later cells define."""
+    only = [all(isinstance(s, (ast.Assign, ast.AnnAssign)) for s in ast.parse(c).body) for c in code_of(notebook)]
+    assert only == [True] + [False] * (len(only) - 1)
+
+
+class Names(ast.NodeVisitor):
+    """The names of a notebook that a cell binds, and those that it reads before it binds them."""
+
+    def __init__(self, source):
+        self.bound, self.read, self._own = set(), set(), []
+        self.visit(ast.parse(source))
+
+    def visit_Name(self, node):
+        if any(node.id in names for names in self._own):
+            return
+        if isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+        elif node.id not in self.bound:
+            self.read.add(node.id)
+
+    def visit_Assign(self, node):
+        for part in (node.value, *node.targets):
+            self.visit(part)
+
+    def visit_AugAssign(self, node):
+        if isinstance(node.target, ast.Name):
+            self.visit(ast.Name(node.target.id, ast.Load()))
+        for part in (node.value, node.target):
+            self.visit(part)
+
+    def visit_For(self, node):
+        for part in (node.iter, node.target, *node.body, *node.orelse):
+            self.visit(part)
+
+    def visit_Import(self, node):
+        self.bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+
+    visit_ImportFrom = visit_Import
+
+    def _with_own_names(self, node):
+        """Visit what has names of its own: functions and comprehensions, of which every stored name is one."""
+        inner = list(ast.walk(node))
+        own = {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        own |= {each.arg for each in inner if isinstance(each, ast.arg)}
+        own |= {(each.asname or each.name).split(".")[0] for each in inner if isinstance(each, ast.alias)}
+        self.bound |= {node.name} if isinstance(node, ast.FunctionDef) else set()
+        self._own.append(own)
+        self.generic_visit(node)
+        self._own.pop()
+
+    visit_FunctionDef = visit_Lambda = _with_own_names
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _with_own_names
+
+
+def test_every_cell_may_run_again(notebook):
+    """A cell finds the names it reads as they were: no later cell, nor itself, binds one of them to something else."""
+    cells = [Names(source) for source in code_of(notebook)]
+    bound = {name: [i for i, cell in enumerate(cells) if name in cell.bound] for cell in cells for name in cell.bound}
+    again = [
+        f"code cell {i + 1} reads {name!r}, which cells {[n + 1 for n in bound[name]]} bind"
+        for i, cell in enumerate(cells)
+        for name in sorted(cell.read & bound.keys())
+        if bound[name][-1] >= i and (len(bound[name]) > 1 or i in bound[name])
+    ]
+    assert again == []
+
+
+def test_a_name_that_is_bound_again_further_down_is_found():
+    cells = [
+        Names(source) for source in ("kl = 1", "kl + sum(x for x in y)", "kl += 1", "def f(a):\n    return a + rows")
+    ]
+    assert [cell.bound for cell in cells] == [{"kl"}, set(), {"kl"}, {"f"}]
+    assert [cell.read for cell in cells] == [set(), {"kl", "sum", "y"}, {"kl"}, {"rows"}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["02_grpo_countdown", "05_stability"])
+def test_every_cell_runs_twice(name, tmp_path):
+    content = read(paths.NOTEBOOKS / f"{name}.ipynb")
+    first, *others = code_of(content)
+    content.cells = [nbformat.v4.new_code_cell(source) for source in [first, "dry_run = True", *others] * 2]
+    assert execution._run(name, content, tmp_path, [], timeout=300) is None
 
 
 def definitions(path, *names):

@@ -30,6 +30,7 @@ from evoalign_lib.artifacts import Store
 from evoalign_lib.claims import evaluate_together, load_claims
 from evoalign_lib.engines import processes
 from evoalign_lib.records import append_record, spec_hash
+from tests.benchmarks.shared import merge
 
 REPOSITORY = paths.ROOT
 ENVIRONMENT = {"python": "3.12.1", "torch": "2.13.0", "numpy": "2.3.5", "evoalign": "0.1.0", "device": "cpu"}
@@ -40,9 +41,13 @@ RECORDS = [
 TABLE = pd.DataFrame({"arm": ["ES", "base_A0 & co"], "gain": [-1.25, 0.5], "n": [8, 1], "range": ["-3.0 to 1.0", ""]})
 
 
+COPIED = {"paper/claims.yaml", "paper/claims.lock", "LOG.md"}
+NO_GIT = "no history of git here: paper/claims.lock was not compared with it"
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty repository, its paths in the place of the real ones."""
+    """A repository of claims and nothing else, its paths in the place of the real ones."""
     folders = {
         "ROOT": ".",
         "NOTEBOOKS": "notebooks",
@@ -55,7 +60,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, folder in folders.items():
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         monkeypatch.setattr(paths, name, tmp_path / folder)
-    shutil.copy(REPOSITORY / "paper" / "claims.yaml", tmp_path / "paper")
+    for name in COPIED:
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     monkeypatch.delenv("EVOALIGN_ARTIFACTS", raising=False)
     monkeypatch.delenv("EVOALIGN_RUN_DIR", raising=False)
     return tmp_path
@@ -110,7 +116,7 @@ def test_floats_need_a_format_and_formats_a_column(repository: Path) -> None:
         store.save_table(TABLE, "gain", "Gain.")
     with pytest.raises(ValueError, match="'gian', which is no column"):
         store.save_table(TABLE, "gain", "Gain.", {"gian": ".1f"})
-    assert _files(repository) == {"paper/claims.yaml"}
+    assert _files(repository) == COPIED
 
 
 @pytest.mark.parametrize(
@@ -376,7 +382,7 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _store_toy_records(repository)
     figures, generated = repository / "figures", repository / "paper" / "generated"
 
-    assert _run_verify("--write") == (0, ["written"])
+    assert _run_verify("--write") == (0, [NO_GIT, "written"])
     committed = {file: (repository / file).read_bytes() for file in _files(repository)}
     claims = committed["paper/generated/claims.md"]
     assert committed["README.md"] == b"Results\n<!-- claims -->\n" + claims + b"<!-- /claims -->\nend\n"
@@ -387,9 +393,10 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setenv("EVOALIGN_ARTIFACTS", str(drawn))
         exec(NOTEBOOK.replace("../paper", str(repository / "paper")), {})
     agree = ["all tables, numbers and plotted data agree with the committed records"]
-    assert _run_verify("--drawn", str(drawn)) == (0, agree)
+    assert _run_verify("--drawn", str(drawn)) == (0, [NO_GIT, *agree])
     (drawn / "generated/gain.csv").write_text("seed\n7\n")
-    assert _run_verify("--drawn", str(drawn)) == (1, ["generated/gain.csv differs: line 2: committed '0', drawn '7'"])
+    problem = "generated/gain.csv differs: line 2: committed '0', drawn '7'"
+    assert _run_verify("--drawn", str(drawn)) == (1, [problem, NO_GIT])
     for wrong, message in (([str(drawn), "--write"], "leave --drawn out"), (["nowhere"], "make test draws all into")):
         status, lines = _run_verify("--drawn", *wrong)
         assert status == 2 and message in " ".join(" ".join(lines).split())
@@ -411,7 +418,7 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1
     claims = next(problem for problem in problems if "claims.csv" in problem)
     assert claims.startswith("generated/claims.csv differs: line 2: committed 'E9,")
-    assert sorted(problem for problem in problems if problem != claims) == [
+    assert sorted(problem for problem in problems if problem not in (claims, NO_GIT)) == [
         "README.md, block claims, differs: line 1: committed '| claims | verdict |', drawn '| claim | verdict |'",
         "figures/curves.csv differs: line 3: committed '1', drawn '0'",
         "figures/curves.png is missing",
@@ -424,6 +431,78 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     # a comparison leaves the repository as it was
     assert {file: (repository / file).read_bytes() for file in _files(repository)} == damaged
+
+
+def test_verify_finds_what_was_forged_beside_the_records(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forgery by itself, in a copy of a repository in which all agrees."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    readme, bench = repository / "README.md", repository / "paper/results/bench.json"
+    readme.write_text("<!-- claims -->\n<!-- /claims -->\n")
+    merge(bench, "a device", "cpu", {"step": {"ratio": 3.5}})
+    _write_notebook(repository, "import json", NOTEBOOK + "print('untagged')")
+    _store_toy_records(repository)
+    assert artifacts.redraw("01_toy") is None and _run_verify("--write")[0] == 0
+    drawn, manifest = repository / "drawn", repository / "paper/generated/manifest.json"
+    for folder, place in (("figures", paths.FIGURES), ("generated", paths.GENERATED)):
+        shutil.copytree(place, drawn / folder)
+    assert list(artifacts.verify(drawn=drawn)) == []
+
+    def found(file: Path, *change: str | bytes) -> list[str]:
+        """What is found after a text of a file was replaced, or all of it."""
+        before = file.read_bytes()
+        old, new = (
+            part.encode() if isinstance(part, str) else part for part in (*(before,) * (len(change) < 2), *change)
+        )
+        assert old in before
+        file.write_bytes(before.replace(old, new, 1))
+        problems = list(artifacts.verify(drawn=drawn))
+        file.write_bytes(before)
+        return problems
+
+    rows = readme.read_text()
+    assert found(readme, rows + rows.replace("open", "supported")) == [
+        "README.md has more than one block <!-- claims -->: leave the first"
+    ]
+    entry = {"kind": "table", "notebook": "99_other", "scale": "tiny", "files": ["generated/best.csv"], "records": None}
+    other = json.loads(manifest.read_text())
+    other["artefacts"]["best"] = entry
+    assert found(manifest, json.dumps(other)) == [
+        "manifest.json: best is of 99_other at tiny, which has no records: delete it",
+        "manifest.json: best names generated/best.csv, which is missing: restore it from git",
+    ]
+    kept = bench.with_suffix(".sha256")
+    edited = f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew"
+    assert found(bench, "3.5", "5.5") == [edited]
+    kept.unlink()
+    assert list(artifacts.verify(drawn=drawn)) == [edited]
+    merge(bench, "a device", "cpu", {"step": {"ratio": 4.5}})
+    picture = "is not the picture that was drawn: restore it from git, or execute its notebook"
+    for file in ("curves.png", "curves.pdf"):
+        assert found(repository / "figures" / file, b"another picture") == [f"figures/{file} {picture}"]
+    executed = repository / "notebooks/01_toy.ipynb"
+    assert found(executed, '"untagged\\n"', '"forged\\n"') == [
+        "notebooks/01_toy.ipynb displays what `evoalign execute` did not write: restore it from git, or execute it"
+    ]
+    assert found(executed, "import json", "import json, os") == []  # `execution.stale` finds this
+    lock = repository / "paper/claims.lock"
+    line = next(line for line in lock.read_text().splitlines() if line.startswith("C1 "))
+    assert found(lock, line + "\n", "") == [
+        "claim C1 has a rule and no line in claims.lock: run evoalign claims --lock"
+    ]
+    assert found(lock, line, "C1 by hand")[0].startswith("claims.lock, line 7 is not 'id date hash'")
+    # drawn on a machine whose libraries write other bytes, by the notebook itself
+    for folder in (repository, drawn):
+        (folder / "figures/curves.png").write_bytes(b"another machine's")
+    assert list(artifacts.verify(drawn=drawn)) == []
+
+
+def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() -> None:
+    manifest = json.loads((REPOSITORY / "paper/generated/manifest.json").read_text())
+    pictures = {f for entry in manifest["artefacts"].values() for f in entry["files"] if f.endswith((".pdf", ".png"))}
+    assert manifest["pictures"].keys() == pictures and len(pictures) > 60
+    assert {file: artifacts._sha256(REPOSITORY / file) for file in pictures} == manifest["pictures"]
+    assert artifacts._changed_outputs() == [] == artifacts._unaccounted(())
+    assert len(manifest["outputs"]) == len(list((REPOSITORY / "notebooks").glob("*.ipynb")))
 
 
 def test_verify_reports_edited_records_first_and_draws_nothing_from_them(repository: Path) -> None:
@@ -645,7 +724,7 @@ def test_a_table_that_is_not_saved_and_an_interval_on_one_line(repository: Path)
         "1.0 [0.5,\N{NO-BREAK SPACE}1.5] points" in contents["text/html"]
         and "[1,\N{NO-BREAK SPACE}2]" in contents["text/html"]
     )
-    assert about == {} and _files(repository) == {"paper/claims.yaml"}
+    assert about == {} and _files(repository) == COPIED
     with pytest.raises(ValueError, match="'gain' holds floats"):
         artifacts.show(TABLE, "Gain.")
 

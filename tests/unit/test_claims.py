@@ -2,6 +2,7 @@
 
 import copy
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from evoalign_lib import artifacts, claims, cli, paths
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims import evaluate
 from evoalign_lib.claims.findings import Finding
-from evoalign_lib.records import pack_bits, pack_counts, spec_hash
+from evoalign_lib.records import pack_bits, pack_counts, seal, spec_hash
 
 PROBLEMS = 40
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
@@ -474,7 +475,10 @@ def _declare(repository: Path, **changes: dict) -> None:
 def _record(repository: Path, *records: dict) -> None:
     (repository / "paper/results/01_toy").mkdir(exist_ok=True)
     lines = "".join(json.dumps(record | {"spec_hash": spec_hash(record["spec"])}) + "\n" for record in records)
-    (repository / "paper/results/01_toy/tiny.jsonl").write_text(lines)
+    file = repository / "paper/results/01_toy/tiny.jsonl"
+    file.write_text(lines)
+    file.with_suffix(".seal").unlink(missing_ok=True)
+    seal(file)
 
 
 def _log(repository: Path, name: str) -> None:
@@ -506,7 +510,36 @@ def test_a_changed_rule_needs_the_log(repository: Path) -> None:
     assert claims.lock_problems() == [f"claim E1 was changed: LOG.md must say why and quote {line.split()[2][:12]}"]
     # and back: the lock's last line counts, not any
     _declare(repository)
-    assert claims.lock_problems() == [problem]
+    changed = f"claim E1 was changed: LOG.md must say why and quote {line.split()[2][:12]}"
+    assert claims.lock_problems() == [problem, changed]
+    # each line but the first is quoted, not the last alone
+    with open(repository / "paper/claims.lock", "a") as file:
+        file.write(f"E1 2026-01-03 {before.split()[5]}\n")
+    _log(repository, "E1")
+    assert claims.lock_problems() == [changed]
+
+
+def _git(repository: Path, *arguments: str) -> None:
+    user = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *user, *arguments], cwd=repository, check=True, capture_output=True)
+
+
+def test_a_line_of_the_lock_that_was_replaced_is_found_by_the_history_of_git(repository: Path) -> None:
+    lock = repository / "paper/claims.lock"
+    assert claims.once_locked() is None
+    _git(repository, "init", "-q"), _git(repository, "add", "."), _git(repository, "commit", "-qm", "Locked")
+    assert [name for name, _ in claims.once_locked()] == ["C10", "E1"]
+    old = lock.read_text().split()[5]
+    _declare(repository, E1={"margin": 0.01})
+    (changed,) = (claims.rule_hash(claim) for claim in claims.load_claims() if claim["id"] == "E1")
+    lock.write_text(lock.read_text().replace(old, changed))
+    lost = f"claims.lock has lost the rule {old[:12]} of claim E1, which its history has: restore the line from git, "
+    lost += f"or say in LOG.md why it went, and quote {old[:12]}"
+    assert claims.lock_problems() == [lost]
+    _git(repository, "commit", "-qam", "Locked otherwise")
+    assert claims.lock_problems() == [lost]
+    (repository / "LOG.md").write_text(f"{old[:12]} was a mistake.\n")
+    assert claims.lock_problems() == []
 
 
 def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path) -> None:
@@ -560,6 +593,30 @@ def test_the_command_prints_all_claims_or_one_in_full(repository: Path) -> None:
     assert lines[2].count("points from 25.0 % (n = 8, detectable") == 3 and len(lines) == 3
     result = CliRunner().invoke(cli.app, ["claims", "--id", "C99"], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "no claim 'C99'; there are C1, C10, E1" in result.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lock"]])
+def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, arguments: list[str]) -> None:
+    _record(repository, *_world({"A0": 12}))
+    file = repository / "paper/results/01_toy/tiny.jsonl"
+    whole = file.read_bytes()
+    for old, new in ((b'"finished"', b'"incomplete"'), (b'"greedy_bits"', b'"bits"'), (b'{"', b'{"\xff'), (b"}", b"")):
+        file.write_bytes(whole.replace(old, new, 1))
+        result = CliRunner().invoke(cli.app, ["claims", *arguments])
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert result.output.startswith(f"{file}, line 1 ") and "restore it from git" in result.output
+    # sealed as it is: still named, now by what could not be read in it
+    record = _run("A0", 10, arm=None)
+    del record["test"]["n"]
+    _record(repository, record, *_world({"A0": 12})[1:])
+    result = CliRunner().invoke(cli.app, ["claims"])
+    assert result.exit_code == 1 and "claim E1: a record lacks the field 'n'" in result.output
+    del record["spec"]["kind"]
+    _record(repository, record)
+    result = CliRunner().invoke(cli.app, ["claims"])
+    assert (
+        result.exit_code == 1 and f"{file}: the spec {spec_hash(record['spec'])} has no kind: restore" in result.output
+    )
 
 
 def test_the_command_locks(repository: Path) -> None:

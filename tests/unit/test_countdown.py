@@ -719,6 +719,12 @@ def test_reward_refuses_bad_columns():
     for completion in (None, 3, b"a", ["a"], [{"role": "assistant", "content": None}]):
         with pytest.raises(TypeError, match="a completion must be a string or a list of text messages"):
             countdown.reward(["p"], [completion], [[1]], ["1"])
+    for numbers in (["44", "19", "35"], "44 19 35", [44, 19, "35"], [44.0, 19.0, 35.0], [True, 19, 35], [None]):
+        with pytest.raises(TypeError, match="numbers must be whole numbers such as .*, got .* Make integers of that"):
+            grade("44 + 19 = 63</think>\n<answer>44 + 19 + 35</answer>", numbers, "98")
+        with pytest.raises(TypeError, match="numbers must be whole numbers"):
+            countdown.reward(["p"], ["<answer>1</answer>"], [numbers], ["98"])
+    assert grade("<answer>44 + 19 + 35</answer>", np.array([44, 19, 35]), "98").answer == 1
     with pytest.raises(TypeError, match="a response must be a string, got NoneType"):
         grade(None, [1], 1)
 

@@ -245,6 +245,18 @@ def test_published_completions_are_flagged_as_a_reader_would():
     assert sum(np.all([not t for t in one.completions]) for one in sets["ES_alpha0.001_sigma0.005"]) == 1
 
 
+def test_thousands_of_distinct_completions_take_seconds():
+    """Of common words, so that each shares some with all others: comparing pairs in Python would take minutes."""
+    rng = np.random.default_rng(0)
+    words = np.array([f"{a}{b}" for a in "bcdfghklmn" for b in "aeiou"])
+    texts = [" ".join(words[rng.integers(0, 50, 24)]) for _ in range(4000)]
+    texts += [f"I am sorry, but I cannot help with {word} or anything of that kind." for word in words]
+    started = time.process_time()  # of a busy machine, too
+    report = hack_report(texts)
+    assert time.process_time() - started < 30
+    assert report.distinct == 1 and report.shares["template"] == 50 / 4050
+
+
 # ---- templates
 
 

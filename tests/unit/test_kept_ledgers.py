@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from evoalign_lib import ledger, paths
 from evoalign_lib.cli import app
 from evoalign_lib.records import read_records, seal_problems, spec_hash
-from evoalign_lib.study import sweep
+from evoalign_lib.study import measures, sweep, training
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.train import train_specs
 from evoalign_lib.study.sweep import load_or_run
@@ -271,6 +272,17 @@ def _replays() -> Iterator[Any]:
 @pytest.mark.parametrize(("path", "record"), list(_replays()))
 def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, record, tmp_path):
     replay_command(path, tmp_path / "model", record, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "record"), NAMED, ids=[path.name for path, _ in NAMED])
+def test_a_replayed_model_answers_as_its_record_says(path, record):
+    spec = record["spec"]
+    model, tokenizer, sets = training.world(spec | {"kind": "base"})
+    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        engine.master[:] = ledger.replay(path, spec["base"])
+        found = measures.get(spec["task"]).tested(engine, sets["test"])
+    assert found == {name: record["test"][name] for name in found}
 
 
 @pytest.mark.parametrize(("path", "record"), NAMED, ids=[path.name for path, _ in NAMED])

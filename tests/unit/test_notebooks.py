@@ -160,6 +160,10 @@ def test_where_a_larger_model_is_the_tiny_worlds_records_are_shown(model_folder)
         (stability, {"scale": "full", "horizons": [4, 16]}, r"horizons=\[4, 16\] are for tiny bases"),
         (conciseness, {"unique_prompts": 7}, "unique_prompts=7"),
         (es_countdown, {"curve_points": 1}, "curve_points=1 leaves out the last step"),
+        (es_countdown, {"n_seeds": 10**9}, "n_seeds=1000000000 must be at most 10000"),
+        (es_countdown, {"temperatures": [float("nan")]}, "temperatures=nan must be a finite number"),
+        (grpo_countdown, {"sweep_factors": {"alpha": -1.0}}, r"sweep_factors=-1\.0 must not be negative"),
+        (stability, {"force": True, "retrain": ["grop"]}, "there is no group 'grop'. Did you mean 'grpo'"),
     ],
 )
 def test_what_no_run_can_have_is_refused_before_any_work(module, given, message):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -185,6 +186,89 @@ def test_a_seal_that_is_gone_or_shortened(committed):
     assert seal_problems(committed) == [missing]
     assert seal(committed) == last and sealed.read_bytes() == whole
     assert seal_problems(committed.with_name("full.jsonl")) == []  # neither records nor seal
+
+
+# ---- records that were forged, seal and all
+
+
+def forged(file: Path, change) -> list[str]:
+    """What is found after a change of the first record with a test set, with all seals made anew."""
+    lines = file.read_bytes().splitlines()
+    number = next(i for i, line in enumerate(lines) if b'"greedy_bits"' in line and b'"t1_counts"' in line)
+    made = json.loads(lines[number])
+    change(made)
+    lines[number] = json.dumps(made, sort_keys=True, separators=(",", ":")).encode()
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    file.with_suffix(".seal").unlink()
+    assert seal(file) == len(lines)
+    problems = seal_problems(file)
+    start = where(file, number + 1) + ": "
+    assert all(problem.startswith(start) and problem.endswith(": restore it from git") for problem in problems)
+    return [problem.removeprefix(start).removesuffix(": restore it from git") for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            lambda test: test.update(greedy=0.9),
+            r"test.greedy is 0.9, but by test.greedy_bits the mean of 2000 results is",
+        ),
+        (lambda test: test.update(t1=test["t1"] + 2e-6), r"test.t1 is 0\.\d+, but by test.t1_counts the mean of 2000 "),
+        (lambda test: test.update(t1_counts=test["t1_counts"][1:]), "but by test.t1_counts n is 2000"),
+        (lambda test: test.update(t1_counts="z" * 2000), "test.t1_counts cannot be read ('z' is not a base-17 digit"),
+        (lambda test: test.update(greedy_bits="zz"), "test.greedy_bits cannot be read (non-hexadecimal number"),
+        (lambda test: test.update(greedy=None), "test.greedy_bits cannot be read (unsupported operand"),
+        (lambda test: test.update(greedy=float("inf")), "line is not JSON"),
+        (lambda test: test.pop("n"), "test.greedy_bits cannot be read ("),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_found_though_it_was_sealed(committed, change, found):
+    if found == "line is not JSON":
+        with pytest.raises(
+            ValueError, match="a line without seal is not a record: .* Delete it, or restore it from git"
+        ):
+            forged(committed, lambda record: change(record["test"]))
+        return
+    problems = forged(committed, lambda record: change(record["test"]))
+    assert problems and any(re.search(found.replace("(", r"\("), problem) for problem in problems), problems
+
+
+def test_another_status_is_named_and_drops_no_run(committed):
+    assert forged(committed, lambda record: record.update(status="incomplete")) == [
+        "status 'incomplete', not 'finished'"
+    ]
+    with pytest.raises(
+        ValueError, match=r"line \d+ \(.*\): status 'incomplete', but only runs that finished are stored"
+    ):
+        read_records(committed)
+
+
+# ---- records that cannot be read
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda line: line[:40], "is not JSON: "),
+        (lambda line: b"\xff" + line, "is not UTF-8 text: "),
+        (lambda line: line[:-1] + b',"deep":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested too deeply"),
+        (lambda line: line[:-1] + b',"many":' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
+        (lambda line: line[:-1] + b',"rate":NaN}', "is not JSON: NaN is no number of JSON"),
+        (lambda line: b"[1,2]", r"is not a record: \[1,2\]"),
+        (lambda line: line.replace(b'"status":', b'"state":'), "is not a record: "),
+        (lambda line: line.replace(b'"spec_hash":"', b'"spec_hash":7,"hash":"'), "is not a record: "),
+        (lambda line: line.replace(b'"sha256":', b'"sha":'), "is not a record: "),
+        (lambda line: line.replace(b'"finished"', b"[0]"), r"status \[0\], but only runs that finished are stored"),
+    ],
+)
+def test_a_damaged_line_is_named_with_its_file_and_the_remedy(committed, damage, named):
+    edit(committed, lambda lines: lines.__setitem__(6, damage(lines[6].rstrip(b"\n")) + b"\n"))
+    with pytest.raises(ValueError, match=rf"tiny\.jsonl, line 7 .*{named}.*[Rr]estore the file from git"):
+        read_records(committed)
+    assert any(
+        problem.startswith(f"{committed}, line 7 ") and "restore it" in problem for problem in seal_problems(committed)
+    )
 
 
 # ---- ledgers

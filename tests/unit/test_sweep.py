@@ -52,6 +52,10 @@ PRESETS = {
     "smoke": {"steps": 2, "sigma": 0.1, "bases": ["A0"], "curve": True, "limit": None},
     "tiny": {"steps": 100, "sigma": 0.01, "bases": ["A0", "A1"], "curve": True, "limit": None},
 }
+LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
+for preset in PRESETS.values():
+    preset |= LISTS
+PRESETS["tiny"]["some"], PRESETS["smoke"]["some"] = None, 8  # None: all there are
 needs_bases = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
 )
@@ -91,6 +95,32 @@ def test_settings_of_the_scale_with_overrides():
         ({"force": "yes"}, "parameter force='yes' has type str, expected bool"),
         ({"dry_run": 1}, "parameter dry_run=1 has type int, expected bool"),
         ({"model": 7}, "parameter model=7 has type int, expected str"),
+        ({"steps": 0}, "steps=0 must be greater than 0: use for example 2"),
+        ({"steps": -1}, "steps=-1 must not be negative"),
+        ({"steps": 10**9}, "steps=1000000000 must be at most 1000000"),
+        ({"steps": 10**400}, "steps=10{20}.* must be at most 1000000"),
+        ({"sigma": 0.0}, r"sigma=0\.0 must be greater than 0"),
+        ({"sigma": float("nan")}, "sigma=nan must be a finite number"),
+        ({"sigma": float("-inf")}, "sigma=-inf must be a finite number"),
+        ({"sigma": 1e30}, r"sigma=1e\+30 must be at most 1000000"),
+        ({"bases": []}, r"bases=\[\] must not be empty: use for example \['A0'\]"),
+        ({"bases": ["A0", 5]}, "bases=5 has type int, expected str, for example 'A0'"),
+        ({"bases": [None]}, "bases=None has type NoneType, expected str"),
+        ({"bases": [""]}, "bases='' must not be empty: use for example 'A0'"),
+        ({"rates": [0.1, float("inf")]}, "rates=inf must be a finite number"),
+        ({"rates": [0.1, 0]}, "rates=0 must be greater than 0"),
+        ({"factors": {"sigma": -1.0}}, r"factors=-1\.0 must not be negative"),
+        ({"factors": {"sigma": "1"}}, r"factors='1' has type str, expected float, for example 0\.1"),
+        ({"limit": -3}, "limit=-3 must not be negative"),
+        ({"some": [5]}, r"some=\[5\] has type list, expected int, for example 8"),
+        ({"own_seeds": [10**9]}, "own_seeds=1000000000 must be at most 1000000"),
+        ({"n_seeds": 10**5}, "n_seeds=100000 must be at most 10000"),
+        ({"n_seeds": 0}, "n_seeds=0 must be greater than 0"),
+        ({"seeds": 10**9}, "seeds=1000000000 must be at most 10000"),
+        ({"gpus": 10**9}, "gpus=1000000000 must be at most 10000"),
+        ({"In": 5}, "unknown parameter 'In'"),
+        ({"exit": 5}, "unknown parameter 'exit'"),
+        ({"_parameters_checked": True, "stpes": 5}, "unknown parameter 'stpes'"),
         ({"engine": "vlm"}, "unknown engine 'vlm': use one of local, vllm, ray"),
         ({"engine": "vllm"}, "engine='vllm' is for scale 'full'"),
     ],
@@ -116,7 +146,7 @@ def test_truth_values_as_papermill_gives_them(text, value):
 
 
 def test_what_a_kernel_defines_is_no_parameter():
-    namespace = PARAMETERS | {"In": ["..."], "Out": {}, "_": 3, "_i1": "x", "exit": "quitter", "__name__": "__main__"}
+    namespace = PARAMETERS | {"In": ["..."], "Out": {}, "_": 3, "_i1": "x", "exit": object(), "__name__": "__main__"}
     check_parameters(namespace | {"json": json, "Path": Path, "helper": lambda: 0, "presets": PRESETS}, PRESETS)
 
 
@@ -130,6 +160,50 @@ def test_the_cell_may_run_again_after_later_cells():
     namespace["seeds"] = -3  # and mistakes in known ones are still found
     with pytest.raises(ValueError, match="seeds=-3"):
         check_parameters(namespace, PRESETS)
+
+
+def test_zeros_and_empty_lists_where_a_scale_has_them():
+    given = {
+        "ends": ["a"],
+        "weights": [0.0, 1],
+        "own_seeds": [0, 1],
+        "rates": (1,),
+        "factors": {"alpha": 2},
+        "limit": 0,
+        "some": None,
+    }
+    run = check_parameters(PARAMETERS | given, PRESETS)
+    assert {name: getattr(run, name) for name in given} == given
+    presets = PRESETS | {"tiny": PRESETS["tiny"] | {"ends": ["a"]}}
+    assert check_parameters(PARAMETERS | {"ends": []}, presets).ends == []
+
+
+CELLS = ["", "import numpy as np", "scale: str = 'tiny'\nmodel: str = ''", "run = check_parameters(globals(), presets)"]
+
+
+@pytest.mark.parametrize(
+    "injected", ["study = 5", "# Parameters\nscale = 'tiny'\n_steps = [float('nan')]\n", "es = -5"]
+)
+def test_what_papermill_sets_is_no_variable_of_the_notebook(injected):
+    name = injected.split(" =")[-2].split()[-1]
+    namespace = PARAMETERS | {name: json, "In": [*CELLS[:3], injected, CELLS[3]]}  # an import may have come after it
+    with pytest.raises(ValueError, match=f"unknown parameter '{name}'"):
+        check_parameters(namespace, PRESETS)
+    namespace["In"] += [CELLS[2], CELLS[3]]  # taken out, and the parameters cell run again
+    check_parameters(namespace, PRESETS)
+
+
+def test_an_unknown_name_in_the_parameters_cell_is_refused_when_it_runs_again():
+    namespace = PARAMETERS | {"In": list(CELLS)}
+    check_parameters(namespace, PRESETS)
+    namespace |= {"rows": [1, 2], "total": 0.5, "stpes": 3}
+    namespace["In"] += ["rows = [1, 2]\ntotal = sum(rows)", "%matplotlib inline", f"{CELLS[2]}\nstpes = 3", CELLS[3]]
+    with pytest.raises(
+        ValueError, match="unknown parameter 'stpes'.*run 'del stpes', and run the parameters cell again"
+    ):
+        check_parameters(namespace, PRESETS)
+    del namespace["stpes"]
+    check_parameters(namespace, PRESETS)
 
 
 def test_a_refused_cell_refuses_again():
