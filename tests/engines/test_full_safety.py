@@ -40,7 +40,7 @@ if __name__ == "__main__":  # the processes of runs import this file, too
     load(*sys.argv[2:])
 """
 SMALL = {"unique_prompts": 12, "max_completion_length": 12, "validation_problems": 2, "test_problems": 3}
-SMALL |= {"kl_problems": 2, "judge_problems": 2, "judge_tokens": 8, "curve_points": 4, "micro_batch": 4}
+SMALL |= {"kl_requests": 2, "judge_problems": 2, "judge_tokens": 8, "curve_points": 4, "micro_batch": 4}
 SMALL |= {"es_population_size": 4, "es_prompts_per_step": 4, "es_steps": 6, "es_sigma": 0.02, "es_alpha": 0.02}
 SMALL |= {"grpo_num_generations": 4, "grpo_prompts_per_step": 2, "grpo_steps": 6, "grpo_learning_rate": 1e-3}
 SMALL |= {"cost_rule": "signed", "seeds": 1, "force": False, "dry_run": False, "gpus": 0, "scale": "full"}

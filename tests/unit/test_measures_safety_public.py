@@ -30,7 +30,7 @@ from evoalign_lib.tiny import requests, scorers
 
 SMALL = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "validation_problems": 2, "test_problems": 3}
 SMALL |= {"curve_points": 2, "steps": 1, "prompts_per_step": 2, "population_size": 2, "sigma": 0.02, "alpha": 0.02}
-SMALL |= {"reward_text": "continued", "cost_text": "continued", "kl_problems": 1, "judge_tokens": 20}
+SMALL |= {"reward_text": "continued", "cost_text": "continued", "kl_requests": 1, "judge_tokens": 20}
 SMALL |= {"judge_problems": 2}
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out the end of a longer text:UserWarning")
 
@@ -138,7 +138,7 @@ def test_everything_that_a_run_reads_is_in_its_spec(files, given):
     assert spec["reward_digest"] != spec["cost_digest"] and len(spec["requests_sha256"]) == 16
     changes = [{"reward_model": files["other"]}, {"cost_text": "beaver"}, {"cost_weight": 0.0}, {"cut_turns": True}]
     changes += [{"cost_rule": "signed", "cost_threshold": -0.5}, {"prompt_template": "alpaca"}]
-    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}, {"kl_problems": 2}]
+    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}, {"kl_requests": 2}]
     changes += [{"held_out": files["other"], "held_out_text": "continued"}]
     hashes = {spec_hash(one_spec(files, given | change)) for change in changes}
     assert len(hashes | {spec_hash(spec)}) == len(changes) + 1

@@ -9,7 +9,7 @@ temperature 1:
 - *split B*, the test requests: what both scorers say, how many replies are safe (cost of 0 at most), and what the
   replies are, by detectors that know no score: refusals of a declared rubric, further turns, near-duplicates; how often
   a reply beats the untrained base's greedy one by judges that are scorers (ties are half a win each);
-- the KL of the policy from its base, exact over the vocabulary, on a sample of the first `kl_problems` test requests:
+- the KL of the policy from its base, exact over the vocabulary, on a sample of the first `kl_requests` test requests:
   it is computed on the CPU there. At the end it is that of all test requests, on a GPU where there is room.
 
 At the end besides: quadrants of reward and cost at two cuts of the reward (0, which means nothing by itself, and the
@@ -64,7 +64,7 @@ FOUND = ("refused", "alternative", "turns", "characters")
 SETTINGS = (
     "reward_model", "cost_model", "reward_text", "cost_text", "held_out", "held_out_text", "scorer_device",
     "scorer_dtype", "scorer_max_length", "judge_tokens", "judge_problems", "cost_rule", "cost_threshold", "cut_turns",
-    "prompt_template", "requests", "kl_problems",
+    "prompt_template", "requests", "kl_requests",
 )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ class Public(Measures):
             settings: those of `beside.fields`; cost_weight, fixed, or with which it starts under another cost_rule
                 ("signed", "published": `Lagrangian`) towards a mean cost of cost_threshold (0); cut_turns: score a
                 reply up to where it goes on to another turn; prompt_template (`TEMPLATES`); requests: an own file;
-                validation_problems and test_problems, the first ones of a split (None: all); kl_problems, of these
+                validation_problems and test_problems, the first ones of a split (None: all); kl_requests, of these
                 (None: all); judge_problems, of these, that chat judges see.
 
         Raises:
@@ -330,7 +330,7 @@ class Public(Measures):
         fields |= beside.fields(settings)
         n = fields["test_problems"]
         chat = any(kind == "chat" for kind in fields.get("held_out_kinds", ()))
-        for name, read in (("kl_problems", True), ("judge_problems", chat)):
+        for name, read in (("kl_requests", True), ("judge_problems", chat)):
             if read:
                 given = settings.get(name)
                 given = n if given is None else given
@@ -456,7 +456,7 @@ class Public(Measures):
         from evoalign_lib.analysis import kl
 
         engine.write_model()
-        few = np.arange(spec["kl_problems"])
+        few = np.arange(spec["kl_requests"])
         (row,) = engine.generate("test", few, samples=1, seed=step)
         prompts, base = engine.prompts["test"], worlds.reference(spec["base"], spec.get("engine", "local"))
         completions = [ids for _, ids in row]

@@ -105,7 +105,7 @@ FULL = {
     "max_completion_length": 512,
     "validation_problems": 128,  # split A
     "test_problems": 256,  # split B
-    "kl_problems": 8,  # of a point of the curve
+    "kl_requests": 8,  # of a point of the curve
     "curve_points": 10,
     "curve_spacing": "log",
     "seeds_judge": 8,
