@@ -116,7 +116,7 @@ def test_the_groups_are_the_committed_records():
         declared |= {h for each in specs.values() for h in each}
     for module in AHEAD:  # not all of their runs are there yet
         load = loader_of(module, dry_run=True)
-        load("es_sweep", "grpo_sweep")
+        load("es_sweep", "grpo_sweep", "sft_sweep")
         specs = {h for own in hashes(load.specs()).values() for h in own}
         declared |= {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK and h in specs}
     assert declared == committed.keys()

@@ -57,7 +57,8 @@ def run(spec: Spec) -> Record:
     """Return what each judge makes of the games.
 
     The record has `games`, their number; `sides`, player -> judge ("rule", and the training judge) -> shares of the
-    replies in the quadrants of `tasks.safety`, helpful above the median reward of the base's replies; and `judges`:
+    replies in the quadrants of `tasks.safety`, helpful above 0 by the rule, and above the median reward of the
+    base's replies by the training judge; and `judges`:
     name -> `wins`, arm -> share of games won of each run, ties as half a win; and `strengths`, arm -> Elo points above
     the base with their interval over requests, and `lead`, first arm - second with its intervals over requests and over
     seeds. Strengths that are not finite, since a player won or lost all games, are None.
@@ -113,7 +114,7 @@ def _sides(spec: Spec, replies: Mapping[str, Mapping[int, list[str]]], requests:
     """Return player -> judge -> shares of its replies in the quadrants, in their order."""
     found: dict[str, dict[str, list[float]]] = {player: {} for player in replies}
     for judge in (safety.RULE, spec["judge"]):
-        cut = float(np.median(safety.sides(judge, requests, replies[BASE][-1])[0]))
+        cut = 0.0 if judge == safety.RULE else float(np.median(safety.sides(judge, requests, replies[BASE][-1])[0]))
         for player, of_seed in replies.items():
             texts = [text for said in of_seed.values() for text in said]
             rewards, costs = safety.sides(judge, requests * len(of_seed), texts)
