@@ -112,9 +112,13 @@ def finish(tested: ESTrainer, steps: int, **how) -> None:
     tested.train(**how)
 
 
+def logged(tested: ESTrainer) -> list[int]:
+    """The steps that have an entry in the log."""
+    return [log["step"] for log in tested.state.log_history if "reward" in log]
+
+
 def assert_every_step_is_logged_once(tested: ESTrainer) -> None:
-    logged = [log["step"] for log in tested.state.log_history if "reward" in log]
-    assert logged == list(range(1, tested.state.global_step + 1))
+    assert logged(tested) == list(range(1, tested.state.global_step + 1))
 
 
 def assert_undisturbed(tested: ESTrainer, whole: ESTrainer) -> None:
@@ -152,6 +156,7 @@ def test_ctrl_c_at_every_line_of_a_step(tmp_path):
     for line in lines:
         while True:
             before = Limit.last = tested.state.global_step
+            owed = len(logged(tested)) < before
             with pytest.raises(KeyboardInterrupt), Lines(line, ctrl_c) as at:
                 tested.train()
             if at.acted:
@@ -159,7 +164,9 @@ def test_ctrl_c_at_every_line_of_a_step(tmp_path):
             assert (skipped := skipped + 1) < 20, line  # a few depend on the rewards of a step
         assert not deferred(), line
         assert recorded(tested) == tested.state.global_step <= before + 1, line
-        assert not line[-1] or tested.state.global_step == before + 1, line  # it waited for the act
+        # it waited for the act, or for the log entry that the call before owed; the folder's lock is no part of a step
+        waited = line[-1] and line[0] not in ("/_checkpoints.py", "/_interrupts.py")
+        assert not waited or tested.state.global_step == before + 1 or (owed and before in logged(tested)), line
     finish(tested, tested.state.global_step + 2)
     assert_every_step_is_logged_once(tested)
     assert_undisturbed(tested, trainer(tmp_path / "whole"))
