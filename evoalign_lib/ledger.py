@@ -449,7 +449,7 @@ def _check_header(line: Any) -> None:
         check_decay(settings["anchor_decay"], settings["precision"])
     except ValueError as error:
         raise LedgerError(
-            f"anchor_decay is {settings['anchor_decay']!r:.80}: the header was edited. {str(error)[-200:]}"
+            f"anchor_decay is {settings['anchor_decay']!r:.80}: the header was edited. {error!s:.400}"
         ) from error
     if line["evoalign_ledger"] < (least := _format(settings)):
         raise LedgerError(
