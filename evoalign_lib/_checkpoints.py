@@ -8,6 +8,7 @@ the ledger's line that the checkpoint belongs to.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,16 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from evoalign_lib import ledger
+from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import replace_bytes
 from evoalign_lib.precision import Weights
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 1.0  # seconds that a run waits for another one to leave its folder
 _STATE, _TRAINER_STATE, _BEST = "es_state.json", "trainer_state.json", "best.safetensors"
 
 
@@ -58,22 +62,45 @@ def write(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Call
         folder: its name; one of the same name is replaced.
         precision: of the weights.
         save_model: writes the model and its tokenizer into a folder.
+
+    Raises:
+        OSError: it cannot be written (a full disk). Nothing of it is left; every step is in the ledger.
     """
-    from safetensors.torch import save_file
+    from safetensors import SafetensorError
 
     partial = folder.with_name(folder.name.replace("checkpoint", "partial"))
-    save_model(partial)
-    save_file(dict(checkpoint.weights), partial / f"{precision}.safetensors")
-    checkpoint.state.save_to_json(str(partial / _TRAINER_STATE))
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    try:
+        _write_all(checkpoint, partial, precision, save_model)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        # safetensors has an error of its own, which holds that of the system as text
+        if isinstance(error, (OSError, SafetensorError)):
+            raise OSError(
+                getattr(error, "errno", None) or errno.EIO,
+                f"the checkpoint could not be written ({getattr(error, 'strerror', None) or error}): the run stops, "
+                "and every step is in the ledger. Make room, or set save_total_limit, then call train(), or "
+                "train(resume_from_checkpoint=True) in a new process",
+                str(folder),
+            ) from error
+        raise
+
+
+def _write_all(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Callable[[Path], None]) -> None:
+    from safetensors.torch import save_file
+
+    save_model(folder)
+    save_file(dict(checkpoint.weights), folder / f"{precision}.safetensors")
+    checkpoint.state.save_to_json(str(folder / _TRAINER_STATE))
     names = ("settings", "budget", "counts", "line")
     state = {name: getattr(checkpoint, name) for name in names} | {"weights": checkpoint.digest}
     if checkpoint.best is not None:
         state["best"], best = checkpoint.best
-        save_file(dict(best), partial / _BEST)
-    (partial / _STATE).write_text(json.dumps(state, indent=1))
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+        save_file(dict(best), folder / _BEST)
+    (folder / _STATE).write_text(json.dumps(state, indent=1))
 
 
 def rotate(newest: Path, limit: int | None) -> None:
@@ -131,6 +158,60 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
     )
 
 
+# ---- one run a folder
+
+
+class FolderLock:
+    """The lock of an output_dir: one run trains in it at a time, over all processes and threads of the machine.
+
+    It is the lock of a file beside the ledger, `.ledger.jsonl.lock`, which stays there. That of a process that was
+    killed is free again; forked workers do not hold it.
+
+    Args:
+        output_dir: of the run.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str]):
+        self.folder = Path(output_dir)
+        self._lock = FileLock(
+            self.folder / f".{ledger.NAME}.lock", timeout=_PATIENCE, fallback_to_soft=False, thread_local=False
+        )
+
+    def take(self) -> None:
+        """Hold the lock, until `give_back`; make the folder.
+
+        Raises:
+            LedgerError: another run trains there.
+            OSError: nothing can be written there.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            with interrupts_wait():
+                if not self._lock.is_locked:  # an interrupt may have come before `give_back`
+                    self._lock.acquire()
+        except Timeout as error:
+            raise ledger.LedgerError(
+                f"another run trains in {str(self.folder)!r} and writes its ledger there: use another output_dir, or "
+                "end that run first."
+            ) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                logger.warning("%s: this file system has no locks. Let no other run use the folder.", self.folder)
+                return
+            raise OSError(
+                error.errno,
+                f"nothing can be written to this output_dir ({error.strerror}): name another one",
+                str(self.folder),
+            ) from error
+
+    def give_back(self) -> None:
+        """Let other runs have the folder."""
+        with interrupts_wait():
+            self._lock.release(force=True)
+
+
 # ---- resuming
 
 
@@ -165,6 +246,7 @@ def find_run(
         if folder is not None:
             raise ValueError(f"{str(folder)!r} has no ledger beside it: copy {ledger.NAME} of its run there.")
         if source.exists():
+            ledger.refuse_existing(source)
             logger.warning("%s: the run was killed before its first step was recorded, and starts anew.", source)
             return None, None
         raise ValueError(

@@ -115,7 +115,9 @@ def replay(
     ledger: Annotated[str, typer.Argument(help="The run's ledger.jsonl (or .jsonl.gz).")],
     out: Annotated[str | None, typer.Option(help="Folder to write the model to.")] = None,
     step: Annotated[int | None, typer.Option(help="Steps to replay.  [default: all]")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or name of the run's starting model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or name of the run's starting model.  [default: a shipped base]")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check the chain and recompute every digest.")] = False,
 ) -> None:
     """Write the model of any step of an ES run, bit for bit, from the run's ledger; or check the ledger."""
@@ -126,11 +128,13 @@ def replay(
     try:
         run = ledgers.read(ledger)
         if verify:
-            report = ledgers.verify(run, model or run.header["model"]["name"])
+            report = ledgers.verify(run, ledgers.start_of(run, model))
             typer.echo(report.text())
         if out:
             digest = ledgers.write_model(run, out, model, step)
             typer.echo(f"{out}: the model after step {len(run.steps) if step is None else step}, weights {digest}")
+            if run.torn:
+                typer.echo(f"{ledger} has a torn last line of {len(run.torn)} bytes, which does not count")
     except (ValueError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

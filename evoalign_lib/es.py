@@ -52,8 +52,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,16 @@ class ESConfig(TrainingArguments):
         if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
             raise ValueError("save_strategy='best' needs metric_for_best_model, such as 'reward'.")
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as trackers write them down: without tokens, keys and passwords."""
+        return models.masked(super().to_dict())
+
+    def __str__(self) -> str:
+        lines = [f"{name}={value},\n" for name, value in sorted(models.masked(dataclasses.asdict(self)).items())]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __repr__ = __str__
+
     def _check_engine(self) -> None:
         """Raise ValueError for settings of one engine that have no effect on another."""
         generates = "vLLM" if self.engine == "vllm" or self.gpus else "transformers"
@@ -358,10 +369,10 @@ class ESTrainer:
             supported (with PEFT adapters, frozen or quantised weights), or one of several processes of a launch.
 
     Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. To
-    record a step, move the weights and count it is one act that an interrupt waits for. Callbacks, the log entry, the
-    evaluation and the checkpoint of the step in which it came may be missing; a new trainer that resumes has them. With
-    precision "kahan" and "inplace" evaluation itself changes the weights, so that an interrupted one cannot be taken
-    back: train() refuses to go on, and a new trainer resumes.
+    record a step, move the weights and count it is one act that an interrupt waits for; so is a log entry, with the
+    callbacks that get it. What else follows a step, callbacks, evaluation and checkpoint, comes in the next call where
+    an interrupt cut it off. With precision "kahan" and "inplace" evaluation itself changes the weights, so that an
+    interrupted one cannot be taken back: train() refuses to go on, and a new trainer resumes.
     """
 
     def __init__(
@@ -425,6 +436,8 @@ class ESTrainer:
         self.ledger: ledger.Ledger | None = None
         self._replayed = 0  # steps that are taken from the ledger
         self._parted = False  # whether weights and ledger may have parted
+        self._lock = _checkpoints.FolderLock(args.output_dir)
+        self._due: list[Callable[[], None]] = []  # what still follows the last step
         self._best = BestWeights(self.engine.weights)
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
@@ -473,7 +486,10 @@ class ESTrainer:
             if recording:  # else no line of the ledger, if there is one, explains the step
                 self.state.global_step += 1
                 self._parted = False
-        return self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
+            metrics = self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
+            if recording:
+                self._due = [self._end_step, partial(self._log_step, metrics), self._evaluate_step, self._save_step]
+        return metrics
 
     def ask(self, step: int) -> list[Member]:
         """Return the members of a step: N keys with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
@@ -587,15 +603,32 @@ class ESTrainer:
 
         Raises:
             ValueError: nothing to resume from, or a run with other settings, prompts or starting weights, or whose
-                reward functions had another state at the start; without resume_from_checkpoint, an output_dir that
-                holds the ledger of another run.
-            RuntimeError: weights that are not those of the ledger's last step, or a reward_timeout outside the main
-                thread.
-            OSError: a step cannot be recorded (a full disk). Nothing recorded is lost.
+                reward functions had another state at the start; an output_dir in which another run trains, or whose
+                ledger another run has gone on with; without resume_from_checkpoint, an output_dir that holds the ledger
+                of another run, or another file of that name.
+            RuntimeError: weights that are not those of the ledger's last step, a reward_timeout outside the main
+                thread, or a callback that called sys.exit() before the last step.
+            OSError: an output_dir that cannot be written to, or a step or checkpoint that cannot be (a full disk).
+                Nothing recorded is lost.
             KeyboardInterrupt: Ctrl-C; another call goes on.
         """
         if self.engine.workers == 1 or self.eval_prompts is not None:
             self.rewards.check_timeout()
+        try:
+            self._lock.take()
+            return self._train(resume_from_checkpoint)
+        except SystemExit as error:
+            if error.code or self.state.global_step >= self.max_steps:  # a status of its own, or the run has finished
+                raise
+            raise RuntimeError(
+                f"sys.exit() was called after step {self.state.global_step} of {self.max_steps}, and would have ended "
+                "the process as if the run had finished. To end a run early set control.should_training_stop in a "
+                "callback."
+            ) from error
+        finally:
+            self._lock.give_back()
+
+    def _train(self, resume_from_checkpoint: bool | str | None) -> TrainerState:
         self._best.put_back()
         max_steps = self.max_steps
         if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
@@ -604,27 +637,21 @@ class ESTrainer:
             ledger.refuse_existing(self._ledger_path)
         else:
             _checkpoints.check_settings(self.ledger, self._settings())
+            self.ledger.check_file()  # another run may have gone on with it
         self._check_continuity()
         self.rewards.load_state(self._reward_state)  # not what an interrupted step left
         self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(self._epochs(max_steps))
         self.state.compute_steps(self.args, max_steps)
+        stopping = bool(self._due) and self.control.should_training_stop
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self.control.should_training_stop |= stopping
+        self._follow_step()  # what an interrupt cut off
         while self.state.global_step < max_steps and not self.control.should_training_stop:
             if self._epoch_ended(self.state.global_step):
                 self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            metrics = self._step(recording=True)
-            self.engine.write_model()  # callbacks find the current weights in the model
-            self.state.epoch = self._epochs(self.state.global_step)
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            if self._epoch_ended(self.state.global_step):
-                self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            if self.control.should_log:
-                self.log(metrics)
-            if self.control.should_evaluate:
-                self.evaluate()
-            if self.control.should_save:
-                self._save_checkpoint()
+            self._step(recording=True)
+            self._follow_step()
         if self.ledger is not None and len(self.ledger.steps) == self.state.global_step and not self.ledger.ended:
             self.engine.check()
             self.ledger.end(self.engine.weights.digest())
@@ -633,6 +660,31 @@ class ESTrainer:
         self.engine.write_model()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return self.state
+
+    def _follow_step(self) -> None:
+        """Do what follows a step, in order; what an interrupt cuts off is done again by the next call."""
+        while self._due:
+            self._due[0]()
+            self._due = self._due[1:]
+
+    def _end_step(self) -> None:
+        self.engine.write_model()  # callbacks find the current weights in the model
+        self.state.epoch = self._epochs(self.state.global_step)
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        if self._epoch_ended(self.state.global_step):
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+
+    def _log_step(self, metrics: dict[str, float]) -> None:
+        if self.control.should_log:
+            self.log(metrics)
+
+    def _evaluate_step(self) -> None:
+        if self.control.should_evaluate:
+            self.evaluate()
+
+    def _save_step(self) -> None:
+        if self.control.should_save:
+            self._save_checkpoint()
 
     @property
     def max_steps(self) -> int:
@@ -684,8 +736,10 @@ class ESTrainer:
         metrics = {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
         metrics["eval_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self._keep_best(metrics)
+        try:
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        finally:  # the callbacks do not come again
+            self._keep_best(metrics)
         return metrics
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
@@ -716,8 +770,9 @@ class ESTrainer:
     def log(self, logs: dict[str, float]) -> None:
         """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
         logs = {**logs, "epoch": round(self.state.epoch or 0.0, 4)}
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+        with interrupts_wait():  # no entry is lost, and none comes twice
+            self.state.log_history.append({**logs, "step": self.state.global_step})
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     # ---- files (`evoalign_lib._checkpoints`)
 
@@ -770,7 +825,7 @@ class ESTrainer:
             self.state, self.budget, self.counts = found.state, found.budget, self.counts | found.counts
             self.engine.follow(ledger.updates(run, self.state.global_step))
         self._reward_state = states[self.state.global_step]
-        self.ledger, self._replayed, self._parted = run, len(run.steps), False
+        self.ledger, self._replayed, self._parted, self._due = run, len(run.steps), False, []
 
     def _stateful_callbacks(self) -> list[TrainerCallback]:
         """Callbacks with a state to be saved, such as the patience of EarlyStoppingCallback."""

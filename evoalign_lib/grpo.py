@@ -68,6 +68,7 @@ PPO left TRL in version 1.13; published numbers keep its row in tables of their 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import time
@@ -79,7 +80,7 @@ import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from evoalign_lib import arms
+from evoalign_lib import arms, models
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose
 from evoalign_lib.engines.processes import rank, world_size
@@ -423,7 +424,20 @@ def trainer(
     if args.use_vllm:
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
+    built.args = _masked(built.args)
     return built, budget
+
+
+def _masked(args: Any) -> Any:
+    """Return the settings of a trainer that has loaded its models without the tokens and keys for it.
+
+    transformers logs its settings, and pickles them beside every checkpoint.
+    """
+    changed = copy.copy(args)
+    changed.model_init_kwargs = models.masked(args.model_init_kwargs)
+    if not args.push_to_hub:
+        changed.hub_token = None
+    return changed
 
 
 def _reweighted(kind: type) -> type:

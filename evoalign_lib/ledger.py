@@ -8,9 +8,10 @@ name, dtype, parameters and digest of the model. A digest is `precision.digest` 
 setting `precision` names: the float32 master; with "inplace" the values in the model's dtype; with "kahan" the values
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
-# = 0 .. n - 1. The format is 1; or a later one where a setting that earlier readers do not know decides how rewards
-become weights, so that they refuse such a run: 2 for precision, noise, antithetic pairs, fitness shaping and schedules,
-3 for anchored weight decay, which a header names only where it is on.
+# = 0 .. n - 1. The format of a new run is 4. Those of older runs are read, continued and replayed to the same bits;
+they have `prev` instead of `hash`, and their number told which readers knew all settings that decide how rewards become
+weights: 1; 2 for precision, noise, antithetic pairs, fitness shaping and schedules; 3 for anchored weight decay, which
+a header names only where it is on.
 
 Then one line per step, synced to disk before the weights move:
 
@@ -24,15 +25,21 @@ Then one line per step, synced to disk before the weights move:
   step. The header's settings have it before the first step, by the same name. Rewards are recorded, so that a replay
   needs none of it; a resumed run goes on with the last one.
 - `weights`, every `digest_every` steps: the digest before the step.
-- `prev`: the first 128 bits of the SHA-256 of the previous line (without its newline). The chain finds accidents and
-  careless edits, for which 128 bits do as well as 256; it has no secret, so no length would stop a forger. Over 500
-  steps the other half would cost 16 kB.
+- `hash`, the last entry of every line, the header's included: the first 128 bits of the SHA-256 of the hash of the line
+  before (of nothing, for the header) followed by all of this line that stands before `,"hash"`. So a line answers for
+  itself and for all before it. The chain finds accidents and careless edits, for which 128 bits do as well as 256; it
+  has no secret, so no length would stop a forger. Over 500 steps the other half would cost 16 kB.
+- `prev`, in formats 1 to 3: the first 128 bits of the SHA-256 of the previous line (without its newline). Nothing
+  answers for the last line of such a ledger.
 
 When `train()` returns, a line with `end` (steps so far) and `weights` (the digest after them) closes the ledger; a run
 that goes on continues below it.
 
 A line counts once its newline is there. When a killed run resumes, its torn last line is cut off and the step is
 computed again, with the same result. Anything else that is wrong is an error that names the line.
+
+A ledger may come from anybody: its header is checked, and what it asks for is bounded, before anything is made by it.
+Of the models that it may name only a shipped base is loaded without the user's word (`start_of`).
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ import json
 import math
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,17 +62,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import models, noise, update_rules
+from evoalign_lib import models, noise, tiny, update_rules
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
-FORMATS = (1, 2, 3)
+FORMATS = (1, 2, 3, 4)
 NAME = "ledger.jsonl"
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
+_HASH = ',"hash":"{}"}}'  # the end of a line
+_SINCE_HASHES = 4
+_BEGIN = b'{"evoalign_ledger":'
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
+# bounds of what a header may ask for: DeepSeek-V3, of 671 B parameters, has 46,000 tensors
+_MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST = 200_000, 500, 8, 2**53
+_DTYPES = ("float32", "bfloat16", "float16")
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
 # Settings that older ledgers do not name, and the values that their runs had: readers of format 1 know no others.
 _LATER: dict[str, Any] = {
@@ -143,36 +157,41 @@ class Ledger:
         """the recorded steps"""
         self.weights: dict[int, str] = {0: header["model"]["digest"]}
         """number of steps -> digest of the weights after them, where the ledger has it"""
-        self.tips = [_sha(line)]
+        self.tips = [_hash(line, "", self._hashed)]
         """by number of steps: hash of the line of the last one"""
         self.ended = False
         """whether the last line closes the ledger"""
         self.torn = b""
         """a torn last line, which does not count"""
         self._last, self._names = self.tips[0], []
-        self._size = len(line) + 1
+        self._text, self._size = line, len(line) + 1  # the last line, and the bytes of all
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the run; where an older header does not name one, the only value there was."""
         return with_defaults(self.header["settings"])
 
+    @property
+    def _hashed(self) -> bool:
+        """Whether a line holds a hash of its own."""
+        return self.header["evoalign_ledger"] >= _SINCE_HASHES
+
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
         """Begin a ledger with the line of `header`, synced to disk; replace a file in which no step is recorded.
 
         Raises:
-            LedgerError: the file holds steps of a run.
+            LedgerError: the file holds steps of a run, or is no ledger.
             OSError: it cannot be written.
         """
         path = Path(path)
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        line = _dump(header)
+        line = _dump(header) if header["evoalign_ledger"] < _SINCE_HASHES else _with_hash(header, "")
         path.touch(exist_ok=False)
         try:
-            _append(path, 0, line + b"\n", "the start of the run")
+            _append(path, 0, b"", line + b"\n", "the start of the run")
         except OSError:
             path.unlink()
             raise
@@ -224,7 +243,7 @@ class Ledger:
         with interrupts_wait():
             text = self._write(line, f"step {step.step}")
             self.steps.append(step)
-            self.tips.append(_sha(text))
+            self.tips.append(_hash(text, self._last, self._hashed))
             self._names, self.ended = names, False
             if weights is not None:
                 self.weights[step.step] = weights
@@ -237,14 +256,20 @@ class Ledger:
             self.weights[len(self.steps)], self.ended = weights, True
             self._written(text)
 
+    def check_file(self) -> None:
+        """Raise LedgerError if the file is not as this run left it."""
+        with open(self.path, "rb", buffering=0) as file:
+            _check_end(file, self.path, self._size, self._text + b"\n")
+
     def _write(self, line: dict[str, Any], what: str) -> bytes:
         """Add a line to the file. Until `_written` knows of it the sizes differ, and nothing more can be added."""
-        text = _dump(line | {"prev": self._last})
-        _append(self.path, self._size, text + b"\n", what)
+        text = _with_hash(line, self._last) if self._hashed else _dump(line | {"prev": self._last})
+        _append(self.path, self._size, self._text + b"\n", text + b"\n", what)
         return text
 
     def _written(self, text: bytes) -> None:
-        self._size, self._last = self._size + len(text) + 1, _sha(text)
+        self._last = _hash(text, self._last, self._hashed)
+        self._text, self._size = text, self._size + len(text) + 1
 
     def _check(self, step: Step) -> None:
         if step.step != len(self.steps):
@@ -289,7 +314,13 @@ def recorded(path: str | os.PathLike) -> bool:
 
 
 def refuse_existing(path: str | os.PathLike) -> None:
-    """Raise LedgerError if a file holds recorded steps, which a new run would destroy."""
+    """Raise LedgerError if a file holds recorded steps, which a new run would destroy, or is anything but a ledger."""
+    path = Path(path)
+    if not path.exists():
+        return
+    data = path.read_bytes() if path.is_file() else None
+    if data is None or not (data.startswith(_BEGIN) or _BEGIN.startswith(data)):  # a killed run may leave a part of it
+        raise LedgerError(f"{path} is there and is no ledger of a run: use another output_dir, or move it elsewhere.")
     if recorded(path):
         raise LedgerError(
             f"{path} is the ledger of another run: use another output_dir, or train(resume_from_checkpoint=True) to "
@@ -316,9 +347,10 @@ def read(path: str | os.PathLike) -> Ledger:
     ledger = None
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) > 1 and not torn:  # the machine stopped before all of the line was on disk
+            # the machine stopped before all of the line was on disk: there are zeros in its place
+            if number == len(lines) > 1 and not torn and b"\0" in text:
                 torn = text + b"\n"
                 break
             raise _damaged(path, number, f"is not JSON ({error})") from error
@@ -326,9 +358,12 @@ def read(path: str | os.PathLike) -> Ledger:
             if ledger is None:
                 _check_header(line)
                 ledger = Ledger(path, line, text)
+                if ledger._hashed:
+                    _check_hash(text, "")
+                    del line["hash"]
             else:
                 _take(ledger, line, text)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, LedgerError):
                 raise LedgerError(f"{path}, line {number}: {error}") from error
             raise _damaged(path, number, f"is no line of a ledger ({type(error).__name__}: {error})") from error
@@ -384,43 +419,87 @@ def _check_header(line: Any) -> None:
         if found not in known:
             *first, last = map(str, known)
             raise LedgerError(
-                f"the run has version {found!r} of the {what}, this evoalign has version "
-                f"{', '.join(first)}{' and ' * bool(first)}{last}: use an evoalign that has version {found!r}."
+                f"the run has version {found!r:.80} of the {what}, this evoalign has version "
+                f"{', '.join(first)}{' and ' * bool(first)}{last}: use an evoalign that has version {found!r:.80}."
             )
-    int(line["run_key"], 16), line["model"]["digest"].encode()
-    settings = with_defaults(line["settings"])
+    settings, model = line["settings"], line["model"]
+    for name, value in (("settings", settings), ("model", model)):
+        if not isinstance(value, dict):
+            raise _edited(name, value)
+    settings = with_defaults(settings)
     scheduled = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
     whole = [("population_size", 2), ("prompts_per_step", 1), ("num_generations", 1)]
     for name, least in whole + [("max_steps", 1)] * bool(scheduled):
-        if not (isinstance(settings[name], int) and settings[name] >= least):
-            raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
-    for name in scheduled:
-        fraction = settings[f"{name}_final_fraction"]
-        if not (isinstance(fraction, float | int) and 0 < fraction <= 1):
-            raise LedgerError(f"{name}_final_fraction is {fraction!r}: the header was edited.")
-    for name in ("alpha", "sigma"):
-        if not (isinstance(settings[name], float | int) and settings[name] > 0):
-            raise LedgerError(f"{name} is {settings[name]!r}: the header was edited.")
+        if not _is_whole(settings[name], least):
+            raise _edited(name, settings[name])
+    largest = {"sigma": sys.float_info.max, "alpha": sys.float_info.max}
+    largest |= {f"{name}_final_fraction": 1 for name in scheduled}
+    for name, most in largest.items():
+        value = settings[name]
+        if isinstance(value, bool) or not (isinstance(value, float | int) and 0 < value <= most):  # nor NaN
+            raise _edited(name, value)
     choices = {"precision": PRECISIONS, "noise": noise.DISTRIBUTIONS, "fitness_shaping": update_rules.SHAPINGS}
     choices |= dict.fromkeys(("sigma_schedule", "alpha_schedule"), update_rules.SCHEDULES)
     choices["antithetic"] = (False,) if settings["population_size"] % 2 else (False, True)
     for name, known in choices.items():
         if settings[name] not in known:
-            raise LedgerError(f"{name} is {settings[name]!r}, none of {known}: the header was edited.")
+            raise LedgerError(f"{name} is {settings[name]!r:.80}, none of {known}: the header was edited.")
     _states(settings.get("reward_state", {}))
     try:
         check_decay(settings["anchor_decay"], settings["precision"])
     except ValueError as error:
-        raise LedgerError(f"anchor_decay is {settings['anchor_decay']!r}: the header was edited. {error}") from error
+        raise LedgerError(
+            f"anchor_decay is {settings['anchor_decay']!r:.80}: the header was edited. {error!s:.400}"
+        ) from error
     if line["evoalign_ledger"] < (least := _format(settings)):
         raise LedgerError(
             f"the format is {line['evoalign_ledger']!r}, but the settings need format {least}: the header was edited."
         )
+    if not _is_whole(line["digest_every"], 1):
+        raise _edited("digest_every", line["digest_every"])
+    for name, value, form in (
+        ("run_key", line["run_key"], "0x[0-9a-f]{16}"),
+        ("digest", model["digest"], "[0-9a-f]{64}"),
+    ):
+        if not (isinstance(value, str) and re.fullmatch(form, value)):
+            raise _edited(name, value)
+    if not (model["name"] is None or isinstance(model["name"], str)):
+        raise _edited("the model's name", model["name"])
+    if model["dtype"] not in _DTYPES:
+        raise _edited("dtype", model["dtype"])
+    _check_parameters(model["parameters"])
+
+
+def _edited(name: str, value: Any) -> LedgerError:
+    return LedgerError(f"{name} is {value!r:.80}: the header was edited.")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
+
+
+def _check_parameters(rows: Any) -> None:
+    """Raise LedgerError unless `unpack_shapes` makes a list of bounded size of these."""
+    if not isinstance(rows, list):
+        raise _edited("parameters", rows)
+    tensors = 0
+    for row in rows:
+        if not (isinstance(row, list) and len(row) in (2, 3) and isinstance(row[0], str) and isinstance(row[1], list)):
+            raise _edited("a row of parameters", row)
+        name, shape, *layers = row
+        numbers = all(_is_whole(n, 0) for n in shape) and all(_is_whole(n, 1) for n in layers)
+        if not (len(name) <= _LONGEST_NAME and len(shape) <= _MOST_DIMENSIONS and numbers):
+            raise _edited("a row of parameters", row)
+        tensors += layers[0] if layers else 1
+    if tensors > _MOST_TENSORS:
+        raise LedgerError(f"parameters has {tensors} tensors, at most are {_MOST_TENSORS}: the header was edited.")
 
 
 def _take(ledger: Ledger, line: Any, text: bytes) -> None:
     """Check a line of a file and take it into the ledger."""
-    if line["prev"] != ledger._last:
+    if ledger._hashed:
+        _check_hash(text, ledger._last)
+    elif line["prev"] != ledger._last:
         raise LedgerError(
             "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore the "
             "file from a copy."
@@ -439,13 +518,13 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
         step = Step(line["step"], rewards, *known, _states(line.get("reward_state", {})))
         ledger._check(step)
         ledger.steps.append(step)
-        ledger.tips.append(_sha(text))
         ledger._names = names
         if "weights" in line:
             ledger.weights[n] = str(line["weights"])
     ledger.ended = "end" in line
-    ledger._last = _sha(text)
-    ledger._size += len(text) + 1
+    ledger._written(text)
+    if not ledger.ended:
+        ledger.tips.append(ledger._last)
 
 
 def _states(found: Any) -> dict[str, dict[str, float]]:
@@ -546,7 +625,7 @@ def write_model(
     Args:
         source: a ledger, or its path.
         out: a new folder.
-        model: folder or name of the model that the run started from; None: the name in the ledger.
+        model: folder or name of the model that the run started from; None: the shipped base that the ledger names.
         step: how many steps to replay; None: all.
 
     Returns:
@@ -559,7 +638,7 @@ def write_model(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LedgerError(f"{str(out)!r} exists: give a new folder.")
-    loaded, tokenizer = _load(ledger, model or ledger.header["model"]["name"])
+    loaded, tokenizer = _load(ledger, start_of(ledger, model))
     weights = _replay(ledger, loaded, step)
     copy_to(loaded, weights.layout, weights.flat)
     loaded.save_pretrained(out)
@@ -579,7 +658,7 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
         weights: digest of the starting weights.
     """
     return {
-        "evoalign_ledger": _format(settings),
+        "evoalign_ledger": FORMATS[-1],
         "noise": noise.NOISE_VERSION,
         "run_key": f"{run_key:#018x}",
         "settings": dict(settings),
@@ -665,15 +744,34 @@ def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
         weights.update(*update)
 
 
-def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
+def start_of(ledger: Ledger, model: str | None = None) -> str:
+    """Return the name of the model to replay a run from: the one that the user gives, or the shipped base it names.
+
+    Args:
+        ledger: of the run.
+        model: folder or name of the model that the run started from; None: the user gave none.
+
+    Raises:
+        LedgerError: no model is given, and the ledger names none, or one that is not shipped. Whoever wrote the ledger
+            would choose what is loaded here.
+    """
+    if model is not None:
+        return model
+    name = ledger.header["model"]["name"]
     if name is None:
         raise LedgerError(
             f"{ledger.path} has no name of the model that the run started from: give its folder or name (--model)."
         )
-    dtype = getattr(torch, ledger.header["model"]["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise LedgerError(f"{ledger.path} has the dtype {ledger.header['model']['dtype']!r}: the header was edited.")
-    return models.load(name, None, {"dtype": dtype})
+    if name not in tiny.SHIPPED:
+        raise LedgerError(
+            f"{ledger.path} says that the run started from {name!r:.200}, which is no shipped base: give the folder or "
+            "name of that model yourself (--model)."
+        )
+    return name
+
+
+def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
+    return models.load(name, None, {"dtype": getattr(torch, ledger.header["model"]["dtype"])})
 
 
 # ---- size
@@ -802,15 +900,51 @@ def _sha(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()[:_PREV]
 
 
-def _append(path: Path, size: int, data: bytes, what: str) -> None:
-    """Add bytes to a file of a known size and sync it; leave a file that cannot take all of them as it was."""
+def _hash(text: bytes, last: str, hashed: bool) -> str:
+    """Return the hash of a line, which the next one takes up; last: that of the line before."""
+    return _sha(last.encode() + text[: -len(_HASH.format(" " * _PREV))]) if hashed else _sha(text)
+
+
+def _with_hash(line: Mapping[str, Any], last: str) -> bytes:
+    """Return a line that ends with the hash of itself and of all lines before it."""
+    text = _dump(line)[:-1]
+    return text + _HASH.format(_sha(last.encode() + text)).encode()
+
+
+def _check_hash(text: bytes, last: str) -> None:
+    """Raise LedgerError unless a line ends with the hash of itself and of all lines before it."""
+    if not text.endswith(_HASH.format(_hash(text, last, True)).encode()):
+        raise LedgerError(
+            "its hash is another: the line is damaged or was edited, or does not follow from the line before it. "
+            "Restore the file from a copy, or cut it off before this line and resume the run."
+        )
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_end(file: Any, path: Path, size: int, end: bytes) -> None:
+    """Raise LedgerError unless an open file has this size and this end, after which it then stands."""
+    found = file.seek(0, os.SEEK_END)
+    if found == size:
+        file.seek(size - len(end))
+        if file.read(len(end)) == end:
+            return
+        difference = "ends with another line than this run wrote"
+    else:
+        difference = f"has {found} bytes, this run left it with {size}"
+    raise LedgerError(
+        f"{path} {difference}: another process writes to it, or it was edited. End the other run, and resume this one "
+        "in a new process."
+    )
+
+
+def _append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
+    """Add bytes to a file of known size and end and sync it; leave one that cannot take all of them as it was."""
     try:
         with open(path, "r+b", buffering=0) as file:
-            if (found := file.seek(0, os.SEEK_END)) != size:
-                raise LedgerError(
-                    f"{path} has {found} bytes, this run left it with {size}: another process writes to it, or it was "
-                    "edited. End the other run, and resume this one in a new process."
-                )
+            _check_end(file, path, size, end)
             try:
                 _write(file, data)
                 os.fsync(file.fileno())

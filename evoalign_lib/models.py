@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
@@ -22,6 +23,7 @@ from evoalign_lib.files import canonical_json
 _DATE = datetime(2024, 7, 26)
 # arguments of from_pretrained that say where the files are
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
+_SECRET = re.compile("(.*_)?(token|key|secret|password|authorization)", re.IGNORECASE)
 
 
 def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
@@ -30,13 +32,14 @@ def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None =
     Args:
         model: a model object, a folder, the name of a shipped base ("A0", see `evoalign_lib.tiny`), or a name on the
             Hub. What is loaded is float32 unless keywords say otherwise; weights come from safetensors, and no code
-            from the Hub is run.
+            that lies beside them is ever run.
         tokenizer: its tokenizer; None: the one saved with the model.
         keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
             ...) hold for the tokenizer, too.
 
     Raises:
-        ValueError: the model cannot be found, it is a PEFT adapter or quantised, or keywords are given for an object.
+        ValueError: the model cannot be found, needs code of its own, is a PEFT adapter or quantised, or keywords are
+            given for an object.
     """
     from transformers import AutoTokenizer
 
@@ -49,7 +52,7 @@ def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None =
     if tokenizer is None:
         folder = model.config._name_or_path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, **origin)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
         except (OSError, ValueError) as error:
             raise ValueError(f"no tokenizer lies beside the model {folder!r}: give it as processing_class.") from error
     if tokenizer.pad_token_id is None:
@@ -70,10 +73,16 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any]) -> Any:
             f"model {name!r} is a PEFT adapter, which is not supported yet: merge it (merge_and_unload(), then "
             "save_pretrained()), or give the base model."
         )
+    if keywords.get("trust_remote_code"):
+        raise ValueError(
+            f"model_init_kwargs: trust_remote_code={keywords['trust_remote_code']!r} would run code that lies beside "
+            "the model, which is never done here. Load the model yourself, and give the object."
+        )
     shipped = name in tiny.SHIPPED
     folder = place(name) if shipped else name
-    files = {k: v for k, v in keywords.items() if k in _HUB | {"trust_remote_code"}}
-    settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords)
+    safe = {"trust_remote_code": False}  # left open, transformers would ask, and `yes |` would answer
+    files = {k: v for k, v in keywords.items() if k in _HUB} | safe
+    settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords) | safe
     try:
         config = keywords.get("config") or AutoConfig.from_pretrained(folder, **files)
     except (OSError, ValueError) as error:
@@ -92,6 +101,20 @@ def _not_loaded(name: str, error: Exception) -> ValueError:
         f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
         f"fetched once, with a network, into a cache in the folder that HF_HOME names."
     )
+
+
+def masked(keywords: Any) -> Any:
+    """Return arguments for `load` as they may be written down: without tokens, keys and passwords, at any depth.
+
+    >>> masked({"revision": "main", "token": "hf_abc", "headers": [{"api_key": "x"}], "max_tokens": 3})
+    {'revision': 'main', 'token': '<TOKEN>', 'headers': [{'api_key': '<API_KEY>'}], 'max_tokens': 3}
+    """
+    if isinstance(keywords, Mapping):
+        return {
+            name: f"<{str(name).upper()}>" if isinstance(value, str) and _SECRET.fullmatch(str(name)) else masked(value)
+            for name, value in keywords.items()
+        }
+    return [masked(value) for value in keywords] if isinstance(keywords, (list, tuple)) else keywords
 
 
 @contextmanager

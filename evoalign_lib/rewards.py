@@ -2,7 +2,8 @@
 
 A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyword with `prompts`, `completions`,
 `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and every other column of the data set, and returns a
-number (or None: not applicable) for each completion. Rewards are maximised. `log_extra`, which fills TRL's table of
+number (or None: not applicable) for each completion, in any sequence or iterator that keeps their order. Rewards are
+maximised. `log_extra`, which fills TRL's table of
 completions, does nothing here: no such table is kept. The `trainer_state` of `ESTrainer` has an empty log_history: it
 goes to the worker processes with every member, and a log would grow.
 
@@ -24,11 +25,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -91,9 +93,10 @@ class Rewards:
     Args:
         functions: a reward function or a list of them.
         weights: one weight per function (default: all 1); the reward is the weighted sum over functions that applied.
-        floor: what a NaN, an infinity, an exception or a time-out scores. None: the function, or its module, declares
-            `REWARD_FLOOR`, as every task of this library does; a function without one stops the run at its first
-            failure, naming the prompt.
+        floor: what a NaN, an infinity (a number beyond float64 is one), an exception or a time-out scores; `sys.exit()`
+            in a function is an exception like any other. None: the function, or its module, declares `REWARD_FLOOR`,
+            as every task of this library does; a function without one stops the run at its first failure, naming the
+            prompt.
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
             scored once more, one completion at a time with the same limit each, so that only the culprits fail and can
             be named: at worst (completions + 1) * timeout. The limit is a signal (SIGALRM), so it works in the main
@@ -231,7 +234,8 @@ class Rewards:
 
         Raises:
             ValueError: a function did not return one reward per completion.
-            TypeError: a function does not take the columns, or did not return a list of numbers.
+            TypeError: a function does not take the columns, or did not return a list of numbers (a dict or a set is
+                none, nor is a complex number a reward).
             RewardError: a function failed and no floor is declared.
             RuntimeError: a timeout outside the main thread, or a function that changed its state.
         """
@@ -256,7 +260,7 @@ class Rewards:
                     "log_metric": lambda metric, value: logged.append((metric, float(value))),
                     "log_extra": lambda *arguments, **keywords: None,
                 } | {key: list(values[items]) for key, values in columns.items()}
-                result = _within(self.timeout, lambda: function(**arguments))
+                result = _within(self.timeout, lambda: _taken(function(**arguments), len(arguments["prompts"])))
                 # only calls that succeed count: the completions of one that failed are scored once more, singly
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
@@ -326,6 +330,15 @@ def _checked_state(state: Any, name: str) -> dict[str, float]:
     return found
 
 
+def _taken(result: Any, n: int) -> Any:
+    """Return what a function returned; a generator, a `map` or another lazy iterable as a list, of at most n + 1.
+
+    Its rewards are computed only now, and this may fail, hang or never end.
+    """
+    lazy = hasattr(result, "__iter__") and not hasattr(result, "__len__")
+    return list(itertools.islice(result, n + 1)) if lazy else result
+
+
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
     """Return the result of a call, or raise RewardTimeout after these seconds; put others' timer and handler back."""
     if seconds is None:
@@ -349,7 +362,7 @@ def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
         finally:
             running = False  # before anything that a further signal could interrupt
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except (_TimeIsUp, Exception):
+    except (_TimeIsUp, SystemExit, Exception):
         if not expired:
             raise
     finally:
@@ -395,14 +408,14 @@ def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: d
         raw = call(slice(0, n))
     except RewardOutage:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # else sys.exit() would end the run with status 0, as if it had finished
         raw = []
         for i in range(n):  # one completion at a time, to score the others or to name the prompt that failed
             try:
                 single = call(slice(i, i + 1))
             except RewardOutage:
                 raise
-            except Exception as failure:
+            except (Exception, SystemExit) as failure:
                 if floor is None:
                     raise RewardError(_failure(name, _shown(prompts[i]), repr(failure))) from failure
                 counts["timeout" if isinstance(failure, RewardTimeout) else "exception"] += 1
@@ -419,15 +432,19 @@ def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: d
         values[i] = _number(value, name, prompts[i])
         if not math.isfinite(values[i]):
             if floor is None:
-                raise RewardError(_failure(name, _shown(prompts[i]), str(value)))
+                raise RewardError(_failure(name, _shown(prompts[i]), str(values[i])))
             counts["nan"] += 1
             values[i] = floor
     return values
 
 
 def _checked_length(raw: Any, n: int, name: str) -> list:
-    if isinstance(raw, str) or not hasattr(raw, "__iter__"):
-        raise TypeError(f"reward function {name!r} returned {raw!r}: return a list, a number (or None) per completion.")
+    unordered = isinstance(raw, (Mapping, Set))
+    if unordered or isinstance(raw, (str, bytes)) or not hasattr(raw, "__iter__"):
+        kind = f"a {type(raw).__name__}, " if unordered else ""
+        raise TypeError(
+            f"reward function {name!r} returned {kind}{raw!r:.200}: return a list, a number (or None) per completion."
+        )
     raw = list(raw)
     if len(raw) != n:
         raise ValueError(
@@ -437,13 +454,17 @@ def _checked_length(raw: Any, n: int, name: str) -> list:
 
 
 def _number(value: Any, name: str, prompt: Any) -> float:
-    try:
-        if not isinstance(value, str):
+    # float() would read a text, and leave the imaginary part of a complex number out
+    if not isinstance(value, (str, bytes, complex)) and "complex" not in str(getattr(value, "dtype", "")):
+        try:
             return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        pass
+        except OverflowError:  # an integer beyond float64
+            return math.inf
+        except (TypeError, ValueError, RuntimeError):
+            pass
     raise TypeError(
-        f"reward function {name!r} returned {value!r} {_shown(prompt)}: return a number, or None if it does not apply."
+        f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number, or None if it does not "
+        "apply."
     )
 
 

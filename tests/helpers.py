@@ -1,6 +1,12 @@
 """Small models and trainers that several test files use."""
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -93,3 +99,39 @@ def qwen(size: str, **changed) -> dict:
     """The configuration of a published Qwen2.5."""
     config = dict(zip(CONFIG_NAMES, QWEN[size][:-1], strict=True))
     return config | {"model_type": "qwen2", "dtype": "bfloat16"} | changed
+
+
+def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    """The bytes of a ledger of these lines with hashes that fit, in the form of the format that the first one names."""
+    lines = [{name: value for name, value in line.items() if name not in ("hash", "prev")} for line in lines]
+    old = lines[0].get("evoalign_ledger") in (1, 2, 3)
+    texts: list[str] = []
+    last = ""
+    for line in lines:
+        if old:
+            text = json.dumps(line | ({"prev": last} if texts else {}), separators=(",", ":"))
+            last = hashlib.sha256(text.encode()).hexdigest()[:32]
+        else:
+            text = json.dumps(line, separators=(",", ":"))[:-1]
+            last = hashlib.sha256((last + text).encode()).hexdigest()[:32]
+            text += f',"hash":"{last}"}}'
+        texts.append(text)
+    return "\n".join([*texts, ""]).encode()
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """Exit status of a function run in a forked process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

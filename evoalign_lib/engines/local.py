@@ -164,6 +164,13 @@ class LocalEngine(Engine):
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
 
+    def _kill(self) -> None:
+        """End the worker processes in the midst of their work; the next call starts others."""
+        pool, self._pool = self._pool, None
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+
     # ---- processes
 
     def _run(self, tasks: list[tuple[Callable, tuple]]) -> list:
@@ -191,9 +198,8 @@ class LocalEngine(Engine):
                 "a worker process ended unexpectedly (killed, or out of memory). Every recorded step is in the ledger: "
                 "call train(resume_from_checkpoint=True), with fewer workers if memory was short."
             ) from error
-        except BaseException:
-            for future in futures:
-                future.cancel()
+        except BaseException:  # at once, whatever the reward functions in the workers are doing
+            self._kill()
             raise
         return [future.result() for future in futures]
 

@@ -52,7 +52,7 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
     if trained and not families.of(spec["arm"]).has_members:
         return models.load(spec["base"])
     if trained and not is_local(spec):
-        return spec["base"], AutoTokenizer.from_pretrained(spec["base"])
+        return spec["base"], AutoTokenizer.from_pretrained(spec["base"], trust_remote_code=False)
     return models.load(spec["base"], keywords=loaded_as(spec))
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, chained, random_model, tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -234,7 +234,8 @@ def test_replayed_resumed_and_uninterrupted_are_one(tmp_path, mode, dtype, law):
     report = ledger.verify(path, str(start))
     assert report.weights == digest(whole) and report.digests == 3
     # the folder that the command writes is the one that the trainer saves
-    result = CliRunner().invoke(app, ["replay", str(path), "--out", str(tmp_path / "written"), "--verify"])
+    command = ["replay", str(path), "--model", str(start), "--out", str(tmp_path / "written"), "--verify"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     whole.save_model(tmp_path / "saved")
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("written", "saved"))
@@ -303,12 +304,7 @@ def rewrite(path, **changed) -> None:
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     settings = lines[0]["settings"] | changed
     lines[0]["settings"] = {name: value for name, value in settings.items() if value is not None}
-    texts = []
-    for line in lines:
-        if texts:
-            line["prev"] = hashlib.sha256(texts[-1]).hexdigest()[:32]
-        texts.append(json.dumps(line, separators=(",", ":")).encode())
-    path.write_bytes(b"\n".join(texts) + b"\n")
+    path.write_bytes(chained(lines))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, chained, random_model, tokenizer
 from tqdm import tqdm
 from transformers import EarlyStoppingCallback
 
@@ -393,13 +393,10 @@ def test_weights_that_come_out_otherwise_stop_the_resumed_run(tmp_path):
     path = tmp_path / "run" / ledger.NAME
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[3] |= ledger.encode_rewards(ledger.decode_rewards(lines[3])[::-1].copy(), 3)
-    texts = [json.dumps(lines[0], separators=(",", ":")).encode()]
-    for line in lines[1:]:
-        texts.append(json.dumps(line | {"prev": ledger._sha(texts[-1])}, separators=(",", ":")).encode())
-    path.write_bytes(b"\n".join(texts) + b"\n")
+    path.write_bytes(forged := chained(lines))
     with pytest.raises(ledger.LedgerError, match="after 10 steps the weights have the digest"):
         trainer(tmp_path / "run").train(resume_from_checkpoint=True)
-    assert path.read_bytes() == b"\n".join(texts) + b"\n"
+    assert path.read_bytes() == forged
 
 
 def test_a_torn_line_is_reported_and_computed_again(tmp_path, caplog):

@@ -167,7 +167,6 @@ def whole(tmp_path_factory) -> dict:
 def test_the_state_follows_from_the_logged_costs(whole):
     header, *lines = map(json.loads, whole["ledger"].splitlines())
     assert header["settings"]["reward_state"] == {"Lagrangian": {"log_lambda": 0.0}}
-    assert header["evoalign_ledger"] == 1  # weights follow from rewards as ever
     logs = [log for log in whole["log"] if "reward" in log]
     log_lambda, names = 0.0, None
     for line, log in zip(lines[:-1], logs, strict=True):

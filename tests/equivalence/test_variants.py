@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, chained, random_model, tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
@@ -112,13 +112,21 @@ def test_a_run_with_a_variant_is_not_resumed_without_it(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_format_says_who_can_replay(tmp_path, name):
+def test_an_older_format_says_who_can_replay(tmp_path, name):
     tested = trainer(tmp_path, max_steps=1, **VARIANTS[name])
     tested.train()
-    header = ledger.read(tmp_path / ledger.NAME).header
+    path = tmp_path / ledger.NAME
+    head, *rest = map(json.loads, path.read_bytes().splitlines())
+    assert head["evoalign_ledger"] == 4 and ("anchor_decay" in head["settings"]) == (name == "decay")
     # sampled rewards are rewards: a reader of format 1 replays them rightly
-    assert header["evoalign_ledger"] == {"sampling": 1, "decay": 3}.get(name, 2)
-    assert ("anchor_decay" in header["settings"]) == (name == "decay")
+    least = {"sampling": 1, "decay": 3}.get(name, 2)
+    for number in (1, 2, 3):
+        path.write_bytes(chained([head | {"evoalign_ledger": number}, *rest]))
+        if number < least:
+            with pytest.raises(ledger.LedgerError, match=f"is {number}, but the settings need format {least}: the"):
+                ledger.read(path)
+        else:
+            assert ledger.replay(path, random_model()).tobytes() == tested.engine.weights.float32().tobytes()
 
 
 def test_a_header_with_an_edited_variant(tmp_path):
@@ -151,15 +159,15 @@ def test_a_header_with_an_edited_decay(tmp_path):
         with pytest.raises(ledger.LedgerError, match=message):
             ledger.read(path)
     # a format whose readers would replay it without the decay
-    path.write_bytes(b"\n".join([head.replace(b'"evoalign_ledger":3', b'"evoalign_ledger":2'), *rest]))
+    path.write_bytes(b"\n".join([head.replace(b'"evoalign_ledger":4', b'"evoalign_ledger":2'), *rest]))
     with pytest.raises(ledger.LedgerError, match="the format is 2, but the settings need format 3: the header was"):
         ledger.read(path)
 
 
-def test_readers_that_know_no_decay_refuse_it(tmp_path, monkeypatch):
-    trainer(tmp_path, max_steps=1, anchor_decay=0.1).train()
+def test_readers_of_older_formats_refuse_a_newer_one(tmp_path, monkeypatch):
+    trainer(tmp_path, max_steps=1).train()
     monkeypatch.setattr(ledger, "FORMATS", (1, 2))
-    with pytest.raises(ledger.LedgerError, match="version 3 of the format, this evoalign has version 1 and 2: use an"):
+    with pytest.raises(ledger.LedgerError, match="version 4 of the format, this evoalign has version 1 and 2: use an"):
         ledger.read(tmp_path / ledger.NAME)
 
 
@@ -168,20 +176,22 @@ def test_a_ledger_from_before_the_variants(tmp_path):
     whole, cut = trainer(tmp_path / "whole"), trainer(tmp_path / "run", callbacks=[Ending(2)])
     whole.train(), cut.train()
     path = tmp_path / "run" / ledger.NAME
-    head, *rest = path.read_bytes().splitlines()
-    line = json.loads(head)
+    head, *rest = map(json.loads, path.read_bytes().splitlines())
+    head["evoalign_ledger"] = 1
     for name in (*ledger._LATER, *ledger._LATER_EVALUATION):
-        del line["settings"][name]
-    texts = [json.dumps(line).encode()]
-    for text in rest:
-        texts.append(json.dumps(json.loads(text) | {"prev": ledger._sha(texts[-1])}).encode())
-    path.write_bytes(b"\n".join(texts) + b"\n")
+        del head["settings"][name]
+    path.write_bytes(chained([head, *rest]))
     assert ledger.replay(path, random_model()).tobytes() == cut.engine.master.tobytes()
     with pytest.raises(ValueError, match="with antithetic=False, this one has True"):
         trainer(tmp_path / "run", antithetic=True).train(resume_from_checkpoint=True)
     resumed = trainer(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
     assert digest(resumed) == digest(whole)
+    # in the form that it has
+    assert (
+        b'"hash"' not in path.read_bytes()
+        and path.read_bytes().count(b'"prev"') == len(path.read_bytes().splitlines()) - 1
+    )
 
 
 # ---- antithetic pairs

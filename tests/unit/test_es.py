@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, in_child, random_model, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -341,6 +342,32 @@ def test_a_failing_reward_stops_the_run_and_names_member_and_prompt(tmp_path):
     assert floored.counts["exception"] == 2 * 4 and floored.counts["tied"] == 2
 
 
+class Leaving(TrainerCallback):
+    """Calls sys.exit() after a step."""
+
+    def __init__(self, step: int, status: object = None):
+        self.step, self.status = step, status
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            sys.exit(self.status)
+
+
+def test_a_run_that_ends_early_says_so(tmp_path):
+    """sys.exit() ends a process with status 0 and no message, as if the run had finished."""
+
+    def leaves(completions, number, **columns):
+        return [float(n) if n != 3 else sys.exit() for n in number]
+
+    with pytest.raises(RewardError, match=r"member 0: .*'leaves' gave SystemExit.* on prompt '12'"):
+        trainer(tmp_path, leaves, workers=2).train()
+    with pytest.raises(RuntimeError, match=r"sys.exit\(\) was called after step 1 of 2, and would have ended the proc"):
+        trainer(tmp_path, callbacks=[Leaving(1)]).train()
+    for leaving in (Leaving(1, 3), Leaving(2)):  # a status of its own; the last step
+        with pytest.raises(SystemExit):
+            trainer(tmp_path, callbacks=[leaving]).train()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_failures_of_a_step_are_logged_recorded_and_counted(tmp_path, workers):
     def mixed(completions, number, trainer_state, **columns):
@@ -440,7 +467,6 @@ def test_without_a_decay_nothing_of_it_is_there(tmp_path):
     for tested in runs:
         tested.train()
         assert tested.engine.weights.start is None and "anchor_decay" not in tested.ledger.header["settings"]
-        assert tested.ledger.header["evoalign_ledger"] == 1
         assert tested.engine.master.tobytes() == runs[0].engine.master.tobytes()
 
 
@@ -725,6 +751,30 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert {"train/reward_std", "train/completions", "eval/reward"} <= set(events.Tags()["scalars"])
 
 
+def test_no_secret_is_written(tmp_path, monkeypatch, caplog):
+    """A planted token is in no file of a run, nor in its log."""
+    secret = "hf_plantedtoken"
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    random_model().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    given = {"token": secret, "revision": "main"}
+    args = config(
+        tmp_path, report_to="tensorboard", model_init_kwargs=given, hub_token=secret, save_strategy="steps",
+        save_steps=1, max_steps=1,
+    )  # fmt: skip
+    tested = ESTrainer(str(tmp_path / "base"), token_sum, args, ROWS)
+    tested.train()
+    tested.save_model()
+    assert tested.args.model_init_kwargs == given  # which loads with it
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10 and any("tfevents" in path.name for path in files)
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    shown = [str(args), repr(args), args.to_json_string(), str(args.to_sanitized_dict()), caplog.text]
+    assert not any(secret in text for text in shown) and "<TOKEN>" in shown[0] and "'revision': 'main'" in shown[0]
+    served = ESConfig(engine="vllm", engine_kwargs={"hf_token": secret, "max_model_len": 8})
+    assert served.to_dict()["engine_kwargs"] == {"hf_token": "<HF_TOKEN>", "max_model_len": 8}
+
+
 def test_evaluate_scores_the_current_weights_greedily(tmp_path):
     def reward(completion_ids, log_metric, **columns):
         log_metric("accuracy", 0.5)
@@ -825,7 +875,7 @@ def saving(tmp_path, **changed):
 def checkpoints(tmp_path) -> list[str]:
     names = {p.name for p in (tmp_path / "run").iterdir()}
     assert "ledger.jsonl" in names
-    return sorted(names - {"ledger.jsonl"})
+    return sorted(names - {"ledger.jsonl", ".ledger.jsonl.lock"})
 
 
 def test_a_checkpoint_loads_as_a_model(tmp_path):
@@ -864,6 +914,21 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path):
     whole.train()
     assert resumed.engine.master.tobytes() == whole.engine.master.tobytes()
     assert checkpoints(tmp_path) == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
+
+
+def test_a_full_disk_during_a_checkpoint_leaves_nothing_of_it(tmp_path):
+    def until_full():
+        tested = saving(tmp_path, max_steps=2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # the model has 80 kB
+        with pytest.raises(OSError, match="the checkpoint could not be written .*Make room, or set save_total_limit"):
+            tested.train()
+        assert tested.state.global_step == 1 and checkpoints(tmp_path) == []
+        # once there is room, the same trainer goes on, with the checkpoint first
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        tested.train()
+        assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+    assert in_child(until_full) == 0
 
 
 @pytest.mark.parametrize(

@@ -495,6 +495,22 @@ def test_a_checkpoint_without_a_budget_is_refused(tmp_path):
 # ---- nulls and sanity arms
 
 
+def test_no_secret_is_written(tmp_path, monkeypatch):
+    """transformers logs the settings, and pickles them beside every checkpoint."""
+    secret = "hf_plantedtoken"
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    changed = {"steps": 1, "report_to": "tensorboard", "save_strategy": "steps", "save_steps": 1, "hub_token": secret}
+    given = {"token": secret, "revision": "main"}
+    base = str(tiny.bases_folder() / "A0")
+    trainer, _ = built(tmp_path / "run", model=base, model_init_kwargs=given, beta=0.04, **changed)
+    trainer.train()
+    trainer.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("tfevents" in path.name for path in files) and any(path.name == "training_args.bin" for path in files)
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    assert trainer.args.model_init_kwargs == {"token": "<TOKEN>", "revision": "main"}
+
+
 def test_random_rewards_are_those_of_seed_and_step():
     def draws(seed, step, n=400, completions="x"):
         state = TrainerState(global_step=step)

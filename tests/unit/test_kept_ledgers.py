@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import chained
 from typer.testing import CliRunner
 
 from evoalign_lib import ledger, paths
@@ -151,10 +152,8 @@ def test_a_ledger_of_another_run_is_found(folder):
     lines = gzip.decompress(path.read_bytes()).splitlines()
     step = json.loads(lines[12])
     assert step["step"] == 11  # after the last digest but one
-    changed = json.dumps(step | {"of": 8, "rewards": "1 2 9"}).encode()
-    end = json.loads(lines[13]) | {"prev": hashlib.sha256(changed).hexdigest()[:32]}
-    forged = [*lines[:12], changed, json.dumps(end).encode(), b""]
-    path.write_bytes(gzip.compress(b"\n".join(forged)))
+    forged = [*map(json.loads, lines[:12]), step | {"of": 8, "rewards": "1 2 9"}, json.loads(lines[13])]
+    path.write_bytes(gzip.compress(chained(forged)))
     sha = hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(ledger.LedgerError, match="after 12 steps the weights have the digest"):
         sweep.check_ledger(one | {"ledger": one["ledger"] | {"sha256": sha}})

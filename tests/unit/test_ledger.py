@@ -1,6 +1,8 @@
 """The ledger: exact rewards, a chain that finds every damage, and the bytes it costs."""
 
 import base64
+import errno
+import fcntl
 import gzip
 import hashlib
 import json
@@ -8,18 +10,20 @@ import math
 import os
 import re
 import resource
-import sys
-import traceback
+import shutil
+import signal
+import time
+import tracemalloc
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, chained, in_child, random_model, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
 from evoalign_lib import ledger, models, noise, precision, tiny
@@ -66,16 +70,22 @@ def copy(run, tmp_path) -> Path:
     return path
 
 
+@pytest.fixture
+def old(run, tmp_path) -> Path:
+    """The same ledger as an older version would have written it, in format 1."""
+    path = tmp_path / "copy.jsonl"
+    header, *others = map(json.loads, lines(run / "out/ledger.jsonl"))
+    path.write_bytes(chained([header | {"evoalign_ledger": 1}, *others]))
+    return path
+
+
 def lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines()
 
 
 def rewrite(path: Path, changed: list[bytes], rechain: bool = False) -> None:
-    if rechain:  # a forger's work
-        for i in range(1, len(changed)):
-            line = json.loads(changed[i]) | {"prev": hashlib.sha256(changed[i - 1]).hexdigest()[:32]}
-            changed[i] = json.dumps(line, separators=(",", ":")).encode()
-    path.write_bytes(b"\n".join(changed) + b"\n")
+    # a forger's work
+    path.write_bytes(chained(map(json.loads, changed)) if rechain else b"\n".join(changed) + b"\n")
 
 
 # ---- rewards, exactly
@@ -152,7 +162,7 @@ def test_what_is_no_list_of_rewards(copy, bad):
 def test_the_file_line_by_line(run):
     header, *steps, end = lines(run / "out/ledger.jsonl")
     header = json.loads(header)
-    assert header["evoalign_ledger"] == header["noise"] == 1 and header["digest_every"] == 10
+    assert (header["evoalign_ledger"], header["noise"], header["digest_every"]) == (4, 1, 10)
     assert header["run_key"] == hex(noise.run_key("es", 5))
     assert header["settings"] == trainer(run / "new")._settings()
     model = random_model()
@@ -162,15 +172,18 @@ def test_the_file_line_by_line(run):
     assert header["model"]["digest"] == by_hand.hexdigest()
     assert header["model"]["digest"].startswith(models.base_digest(model))
     assert header["model"]["name"] == str(run / "base") and header["model"]["dtype"] == "float32"
-    # every line holds the hash of the one before
-    for one, other in zip(lines(run / "out/ledger.jsonl"), [*steps, end], strict=False):
-        assert json.loads(other)["prev"] == hashlib.sha256(one).hexdigest()[:32]
+    # every line ends with the hash of itself and of the hash before
+    last = b""
+    for line in lines(run / "out/ledger.jsonl"):
+        text, found = line.split(b',"hash":')
+        last = hashlib.sha256(last + text).hexdigest()[:32].encode()
+        assert found == b'"' + last + b'"}'
     steps = [json.loads(step) for step in steps]
     assert [step["step"] for step in steps] == list(range(12))
     assert [i for i, step in enumerate(steps) if "weights" in step] == [10]
     assert [i for i, step in enumerate(steps) if "names" in step] == [0]
     assert steps[0]["names"] == ["first", "completions/clipped_ratio", "rewards/token_mean/mean"]
-    assert list(json.loads(end)) == ["end", "weights", "prev"] and json.loads(end)["end"] == 12
+    assert list(json.loads(end)) == ["end", "weights", "hash"] and json.loads(end)["end"] == 12
 
 
 def test_the_ledger_holds_what_the_run_computed_with(run, tmp_path):
@@ -288,7 +301,7 @@ def adaptive(tmp_path_factory) -> bytes:
 def test_a_state_in_header_and_lines(run, adaptive, tmp_path):
     assert b"reward_state" not in (run / "out/ledger.jsonl").read_bytes()
     header, *steps, end = map(json.loads, adaptive.splitlines())
-    assert header["evoalign_ledger"] == 1 and header["settings"]["reward_state"] == {"Adaptive": {"bias": 0.25}}
+    assert header["settings"]["reward_state"] == {"Adaptive": {"bias": 0.25}}
     bias = 0.25
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(adaptive)
@@ -316,7 +329,8 @@ def test_what_is_no_state(adaptive, tmp_path, number, bad):
     (line["settings"] if number == 1 else line)["reward_state"] = bad
     changed[number - 1] = json.dumps(line).encode()
     rewrite(tmp_path / "ledger.jsonl", changed, rechain=True)
-    with pytest.raises(LedgerError, match=f"line {number}: reward_state .* is no state of reward functions"):
+    refused = rf"line {number}(: reward_state .* is no state of reward functions| is not JSON \((NaN|Infinity) is no)"
+    with pytest.raises(LedgerError, match=refused):
         ledger.read(tmp_path / "ledger.jsonl")
 
 
@@ -351,7 +365,7 @@ def written(path: Path, steps: int, rewards, log) -> tuple[int, int]:
     log_file = Ledger.create(
         path / "ledger.jsonl",
         {
-            "evoalign_ledger": 1, "noise": 1, "run_key": "0x0123456789abcdef", "settings": settings, "digest_every": 10,
+            "evoalign_ledger": 4, "noise": 1, "run_key": "0x0123456789abcdef", "settings": settings, "digest_every": 10,
             "model": {
                 "name": "Qwen/Qwen2.5-0.5B-Instruct", "dtype": "bfloat16", "digest": "0" * 64,
                 "parameters": ledger.pack_shapes(shapes),
@@ -427,6 +441,21 @@ def test_appending_what_is_wrong(copy):
     assert [s.step for s in ledger.read(copy).steps] == list(range(13))
 
 
+def test_another_run_of_the_same_length(copy):
+    """Two runs with other seeds begin in one folder: their headers have as many bytes."""
+    log = Ledger.open(copy)
+    data = copy.read_bytes()
+    header, *others = map(json.loads, lines(copy))
+    copy.write_bytes(chained([header | {"run_key": f"{noise.run_key('es', 6):#018x}"}, *others]))
+    other = copy.read_bytes()
+    assert len(other) == len(data) and ledger.read(copy).ended
+    with pytest.raises(LedgerError, match="ends with another line than this run wrote: another process writes to it"):
+        log.append(step(12))
+    with pytest.raises(LedgerError, match="ends with another line than this run wrote"):
+        log.check_file()
+    assert copy.read_bytes() == other
+
+
 def test_two_writers(copy):
     one, other = Ledger.open(copy), Ledger.open(copy)
     one.append(step(12))
@@ -448,13 +477,65 @@ def test_an_edited_reward(copy):
         text = json.loads(good[i])["rewards"]
         edited = text.replace(text[0], "9" if text[0] != "9" else "8", 1)
         rewrite(copy, [*good[:i], change(good[i], rewards=edited), *good[i + 1 :]])
-        with pytest.raises(
-            LedgerError, match=f"line {i + 2}: it does not follow from the line before it: one of the two"
-        ):
+        with pytest.raises(LedgerError, match=f"line {i + 1}: its hash is another: the line is damaged or was edited"):
             ledger.read(copy)
 
 
-def test_lines_missing_twice_or_swapped(copy):
+def test_an_edited_reward_in_an_older_format(old):
+    good = lines(old)
+    text = json.loads(good[7])["rewards"]
+    edited = text.replace(text[0], "9" if text[0] != "9" else "8", 1)
+    rewrite(old, [*good[:7], change(good[7], rewards=edited), *good[8:]])
+    with pytest.raises(LedgerError, match="line 9: it does not follow from the line before it: one of the two"):
+        ledger.read(old)
+
+
+def test_an_older_format_is_read_and_goes_on(run, old):
+    log, new = Ledger.open(old), ledger.read(run / "out/ledger.jsonl")
+    assert log.weights == new.weights and log.ended and not log.torn
+    assert [s.rewards.tobytes() for s in log.steps] == [s.rewards.tobytes() for s in new.steps]
+    assert ledger.verify(log, random_model()).weights == new.weights[12]
+    before = lines(old)
+    log.append(step(12))
+    log.end("0" * 64)
+    *others, last, end = lines(old)
+    assert others == before and b'"hash"' not in last + end
+    assert json.loads(last)["prev"] == hashlib.sha256(before[-1]).hexdigest()[:32]
+    again = ledger.read(old)
+    assert (len(again.steps), again.ended, again.tips) == (13, True, log.tips)
+
+
+def flips(data: bytes) -> list[int]:
+    """Bits to flip: all of the last line and its newline, and 200 of the lines before."""
+    last = data.rindex(b"\n", 0, -1) + 1
+    before = np.random.default_rng(0).choice(8 * last, 200, replace=False).tolist()
+    return [*before, *range(8 * last, 8 * len(data))]
+
+
+def test_a_flipped_bit_of_an_open_ledger_is_found_or_harmless(copy):
+    """Harmless is a last line that does not count: its step is computed again, with the same result."""
+    rewrite(copy, lines(copy)[:-1])  # not closed: no digest answers for the last steps
+    data, whole = copy.read_bytes(), ledger.read(copy)
+    found = harmless = 0
+    for bit in flips(data):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        copy.write_bytes(damaged)
+        try:
+            read = ledger.read(copy)
+        except LedgerError:
+            found += 1
+            continue
+        harmless += 1
+        assert read.torn and len(read.steps) == 11 and read.header == whole.header, bit
+        assert [s.rewards.tobytes() for s in read.steps] == [s.rewards.tobytes() for s in whole.steps[:11]], bit
+    assert found > 1000 and harmless < 20
+
+
+@pytest.mark.parametrize("form", ["copy", "old"])
+def test_lines_missing_twice_or_swapped(request, form):
+    copy = request.getfixturevalue(form)
+    what = "its hash is another: .* or does not follow" if form == "copy" else "it does not follow"
     good = lines(copy)
     for changed, number in [
         (good[:4] + good[5:], 5),
@@ -463,7 +544,7 @@ def test_lines_missing_twice_or_swapped(copy):
         (good[:1] + good[2:], 2),
     ]:
         rewrite(copy, changed)
-        with pytest.raises(LedgerError, match=f"line {number}: it does not follow from the line before"):
+        with pytest.raises(LedgerError, match=f"line {number}: {what} from the line before"):
             ledger.read(copy)
     # a forger's chain does not help
     rewrite(copy, [*good[:4], good[5], good[4], *good[6:]], rechain=True)
@@ -497,7 +578,7 @@ def test_a_hostile_line_is_a_ledger_error(tmp_path_factory, run, data):
     i = data.draw(st.integers(0, 12))
     line = json.loads(good[i])
     where = line if i else data.draw(st.sampled_from([line, line["settings"], line["model"]]))
-    key = data.draw(st.sampled_from(sorted(where.keys() - {"prev"})))
+    key = data.draw(st.sampled_from(sorted(where.keys() - {"hash"})))
     where[key] = data.draw(values)
     path = tmp_path_factory.mktemp("hostile") / "ledger.jsonl"
     rewrite(path, [*good[:i], json.dumps(line).encode(), *good[i + 1 :]], rechain=True)
@@ -505,6 +586,61 @@ def test_a_hostile_line_is_a_ledger_error(tmp_path_factory, run, data):
         assert len(ledger.read(path).steps) == 12
     except LedgerError as error:
         assert f"line {i + 1}" in str(error)
+
+
+HOSTILE = {
+    "run_key": ["0x1", "-0x123456789abcdef", "0x" + "f" * 17, 10**400, None],
+    "digest_every": [0, 2.5, math.inf, 10**4000],
+    "settings": [None, [], "x"],
+    "model": [None, [], "x"],
+}
+HOSTILE_SETTINGS = {
+    "alpha": [math.inf, math.nan, 10**400, -1, 0, True, "1"],
+    "sigma": [math.inf, 10**4000, [], None],
+    "population_size": [10**400, 1, 4.0, True, math.inf],
+    "prompts_per_step": [2**60, 0, "3"],
+    "noise": [[], {}, 1], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x"],
+}  # fmt: skip
+HOSTILE_MODEL = {
+    "name": [3, ["A0"], {}], "dtype": ["float64", "float8_e4m3fn", "device", None], "digest": ["0" * 63, 7, None],
+    "parameters": [
+        None, {}, "x", [3], [[]], [["w"]], [["w", 3]], [[3, [1]]], [["w", [1], 1, 1]], [["w", [-1]]], [["w", [1.5]]],
+        [["w", [10**400]]], [["w", [1] * 100]], [["w", ["1"]]], [["w", [1], 0]], [["w.#", [1], 10**12]],
+        [["w" * 10**6, [1], 10**4]], [[f"w{i}.#", [1], 150_000] for i in range(2)],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "values"),
+    [(None, HOSTILE), ("settings", HOSTILE_SETTINGS), ("model", HOSTILE_MODEL)],
+    ids=["header", "settings", "model"],
+)
+def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where, values):
+    good, model = lines(copy), random_model()
+    tracemalloc.start()
+    for name, bad in values.items():
+        for value in bad:
+            header = json.loads(good[0])
+            (header[where] if where else header)[name] = value
+            rewrite(copy, [json.dumps(header).encode(), *good[1:]], rechain=True)
+            tracemalloc.reset_peak()
+            with pytest.raises(LedgerError, match=r"copy\.jsonl, line 1") as error:
+                ledger.verify(copy, model)
+            assert len(str(error.value)) < 1000 and tracemalloc.get_traced_memory()[1] < 50_000_000, name
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"tokens": 10**400}, {"seconds": 10**400}, {"core": "1e999"}, {"counts": {"nan": 0.5}}]
+)
+def test_numbers_of_a_line_without_bounds(copy, bad):
+    good = lines(copy)
+    rewrite(copy, [*good[:5], change(good[5], **bad), *good[6:]], rechain=True)
+    try:
+        ledger.read(copy)
+    except LedgerError as error:
+        assert "line 6 is no line of a ledger" in str(error)
 
 
 def test_no_ledger(copy, tmp_path):
@@ -591,6 +727,123 @@ def test_a_run_that_failed_in_its_first_step_leaves_nothing_in_the_way(tmp_path)
         (tmp_path / "run/ledger.jsonl").unlink()
 
 
+@pytest.mark.parametrize("own", [b"my notes", b"my notes\n", b'{"step": 1}\n{"step": 2}\n{"step": 3}\n', b"\xff\n"])
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_file_of_the_users_own_is_never_overwritten(tmp_path, own, resume):
+    (tmp_path / "ledger.jsonl").write_bytes(own)
+    with pytest.raises(LedgerError, match=r"is there and is no ledger of a run: use another|lost its first line|is no"):
+        trainer(tmp_path, counted := Counted()).train(resume)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == own and counted.calls == 0
+
+
+def test_a_folder_that_cannot_be_used_is_found_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file/below", Path("/proc/none/here")):
+        with pytest.raises(OSError, match=r"nothing can be written to this output_dir \(.*\): name another one"):
+            trainer(folder, counted := Counted()).train()
+        assert counted.calls == 0
+    (tmp_path / "run/ledger.jsonl").mkdir(parents=True)
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl is there and is no ledger"):
+        trainer(tmp_path / "run", counted).train()
+    assert counted.calls == 0
+
+
+class Counted:
+    """Counts the calls of a reward."""
+
+    REWARD_FLOOR = None
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completion_ids, log_metric, **columns):
+        self.calls += 1
+        return token_mean(completion_ids, log_metric)
+
+
+# ---- one run a folder
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_trains(tmp_path):
+    seen = []
+
+    class Other(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                for how in (None, True):
+                    with pytest.raises(
+                        LedgerError, match="another run trains in .*use another output_dir, or end that"
+                    ):
+                        trainer(tmp_path / "run", seed=6).train(how)
+                    seen.append(how)
+
+    tested = trainer(tmp_path / "run", max_steps=3)
+    tested.callback_handler.add_callback(Other())
+    tested.train()
+    assert seen == [None, True] and ledger.verify(tmp_path / "run/ledger.jsonl", random_model()).ended
+    # afterwards the folder is free for a run that goes on
+    again = trainer(tmp_path / "run", max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    # and the first notices that it went on elsewhere, before it evaluates anything
+    tested.args.max_steps = 5
+    tested.rewards.functions[0] = counted = Counted()
+    with pytest.raises(LedgerError, match="another process writes to it, or it was edited"):
+        tested.train()
+    assert counted.calls == 0
+
+
+def test_two_processes_that_start_at_once_in_one_folder(tmp_path):
+    """Of different seeds: one trains undisturbed, the other is told."""
+
+    def start(seed):
+        tested = trainer(tmp_path / "run", seed=seed, max_steps=40, alpha=0.01)
+        (tmp_path / f"ready-{seed}").touch()
+        while not all((tmp_path / f"ready-{s}").exists() for s in (5, 6)):
+            pass
+        try:
+            tested.train()
+        except LedgerError as error:
+            assert "another run trains in" in str(error) or "is the ledger of another run" in str(error)
+            (tmp_path / f"refused-{seed}").touch()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pids = []
+        for seed in (5, 6):
+            if (pid := os.fork()) == 0:
+                os._exit(in_child(lambda seed=seed: start(seed)))
+            pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+    (refused,) = tmp_path.glob("refused-*")
+    survivor = 11 - int(refused.name.removeprefix("refused-"))
+    found = ledger.read(tmp_path / "run/ledger.jsonl")
+    assert found.header["settings"]["seed"] == survivor and len(found.steps) == 40
+    assert ledger.verify(found, random_model()).recomputed
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path):
+    """Nor do its forked workers, which live on for a moment."""
+
+    def die(trainer_state, **columns):
+        if trainer_state.global_step == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(0.4)
+        return [float(len(c)) for c in columns["completions"]]
+
+    assert in_child(lambda: trainer(tmp_path / "run", die, workers=2).train()) == -signal.SIGKILL
+    trainer(tmp_path / "run", lambda completions, **kw: [1.0] * len(completions), max_steps=2).train(True)
+    assert len(ledger.read(tmp_path / "run/ledger.jsonl").steps) == 2
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+    def none(fd, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    trainer(tmp_path / "run", max_steps=1).train()
+    assert "this file system has no locks. Let no other run use the folder" in caplog.text
+
+
 def test_a_step_alone_records_nothing(tmp_path):
     tested = trainer(tmp_path / "run")
     tested.step()
@@ -620,24 +873,6 @@ def test_rewards_without_coefficients_are_not_recorded(tmp_path):
 
 
 # ---- a full disk
-
-
-def in_child(function) -> int:
-    """Exit status of a function run in a forked process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            function()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize(("whole", "more"), [(0, 100), (1, 5), (1, 150), (5, 1), (13, 20)])
@@ -782,15 +1017,16 @@ def call(*arguments) -> tuple[int, str]:
 
 def test_the_command_writes_the_folder_of_any_step(run, tmp_path):
     path = run / "out/ledger.jsonl"
-    code, text = call(path, "--step", 5, "--out", tmp_path / "five")
+    base = "--model", run / "base"
+    code, text = call(path, "--step", 5, "--out", tmp_path / "five", *base)
     assert code == 0 and "the model after step 5" in text
     for name in ("model.safetensors", "config.json", "chat_template.jinja"):
         assert (tmp_path / "five" / name).read_bytes() == (run / "out/checkpoint-5" / name).read_bytes(), name
     assert AutoTokenizer.from_pretrained(tmp_path / "five")("a<think>")["input_ids"]
-    code, text = call(path, "--out", tmp_path / "all", "--model", run / "base", "--verify")
+    code, text = call(path, "--out", tmp_path / "all", *base, "--verify")
     assert code == 0 and "12 steps, chain intact, closed\n3 digests of weights, all computed again, equal" in text
     assert f"the model after step 12, weights {ledger.read(path).weights[12]}" in text
-    code, text = call(path, "--step", 0, "--out", tmp_path / "none")
+    code, text = call(path, "--step", 0, "--out", tmp_path / "none", *base)
     assert (tmp_path / "none/model.safetensors").read_bytes() == (run / "base/model.safetensors").read_bytes()
 
 
@@ -799,7 +1035,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
     assert call(path)[0] == 2 and "--out FOLDER, --verify, or both" in call(path)[1]
     for arguments, message in [
         ((path, "--out", run), "exists: give a new folder"),
-        ((path, "--out", tmp_path / "x", "--step", 99), "step 99 is not in"),
+        ((path, "--out", tmp_path / "x", "--model", run / "base", "--step", 99), "step 99 is not in"),
         ((path, "--verify", "--model", run / "out/checkpoint-5"), "not the weights that the run started from"),
         ((path, "--verify", "--model", "no-such-model"), "model 'no-such-model'"),
         ((tmp_path / "none.jsonl", "--verify"), "there is no ledger"),
@@ -813,10 +1049,42 @@ def test_a_run_without_a_name_of_its_model(tmp_path):
     trainer(tmp_path / "run", max_steps=1).train()
     path = tmp_path / "run/ledger.jsonl"
     assert ledger.read(path).header["model"]["name"] is None
-    code, text = call(path, "--verify")
-    assert code == 0 and "1 steps, chain intact, closed" in text and "not computed again: give the model" in text
-    code, text = call(path, "--out", tmp_path / "out")
-    assert code == 1 and "has no name of the model that the run started from: give its folder or name" in text
+    for arguments in (["--verify"], ["--out", tmp_path / "out"]):
+        code, text = call(path, *arguments)
+        assert code == 1 and "has no name of the model that the run started from: give its folder or name" in text
+        assert "chain intact" not in text
+    random_model().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    code, text = call(path, "--verify", "--model", tmp_path / "base")
+    assert code == 0 and "1 steps, chain intact, closed\n2 digests of weights, all computed again, equal" in text
+
+
+def test_a_ledger_does_not_choose_what_is_loaded(run, copy, tmp_path):
+    """Its model is a name that anybody may have written: a folder with code beside it, say."""
+    evil, mark = tmp_path / "evil", tmp_path / "ran"
+    shutil.copytree(run / "base", evil)
+    (evil / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config = json.loads((evil / "config.json").read_text()) | {"model_type": "evil", "auto_map": own}
+    (evil / "config.json").write_text(json.dumps(config))
+    good = lines(copy)
+    for name in (str(evil), "someone/model", "\x1b[2J", "x" * 10**5):
+        model = json.loads(good[0])["model"] | {"name": name}
+        rewrite(copy, [change(good[0], model=model), *good[1:]], rechain=True)
+        for arguments in (["--verify"], ["--out", tmp_path / "out"]):
+            result = CliRunner().invoke(app, ["replay", str(copy), *map(str, arguments)], input="y\n" * 9)
+            assert result.exit_code == 1 and "is no shipped base: give the folder or name of that" in result.output
+            assert len(result.output) < 1000 and "\x1b" not in result.output
+    # code is not run for who names the folder, either
+    result = CliRunner().invoke(app, ["replay", str(copy), "--verify", "--model", str(evil)], input="y\n" * 9)
+    assert result.exit_code == 1 and "is neither a folder with a model nor could it be loaded" in result.output
+    assert not mark.exists()
+
+
+def test_the_command_names_a_torn_line(run, copy, tmp_path):
+    copy.write_bytes(copy.read_bytes()[:-30])
+    code, text = call(copy, "--out", tmp_path / "out", "--model", run / "base")
+    assert code == 0 and "the model after step 12" in text and "has a torn last line of" in text
 
 
 def test_a_half_precision_model_is_replayed_in_its_dtype(run, tmp_path):
@@ -824,7 +1092,7 @@ def test_a_half_precision_model_is_replayed_in_its_dtype(run, tmp_path):
     tested = trainer(tmp_path / "run", model=model, max_steps=2)
     tested.train()
     tested.save_model(tmp_path / "live")
-    code, _ = call(tmp_path / "run/ledger.jsonl", "--out", tmp_path / "replayed")
+    code, _ = call(tmp_path / "run/ledger.jsonl", "--out", tmp_path / "replayed", "--model", run / "base")
     assert code == 0
     live, replayed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("live", "replayed"))
     assert live == replayed

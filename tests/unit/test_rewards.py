@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import itertools
 import json
 import math
 import pickle
@@ -65,7 +66,8 @@ def test_the_call_is_that_of_trl():
 
 
 def test_rewards_may_be_any_sequence_of_numbers():
-    for returned in ([1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [True, np.float32(0.5)]):
+    sequences = [1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [True, np.float32(0.5)]
+    for returned in (*sequences, {"a": 1, "b": 0.5}.values(), map(float, [1, 0.5]), (x for x in [1, 0.5])):
         assert score(Rewards(lambda returned=returned, **kw: returned), ["a", "b"]).rewards.tolist() == [1.0, 0.5]
 
 
@@ -128,6 +130,35 @@ def test_an_exception_costs_only_the_completion_that_raised_it():
     scored = score(Rewards(parse, floor=-1.0), ["1.5", "x", "2", "", "nan"])
     assert scored.rewards.tolist() == [1.5, -1.0, 2.0, -1.0, -1.0]
     assert scored.counts == {"none": 0, "nan": 1, "exception": 2, "timeout": 0}
+
+
+def test_a_generator_fails_within_the_call():
+    """What it computes is computed when the list is made of it, and only its own completion scores the floor."""
+    scored = score(Rewards(lambda completions, **kw: map(float, completions), floor=-1.0), ["1.5", "x"])
+    assert scored.rewards.tolist() == [1.5, -1.0] and scored.counts["exception"] == 1
+    with pytest.raises(RewardError, match=r"gave ValueError.*on prompt 'prompt 1'.*reward_floor"):
+        score(Rewards(lambda completions, **kw: (float(c) for c in completions)), ["1.5", "x"])
+
+
+def test_a_number_beyond_float64_is_infinite():
+    for huge in (10**400, -(10**5000)):
+        scored = score(Rewards(lambda huge=huge, **kw: [1.0, huge], floor=-0.5), ["a", "b"])
+        assert scored.rewards.tolist() == [1.0, -0.5] and scored.counts["nan"] == 1
+        with pytest.raises(RewardError, match="gave inf on prompt 'prompt 1'"):
+            score(Rewards(lambda huge=huge, **kw: [1.0, huge]), ["a", "b"])
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_an_exit_in_a_reward_is_a_failure(timeout):
+    """sys.exit() would end the process with status 0, as if the run had finished."""
+
+    def leaves(completions, **columns):
+        return [float(c) if c != "x" else sys.exit() for c in completions]
+
+    scored = score(Rewards(leaves, floor=-1.0, timeout=timeout), ["1.5", "x"])
+    assert scored.rewards.tolist() == [1.5, -1.0] and scored.counts["exception"] == 1
+    with pytest.raises(RewardError, match=r"'leaves' gave SystemExit.* on prompt 'prompt 1'.*reward_floor"):
+        score(Rewards(leaves, timeout=timeout), ["1.5", "x"])
 
 
 def test_the_floor_is_weighted_like_any_reward():
@@ -373,6 +404,14 @@ def test_a_state_stays_while_completions_are_scored():
         ([0.5, "1"], TypeError, "'reward' returned '1' on prompt 'prompt 1'"),
         ([0.5, [1.0]], TypeError, r"'reward' returned \[1.0\] on prompt"),
         ([torch.ones(2), 1.0], TypeError, "'reward' returned tensor"),
+        ({0: 0.5, 1: 1.0}, TypeError, r"'reward' returned a dict, \{0: 0.5, 1: 1.0\}: return a list"),
+        ({0.5, 1.0}, TypeError, "'reward' returned a set, .*: return a list"),
+        ({0.5: "x", 1.0: "y"}.keys(), TypeError, "'reward' returned a dict_keys, .*: return a list"),
+        (b"ab", TypeError, "'reward' returned b'ab': return a list"),
+        ([0.5, 1 + 2j], TypeError, r"'reward' returned \(1\+2j\) on prompt 'prompt 1': return a number"),
+        (np.array([0.5, 1 + 2j]), TypeError, r"'reward' returned np.complex128\(0.5"),
+        (torch.tensor([0.5, 1 + 0j]), TypeError, "'reward' returned tensor"),
+        (itertools.repeat(0.5), ValueError, "'reward' returned 3 rewards for 2 completions"),
     ],
 )
 def test_wrong_results(floor, returned, error, message):
@@ -546,6 +585,17 @@ def test_a_signal_between_the_end_of_a_call_and_the_end_of_its_timer_counts(alar
     scored = score(Rewards(length, floor=-1.0, timeout=60), ["a"])
     assert scored.rewards.tolist() == [-1.0] and scored.counts["timeout"] == 1
     assert signal.getsignal(signal.SIGALRM) is handler and alarms == []
+
+
+def test_a_time_out_reaches_a_generator():
+    def hangs(completions, **columns):
+        for c in completions:
+            while c == "x":
+                pass
+            yield 1.0
+
+    scored = score(Rewards(hangs, floor=-1.0, timeout=0.2), ["a", "x"])
+    assert scored.rewards.tolist() == [1.0, -1.0] and scored.counts["timeout"] == 1
 
 
 def test_a_time_out_without_a_floor_names_the_prompt():

@@ -183,7 +183,7 @@ def _model(spec: Spec) -> Iterator[tuple[Any, Any, str]]:
     if end.is_dir() and not worlds.is_adapter(end):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(models.place(spec["base"]))
+        tokenizer = AutoTokenizer.from_pretrained(models.place(spec["base"]), trust_remote_code=False)
         yield *models.load(str(end), tokenizer, worlds.loaded_as(spec)), str(end)
         return
     model, tokenizer = worlds.model_of(spec)
@@ -215,7 +215,8 @@ def _check_type(model: str, end: Path) -> None:
         return  # compared with the model's own weights when they are read
     from transformers import AutoConfig
 
-    types = [AutoConfig.from_pretrained(place).model_type for place in (models.place(model), end)]
+    safe = {"trust_remote_code": False}
+    types = [AutoConfig.from_pretrained(place, **safe).model_type for place in (models.place(model), end)]
     if types[0] != types[1]:
         raise ValueError(
             f"the end {str(end)!r} is of type {types[1]!r}, model {model!r} of {types[0]!r}: it is no end of training "
