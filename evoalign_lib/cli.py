@@ -118,7 +118,7 @@ def replay(
     try:
         run = ledgers.read(ledger)
         if verify:
-            report = ledgers.verify(run, model or run.header["model"]["name"])
+            report = ledgers.verify(run, model or ledgers.origin(run))
             typer.echo(report.text())
         if out:
             digest = ledgers.write_model(run, out, model, step)

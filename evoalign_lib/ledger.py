@@ -10,7 +10,11 @@ and compensations. The last two lose bits: the members of a step leave their mar
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
 # = 0 .. n - 1. The format is 1; or a later one where a setting that earlier readers do not know decides how rewards
 become weights, so that they refuse such a run: 2 for precision, noise, antithetic pairs, fitness shaping and schedules,
-3 for anchored weight decay, which a header names only where it is on.
+3 for anchored weight decay, which a header names only where it is on, and 4 for a run that moves a part of its model.
+
+Of such a run (an adapter over its base, or a model of which a part is frozen) `parameters` and all digests are of what
+moves, and the setting `frozen` is the digest of the rest, which a run that goes on must share. With an adapter (PEFT)
+`adapter` in `model` names the folder beside the ledger that holds the adapter as it was at the start.
 
 Then one line per step, synced to disk before the weights move:
 
@@ -54,14 +58,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import models, noise, update_rules
+from evoalign_lib import _adapters, models, noise, update_rules
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
-FORMATS = (1, 2, 3)
+FORMATS = (1, 2, 3, 4)
 NAME = "ledger.jsonl"
+START = "start"
+"""folder beside the ledger of an adapter's run: the adapter as it was at the start"""
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
@@ -77,6 +83,8 @@ _LATER: dict[str, Any] = {
 }
 # The same for readers of format 2.
 _LATER_3 = {"anchor_decay": 0.0}
+# And of format 3; None: everything moves.
+_LATER_4 = {"frozen": None}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 
@@ -270,7 +278,7 @@ class Ledger:
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _LATER | _LATER_3 | _LATER_EVALUATION | settings
+    return _LATER | _LATER_3 | _LATER_4 | _LATER_EVALUATION | settings
 
 
 def _format(settings: Mapping[str, Any]) -> int:
@@ -279,7 +287,7 @@ def _format(settings: Mapping[str, Any]) -> int:
     def names(later: Mapping[str, Any]) -> bool:
         return any(settings.get(name, value) != value for name, value in later.items())
 
-    return 3 if names(_LATER_3) else 2 if names(_LATER) else 1
+    return 4 if names(_LATER_4) else 3 if names(_LATER_3) else 2 if names(_LATER) else 1
 
 
 def recorded(path: str | os.PathLike) -> bool:
@@ -407,6 +415,8 @@ def _check_header(line: Any) -> None:
     for name, known in choices.items():
         if settings[name] not in known:
             raise LedgerError(f"{name} is {settings[name]!r}, none of {known}: the header was edited.")
+    if settings["frozen"] is not None and not re.fullmatch("[0-9a-f]{64}", settings["frozen"]):
+        raise LedgerError(f"frozen is {settings['frozen']!r}, no digest: the header was edited.")
     _states(settings.get("reward_state", {}))
     try:
         check_decay(settings["anchor_decay"], settings["precision"])
@@ -466,12 +476,14 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
 
     Args:
         source: a ledger, or its path.
-        model: the model that the run started from: an object (not changed), a folder, or a name.
+        model: the model that the run started from: an object (not changed), a folder, or a name. Of an adapter's run:
+            the adapter over its base, or the folder START beside the ledger.
         step: how many steps to replay; None: all.
 
     Returns:
         The weights, float32 in the order of `noise.Layout` over the model's parameters, padding included: the master,
-        or what the values (and compensations) of the other precision modes stand for.
+        or what the values (and compensations) of the other precision modes stand for. Of a run that moved a part of
+        them these alone, whatever requires_grad says.
 
     Raises:
         LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
@@ -504,13 +516,35 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
             f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
         )
     laws = {"distribution": ledger.settings["noise"], "anchor_decay": ledger.settings["anchor_decay"]}
-    weights = open_weights(model, precision=precision, **laws)
+    weights = open_weights(model, _layout(ledger, model), precision, **laws)
     check_model(ledger, weights)
     for record in ledger.steps[:n]:
         check_weights(ledger, record.step, weights)
         _move(ledger, record, weights)
     check_weights(ledger, n, weights)
     return weights
+
+
+def _layout(ledger: Ledger, model: Any) -> noise.Layout:
+    """Return the layout of what the run moved: all parameters, or those that the header names."""
+    shapes, frozen = {name: tuple(p.shape) for name, p in model.named_parameters()}, ledger.settings["frozen"]
+    adapted = _adapters.is_adapted(model)
+    if frozen is None and adapted:
+        raise LedgerError(f"the run of {ledger.path} moved all weights of a model: give that model, without adapter.")
+    if frozen is not None:
+        names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
+        if missing := sorted(names - shapes.keys()):
+            raise LedgerError(
+                f"the model has no parameter {missing[0]!r}, which the run moved: give the adapter that it started "
+                f"from, the folder {START!r} beside its ledger."
+            )
+        shapes = {name: shape for name, shape in shapes.items() if name in names}
+        if not adapted and (found := _adapters.frozen_digest(model, names)) != frozen:
+            raise LedgerError(
+                f"the frozen weights are not those of the run: their digest is {found:.16}..., in {ledger.path} "
+                f"{frozen:.16}... Give the model that the run started from."
+            )
+    return noise.Layout.from_shapes(shapes.items())
 
 
 def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
@@ -546,7 +580,8 @@ def write_model(
     Args:
         source: a ledger, or its path.
         out: a new folder.
-        model: folder or name of the model that the run started from; None: the name in the ledger.
+        model: folder or name of the model that the run started from; None: the name in the ledger, or of an adapter's
+            run the folder START beside it, from which an adapter is written.
         step: how many steps to replay; None: all.
 
     Returns:
@@ -559,7 +594,7 @@ def write_model(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LedgerError(f"{str(out)!r} exists: give a new folder.")
-    loaded, tokenizer = _load(ledger, model or ledger.header["model"]["name"])
+    loaded, tokenizer = _load(ledger, model or origin(ledger))
     weights = _replay(ledger, loaded, step)
     copy_to(loaded, weights.layout, weights.flat)
     loaded.save_pretrained(out)
@@ -572,10 +607,11 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
 
     Args:
         settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay if on.
+            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay and
+            frozen if on.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
-        layout: of its parameters.
+        layout: of those of its parameters that move.
         weights: digest of the starting weights.
     """
     return {
@@ -589,8 +625,15 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
             "dtype": str(model.dtype).removeprefix("torch."),
             "digest": weights,
             "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
-        },
+        }
+        | ({"adapter": START} if _adapters.is_adapted(model) else {}),
     }
+
+
+def origin(ledger: Ledger) -> str | None:
+    """Return folder or name of the model that a run started from, as its header has it; None if it has neither."""
+    model = ledger.header["model"]
+    return str(ledger.path.parent / START) if "adapter" in model else model["name"]
 
 
 def check_model(ledger: Ledger, weights: Weights) -> None:
@@ -673,7 +716,7 @@ def _load(ledger: Ledger, name: str | os.PathLike | None) -> tuple[Any, Any]:
     dtype = getattr(torch, ledger.header["model"]["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise LedgerError(f"{ledger.path} has the dtype {ledger.header['model']['dtype']!r}: the header was edited.")
-    return models.load(name, None, {"dtype": dtype})
+    return models.load(name, None, {"dtype": dtype}, adapters=True)
 
 
 # ---- size
