@@ -215,9 +215,10 @@ def not_dense(model: Any) -> str | None:
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             if type(module) is not Linear or module.lora_variant or any(module.lora_bias.values()):
                 return f"{name!r} is more than a product of two matrices beside a linear layer"
-    plain = (torch.float32, torch.bfloat16)
-    other = [name for name, p in model.named_parameters() if p.dtype not in plain or type(p.data) is not Tensor]
-    return f"parameter {other[0]!r} is no plain float32 or bfloat16" if other else None
+    # in half precision the sum would lose what is small beside W
+    plain = ((name, p.dtype == torch.float32 and type(p.data) is Tensor) for name, p in model.named_parameters())
+    other = next((name for name, fits in plain if not fits), None)
+    return f"parameter {other!r} is not plain float32, and the adapter would be rounded with it" if other else None
 
 
 @torch.inference_mode()

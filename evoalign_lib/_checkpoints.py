@@ -22,7 +22,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from evoalign_lib import ledger
-from evoalign_lib.files import replace_bytes
+from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,11 @@ def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path],
     partial = output_dir / f"partial-{ledger.START}"
     save_model(partial)
     save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+    for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
     _put(partial, output_dir / ledger.START)
+    sync_folder(output_dir)
 
 
 def read_start(run: ledger.Ledger, weights: Weights) -> None:

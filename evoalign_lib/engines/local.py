@@ -54,8 +54,8 @@ class LocalEngine(Engine):
 
     Args:
         model: a Hugging Face decoder-only model; its parameters become the master at the start, those with
-            requires_grad where a part is frozen. The loop decodes with a plain LoRA adapter merged, W + scaling * B A
-            rounded to the model's dtype; other adapters, and those over a quantised base, with transformers.
+            requires_grad where a part is frozen. The loop decodes with W + scaling * B A where a plain LoRA adapter
+            lies over a float32 base; with any other adapter or base transformers decodes.
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in the workers.
         prompts: name -> prompts (for example "train" and "eval").

@@ -144,7 +144,8 @@ def test_greedy_tokens_are_those_of_peft(tmp_path, changed):
 
 
 def test_a_bfloat16_base_keeps_a_float32_adapter(tmp_path):
-    tested = trainer(tmp_path, adapted(random_model().to(torch.bfloat16)), decoder="generate")
+    tested = trainer(tmp_path, adapted(random_model().to(torch.bfloat16)))
+    assert tested.engine.decoder == "generate"
     before = named(tested.model)
     tested.train()
     assert moved(before, tested.model) == trainable(tested.model)
@@ -420,10 +421,11 @@ def test_an_adapter_over_a_quantised_base(tmp_path, how, bits):
     for name, bits_of in named_trainable(tested.model).items():
         assert saved[name].detach().numpy().tobytes() == bits_of
     assert greedy(plain) == greedy(tested.model)
-    # resumed with a base that is quantised anew
+    # resumed with a base that is quantised anew, by its name
     again = trainer(
-        tmp_path / "run", quantised(tmp_path, how, bits), peft_config=lora(), sigma=0.2, alpha=0.2, max_steps=4
-    )
+        tmp_path / "run", str(tmp_path / "base"), peft_config=lora(), sigma=0.2, alpha=0.2, max_steps=4,
+        model_init_kwargs={"quantization_config": how(bits), "device_map": "cpu"},
+    )  # fmt: skip
     again.train(resume_from_checkpoint=True)
     whole = trainer(
         tmp_path / "whole", quantised(tmp_path, how, bits), peft_config=lora(), sigma=0.2, alpha=0.2, max_steps=4
