@@ -1,9 +1,9 @@
 """Checkpoints of an ES run and the best of its weights: what `ESTrainer` keeps besides the ledger, and how it resumes.
 
-A checkpoint is a folder `checkpoint-<step>` that transformers loads as a model. Beside the model lie the whole state of
-the weights (`<precision>.safetensors`), `best.safetensors` with load_best_model_at_end, transformers' own
-`trainer_state.json`, and `es_state.json` with what else the run goes on with: budget, counts, digests, and the hash of
-the ledger's line that the checkpoint belongs to.
+A checkpoint is a folder `checkpoint-<step>` that transformers loads as a model (PEFT, where an adapter moves). Beside
+the model lie the whole state of the weights (`<precision>.safetensors`), `best.safetensors` with
+load_best_model_at_end, transformers' own `trainer_state.json`, and `es_state.json` with what else the run goes on with:
+budget, counts, digests, and the hash of the ledger's line that the checkpoint belongs to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from evoalign_lib import ledger
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.files import replace_bytes
+from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
 
 logger = logging.getLogger(__name__)
@@ -72,9 +72,7 @@ def write(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Call
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
         _write_all(checkpoint, partial, precision, save_model)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        _put(partial, folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         # safetensors has an error of its own, which holds that of the system as text
@@ -101,6 +99,45 @@ def _write_all(checkpoint: Checkpoint, folder: Path, precision: str, save_model:
         state["best"], best = checkpoint.best
         save_file(dict(best), folder / _BEST)
     (folder / _STATE).write_text(json.dumps(state, indent=1))
+
+
+def _put(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None]) -> None:
+    """Write the adapter that a run begins with, as PEFT loads it and as `read_start` does, whole or not at all."""
+    from safetensors.torch import save_file
+
+    partial = output_dir / f"partial-{ledger.START}"
+    save_model(partial)
+    save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+    for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
+    _put(partial, output_dir / ledger.START)
+    sync_folder(output_dir)
+
+
+def read_start(run: ledger.Ledger, weights: Weights) -> None:
+    """Let a run begin with the adapter that it began with, whatever the model has now; the ledger knows its digest.
+
+    Raises:
+        ValueError: the folder is missing or damaged; the message says what to do.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = run.path.parent / ledger.START / f"{weights.precision}.safetensors"
+    try:
+        weights.begin(load_file(path))
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{str(path)!r}, the adapter that the run began with, cannot be read ({error}): restore the folder from a "
+            "copy, and give an adapter of the same configuration."
+        ) from error
 
 
 def rotate(newest: Path, limit: int | None) -> None:
@@ -254,6 +291,8 @@ def find_run(
         )
     if source.resolve() != path.resolve():  # the run goes on in another folder
         ledger.refuse_existing(path)
+        if (start := source.parent / ledger.START).is_dir():
+            shutil.copytree(start, output_dir / ledger.START, dirs_exist_ok=True)
         replace_bytes(path, source.read_bytes(), sync=True)
     run = ledger.Ledger.open(path)
     if run.torn:

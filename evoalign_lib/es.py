@@ -23,6 +23,9 @@ sigma and alpha, sampled decoding with common random numbers, anchored weight de
 alpha is "digested" as in the study's table and code: 1/sigma is part of it (the text's gradient step would be
 alpha_text = sigma * alpha).
 
+What moves is what `requires_grad` says: all weights, an adapter's alone (PEFT; its base may be quantised), or those
+that the user left unfrozen. Whatever is frozen does not change by a bit, and the master holds what moves alone.
+
 Metrics logged at each step:
 
 - `reward`, `reward_std` (population standard deviation over members), `reward_max`, `tied` (1 if the population was),
@@ -65,11 +68,10 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from evoalign_lib import _checkpoints, ledger, models, noise, precision
+from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib._model_checks import check_nothing_frozen, check_plain
 from evoalign_lib.checks import choose, nearest, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus, open_engine
 from evoalign_lib.engines.base import Evaluation, Prompts, score
@@ -355,7 +357,9 @@ class ESTrainer:
     """Train a language model by an Evolution Strategy, where TRL's `GRPOTrainer` stood.
 
     Args:
-        model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base.
+        model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base. Or a model
+            with an adapter (`peft.get_peft_model`), or the folder of one. Only parameters with requires_grad move: of a
+            model that is partly frozen the others, of one with an adapter the adapter. (engine="local" only.)
         reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`).
         args: an `ESConfig`.
         train_dataset: rows with "prompt" (a string or messages) and further columns for the reward functions: a
@@ -363,10 +367,15 @@ class ESTrainer:
         eval_dataset: the same, for `evaluate()`.
         processing_class: the tokenizer (default: the one saved with the model).
         callbacks: `transformers.TrainerCallback`s.
+        peft_config: a `peft.PeftConfig`, such as LoraConfig: the model, which may be quantised, is frozen and gets a
+            new adapter, drawn from args.seed. save_model() writes the adapter, for PEFT; the one that the run began
+            with lies in output_dir/start, from where a resumed run and a replay take it.
 
     Raises:
         ValueError: an empty data set, more prompts per step than there are, a model that cannot be found or is not
-            supported (with PEFT adapters, frozen or quantised weights), or one of several processes of a launch.
+            supported (quantised without adapter, an adapter that is merged or that PEFT would not save in whole,
+            nothing to be trained), or one of several processes of a launch.
+        TypeError, ImportError: a peft_config that is none; PEFT is not installed.
 
     Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. To
     record a step, move the weights and count it is one act that an interrupt waits for; so is a log entry, with the
@@ -384,6 +393,7 @@ class ESTrainer:
         eval_dataset: Iterable[Mapping[str, Any]] | None = None,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
+        peft_config: Any = None,
     ):
         if (n := world_size()) > 1:
             raise ValueError(
@@ -396,9 +406,14 @@ class ESTrainer:
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
-        self.model, self.processing_class = models.load(model, processing_class, args.model_init_kwargs)
-        check_plain(self.model)
-        check_nothing_frozen(self.model)
+        self.model, self.processing_class = models.load(
+            model, processing_class, args.model_init_kwargs, adapters=True, quantised=peft_config is not None
+        )
+        if peft_config is not None:
+            self.model = _adapters.attach(self.model, peft_config, args.seed).eval()
+        _adapters.check_movable(self.model)
+        _adapters.check_something_moves(self.model)
+        self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         prompts = {"train": Prompts(train_dataset, self.processing_class)}
         if eval_dataset is not None:
             prompts["eval"] = Prompts(eval_dataset, self.processing_class)
@@ -544,7 +559,10 @@ class ESTrainer:
         """Add a step to the ledger, which the first one begins; digest: of the weights before the step, where due."""
         if self.ledger is None:
             header = ledger.header(self._settings(), self.run_key, self.model, self.engine.layout, digest)
-            self.ledger, digest = ledger.Ledger.create(self._ledger_path, header), None
+            run = ledger.Ledger.create(self._ledger_path, header)
+            if _adapters.is_adapted(self.model):  # drawn at random, perhaps: no other file has it
+                _checkpoints.write_start(Path(self.args.output_dir), self.engine.weights, self.save_model)
+            self.ledger, digest = run, None
         self.ledger.append(record, digest)
 
     def tell(self, members: Sequence[Member], fitness: np.ndarray) -> bool:
@@ -777,7 +795,7 @@ class ESTrainer:
     # ---- files (`evoalign_lib._checkpoints`)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Write a Hugging Face folder: weights in the model's dtype, configuration, tokenizer."""
+        """Write a Hugging Face folder: weights in the model's dtype (or the adapter), configuration, tokenizer."""
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self.engine.write_model()
         self.model.save_pretrained(output_dir)
@@ -812,6 +830,8 @@ class ESTrainer:
             self.rewards.load_state(states[-1])
         except ValueError as error:
             raise ledger.LedgerError(f"{str(run.path)!r}, step {len(run.steps) - 1}: {error}") from error
+        if _adapters.is_adapted(self.model):
+            _checkpoints.read_start(run, self.engine.weights)
         ledger.check_start(run, self.engine.weights)  # a checkpoint has the weights, not where they started
         if folder is None:
             ledger.check_model(run, self.engine.weights)
@@ -842,6 +862,7 @@ class ESTrainer:
         settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have taken other steps
         # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
         settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
+        settings |= {"frozen": self._frozen} if self._frozen else {}
         settings |= {"reward_state": self._first_reward_state} if self._first_reward_state else {}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 

@@ -13,6 +13,11 @@ they have `prev` instead of `hash`, and their number told which readers knew all
 weights: 1; 2 for precision, noise, antithetic pairs, fitness shaping and schedules; 3 for anchored weight decay, which
 a header names only where it is on.
 
+Of a run that moves a part of its model (an adapter over its base, or a model of which a part is frozen) `parameters`
+and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
+share. With an adapter (PEFT) `adapter` in `model` names the folder beside the ledger that holds the adapter as it was
+at the start.
+
 Then one line per step, synced to disk before the weights move:
 
 - `step`: 0, 1, ...
@@ -62,7 +67,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import models, noise, tiny, update_rules
+from evoalign_lib import _adapters, models, noise, tiny, update_rules
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
@@ -70,6 +75,8 @@ from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_we
 
 FORMATS = (1, 2, 3, 4)
 NAME = "ledger.jsonl"
+START = "start"
+"""folder beside the ledger of an adapter's run: the adapter as it was at the start"""
 DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _HASH = ',"hash":"{}"}}'  # the end of a line
@@ -91,6 +98,8 @@ _LATER: dict[str, Any] = {
 }
 # The same for readers of format 2.
 _LATER_3 = {"anchor_decay": 0.0}
+# And of format 3; None: everything moves.
+_LATER_4 = {"frozen": None}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 
@@ -295,7 +304,7 @@ class Ledger:
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _LATER | _LATER_3 | _LATER_EVALUATION | settings
+    return _LATER | _LATER_3 | _LATER_4 | _LATER_EVALUATION | settings
 
 
 def _format(settings: Mapping[str, Any]) -> int:
@@ -304,7 +313,7 @@ def _format(settings: Mapping[str, Any]) -> int:
     def names(later: Mapping[str, Any]) -> bool:
         return any(settings.get(name, value) != value for name, value in later.items())
 
-    return 3 if names(_LATER_3) else 2 if names(_LATER) else 1
+    return 4 if names(_LATER_4) else 3 if names(_LATER_3) else 2 if names(_LATER) else 1
 
 
 def recorded(path: str | os.PathLike) -> bool:
@@ -444,6 +453,8 @@ def _check_header(line: Any) -> None:
     for name, known in choices.items():
         if settings[name] not in known:
             raise LedgerError(f"{name} is {settings[name]!r:.80}, none of {known}: the header was edited.")
+    if (frozen := settings["frozen"]) is not None and not re.fullmatch("[0-9a-f]{64}", str(frozen)):
+        raise LedgerError(f"frozen is {frozen!r:.80}, no digest: the header was edited.")
     _states(settings.get("reward_state", {}))
     try:
         check_decay(settings["anchor_decay"], settings["precision"])
@@ -545,12 +556,14 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
 
     Args:
         source: a ledger, or its path.
-        model: the model that the run started from: an object (not changed), a folder, or a name.
+        model: the model that the run started from: an object (not changed), a folder, or a name. Of an adapter's run:
+            the adapter over its base, or the folder START beside the ledger.
         step: how many steps to replay; None: all.
 
     Returns:
         The weights, float32 in the order of `noise.Layout` over the model's parameters, padding included: the master,
-        or what the values (and compensations) of the other precision modes stand for.
+        or what the values (and compensations) of the other precision modes stand for. Of a run that moved a part of
+        them these alone, whatever requires_grad says.
 
     Raises:
         LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
@@ -583,13 +596,35 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
             f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
         )
     laws = {"distribution": ledger.settings["noise"], "anchor_decay": ledger.settings["anchor_decay"]}
-    weights = open_weights(model, precision=precision, **laws)
+    weights = open_weights(model, _layout(ledger, model), precision, **laws)
     check_model(ledger, weights)
     for record in ledger.steps[:n]:
         check_weights(ledger, record.step, weights)
         _move(ledger, record, weights)
     check_weights(ledger, n, weights)
     return weights
+
+
+def _layout(ledger: Ledger, model: Any) -> noise.Layout:
+    """Return the layout of what the run moved: all parameters, or those that the header names."""
+    shapes, frozen = {name: tuple(p.shape) for name, p in model.named_parameters()}, ledger.settings["frozen"]
+    adapted = _adapters.is_adapted(model)
+    if frozen is None and adapted:
+        raise LedgerError(f"the run of {ledger.path} moved all weights of a model: give that model, without adapter.")
+    if frozen is not None:
+        names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
+        if missing := sorted(names - shapes.keys()):
+            raise LedgerError(
+                f"the model has no parameter {missing[0]!r}, which the run moved: give the adapter that it started "
+                f"from, the folder {START!r} beside its ledger."
+            )
+        shapes = {name: shape for name, shape in shapes.items() if name in names}
+        if not adapted and (found := _adapters.frozen_digest(model, names)) != frozen:
+            raise LedgerError(
+                f"the frozen weights are not those of the run: their digest is {found:.16}..., in {ledger.path} "
+                f"{frozen:.16}... Give the model that the run started from."
+            )
+    return noise.Layout.from_shapes(shapes.items())
 
 
 def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
@@ -625,7 +660,8 @@ def write_model(
     Args:
         source: a ledger, or its path.
         out: a new folder.
-        model: folder or name of the model that the run started from; None: the shipped base that the ledger names.
+        model: folder or name of the model that the run started from; None: the shipped base that the ledger names, or
+            of an adapter's run the folder START beside it, from which an adapter is written.
         step: how many steps to replay; None: all.
 
     Returns:
@@ -651,10 +687,11 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
 
     Args:
         settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay if on.
+            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay and
+            frozen if on.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
-        layout: of its parameters.
+        layout: of those of its parameters that move.
         weights: digest of the starting weights.
     """
     return {
@@ -668,7 +705,8 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
             "dtype": str(model.dtype).removeprefix("torch."),
             "digest": weights,
             "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
-        },
+        }
+        | ({"adapter": START} if _adapters.is_adapted(model) else {}),
     }
 
 
@@ -745,7 +783,9 @@ def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
 
 
 def start_of(ledger: Ledger, model: str | None = None) -> str:
-    """Return the name of the model to replay a run from: the one that the user gives, or the shipped base it names.
+    """Return folder or name of the model to replay a run from: what the user gives, or the shipped base it names.
+
+    Of an adapter's run it is the folder START beside the ledger; no code of its base is run, as of no model.
 
     Args:
         ledger: of the run.
@@ -757,6 +797,8 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
     """
     if model is not None:
         return model
+    if "adapter" in ledger.header["model"]:
+        return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
     if name is None:
         raise LedgerError(
@@ -771,7 +813,7 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
 
 
 def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
-    return models.load(name, None, {"dtype": getattr(torch, ledger.header["model"]["dtype"])})
+    return models.load(name, None, {"dtype": getattr(torch, ledger.header["model"]["dtype"])}, adapters=True)
 
 
 # ---- size

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import precision, tiny
+from evoalign_lib import _adapters, precision, tiny
 from evoalign_lib._model_checks import check_quantisation
 from evoalign_lib.files import canonical_json
 
@@ -26,7 +26,14 @@ _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
 _SECRET = re.compile("(.*_)?(token|key|secret|password|authorization)", re.IGNORECASE)
 
 
-def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+def load(
+    model: Any,
+    tokenizer: Any = None,
+    keywords: Mapping[str, Any] | None = None,
+    *,
+    adapters: bool = False,
+    quantised: bool = False,
+) -> tuple[Any, Any]:
     """Return a model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
 
     Args:
@@ -36,21 +43,31 @@ def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None =
         tokenizer: its tokenizer; None: the one saved with the model.
         keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
             ...) hold for the tokenizer, too.
+        adapters: whether model may be the folder of a PEFT adapter. It is loaded over its base, to be trained.
+        quantised: whether what is loaded may be quantised; the base of an adapter may.
 
     Raises:
-        ValueError: the model cannot be found, needs code of its own, is a PEFT adapter or quantised, or keywords are
-            given for an object.
+        ValueError: the model cannot be found, needs code of its own, is a PEFT adapter or quantised and may not be, or
+            keywords are given for an object.
+        ImportError: an adapter, and PEFT is not installed.
     """
     from transformers import AutoTokenizer
 
-    origin = {}
+    origin, found = {}, None
     if isinstance(model, (str, os.PathLike)):
         origin = {k: v for k, v in (keywords or {}).items() if k in _HUB}
-        model = _from_pretrained(str(model), keywords or {})
+        found = Path(model) if adapters and (Path(model) / "adapter_config.json").is_file() else None
+        if found is None:
+            model = _from_pretrained(str(model), keywords or {}, quantised)
+        else:
+            base = _from_pretrained(_adapters.base_name(found), keywords or {}, quantised=True)
+            model = _adapters.open_adapter(base, found)
     elif keywords:
         raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
     if tokenizer is None:
         folder = model.config._name_or_path
+        if found is not None and (found / "tokenizer_config.json").is_file():
+            folder = str(found)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
         except (OSError, ValueError) as error:
@@ -59,10 +76,12 @@ def load(model: Any, tokenizer: Any = None, keywords: Mapping[str, Any] | None =
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
         tokenizer.pad_token = tokenizer.eos_token
-    return model.to("cpu").eval(), tokenizer
+    if not getattr(model, "is_quantized", False):  # of which some refuse to be moved
+        model = model.to("cpu")
+    return model.eval(), tokenizer
 
 
-def _from_pretrained(name: str, keywords: Mapping[str, Any]) -> Any:
+def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -70,7 +89,7 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any]) -> Any:
         raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(
-            f"model {name!r} is a PEFT adapter, which is not supported yet: merge it (merge_and_unload(), then "
+            f"model {name!r} is a PEFT adapter, which is not supported here: merge it (merge_and_unload(), then "
             "save_pretrained()), or give the base model."
         )
     if keywords.get("trust_remote_code"):
@@ -87,7 +106,8 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any]) -> Any:
         config = keywords.get("config") or AutoConfig.from_pretrained(folder, **files)
     except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
-    check_quantisation(keywords.get("quantization_config") or getattr(config, "quantization_config", None))
+    if not quantised:
+        check_quantisation(keywords.get("quantization_config") or getattr(config, "quantization_config", None))
     try:
         with _no_progress_bar() if shipped else nullcontext():
             return AutoModelForCausalLM.from_pretrained(folder, **settings)

@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib._adapters import check_movable, moved
 from evoalign_lib._anchor import check_decay, decay
-from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
@@ -121,6 +121,13 @@ class Weights:
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
 
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a state, as `load`, from which the run starts and toward which its weights decay."""
+        self.load(tensors)
+        if self.start is not None:
+            self.start = self.flat.copy()
+            self.start.flags.writeable = False
+
     def digest(self) -> str:
         """Return the `digest` of the whole state."""
         return digest(self.layout, *self.planes)
@@ -192,7 +199,8 @@ class _OneReplica(Weights):
     def __init__(
         self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int, anchor_decay: float
     ):
-        parameters = dict(model.named_parameters())
+        every = dict(model.named_parameters())
+        parameters = {e.name: every[e.name] for e in layout.entries}
         dtype = next(iter(parameters.values())).dtype
         if mixed := [name for name, p in parameters.items() if p.dtype != dtype]:
             raise ValueError(
@@ -295,7 +303,8 @@ def open_weights(
 
     Args:
         model: a model on the CPU, whose parameters are the start.
-        layout: of its parameters; None: made from them.
+        layout: of those that move; None: of what has requires_grad, an adapter's (PEFT) for example; of all parameters
+            where none has it.
         precision: "master", "kahan" or "inplace".
         distribution: of the noise: "gaussian", "byte_sum", "rademacher" or "tied".
         bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
@@ -306,22 +315,22 @@ def open_weights(
 
     Raises:
         ValueError: no such mode or distribution, an anchor_decay out of range or in a mode without a master, a model
-            with PEFT adapters or quantised weights, or one whose dtype the mode does not take.
+            that is not supported (`_adapters.check_movable`), or one whose dtype the mode does not take.
     """
     choose("precision", precision, PRECISIONS)
     choose("distribution", distribution, noise.DISTRIBUTIONS)
     anchor_decay = check_decay(anchor_decay, precision)
-    check_plain(model)
-    layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
+    check_movable(model)
+    layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in moved(model).items())
     return _MODES[precision](model, layout, distribution, bind, threads, anchor_decay)
 
 
 def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:
     """Copy flat weights (layout.size,) into a model's parameters, in their dtype, unless they are views of it."""
-    views = layout.views(flat)
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            view = torch.as_tensor(views[name])
+        for name, view in layout.views(flat).items():
+            parameter, view = parameters[name], torch.as_tensor(view)
             if parameter.data_ptr() != view.data_ptr():
                 parameter.copy_(view)
 

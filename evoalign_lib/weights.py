@@ -378,6 +378,11 @@ class _Ledger(StateDict):
     def __init__(self, source: str, base: str | os.PathLike[str] | None):
         self.source, self._model = source, base
         self.run: ledger.Ledger = ledger.read(source)
+        if self.run.settings["frozen"] is not None:
+            raise ValueError(
+                f"the run of {source} moves a part of its model only: write the model or adapter of its last step "
+                "(evoalign replay --out FOLDER), and give that folder."
+            )
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from evoalign_lib._adapters import check_nothing_frozen
 from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def open_engine(
         load: the arguments of from_pretrained it was loaded with.
 
     Raises:
-        ValueError: no such engine, GPUs that do not fall into copies of the model, or what the engine refuses.
+        ValueError: no such engine, GPUs that do not fall into copies of the model, frozen parameters with another
+            engine than "local", or what the engine refuses.
         ImportError: vLLM or Ray is needed and not installed; the message says how to install it.
     """
     choose("engine", engine, ENGINES)
@@ -64,6 +66,7 @@ def open_engine(
             workers = processes.default_workers() if precision == "master" else 1
         common |= {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "workers": workers}
         return local.LocalEngine(model, tokenizer, rewards, prompts, **common)
+    check_nothing_frozen(model, engine)
     common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the very files that the model was loaded from
         files = load or {}

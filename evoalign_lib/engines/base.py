@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import noise
+from evoalign_lib._adapters import moved
 from evoalign_lib.precision import Weights, copy_to, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
 from evoalign_lib.update_rules import Member
@@ -164,7 +165,8 @@ class Engine(Scorer):
     them.
 
     Args:
-        model: a Hugging Face decoder-only model; its parameters are the weights at the start.
+        model: a Hugging Face decoder-only model; its parameters are the weights at the start. What has no
+            requires_grad stays (of a model that has it nowhere, which is only decoded, all are weights).
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
@@ -202,7 +204,7 @@ class Engine(Scorer):
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length)
         self.model = model
-        shapes = ((name, tuple(p.shape)) for name, p in model.named_parameters())
+        shapes = ((name, tuple(p.shape)) for name, p in moved(model).items())
         self.layout = noise.Layout.from_shapes(shapes)
         self.weights = weights or open_weights(
             model, self.layout, precision, distribution, bind=True, threads=threads, anchor_decay=anchor_decay

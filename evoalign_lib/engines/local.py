@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
+from evoalign_lib._adapters import base_of, dense, not_dense
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
 from evoalign_lib.engines.base import Engine, Evaluation, Prompts, check_temperature
@@ -52,7 +53,9 @@ class LocalEngine(Engine):
     """A population on CPU cores.
 
     Args:
-        model: a Hugging Face decoder-only model; its parameters become the master at the start.
+        model: a Hugging Face decoder-only model; its parameters become the master at the start, those with
+            requires_grad where a part is frozen. The loop decodes with W + scaling * B A where a plain LoRA adapter
+            lies over a float32 base; with any other adapter or base transformers decodes.
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in the workers.
         prompts: name -> prompts (for example "train" and "eval").
@@ -105,8 +108,9 @@ class LocalEngine(Engine):
         )
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None
-        reason = supports(model.config)
-        if not reason and "model.embed_tokens.weight" not in dict(model.named_parameters()):
+        self._whole = len(self.layout.entries) == len(list(model.parameters()))
+        reason = supports(model.config) or not_dense(model)
+        if not reason and "model.embed_tokens.weight" not in dense(model):
             reason = f"the parameters of {type(model).__name__} have other names"
         if not reason and model.dtype not in (torch.float32, torch.bfloat16):
             reason = f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
@@ -244,9 +248,14 @@ class LocalEngine(Engine):
         return self.completions(self.until_end(self._decode(self.weights.flat, name, indices, uniforms, temperature)))
 
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
-        """Return flat weights by name: rounded to the model's dtype, in the dtype in which the loop multiplies."""
-        flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
-        return self.layout.views(flat)
+        """Return all weights by name: rounded to the model's dtype, in the dtype in which the loop multiplies."""
+        if self._whole:
+            flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
+            return self.layout.views(flat)
+        copy_to(self.model, self.layout, weights)
+        return {
+            name: t.to(self.model.dtype).to(product_dtype(self.model.dtype)) for name, t in dense(self.model).items()
+        }
 
     def _decode(
         self,
@@ -306,14 +315,15 @@ class LocalEngine(Engine):
         )
         processors = LogitsProcessorList([] if uniforms is None else [_Invert()])
         # generate() fills what the settings leave open from the model's own, such as a ban on repeated n-grams
-        own = self.model.generation_config
+        network = base_of(self.model)
+        own = network.generation_config
         try:
-            self.model.generation_config = GenerationConfig()
-            new = self.model.generate(
+            network.generation_config = GenerationConfig()
+            new = network.generate(
                 input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=processors
             )[:, ids.shape[1] :]
         finally:
-            self.model.generation_config = own
+            network.generation_config = own
         out = torch.full((len(ids), self.max_completion_length), self.tokenizer.pad_token_id)
         out[:, : new.shape[1]] = new
         return out

@@ -62,7 +62,7 @@ def adapted():
     return model
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("use", [train_by_gradients, fine_tune])
 def test_peft_models(use, tmp_path):
     with pytest.raises(ValueError, match=r"has PEFT adapters \(PeftModel.*\).*give model.merge_and_unload\(\)"):
         use(adapted(), tmp_path)
@@ -81,7 +81,7 @@ def test_adapters_inside_a_model_of_its_own_class(tmp_path):
 
 def test_a_folder_with_an_adapter(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is a PEFT adapter, which is not supported yet: merge it"):
+    with pytest.raises(ValueError, match="is a PEFT adapter, which is not supported here: merge it"):
         models.load(str(tmp_path), tokenizer())
 
 
@@ -139,15 +139,6 @@ def test_a_quantised_folder_is_refused_before_its_weights_are_read(tmp_path):
     config_of_bitsandbytes = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     with pytest.raises(ValueError, match="is quantised .*quant_method='bitsandbytes'"):
         models.load("A0", None, config_of_bitsandbytes)
-
-
-def test_frozen_weights(tmp_path):
-    model = random_model()
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"13 of 26 parameters are frozen .* the first is 'model.embed_tokens.weight'"):
-        train_by_es(model, tmp_path)
-    decode(model, tmp_path)  # which trains nothing
 
 
 def test_processes_of_a_launch(tmp_path, monkeypatch):

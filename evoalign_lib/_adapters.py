@@ -1,0 +1,239 @@
+"""What of a model moves: what `requires_grad` says, all weights or an adapter's (PEFT) alone. The rest stays as it is.
+
+An adapter moves over a base that is frozen, and may be quantised: noise never reaches the base. Without an adapter a
+part of the weights may be frozen, too. Here stand the checks of such models, the digest of what is frozen, how an
+adapter is made and loaded, and what the decoding loop computes with.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evoalign_lib._model_checks import check_parameter, check_plain
+
+
+def moved(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return by name the parameters with requires_grad, or all where none has it (such a model is only decoded)."""
+    parameters = dict(model.named_parameters())
+    return {name: p for name, p in parameters.items() if p.requires_grad} or parameters
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether this is a PeftModel, without importing PEFT."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, getattr(peft, "PeftModel", ()))
+
+
+def base_of(model: Any) -> Any:
+    """Return the network itself, with the adapter's layers in it if there are any."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+# ---- checks
+
+
+def check_movable(model: Any) -> None:
+    """Raise ValueError unless ES can move what requires_grad says and leave the rest alone.
+
+    Without an adapter every parameter must be plain (`check_plain`). With one what moves must be plain and be what PEFT
+    saves; the base may be anything.
+    """
+    if not is_adapted(model):
+        check_plain(model)
+        return
+    active = list(model.active_adapters)
+    kinds = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())
+    if len(active) != 1 or model.peft_config[active[0]].is_prompt_learning:
+        raise ValueError(
+            f"the model has the active adapters {active} of kind {kinds}: ES moves one adapter that lies in the "
+            "layers. Give one such as LoraConfig(...) makes, set active by model.set_adapter(NAME)."
+        )
+    merged = [name for name, module in model.named_modules() if getattr(module, "merged", None) is True]
+    if merged:
+        raise ValueError(f"the adapter is merged into its base at {merged[0]!r}: call model.unmerge_adapter().")
+    for name, parameter in moved(model).items():
+        check_parameter(name, parameter)
+        if parameter.device.type != "cpu":
+            raise ValueError(f"parameter {name!r} is on {parameter.device}: load the base with device_map='cpu'.")
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
+    saved = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in saved]
+    if lost:
+        raise ValueError(
+            f"parameter {lost[0]!r} (of {len(lost)} such) is to be trained, but it is no part of the adapter "
+            f"{active[0]!r}, and PEFT would not save what it learns. Name its module in modules_to_save of the "
+            "adapter's configuration, or freeze it (requires_grad_(False))."
+        )
+
+
+def check_something_moves(model: Any) -> None:
+    """Raise ValueError for a model of which everything is frozen."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "nothing of the model is to be trained (requires_grad=False everywhere). Call model.requires_grad_(True); "
+            "load an adapter by PeftModel.from_pretrained(..., is_trainable=True), or give its folder as the model."
+        )
+
+
+def check_nothing_frozen(model: Any, engine: str) -> None:
+    """Raise ValueError for a model of which a part is frozen, where an engine moves all weights."""
+    parameters = list(model.named_parameters())
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+    if frozen and len(frozen) < len(parameters):
+        raise ValueError(
+            f"{len(frozen)} of {len(parameters)} parameters are frozen (requires_grad=False), the first is "
+            f"{frozen[0]!r}: engine={engine!r} moves all weights of a model, so far. Use engine='local' for adapters "
+            "and frozen weights, or give model.merge_and_unload(), model.requires_grad_(True)."
+        )
+
+
+# ---- what is frozen
+
+
+def frozen_digest(model: Any, moving: Iterable[str]) -> str | None:
+    """Return the SHA-256 of all that does not move, 64 hexadecimal digits; None if every parameter moves.
+
+    It covers names and bytes of the state that the model saves (codes and scales of quantised weights among them) but
+    for what moves. Take it before the first forward pass, in which some quantised layers rearrange theirs.
+
+    Args:
+        model: at the start of a run.
+        moving: names of its parameters that move.
+    """
+    parameters = dict(model.named_parameters())
+    moved_ids = {id(parameters[name]) for name in moving}
+    if len(moved_ids) == len(parameters):
+        return None
+    found, state = hashlib.sha256(), model.state_dict(keep_vars=True)
+    for name in sorted(name for name, value in state.items() if id(value) not in moved_ids):
+        found.update(name.encode() + b"\0")
+        for part in raw_bytes(state[name]):
+            found.update(part)
+    return found.hexdigest()
+
+
+def raw_bytes(value: Any) -> Iterator[bytes | memoryview]:
+    """Go over the bytes of an entry of a state: of a plain tensor, or of those that a quantised one is made of."""
+    if not isinstance(value, Tensor):
+        yield repr(value).encode()
+    elif hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from raw_bytes(getattr(value, name))
+    else:
+        plain = value.detach().cpu().contiguous().reshape(-1)
+        yield plain.as_subclass(Tensor).view(torch.uint8).numpy().data
+
+
+# ---- making and loading
+
+
+def attach(model: Any, peft_config: Any, seed: int) -> Any:
+    """Return a model with a new adapter, drawn from a seed; the model's base is frozen and holds the new layers.
+
+    Args:
+        model: without adapter.
+        peft_config: a `peft.PeftConfig`, such as LoraConfig; not changed.
+        seed: of the adapter's first weights. The global random state is left alone.
+
+    Raises:
+        ImportError: PEFT is not installed; the message says how.
+        TypeError: no PeftConfig.
+        ValueError: the model has an adapter.
+    """
+    peft = _peft()
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(f"peft_config is a {type(peft_config).__name__}: give a peft.PeftConfig, such as LoraConfig().")
+    if is_adapted(model):
+        raise ValueError(
+            "the model has an adapter, and peft_config asks for another one: leave peft_config out to train the one "
+            "that is there, or merge that first (model.merge_and_unload())."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, copy.deepcopy(peft_config))
+
+
+def base_name(folder: Path) -> str:
+    """Return the name of the model that a saved adapter is for.
+
+    Raises:
+        ValueError: a folder that does not name it, or whose weights are no safetensors.
+    """
+    try:
+        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(folder / 'adapter_config.json')!r} cannot be read ({error!r}).") from error
+    if not named:
+        raise ValueError(
+            f"the adapter {str(folder)!r} does not name its base (base_model_name_or_path): load both by "
+            "PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True), and give that object."
+        )
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(
+            f"the adapter {str(folder)!r} has no adapter_model.safetensors: weights of other formats are not loaded, "
+            "since they may hold code. Save it anew with save_pretrained()."
+        )
+    return str(named)
+
+
+def open_adapter(base: Any, folder: Path) -> Any:
+    """Return a base with the adapter of a folder, to be trained. Raises ImportError without PEFT."""
+    return _peft().PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters need PEFT: pip install 'evoalign[adapters]'.") from error
+    return peft
+
+
+# ---- the decoding loop
+
+
+def not_dense(model: Any) -> str | None:
+    """Return None if `dense` can write a model's weights as matrices without adapter, else why not."""
+    if not is_adapted(model):
+        return None
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, module in base_of(model).named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            if type(module) is not Linear or module.lora_variant or any(module.lora_bias.values()):
+                return f"{name!r} is more than a product of two matrices beside a linear layer"
+    # in half precision the sum would lose what is small beside W
+    plain = ((name, p.dtype == torch.float32 and type(p.data) is Tensor) for name, p in model.named_parameters())
+    other = next((name for name, fits in plain if not fits), None)
+    return f"parameter {other!r} is not plain float32, and the adapter would be rounded with it" if other else None
+
+
+@torch.inference_mode()
+def dense(model: Any) -> dict[str, Tensor]:
+    """Return weights by the names of the model without adapter: W + scaling * B A, float32, where one changes W."""
+    layers: dict[int, Any] = {}
+    if is_adapted(model):
+        from peft.tuners.lora import Linear
+
+        (active,) = model.active_adapters
+        layers = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and active in m.lora_A}
+    found = {}
+    for name, parameter in base_of(model).named_parameters():
+        if ".lora_" not in name:
+            layer, weight = layers.get(id(parameter)), parameter.detach()
+            changed = weight if layer is None else weight.float() + layer.get_delta_weight(active).float()
+            found[name.replace(".base_layer.", ".")] = changed
+    return found
