@@ -323,7 +323,7 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
 def test_a_ledger_of_all_weights_names_nothing_frozen(tmp_path):
     trainer(tmp_path, random_model(), max_steps=1).train()
     header = json.loads((tmp_path / ledger.NAME).read_bytes().splitlines()[0])
-    assert header["evoalign_ledger"] == 1 and "frozen" not in header["settings"]
+    assert "frozen" not in header["settings"] and "adapter" not in header["model"]
     assert not (tmp_path / "start").exists()
     # frozen later, it replays all the same
     assert len(ledger.replay(tmp_path / ledger.NAME, random_model().requires_grad_(False))) > 20_000
