@@ -366,9 +366,13 @@ def test_a_run_of_other_functions_does_not_go_on(tmp_path, first, second, messag
 def test_a_ledger_with_a_state_that_the_function_refuses(tmp_path):
     trainer(tmp_path, max_steps=2, save_strategy="no").train()
     path = tmp_path / ledger.NAME
-    lines = path.read_bytes().splitlines()[:-1]
-    step = json.loads(lines[-1]) | {"reward_state": {"Lagrangian": {"log_lambda": 9.5}}}
-    path.write_bytes(b"\n".join([*lines[:-1], json.dumps(step).encode()]) + b"\n")
+    first, last = path.read_bytes().splitlines()[1:3]
+    # A line of another state with the hash that belongs to it, as a run of another function would write it.
+    step = json.loads(last) | {"reward_state": {"Lagrangian": {"log_lambda": 9.5}}}
+    del step["hash"]
+    path.write_bytes(
+        path.read_bytes()[: path.read_bytes().index(last)] + ledger._with_hash(step, json.loads(first)["hash"]) + b"\n"
+    )
     with pytest.raises(
         ledger.LedgerError, match=r"step 1: reward function 'Lagrangian' does not take .*9.5.*too large"
     ):
