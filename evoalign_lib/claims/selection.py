@@ -97,16 +97,26 @@ class Evidence:
         return Runs(_replicates(chosen, claim["unit"], f"{arm} {wanted}"), f"{len(chosen)} of {name}")
 
     def select_pair(
-        self, claim: Claim, pair: Sequence[str], where: Mapping[str, Any], favoured: str | None
+        self,
+        claim: Claim,
+        pair: Sequence[str],
+        where: Mapping[str, Any],
+        favoured: str | None,
+        apart: Sequence[str] = (),
     ) -> list[Runs]:
-        """Return the runs of two arms in one cell, the null in the place of the favoured one where there is a null."""
+        """Return the runs of two arms in one cell, the null in the place of the favoured one where there is a null.
+
+        apart: settings in which the null's runs may differ, see `stand_in`.
+        """
         found = {arm: self.select(claim, arm, where) for arm in pair}
         if favoured is not None and self.null is not None:
             beside = [found[arm].records for arm in (favoured, *pair)]
-            found[favoured] = self.stand_in(beside, claim["unit"])
+            found[favoured] = self.stand_in(beside, claim["unit"], apart=apart)
         return [found[arm] for arm in pair]
 
-    def stand_in(self, beside: Sequence[Sequence[Record]], unit: str, seeds: int = JUDGED_SEEDS) -> Runs:
+    def stand_in(
+        self, beside: Sequence[Sequence[Record]], unit: str, seeds: int = JUDGED_SEEDS, apart: Sequence[str] = ()
+    ) -> Runs:
         """Return the runs of the null that take the place of a favoured arm's.
 
         A null arm's runs must have the spec of the arm of its own family, but for the hyper-parameters, which nobody
@@ -115,6 +125,7 @@ class Evidence:
 
         beside: the runs of the favoured arm, then those of the arms that it is compared with.
         seeds: those of the favoured arm.
+        apart: further settings in which the null's runs may differ, as a rule may do with a curve of fewer points.
         """
         if not beside[0]:
             return Runs([], f"0 of {arm_words(self.null)}")
@@ -124,7 +135,7 @@ class Evidence:
             return Runs(frozen, f"{len(frozen)} of {BASE}")
         family = arms.get(self.null).family
         alike = [runs[0] for runs in beside if runs and _family(runs[0]) == family]
-        varied = ("arm", unit, *arms.swept(self.null))
+        varied = ("arm", unit, *arms.swept(self.null), *apart)
         blocks = ({"test", "curve", "jensen"} & beside[0][0].keys()) if alike else set()
         by_setting: dict[tuple, list[Record]] = {}
         for record in self.records if alike else ():

@@ -113,6 +113,14 @@ def test_a_null_that_wins_is_seen():
     assert {p.null: p.passed for p in placebos.ask(_claim(), evidence)}["es_random"]
 
 
+def test_the_curve_of_a_null_may_have_fewer_points():
+    records = list(_evidence({"win": 0.7}, {"win": 0.5}, ("es_random", {"win": 0.7})).records)
+    for record in records[1:]:
+        record["spec"]["curve_points"] = 6 if record["spec"]["arm"] == "es_random" else 12
+    evidence = Evidence.of(records, "tiny", resamples=400)
+    assert {p.null: p.passed for p in placebos.ask(_claim(), evidence)}["es_random"]
+
+
 def _noise_claim():
     comparison = {"quantity": "true", "of": "es", "to": "grpo", "above": 0}
     claim = _claim(comparisons=[comparison], contrast="last - first", floor=0.05)

@@ -61,9 +61,8 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
 def _selected(claim: Claim, evidence: Evidence, names: Sequence[str]) -> tuple[_Arms, str, str]:
     """Return the runs of arms in every cell, the null in the place of the favoured one; their numbers; what lacks."""
     favoured, where = claim["rule"].get("favours"), cells(claim)
-    by_cell = [
-        evidence.select_pair(claim, names, fields, favoured if favoured in names else None) for _, fields in where
-    ]
+    instead = favoured if favoured in names else None
+    by_cell = [evidence.select_pair(claim, names, fields, instead, apart=("curve_points",)) for _, fields in where]
     arms = {name: [found[i].records for found in by_cell] for i, name in enumerate(names)}
     have = "; ".join(
         f"{label}: {', '.join(found.have for found in each)}" for (label, _), each in zip(where, by_cell, strict=True)

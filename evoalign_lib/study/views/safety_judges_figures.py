@@ -90,7 +90,7 @@ def _differences(ax: Axes, of: Records) -> list[dict[str, Any]]:
     ax.grid(axis="y", visible=False)
     for decoding, inside in zip(DECODINGS, ("black", "white"), strict=True):
         ax.plot([], [], "o", color="black", mfc=inside, ms=4.2, label=style.STROKES[decoding].label)
-    ax.legend(loc="best", handlelength=1)
+    ax.legend(loc="upper left", handlelength=1)
     return rows
 
 
