@@ -26,6 +26,7 @@ from evoalign_lib.study.kinds import base, train
 from evoalign_lib.study.measures import safety_public
 from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks import safety_judges as study
+from evoalign_lib.study.views import safety_own
 from evoalign_lib.tiny import requests, scorers
 
 SMALL = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "validation_problems": 2, "test_problems": 3}
@@ -257,6 +258,13 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
     assert (helpful["rubric"], helpful["tie"], helpful["inconsistent"], helpful["win_rate"]) == ("helpful", 2, 2, 0.5)
     assert (harmless["unparsed"], harmless["failed"], harmless["win_rate"]) == (2, 0, None)
     assert helpful["first_share"] == 1.0
+    of = {"base": [untrained | {"spec": of_base}], "es": [record | {"spec": spec}], "grpo": [], "es_random": []}
+    of_base_row, of_es = safety_own.end_rows(of).to_dict("records")
+    assert of_base_row["wins, other, %"] == "50" and of_base_row["KL, nats"] == "0"
+    assert of_es["reward"] == f"{test['greedy']['reward']:.2f}" and of_es["runs"] == 1
+    assert safety_own.judge_rows(of)["win rate, %"].tolist() == ["50", "-"]
+    fig, plotted = safety_own.curves(of)
+    assert plotted.groupby("quantity")["value"].first()["kl"] == curve["kl"][0] and len(fig.axes) == 6
     found = safety_public.read_replies(record | {"spec": spec})
     assert len(found["replies"]) == 3 and np.mean(found["reward"]) == pytest.approx(test["greedy"]["reward"], abs=1e-4)
     assert record["scorers"]["reward"]["texts"] > 0 and "failed" not in record["scorers"]["reward"]

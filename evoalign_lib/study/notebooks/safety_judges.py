@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ from evoalign_lib import arms
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
+from evoalign_lib.study import parameters
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
 from evoalign_lib.study.kinds.tournament import tournament_spec
@@ -30,6 +31,8 @@ TRUE = "true"
 """The curve of the true reward."""
 GAIN = 0.75
 """Spreads by which the training judge's score has risen where the claims compare the arms."""
+SHOWN = ("base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "tournaments")
+"""Groups that the notebook loads. Those on worse judges are for claim C35, which has not all of its runs."""
 TINY = {
     "task": "safety",
     "bases": ["C0"],
@@ -134,6 +137,12 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 def groups(run: SimpleNamespace, of: Records) -> Groups:
     """Return the runs by name. All but "judgments" are of the notebook's own models."""
     return _of_own_models(run) if run.scale == "full" else _of_tiny_world(run, of)
+
+
+def committed() -> dict[str, list[Record]]:
+    """Return the committed records of the tiny world, for a notebook that runs at another scale."""
+    given = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
+    return loading.Loader(NOTEBOOK, parameters.check_parameters(given, presets()), groups)(*SHOWN)
 
 
 def _of_own_models(run: SimpleNamespace) -> Groups:
@@ -284,25 +293,38 @@ def at(of: Records, run: Record, quantity: str, decoding: str, gain: float | Non
     return values[0] if gain == 0 else overoptimisation.read_at(gained(of, run, decoding), values, gain)
 
 
+def at_kl(of: Records, run: Record, quantity: str, decoding: str, nats: float) -> float | None:
+    """Return a quantity, or "gained", where the KL from the base first comes to so many nats a completion."""
+    values = gained(of, run, decoding) if quantity == "gained" else curve(run, quantity, decoding)
+    return overoptimisation.read_at(curve(run, "kl", decoding), values, nats)
+
+
 def cells(found: Sequence[Record]) -> dict[str, list[Record]]:
     """Return training judge -> its runs, in the order of the records."""
     return {judge: on_judge(found, judge) for judge in dict.fromkeys(r["spec"]["judge"] for r in found)}
 
 
-def there(of: Records, arm: str, quantity: str, decoding: str, gain: float | None) -> list[np.ndarray] | None:
-    """Return a quantity of the runs of each training judge that get there; None unless three of four do on each."""
+def there(
+    of: Records, arm: str, quantity: str, decoding: str, place: float | None, reads: Callable[..., float | None] = at
+) -> list[np.ndarray] | None:
+    """Return a quantity of the runs of each training judge that get to a place; None unless three of four do on each.
+
+    reads: `at`, where the place is a gain, or `at_kl`.
+    """
     read = []
     for runs in cells(of[arm]).values():
-        values = [x for run in runs if (x := at(of, run, quantity, decoding, gain)) is not None]
+        values = [x for run in runs if (x := reads(of, run, quantity, decoding, place)) is not None]
         if not values or len(values) < 0.75 * len(runs):
             return None
         read.append(np.array(values))
     return read or None
 
 
-def mean(of: Records, arm: str, quantity: str, decoding: str, gain: float | None) -> Interval | None:
+def mean(
+    of: Records, arm: str, quantity: str, decoding: str, place: float | None, reads: Callable[..., float | None] = at
+) -> Interval | None:
     """Return the mean of a quantity over the training judges, over seeds; None where `there` has none."""
-    read = there(of, arm, quantity, decoding, gain)
+    read = there(of, arm, quantity, decoding, place, reads)
     if read is None:
         return None
     if (fewest := min(map(len, read))) < 2:

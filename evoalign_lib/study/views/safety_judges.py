@@ -245,6 +245,24 @@ def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> D
     return frame(rows)
 
 
+def distance_rows(of: Records, distances: Sequence[float]) -> DataFrame:
+    """Return a row per KL from the base and arm: what the runs are like where they first come so far.
+
+    distances: in nats a completion, at temperature 1.
+    """
+    read = {"training judge has gained, spreads": ("gained", "t1"), "true reward": (study.TRUE, "t1")}
+    read |= {"true reward, greedy": (study.TRUE, "greedy")}
+    read |= {f"wins, {judge}, %": (judge, "t1") for judge in study.JUDGES}
+    rows = []
+    for nats in distances:
+        for arm in (arm for arm in study.ARMS if of[arm]):
+            row = {"KL, nats": f"{nats:g}", "arm": style.ARMS[arm].label}
+            for label, (quantity, decoding) in read.items():
+                row[label] = _short(study.mean(of, arm, quantity, decoding, nats, study.at_kl), quantity in study.JUDGES)
+            rows.append(row)
+    return frame(rows)
+
+
 def end_rows(of: Records) -> DataFrame:
     """Return a row per arm: greedy replies at the end of training on the six proxies, and of the untrained base."""
     rows = []

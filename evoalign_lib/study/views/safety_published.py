@@ -129,6 +129,30 @@ def _second(of: Mapping[str, Any]) -> str:
     return max((model for model in of["strength"] if model != kind.LEADER), key=lambda m: of["strength"][m][0])
 
 
+# ---- the paper's numbers
+
+
+def numbers(found: Sequence[Record]) -> dict[str, tuple[Any, str]]:
+    """Return macro -> value and format: how far the leader leads the next model, and what else predicts verdicts.
+
+    Names end in the dimension, Helpful or Harmless.
+    """
+    games, elo = part(found, "games"), part(found, "elo")
+    said: dict[str, tuple[Any, str]] = {"JudgedQuestions": (games["prompts"], "d")}
+    said["JudgedOrders"] = (elo["spec"]["orders"], ",d")
+    for dimension in data.DIMENSIONS:
+        of, name = games["dimensions"][dimension], dimension.removesuffix("ness").title()
+        second, rated = _second(of), elo["dimensions"][dimension]["models"]
+        said[f"JudgedLead{name}"] = (_interval(of["lead"][second]), "")
+        said[f"JudgedLeadEqual{name}"] = (_interval(of["equal_length_lead"][second]), "")
+        said[f"JudgedLonger{name}"] = (100 * of["longer"][second], ".0f")
+        said[f"JudgedSpread{name}"] = (rated[kind.LEADER]["std"], ".0f")
+        said[f"JudgedFirst{name}"] = (100 * rated[kind.LEADER]["first"], ".0f")
+        for quantity, words in (("reward", "Reward"), ("length", "Length")):
+            said[f"Judged{words}{name}"] = (_percent(of["agreement"][quantity]["all"]), "")
+    return said
+
+
 # ---- tables
 
 
