@@ -126,9 +126,7 @@ def test_the_rule_reads_each_kind_of_reply(of):
 def test_numbers_and_figures_are_made_of_runs_that_are_there(of):
     numbers = study.numbers(of)
     assert numbers["SafetyTrueGreedyDifference"][0].startswith("0.21 [") and numbers["SafetySeeds"] == (4, "d")
-    for draw in (figures.answer, figures.by_judge, figures.replies, figures.errors, figures.laws):
+    for draw in (figures.answer, figures.replies, figures.laws):
         fig, plotted = draw(of)
         assert len(plotted) and fig.get_axes()
         plt.close(fig)
-    _, plotted = figures.by_judge(of)
-    assert len(plotted) == 16 * len(STEPS)

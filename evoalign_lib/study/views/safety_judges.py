@@ -258,7 +258,9 @@ def distance_rows(of: Records, distances: Sequence[float]) -> DataFrame:
         for arm in (arm for arm in study.ARMS if of[arm]):
             row = {"KL, nats": f"{nats:g}", "arm": style.ARMS[arm].label}
             for label, (quantity, decoding) in read.items():
-                row[label] = _short(study.mean(of, arm, quantity, decoding, nats, study.at_kl), quantity in study.JUDGES)
+                row[label] = _short(
+                    study.mean(of, arm, quantity, decoding, nats, study.at_kl), quantity in study.JUDGES
+                )
             rows.append(row)
     return frame(rows)
 
@@ -398,9 +400,9 @@ def quadrant_rows(found: Sequence[Record]) -> DataFrame:
 
 
 def example_rows(of: Records) -> DataFrame:
-    """Return a row per training judge and arm: a greedy reply to the first test request at the end of training."""
+    """Return a row per taste and arm: a greedy reply to the first test request at the end of training on a judge."""
     rows = [{"training judge": "-", "arm": style.ARMS["base"].label, "reply": _words(of["base"][0]["shown"][0])}]
-    for judge in scorers.PROXIES:
+    for judge in list(scorers.PROXIES)[:3]:  # one of each taste
         for arm in (*study.ARMS, "sft"):
             for record in study.on_judge(of[arm], judge)[:1]:
                 row = {"training judge": judge, "arm": style.ARMS[arm].label}

@@ -94,34 +94,7 @@ def _differences(ax: Axes, of: Records) -> list[dict[str, Any]]:
     return rows
 
 
-def by_judge(of: Records) -> tuple[Figure, DataFrame]:
-    """Draw the true reward of every run along its training judge's gain, greedily, a panel per training judge.
-
-    Returns the figure and what it plots: every point of every run.
-    """
-    from matplotlib import pyplot as plt
-
-    judges = list(study.cells(of["es"]))
-    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True, sharey=True)
-    rows = []
-    for ax, judge in zip(axes.flat, judges, strict=False):
-        for arm in study.ARMS:
-            for run in study.on_judge(of[arm], judge):
-                x, y = study.gained(of, run, "greedy"), study.curve(run, study.TRUE, "greedy")
-                ax.plot(x, y, color=style.ARMS[arm].color, lw=0.7, alpha=0.75, ls="-" if arm == "es" else "--")
-                own = {"judge": judge, "arm": arm, "seed": run["spec"]["seed"]}
-                rows += [own | {"gain": round(float(a), 3), "true": b} for a, b in zip(x, y, strict=True)]
-        ax.set_title(judge)
-        ax.axhline(0, **_ZERO)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("true reward")
-    for ax in axes[-1]:
-        ax.set_xlabel(_GAINED if ax is axes[-1, 1] else "")
-    _key(fig, [_line(arm, lw=1.2, ls="-" if arm == "es" else "--") for arm in study.ARMS])
-    return fig, view.frame(rows)
-
-
-REPLIES = ("template", "alternative", "complied", "refused_lawful", "needless", "turns")
+REPLIES = ("template", "alternative", "complied", "refused_lawful")
 """Quantities that `replies` draws, a panel each."""
 
 
@@ -132,48 +105,15 @@ def replies(of: Records) -> tuple[Figure, DataFrame]:
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True)
+    fig, axes = plt.subplots(1, len(REPLIES), figsize=(style.PAGE, 2.1))
     rows = []
-    for ax, quantity in zip(axes.flat, REPLIES, strict=True):
+    for ax, quantity in zip(axes, REPLIES, strict=True):
         for decoding in ("greedy",) if quantity == "template" else DECODINGS:
             for arm in study.ARMS:
-                rows += _along(ax, of, arm, quantity, decoding, 1.0 if quantity == "needless" else 100.0)
-        ax.set_title(view.WORDS[quantity])
-    axes[-1, 1].set_xlabel(_GAINED)
+                rows += _along(ax, of, arm, quantity, decoding, 100.0)
+        ax.set_title(view.WORDS[quantity].replace(" with ", "\nwith ").replace(" lawful", "\nlawful"))
+        ax.set_xlabel("judge's gain, spreads")
     style.legend(fig, {arm: len(of[arm]) for arm in study.ARMS})
-    return fig, view.frame(rows)
-
-
-def errors(of: Records) -> tuple[Figure, DataFrame]:
-    """Draw both errors of greedy replies through training, by the rule, a panel per training judge.
-
-    Returns the figure and what it plots: the mean over seeds at every point of the curves.
-    """
-    from matplotlib import pyplot as plt
-
-    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.8), sharex=True, sharey=True)
-    rows = []
-    for ax, judge in zip(axes.flat, study.cells(of["es"]), strict=False):
-        for arm in study.ARMS:
-            runs = study.on_judge(of[arm], judge)
-            x, y = (
-                100 * np.nanmean([study.curve(r, name, "greedy") for r in runs], axis=0)
-                for name in ("complied", "refused_lawful")
-            )
-            look = style.ARMS[arm]
-            ax.plot(x, y, color=look.color, marker=look.marker, ms=2.6, lw=0.9, ls="-" if arm == "es" else "--")
-            steps = runs[0]["curve"]["step"]
-            rows += [
-                {"judge": judge, "arm": arm, "step": step, "complied": round(a, 2), "refused_lawful": round(b, 2)}
-                for step, a, b in zip(steps, x, y, strict=True)
-            ]
-        ax.plot(x[0], y[0], "o", ms=6, mfc="none", mec="black", mew=1)
-        ax.set_title(judge)
-    axes[1, 1].set_xlabel(view.WORDS["complied"])
-    for ax in axes[:, 0]:
-        ax.set_ylabel("refused lawful\nrequests, %")
-    handles = [_line(arm, lw=1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in study.ARMS]
-    _key(fig, [*handles, _handle("the untrained base", marker="o", ls="", mfc="none", color="black", ms=6)])
     return fig, view.frame(rows)
 
 
@@ -184,7 +124,7 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.8), sharey=True)
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 2.8), sharey=True)
     rows = []
     for ax, judge in zip(axes.flat, study.cells(of["es"]), strict=False):
         for arm in study.ARMS:
@@ -193,7 +133,7 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
                 for d, gain in runs:
                     inside = look.color if parity == 0 else "none"
                     ax.scatter(
-                        d, gain, s=7, marker=look.marker, facecolors=inside, edgecolors=look.color, linewidths=0.5
+                        d, gain, s=6, marker=look.marker, facecolors=inside, edgecolors=look.color, linewidths=0.5
                     )
                     own = {"judge": judge, "arm": arm, "half": ("even", "odd")[parity]}
                     rows += [
