@@ -22,6 +22,7 @@ from evoalign_lib.study.notebooks import (
     grpo_countdown,
     lmc_analysis,
     loading,
+    safety_judges,
     solution_coverage,
     stability,
     weight_geometry,
@@ -45,9 +46,8 @@ MODULES = [
     import_module(f"evoalign_lib.study.notebooks.{f.stem}") for f in FILES if f.stem not in ("__init__", "loading")
 ]
 MODULES.sort(key=lambda module: module.NOTEBOOK)
-AHEAD = [module for module in MODULES if not (paths.NOTEBOOKS / f"{module.NOTEBOOK}.ipynb").is_file()]
-"""Whose runs come before their notebook."""
-MODULES = [module for module in MODULES if module not in AHEAD]
+UNFINISHED = {"04_safety_judges": ("es_noise", "grpo_noise", "es_sizes", "grpo_sizes")}
+"""Groups that a notebook declares and does not load, since not all of their runs are there yet."""
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 pytestmark = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
@@ -72,7 +72,7 @@ def hashes(specs):
 def loaded(module):
     """The loader of a notebook at scale tiny, with the committed records of every group."""
     load = loader_of(module, dry_run=True)
-    load(*load.names)
+    load(*(name for name in load.names if name not in UNFINISHED.get(module.NOTEBOOK, ())))
     return load
 
 
@@ -90,7 +90,6 @@ def model_folder(tmp_path_factory):
 
 def test_there_is_a_module_for_every_notebook():
     assert [module.NOTEBOOK for module in MODULES] == sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
-    assert [module.NOTEBOOK for module in AHEAD] == ["04_safety_judges"]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
@@ -98,9 +97,14 @@ def test_scales_have_the_same_settings(module):
     scales = module.presets("my/model")
     assert list(scales) == ["tiny", "smoke", "full"] and scales["full"]["bases"] == ["my/model"]
     assert list(scales["tiny"]) == list(scales["smoke"])
+    assert not (scales["tiny"].keys() | scales["full"].keys()) & PARAMETERS.keys()
+    assert scales["tiny"]["retrain"] == []
+    own = module.presets()["full"]["bases"][0]
+    if module is safety_judges:  # at scale full other models judge, with settings of their own
+        assert own == "PKU-Alignment/alpaca-7b-reproduced"
+        return
     assert scales["full"].keys() - scales["tiny"].keys() <= {"micro_batch", "tensor_parallel"}
-    assert not scales["tiny"].keys() & PARAMETERS.keys()
-    assert module.presets()["full"]["bases"][0].startswith("Qwen/") and scales["tiny"]["retrain"] == []
+    assert own.startswith("Qwen/")
 
 
 def test_the_groups_are_the_committed_records():
@@ -110,15 +114,13 @@ def test_the_groups_are_the_committed_records():
     for module in MODULES:
         load = loaded(module)
         specs = hashes(load.specs())  # the records of the sweeps are there: nothing is a stand-in
-        assert specs == {name: [r["spec_hash"] for r in load.records[name]] for name in load.names}
+        for name in UNFINISHED.get(module.NOTEBOOK, ()):
+            assert not committed.keys() > (found := set(specs.pop(name))), f"{name} is all there: load it"
+            declared |= found & committed.keys()
+        assert specs == {name: [r["spec_hash"] for r in load.records[name]] for name in specs}
         own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
-        assert own <= {h for each in specs.values() for h in each}, module.NOTEBOOK
         declared |= {h for each in specs.values() for h in each}
-    for module in AHEAD:  # not all of their runs are there yet
-        load = loader_of(module, dry_run=True)
-        load("es_sweep", "grpo_sweep", "sft_sweep")
-        specs = {h for own in hashes(load.specs()).values() for h in own}
-        declared |= {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK and h in specs}
+        assert own <= declared, module.NOTEBOOK
     assert declared == committed.keys()
 
 
@@ -129,6 +131,9 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
         request.getfixturevalue("external_data")
     names, of_tiny_world = {}, module in (lmc_analysis, solution_coverage, weight_geometry)
     for scale, model in (("tiny", ""), ("smoke", ""), ("full", model_folder)):
+        if module is safety_judges and model:  # whose scorers have a test of their own
+            names[scale] = names["tiny"]
+            continue
         load = loader_of(module, scale=scale, model=model, dry_run=True)
         names[scale] = {name.split("=")[0] for name in load.names}
         for name, own in load.specs().items():

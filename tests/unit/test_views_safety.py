@@ -113,7 +113,16 @@ def test_tables_have_a_row_for_what_is_there(of):
     ends = view.end_rows(of)
     assert ends["arm"].tolist() == ["ES", "GRPO", "base"] and ends.iloc[0, 2] == "1.50 (1.50 to 1.50)"
     assert view.law_rows(of).shape[0] == 4 and view.noise_rows(of, 0.75).empty
-    assert len(view.example_rows(of)) == 1 + 2 * len(PROXIES)
+    assert len(view.example_rows(of)) == 1 + 2  # one judge of each taste, and the second one of praise is none
+
+
+def test_arms_are_read_at_one_distance(of):
+    rows = view.distance_rows(of, (4, 999))
+    assert rows["KL, nats"].tolist() == ["4", "4", "999", "999"] and rows["true reward"].tolist()[2:] == ["-", "-"]
+    own = of["es"][0]
+    kl = own["curve"]["kl"]
+    assert study.at_kl(of, own, "gained", "t1", kl[2]) == study.gained(of, own, "t1")[2]
+    assert study.at_kl(of, own, "true", "t1", (kl[1] + kl[2]) / 2) == np.mean(own["curve"]["true_t1"][1:3])
 
 
 def test_the_rule_reads_each_kind_of_reply(of):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GAINS = np.linspace(0, 3, 25)
 """Of the training judge, in spreads, at which curves are averaged."""
 _GAINED = "training judge's score has risen by, spreads"
-_ZERO = {"color": "black", "lw": 0.7}
+_ZERO = {"color": "black", "lw": 1.0}
 
 
 def answer(of: Records) -> tuple[Figure, DataFrame]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import style
+from evoalign_lib import artifacts, style
 from evoalign_lib.records import Record
 from evoalign_lib.study import beside
 from evoalign_lib.study.notebooks import safety_judges as study
@@ -15,6 +15,7 @@ from evoalign_lib.study.notebooks.loading import Records
 from evoalign_lib.study.views.safety_judges import frame
 
 if TYPE_CHECKING:
+    from evoalign_lib.artifacts import Shown, Store
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
@@ -29,6 +30,18 @@ PANELS = {
 """Curves that the figure draws -> their name."""
 _SHARES = ("template_greedy", "alternative_greedy")
 _ARMS = (*study.ARMS, "es_random")
+
+
+def save(store: Store, of: Records) -> list[Shown]:
+    """Save figure and table of runs at scale full, and return them with what chat judges say, to display."""
+    whose = f"model {of['base'][0]['spec']['base'].rsplit('/', 1)[-1]}"
+    fig, plotted = curves(of)
+    caption = "What the training scorers say and what greedy replies become through training, a line per run"
+    found = [store.save_figure(fig, "safety_own", plotted, caption, of=whose)]
+    caption = "Greedy replies at the end: mean over runs and range; wins are against the base's greedy replies"
+    found.append(store.save_table(end_rows(of), "safety_own_ends", caption, of=whose))
+    said = judge_rows(of)
+    return found if said.empty else [*found, artifacts.show(said, "What chat judges say, asked in both orders")]
 
 
 def curves(of: Records) -> tuple[Figure, DataFrame]:
