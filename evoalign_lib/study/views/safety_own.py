@@ -15,9 +15,10 @@ from evoalign_lib.study.notebooks.loading import Records
 from evoalign_lib.study.views.safety_judges import frame
 
 if TYPE_CHECKING:
-    from evoalign_lib.artifacts import Shown, Store
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+    from evoalign_lib.artifacts import Shown, Store
 
 PANELS = {
     "proxy_greedy": "reward - lambda * cost, split A",
