@@ -6,6 +6,8 @@ whatever its reward.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -69,7 +71,7 @@ def _of_curve(record: _Record, name: str) -> list:
 
 
 class MapCell(NamedTuple):
-    """A setting of ES in a map of sigma and alpha on one base."""
+    """A setting of ES in a map of sigma and alpha on one base; distances are NaN where no sigma breaks the base."""
 
     relative_sigma: float
     """Sigma over the sigma that halves the right answers of the base."""
@@ -83,7 +85,6 @@ def collapse_map(records: Iterable[_Record], base: _Record) -> list[MapCell]:
     """Return the settings of ES runs on one base, by sigma and alpha, each relative to the sigma that breaks that base.
 
     records: training runs of ES that differ in sigma, alpha and seed. base: the record of their untrained base.
-    Raises ValueError as `breaking_sigma`.
     """
     critical, by_setting = breaking_sigma(base), {}
     for record in records:
@@ -102,12 +103,17 @@ def breaking_sigma(base: _Record) -> float:
 
     It is interpolated between two measured sigmas, the share of right answers being linear in the logarithm of sigma.
     The shares under noise are of split A, repetitions of an answer included; half is half of split B's right answers.
-    Raises ValueError where no measured sigma halves them.
+    NaN, with a warning, where no measured sigma halves them, as where nothing is right.
     """
     sigmas, shares = zip(*sorted((float(sigma), share) for sigma, share in base["breaking"].items()), strict=True)
     shares = np.minimum.accumulate(shares)  # more noise that happens to leave more right is not less broken
     half = base["test"]["greedy"] / 2
     if not shares[0] > half > shares[-1]:
         left = f"sigma {sigmas[0]:g} leaves {shares[0]:.2f} right, {sigmas[-1]:g} {shares[-1]:.2f}"
-        raise ValueError(f"{left}: half of the base's {2 * half:.2f} is not between them, measure other sigmas")
+        warnings.warn(
+            f"the sigma that halves the base's right answers was not reached: {left}, and half of the base's "
+            f"{2 * half:.2f} is not between them. It is NaN, and no line is drawn there.",
+            stacklevel=2,
+        )
+        return math.nan
     return float(np.exp(np.interp(-half, -shares, np.log(sigmas))))

@@ -475,8 +475,23 @@ def test_half_a_map_is_not_judged() -> None:
 def test_the_breaking_point_lies_between_two_measured_sigmas() -> None:
     base = {"breaking": {"0.01": 0.8, "0.04": 0.3, "0.1": 0.35}, "test": {"greedy": 0.9}}
     assert collapse.breaking_sigma(base) == pytest.approx(0.01 * 4**0.7)
-    with pytest.raises(ValueError, match="measure other sigmas"):
-        collapse.breaking_sigma(base | {"breaking": {"0.01": 0.8, "0.04": 0.6}})
+    for breaking, greedy in (({"0.01": 0.8, "0.04": 0.6}, 0.9), ({"0.01": 0.0, "0.04": 0.0}, 0.0)):
+        with pytest.warns(
+            UserWarning, match="was not reached: sigma 0.01 leaves 0.[08]0 right, 0.04 0.[06]0, and half"
+        ):
+            assert np.isnan(collapse.breaking_sigma({"breaking": breaking, "test": {"greedy": greedy}}))
+
+
+def test_a_base_that_no_measured_noise_breaks_ranks_nothing() -> None:
+    records = _mapped(lambda a, b: a + b > -1)
+    unbroken = [r | {"breaking": {"0.01": 0.9, "0.03": 0.8}} if "breaking" in r else r for r in records]
+    with pytest.warns(UserWarning, match="was not reached"):
+        verdict = evaluate(DECLARED["C4"], unbroken)
+    assert verdict.verdict == "underpowered" and "no measured noise halves the right answers" in verdict.text
+    assert (
+        verdict.intervals["settings without collapse"].value
+        == evaluate(DECLARED["C4"], records).intervals["settings without collapse"].value
+    )
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ def _find_collapse(claim: Claim, evidence: Evidence) -> list[Finding]:
     quantities: list[Interval | None] = [stats.wilson(int(safe.sum()), len(safe)), None, None, None]
     why = ""
     try:
+        if np.isnan(np.concatenate(predictors)).any():
+            raise ValueError("no measured noise halves the right answers of a base")
         area, slopes = stats.logistic_over_groups(predictors, shares, n_resamples=evidence.resamples)
         quantities[1:] = [area, *slopes]
     except ValueError as error:

@@ -40,6 +40,8 @@ from evoalign_lib.tiny import questions
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 BREAKING_DRAWS = 30
+FURTHER_SIGMAS = 8
+"""Sigmas beyond `BREAKING_SIGMAS`, at most, each half or twice the last, for models outside the tiny world."""
 SHOWN = 8
 """Completions in a record, for a reader."""
 LEAST_QUESTIONS = 8
@@ -231,6 +233,29 @@ def _perturbed(engine: Any, what: str, sigma: float, draws: int):
             yield draw
 
 
+def _search(
+    shares: Mapping[float, float], half: float, left: Callable[[float], float], right: Callable[[], float]
+) -> dict[float, float]:
+    """Measure at further sigmas until one leaves more than half of the right answers and another one fewer.
+
+    shares: sigma -> share of right answers under its noise, in rising order. left: measures one. right: the share
+    without noise; where it is no more than half, or nothing is right, no sigma can halve it and none is measured.
+    """
+    found = dict(shares)
+    if not half or (found[min(found)] <= half and right() <= half):
+        return found
+    for _ in range(FURTHER_SIGMAS):
+        if found[min(found)] <= half:
+            sigma = min(found) / 2
+        elif min(found.values()) >= half:
+            sigma = max(found) * 2
+        else:
+            break
+        sigma = float(f"{sigma:g}")  # as the record has it
+        found[sigma] = left(sigma)
+    return dict(sorted(found.items()))
+
+
 def _described(model: Any, tok: Any) -> dict[str, float]:
     """Measure, and print examples of, what a base does with the questions of the test split.
 
@@ -404,17 +429,22 @@ class _Conciseness(Measures):
         """Return the same of an untrained base, its first point, and what random perturbations leave of its answers.
 
         `breaking` has, for each sigma, the mean share of right greedy answers over random perturbations of all weights:
-        the sigma at which it is halved is what the safe band of ES is held against.
+        the sigma at which it is halved is what the safe band of ES is held against. It is looked for beyond the sigmas
+        of a model from elsewhere, of which nobody knows how much noise it bears.
         """
         result = self.outcome(spec, engine, sets) | {"point": point(spec, engine, sets, 0)}
-        broken = {
-            f"{sigma:g}": [
-                float(_answers(engine, "validation", sets["validation"], 0, 0, spec["measure"])["right"].mean())
-                for _ in _perturbed(engine, "breaking", sigma, spec.get("noise_draws", BREAKING_DRAWS))
-            ]
-            for sigma in noise_sigmas(spec["base"])[1]
-        }
-        return result | {"breaking": {sigma: round(float(np.mean(shares)), 5) for sigma, shares in broken.items()}}
+
+        def right() -> float:
+            return float(_answers(engine, "validation", sets["validation"], 0, 0, spec["measure"])["right"].mean())
+
+        def left(sigma: float) -> float:
+            draws = spec.get("noise_draws", BREAKING_DRAWS)
+            return round(float(np.mean([right() for _ in _perturbed(engine, "breaking", sigma, draws)])), 5)
+
+        shares = {sigma: left(sigma) for sigma in noise_sigmas(spec["base"])[1]}
+        if spec["base"] not in tiny.SHIPPED:
+            shares = _search(shares, result["test"]["greedy"] / 2, left, right)
+        return result | {"breaking": {f"{sigma:g}": share for sigma, share in shares.items()}}
 
     def describe(self, model: Any, tokenizer: Any, family: str) -> dict[str, Any]:
         """Return what a base does with the questions of the test split."""
