@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoalign_lib._model_checks import check_parameter, check_plain
+from evoalign_lib._model_checks import check_decoder, check_parameter, check_plain
 
 
 def moved(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -45,11 +45,12 @@ def check_movable(model: Any) -> None:
     """Raise ValueError unless ES can move what requires_grad says and leave the rest alone.
 
     Without an adapter every parameter must be plain (`check_plain`). With one what moves must be plain and be what PEFT
-    saves; the base may be anything.
+    saves; the base may be any decoder.
     """
     if not is_adapted(model):
         check_plain(model)
         return
+    check_decoder(base_of(model).config)
     active = list(model.active_adapters)
     kinds = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())
     if len(active) != 1 or model.peft_config[active[0]].is_prompt_learning:

@@ -1,4 +1,4 @@
-"""Models that are not supported yet, each refused by name before anything runs."""
+"""What models cannot be trained or decode here, each refused by name before anything runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _ADAPTER = "; or let ESTrainer train an adapter over the quantised model (peft_c
 
 
 def check_plain(model: Any) -> None:
-    """Raise ValueError for a model with PEFT adapters or quantised weights: updates would be lost, or move codes."""
+    """Raise ValueError for a model with PEFT adapters or quantised weights: updates would be lost, or move codes.
+
+    And for one that does not write from left to right (`check_decoder`).
+    """
+    check_decoder(getattr(model, "config", None))
     adapted = next((type(m).__name__ for m in model.modules() if type(m).__module__.partition(".")[0] == "peft"), None)
     # transformers puts adapters into a model of its own class
     if adapted or getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
@@ -52,3 +56,67 @@ def check_quantisation(quantisation: Any) -> None:
             "would move codes, not weights. Give the model as it was before it was quantised"
             f"{_ADAPTER}."
         )
+
+
+def check_decoder(config: Any) -> None:
+    """Raise ValueError for the config of an encoder, or of an encoder-decoder: they do not write from left to right."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    kind, causal = getattr(config, "model_type", None), ("is_decoder", "causal")
+    if getattr(config, "is_encoder_decoder", False):
+        what = "an encoder-decoder"
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not any(getattr(config, name, False) for name in causal):
+        what = "an encoder, whose tokens see those that come after them"
+    else:
+        return
+    raise ValueError(
+        f"the model is of type {kind!r}, {what}: give a decoder-only model, such as Qwen2, Llama or GPT-2, which "
+        "writes from left to right."
+    )
+
+
+def check_padding(model: Any, tokenizer: Any) -> None:
+    """Raise ValueError for a padding token that the model has no embedding for."""
+    pad, rows = tokenizer.pad_token_id, _embeddings(model)
+    if pad >= rows:
+        raise ValueError(
+            f"the padding token {tokenizer.pad_token!r} has the id {pad}, and the model has {rows} embeddings: set "
+            "tokenizer.pad_token = tokenizer.eos_token, or call model.resize_token_embeddings(len(tokenizer))."
+        )
+
+
+def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: int) -> None:
+    """Raise ValueError for prompts (`engines.base.Prompts`) that the model cannot read, or not with a completion.
+
+    name: of the prompts, for the error. max_completion_length: new tokens.
+    """
+    rows, most = _embeddings(model), prompts.ids.max(axis=1)
+    if most.max() >= rows:
+        raise ValueError(
+            f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}, and the model has "
+            f"{rows} embeddings: give the tokenizer that belongs to the model."
+        )
+    context = _context(model.config)
+    if context is not None and prompts.width + max_completion_length > context:
+        raise ValueError(
+            f"the model's context of {context} tokens is shorter than the longest {name} prompt, {prompts.width} "
+            f"tokens in row {int(prompts.lengths.argmax())}, with a completion of max_completion_length="
+            f"{max_completion_length}: set that lower, or leave out long prompts."
+        )
+
+
+def _embeddings(model: Any) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def _context(config: Any) -> int | None:
+    """Tokens that a model reads at most, with what scales its rotary positions; None where its config does not say."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    for scaling in (rope, *rope.values()):  # of all layers, or of each kind of layer
+        if isinstance(scaling, Mapping) and scaling.get("factor"):
+            limit = max(limit, int(scaling["factor"] * (scaling.get("original_max_position_embeddings") or limit)))
+    return limit

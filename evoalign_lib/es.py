@@ -372,10 +372,12 @@ class ESTrainer:
             with lies in output_dir/start, from where a resumed run and a replay take it.
 
     Raises:
-        ValueError: an empty data set, more prompts per step than there are, a model that cannot be found or is not
-            supported (quantised without adapter, an adapter that is merged or that PEFT would not save in whole,
-            nothing to be trained), or one of several processes of a launch.
-        TypeError, ImportError: a peft_config that is none; PEFT is not installed.
+        ValueError: an empty data set, more prompts per step than there are, prompts that leave no room for a completion
+            in the model's context, a model that cannot be found or is not supported (quantised without adapter, an
+            encoder, an adapter that is merged or that PEFT would not save in whole, nothing to be trained), or one of
+            several processes of a launch.
+        TypeError: args that are no ESConfig, or a peft_config that is none.
+        ImportError: PEFT is not installed.
 
     Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. To
     record a step, move the weights and count it is one act that an interrupt waits for; so is a log entry, with the
@@ -399,6 +401,11 @@ class ESTrainer:
             raise ValueError(
                 f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one "
                 "process; workers, gpus and engine='ray' of ESConfig spread it over cores, GPUs and machines."
+            )
+        if not isinstance(args, ESConfig | None):
+            raise TypeError(
+                f"args is a {type(args).__name__}: give an ESConfig, whose settings help(ESConfig) lists; those of "
+                "transformers.TrainingArguments keep their names."
             )
         self.args = args = ESConfig() if args is None else args
         self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_floor, args.reward_timeout)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import _adapters, precision, tiny
-from evoalign_lib._model_checks import check_quantisation
+from evoalign_lib._model_checks import check_decoder, check_quantisation
 from evoalign_lib.files import canonical_json
 
 # what Llama 3's templates state where they have no clock
@@ -47,12 +47,10 @@ def load(
         quantised: whether what is loaded may be quantised; the base of an adapter may.
 
     Raises:
-        ValueError: the model cannot be found, needs code of its own, is a PEFT adapter or quantised and may not be, or
-            keywords are given for an object.
+        ValueError: the model cannot be found, needs code of its own, is no decoder, is a PEFT adapter or quantised and
+            may not be, it has no tokenizer, or keywords are given for an object.
         ImportError: an adapter, and PEFT is not installed.
     """
-    from transformers import AutoTokenizer
-
     origin, found = {}, None
     if isinstance(model, (str, os.PathLike)):
         origin = {k: v for k, v in (keywords or {}).items() if k in _HUB}
@@ -68,10 +66,7 @@ def load(
         folder = model.config._name_or_path
         if found is not None and (found / "tokenizer_config.json").is_file():
             folder = str(found)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer lies beside the model {folder!r}: give it as processing_class.") from error
+        tokenizer = tokenizer_of(folder, **origin)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
@@ -81,17 +76,31 @@ def load(
     return model.eval(), tokenizer
 
 
+def tokenizer_of(folder: str, **origin: Any) -> Any:
+    """Return the tokenizer beside a model. Raises ValueError where there is none.
+
+    folder: of the model, or its name on the Hub; origin: the keywords that say which files of the Hub.
+    """
+    from transformers import AutoTokenizer
+
+    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or give it as processing_class."
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
+    except (OSError, ValueError) as error:
+        raise ValueError(lacking) from error
+    # without files transformers makes one of the model's kind, which has special tokens alone
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise ValueError(lacking)
+    return tokenizer
+
+
 def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not Path(name).is_dir():
         raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
-    if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model {name!r} is a PEFT adapter, which is not supported here: merge it (merge_and_unload(), then "
-            "save_pretrained()), or give the base model."
-        )
+    _refuse_adapter(name)
     if keywords.get("trust_remote_code"):
         raise ValueError(
             f"model_init_kwargs: trust_remote_code={keywords['trust_remote_code']!r} would run code that lies beside "
@@ -106,6 +115,7 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) ->
         config = keywords.get("config") or AutoConfig.from_pretrained(folder, **files)
     except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
+    check_decoder(config)
     if not quantised:
         check_quantisation(keywords.get("quantization_config") or getattr(config, "quantization_config", None))
     try:
@@ -113,6 +123,14 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) ->
             return AutoModelForCausalLM.from_pretrained(folder, **settings)
     except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
+
+
+def _refuse_adapter(name: str) -> None:
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model {name!r} is a PEFT adapter, which is not supported here: merge it (merge_and_unload(), then "
+            "save_pretrained()), or give the base model."
+        )
 
 
 def _not_loaded(name: str, error: Exception) -> ValueError:
@@ -189,6 +207,25 @@ def flat_digest(master: np.ndarray) -> str:
     return hashlib.sha256(master.tobytes()).hexdigest()[:16]
 
 
+NO_WEIGHTS = "no weights"
+"""What a folder with a configuration alone has in the place of a digest: enough for the plan of a run."""
+
+
+def plan_digest(name: str) -> str:
+    """Return `origin_digest`, or NO_WEIGHTS for a folder that holds a configuration and no weights of PyTorch.
+
+    Raises ValueError as `origin_digest`, and for a model that is no decoder.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(name)
+    files = {path.suffix for path in folder.iterdir()} if folder.is_dir() else set()
+    bare = (folder / "config.json").is_file() and not files & {".safetensors", ".bin"}
+    digest = NO_WEIGHTS if bare else origin_digest(name)
+    check_decoder(AutoConfig.from_pretrained(name, trust_remote_code=False))
+    return digest
+
+
 def origin_digest(name: str) -> str:
     """Return what identifies a user's model without loading it, 16 hexadecimal digits.
 
@@ -197,7 +234,8 @@ def origin_digest(name: str) -> str:
             Hub: the commit of the revision, so that no weights are fetched for it.
 
     Raises:
-        ValueError: no such model, or a folder without weights in safetensors files.
+        ValueError: no such model, an adapter, or a folder without configuration or without weights in safetensors
+            files.
     """
     from transformers import AutoConfig
 
@@ -208,6 +246,11 @@ def origin_digest(name: str) -> str:
         except (OSError, ValueError):
             commit = None
         return commit[:16] if commit else base_digest(load(name)[0])  # which says what is wrong with the name
+    _refuse_adapter(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model {name!r} is a folder without config.json: give one that save_pretrained() has written."
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(

@@ -30,7 +30,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -110,9 +110,9 @@ class Rewards:
 
     Raises:
         TypeError: a function that is not callable, or asynchronous, or has some methods of a state but not all.
-        ValueError: no function, another number of weights than of functions, a weight or floor that is not finite, two
-            functions of one name with a state, a state that holds no finite numbers, or a timeout that is no positive
-            number or on a system without such a signal.
+        ValueError: no function, weights that are no list of numbers, another number of them than of functions, a floor
+            that is no number, one of these that is not finite, two functions of one name with a state, a state that
+            holds no finite numbers, or a timeout that is no positive number or on a system without such a signal.
     """
 
     def __init__(
@@ -134,11 +134,17 @@ class Rewards:
                 )
             if inspect.iscoroutinefunction(function):
                 raise TypeError(f"reward function {function!r} is asynchronous: give a plain one, without 'async'.")
-        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
+        given = [1.0] * len(self.functions) if weights is None else weights
+        given = list(given) if isinstance(given, Iterable) else [None]
+        if not all(isinstance(weight, Real) for weight in given):
+            raise ValueError(f"reward_weights={weights!r}: give a list with a number for each reward function: [1.0].")
+        self.weights = [float(weight) for weight in given]
         if len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward_weights has {len(self.weights)} entries for {len(self.functions)} functions: give one each."
             )
+        if not isinstance(floor, Real | None):
+            raise ValueError(f"reward_floor={floor!r}: give a number, what a failed reward scores, or None.")
         self.floors = [_declared_floor(f) if floor is None else float(floor) for f in self.functions]
         for name, numbers in (("reward_weights", self.weights), ("reward_floor", self.floors)):
             for number in numbers:

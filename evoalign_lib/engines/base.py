@@ -19,6 +19,7 @@ import numpy as np
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import moved
+from evoalign_lib._model_checks import check_padding, check_prompts
 from evoalign_lib.precision import Weights, copy_to, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
 from evoalign_lib.update_rules import Member
@@ -179,8 +180,8 @@ class Engine(Scorer):
         weights: of the run, if they exist already; then threads, precision, distribution and anchor_decay are theirs.
 
     Raises:
-        ValueError: an unknown precision or distribution, an anchor_decay that is refused, or a model that is not
-            supported (see `open_weights`).
+        ValueError: an unknown precision or distribution, an anchor_decay that is refused, a model that is not
+            supported (see `open_weights`), or tokens or prompts that it cannot read (`_model_checks`).
     """
 
     workers = 1
@@ -204,6 +205,9 @@ class Engine(Scorer):
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length)
         self.model = model
+        check_padding(model, tokenizer)
+        for name, each in prompts.items():
+            check_prompts(model, name, each, max_completion_length)
         shapes = ((name, tuple(p.shape)) for name, p in moved(model).items())
         self.layout = noise.Layout.from_shapes(shapes)
         self.weights = weights or open_weights(
@@ -294,8 +298,11 @@ class Engine(Scorer):
 
         Raises:
             RuntimeError: they run already and would not see it.
+            ValueError: prompts that the model cannot read.
         """
-        self.prompts[name] = Prompts(rows, self.tokenizer)
+        prompts = Prompts(rows, self.tokenizer)
+        check_prompts(self.model, name, prompts, self.max_completion_length)
+        self.prompts[name] = prompts
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `Weights.update`."""

@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from evoalign_lib import ledger, paths
+from evoalign_lib import ledger, paths, tasks
 from evoalign_lib.engines.processes import default_workers, start_worker
 from evoalign_lib.records import (
     Record,
@@ -80,7 +80,9 @@ def load_or_run(
 
     Raises:
         ValueError: two equal specs, a spec of another scale, a ledger of something that is no run of ES among the
-            specs, or a record whose ledger should have been kept and is not there (see `ledger_file`).
+            specs, or a record whose ledger should have been kept and is not there (see `ledger_file`); among the
+            missing runs one of an unknown kind or task, or of a model without weights or tokenizer, which a dry run
+            does without.
         DoesNotFit: at scale full, a missing run needs more memory than there is (see `preflight.check`).
         DryRun: runs are missing in a dry run; the message names them.
         RuntimeError: a process that ran specs was killed.
@@ -108,8 +110,14 @@ def load_or_run(
     for h in kept.keys() & found.keys():
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
+    for spec in missing:
+        kinds.get(spec["kind"])
+        if "base" in spec and "task" in spec:
+            tasks.entry(spec["task"])
     if missing and scale == "full":
         preflight.check(missing, workers=workers)
+        for spec in () if dry_run else {spec.get("base"): spec for spec in missing}.values():
+            worlds.check_base(spec)
     if dry_run and missing:
         names = ", ".join(map(run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""

@@ -33,10 +33,31 @@ def is_local(spec: Mapping[str, Any]) -> bool:
     return spec.get("engine", "local") == "local"
 
 
-@lru_cache(maxsize=64)
+_DIGESTS: dict[str, str] = {}
+
+
 def base_digest(base: str) -> str:
-    """Return what identifies a base: a shipped one's weights, another model's files or revision, 16 digits."""
-    return models.base_digest(tiny.load(base)[0]) if base in tiny.SHIPPED else models.origin_digest(base)
+    """Return what identifies a base: a shipped one's weights, another model's files or revision, 16 digits.
+
+    Of a folder without weights `models.NO_WEIGHTS`: specs of it can be planned, and `check_base` refuses to run them.
+    """
+    if base not in _DIGESTS:
+        found = models.base_digest(tiny.load(base)[0]) if base in tiny.SHIPPED else models.plan_digest(base)
+        if found == models.NO_WEIGHTS:
+            return found  # until there are weights
+        _DIGESTS[base] = found
+    return _DIGESTS[base]
+
+
+def check_base(spec: Spec) -> None:
+    """Raise ValueError for a spec of a model that a run could not load, as far as its files say: before any work."""
+    base = spec.get("base")
+    if base is None or base in tiny.SHIPPED or not Path(base).is_dir():
+        return
+    if spec.get("base_digest") == models.NO_WEIGHTS:
+        models.origin_digest(base)
+        raise ValueError(f"model {base!r} had no weights when the specs were made: make them again.")
+    models.tokenizer_of(base)
 
 
 def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers import PROMPTS, random_model, tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from evoalign_lib import ledger, models, weights
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -238,6 +238,16 @@ def test_other_adapters_are_refused_by_name(tmp_path):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="PROMPT_TUNING.*LoraConfig"):
         trainer(tmp_path, random_model(), peft_config=config)
+
+
+def test_an_adapter_over_an_encoder_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer()), **sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers says that it generates badly
+        base = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="of type 'bert', an encoder"):
+        trainer(tmp_path, base, peft_config=lora(target_modules=["query"]))
 
 
 def test_what_an_adapter_would_not_save_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import QWEN, qwen
+from helpers import QWEN, qwen, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -369,6 +369,7 @@ def test_without_a_gpu_the_plan_is_about_the_host(elsewhere, capsys, monkeypatch
         sweep.load_or_run(elsewhere("7B", ES), "nb", "full", workers=2)
     assert not ran and "CPU cores: no GPU is used" in capsys.readouterr().out
     small = elsewhere("0.5B", ES)
+    tokenizer().save_pretrained(small[0]["base"])  # without one it is not run
     with pytest.raises(KeyError):  # nothing came back, since nothing really ran
         sweep.load_or_run(small, "nb", "full", workers=2)
     assert ran == small and "2 training runs, 2 at once" in capsys.readouterr().out

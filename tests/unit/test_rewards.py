@@ -456,6 +456,15 @@ def test_one_weight_a_function(weights):
         Rewards([length, parse], weights)
 
 
+@pytest.mark.parametrize("weights", ["a", ["a"], 1.0, [None], "1"])
+def test_weights_and_floor_are_numbers(weights):
+    with pytest.raises(ValueError, match=r"reward_weights=.*: give a list with a number for each reward function: \[1"):
+        Rewards([length], weights)
+    with pytest.raises(ValueError, match="reward_floor='low': give a number, what a failed reward scores, or None"):
+        Rewards([length], floor="low")
+    assert Rewards([length], np.float32([2]), np.float64(-1)).weights == [2.0]
+
+
 def test_weights_and_floor_are_finite():
     with pytest.raises(ValueError, match="reward_weights holds nan"):
         Rewards(length, [math.nan])

@@ -22,6 +22,7 @@ import numpy as np
 
 from evoalign_lib import files, models, paths, tasks, weights
 from evoalign_lib.checks import whole_number
+from evoalign_lib.engines.base import Prompts
 from evoalign_lib.records import Record, Spec, pack_integers, spec_hash
 from evoalign_lib.study import measures, specs, training, worlds
 from evoalign_lib.study.measures.base import Measures, temperatures
@@ -163,13 +164,13 @@ def _opened(spec: Spec) -> Iterator[tuple[Any, list]]:
     problems = measures.get(spec["task"]).sets(spec)["test"]
     with _model(spec) as (model, tokenizer, folder):
         asked = {"test": training.rows(spec, tokenizer, problems)}
+        highest, known = int(Prompts(asked["test"], tokenizer).ids.max()), model.get_input_embeddings().num_embeddings
+        if highest >= known:  # the engine would refuse them without a word of the end
+            raise ValueError(
+                f"a prompt of {spec['base']!r} has the token {highest}, and {folder} knows {known} tokens: it is "
+                "no end of training from that model. Give the model that it started from."
+            )
         with closing(worlds.evaluation_engine(spec | {"base": folder}, model, tokenizer, asked)) as engine:
-            highest, known = int(engine.prompts["test"].ids.max()), model.get_input_embeddings().num_embeddings
-            if highest >= known:
-                raise ValueError(
-                    f"a prompt of {spec['base']!r} has the token {highest}, and {folder} knows {known} tokens: it is "
-                    "no end of training from that model. Give the model that it started from."
-                )
             yield engine, problems
 
 
