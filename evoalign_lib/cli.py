@@ -1,35 +1,113 @@
-"""The command `evoalign`. Every subcommand is a call into the library."""
+"""The command `evoalign`. Every subcommand is a call into the library.
+
+What the library refuses is a line on standard error and exit code 1, without traceback; a mistyped argument is exit
+code 2.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="EvoAlign: Evolution Strategies beside GRPO.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from evoalign_lib import __version__
+
+        typer.echo(f"evoalign {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    """EvoAlign: Evolution Strategies beside GRPO."""
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Say on standard error what the library refuses, and exit with code 1."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}: pip install 'evoalign[notebooks,judges]' brings what the commands need.", err=True)
+        raise typer.Exit(1) from error
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+def _need_checkout(command: str) -> None:
+    from evoalign_lib import paths
+
+    if not paths.RESULTS.is_dir():
+        raise typer.BadParameter(
+            f"evoalign {command} needs a checkout of the repository, with its notebooks and records, and there is none "
+            f"at {paths.ROOT}: clone it, run make there, and call .venv/bin/evoalign."
+        )
+
+
+def _named(what: str, given: str, known: Sequence[str]) -> str:
+    """Return the known name that is meant, in upper or lower case: of a notebook also a path, or its number alone.
+
+    what: of the names, for the error. Raises BadParameter, with the nearest name, where none is meant.
+    """
+    from evoalign_lib.checks import nearest
+
+    name = Path(given.strip()).name.lower().removesuffix(".ipynb")
+    for one in known:
+        number, _, title = one.lower().partition("_")
+        if name in (one.lower(), number, number.lstrip("0"), title) and name:
+            return one
+    raise typer.BadParameter(f"no {what} {given!r}.{nearest(given, known)} There are: {', '.join(known)}")
+
+
+def _notebooks(given: Sequence[str]) -> list[str]:
+    """Return the names of notebooks, and of notebooks that have records alone, that are meant."""
+    from evoalign_lib import paths
+
+    places = [*paths.NOTEBOOKS.glob("*.ipynb"), *(file.parent for file in paths.RESULTS.glob("*/tiny.jsonl"))]
+    known = sorted({place.stem for place in places})
+    return [_named("notebook", name, known) for name in given]
+
+
+def _new_folder(out: str) -> None:
+    """Raise ValueError, before any work, where something would be overwritten."""
+    if (place := Path(out)).exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ValueError(f"{out!r} exists: give a new folder.")
+
+
 @app.command()
 def verify(
-    notebook: Annotated[list[str] | None, typer.Option(help="Only this notebook; may be repeated.")] = None,
+    notebook: Annotated[list[str] | None, typer.Option(help="Only this, such as 01; may be repeated.")] = None,
     write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
     drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
 ) -> None:
     """Check the seals of the committed records, draw every table, number and plotted value again, and compare."""
+    _need_checkout("verify")
     from evoalign_lib import artifacts, claims
 
+    chosen = _notebooks(notebook or ())
     if drawn and write:
         raise typer.BadParameter("--write draws anew: leave --drawn out")
     if drawn and not Path(drawn, "generated", "manifest.json").is_file():
         raise typer.BadParameter(f"no notebook was drawn into {drawn}: make test draws all into runs/test")
     disagree = False
-    try:
-        for problem in artifacts.verify(notebook or None, write, Path(drawn) if drawn else None):
+    with _refusals():
+        for problem in artifacts.verify(chosen or None, write, Path(drawn) if drawn else None):
             typer.echo(problem)
             disagree = True
-    except FileNotFoundError as error:
-        raise typer.BadParameter(str(error)) from error
     if claims.once_locked() is None:
         typer.echo("no history of git here: paper/claims.lock was not compared with it")
     if disagree:
@@ -41,17 +119,16 @@ def verify(
 
 @app.command()
 def execute(
-    notebook: Annotated[list[str], typer.Argument(help="Name without suffix, such as 01_es_countdown; or several.")],
+    notebook: Annotated[list[str], typer.Argument(help="Name or number, such as 01_es_countdown or 01; or several.")],
 ) -> None:
     """Execute notebooks in place as they are committed: outputs without times, and with what they come from."""
+    _need_checkout("execute")
     from evoalign_lib import artifacts
     from evoalign_lib.study import provenance
 
-    for name in notebook:
-        try:
+    for name in _notebooks(notebook):
+        with _refusals():
             failure = artifacts.redraw(name)
-        except FileNotFoundError as error:
-            raise typer.BadParameter(str(error)) from error
         if failure:
             typer.echo(failure, err=True)
             raise typer.Exit(1)
@@ -63,6 +140,7 @@ def execute(
 @app.command()
 def seal() -> None:
     """Seal the committed records that a killed writer or a merge left without seal."""
+    _need_checkout("seal")
     from evoalign_lib import artifacts, paths, records
 
     for path in sorted(paths.RESULTS.glob("*/*.jsonl")):
@@ -81,33 +159,43 @@ def seal() -> None:
 def claims(
     id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
     lock: Annotated[bool, typer.Option("--lock", help="Add the hashes of new rules to paper/claims.lock.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known of each, as JSON.")] = False,
 ) -> None:
     """Print the claims, with the verdicts that the committed records give."""
     import datetime
 
+    _need_checkout("claims")
     from evoalign_lib import artifacts, claims
 
+    if lock and (id or as_json):
+        raise typer.BadParameter("--lock prints the lines that it adds: leave --id and --json out")
     if problems := artifacts.unsealed():
         typer.echo("\n".join(problems), err=True)
         raise typer.Exit(1)
-    try:
+    with _refusals():
         if lock:
             added = claims.lock(datetime.date.today().isoformat())
             typer.echo("\n".join(added) or "every rule is locked")
             return
-        verdicts = claims.evaluate_all()
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-    known = [verdict.id for verdict in verdicts]
-    unknown = [name for name in id or () if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"no claim {unknown[0]!r}; there are {', '.join(known)}")
+        known = [claim["id"] for claim in claims.load_claims()]
+        chosen = [_named("claim", name, known) for name in id or known]
+        verdicts = [verdict for verdict in claims.evaluate_all() if verdict.id in chosen]
+    if as_json:
+        typer.echo(_json([dataclasses.asdict(verdict) for verdict in verdicts]))
+        return
     for v in verdicts:
-        if not id:
-            typer.echo(f"{v.id:5}{v.verdict:28}{v.title}" + (f"\n{'':33}{v.key}" if v.key else ""))
-        elif v.id in id:
+        if id:
             typer.echo(f"{v.id}  {v.verdict.upper()}\n    {v.statement.strip()}\n    {v.text}")
+        else:
+            typer.echo(f"{v.id:5}{v.verdict:28}{v.title}" + (f"\n{'':33}{v.key}" if v.key else ""))
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON that every parser reads: null for what is not finite."""
+    from evoalign_lib.records import without_nonfinite
+
+    plain = json.loads(json.dumps(value, default=lambda number: number.item()))
+    return json.dumps(without_nonfinite(plain, "", []), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 @app.command()
@@ -125,7 +213,9 @@ def replay(
 
     if not (out or verify):
         raise typer.BadParameter("say what to do: --out FOLDER, --verify, or both")
-    try:
+    with _refusals():
+        if out:
+            _new_folder(out)
         run = ledgers.read(ledger)
         if verify:
             report = ledgers.verify(run, ledgers.start_of(run, model))
@@ -135,9 +225,6 @@ def replay(
             typer.echo(f"{out}: the model after step {len(run.steps) if step is None else step}, weights {digest}")
             if run.torn:
                 typer.echo(f"{ledger} has a torn last line of {len(run.torn)} bytes, which does not count")
-    except (ValueError, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -149,19 +236,19 @@ def compare(
     alpha: Annotated[float | None, typer.Option(help="Step size of A, if it is an ES run without ledger.")] = None,
     steps: Annotated[int | None, typer.Option(help="Its steps whose population was not tied.")] = None,
     population: Annotated[int | None, typer.Option(help="Its members per step.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figure and tables that are there.")] = False,
 ) -> None:
     """Compare the weights of two models trained from one base, and say what a random direction would show as well."""
     from evoalign_lib import comparison
 
     if Path(out).is_file():
         raise typer.BadParameter(f"--out {out} is a file: name a folder")
-    try:
+    if there := [str(path) for name in comparison.WRITTEN if (path := Path(out, name)).exists() and not overwrite]:
+        raise typer.BadParameter(f"{there[0]} exists: name another folder by --out, or say --overwrite")
+    with _refusals():
         found = comparison.compare(base, a, b, alpha, steps, population)
         typer.echo(found.text())
         written = comparison.write(found, out)
-    except (ValueError, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
     typer.echo("\n" + "\n".join(f"{path}" for path in written))
 
 
@@ -179,14 +266,12 @@ def serve_scorer(
     api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the key of clients.")] = None,
 ) -> None:
     """Serve a reward or cost model to trainers on other GPUs or machines, until the process is ended."""
-    from evoalign_lib import scoring_server
+    with _refusals():
+        from evoalign_lib import scoring_server
 
     options = {"host": host, "port": port, "device": device, "dtype": dtype, "max_length": max_length}
-    try:
+    with _refusals():
         scoring_server.serve(model, text=text, api_key_env=api_key_env, **options)
-    except (ValueError, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -197,13 +282,13 @@ def tiny(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
 ) -> None:
     """Train a base of the tiny world and print what it can do."""
-    import json
-
     from evoalign_lib import models
     from evoalign_lib.study import measures
     from evoalign_lib.tiny import recipe, task_of
 
-    recipe(family, seed, out, steps=steps)
+    with _refusals():
+        _new_folder(out)
+        recipe(family, seed, out, steps=steps)
     typer.echo(json.dumps(measures.get(task_of(f"{family}0")).describe(*models.load(out), family)))
 
 

@@ -273,8 +273,11 @@ def _expected(end: StateDict) -> Expected | None:
     )
 
 
+WRITTEN = ("compare.png", "compare.pdf", "compare.csv", "tensors.csv")
+
+
 def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
-    """Write compare.png and .pdf (`figure`), compare.csv (a row per layer) and tensors.csv into a folder.
+    """Write the files WRITTEN into a folder: a figure twice, a row per layer, a row per tensor.
 
     Files of these names are replaced. Returns their paths. Raises OSError where they cannot be written.
     """
@@ -283,11 +286,11 @@ def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     fig = figure(comparison)
-    picture, page = folder / "compare.png", folder / "compare.pdf"
+    picture, page, layers, tensors = (folder / name for name in WRITTEN)
     picture.write_bytes(style.png(fig, 200))
     fig.savefig(page, metadata={"CreationDate": None, "ModDate": None})
     plt.close(fig)
-    tables = {folder / "compare.csv": comparison.frame("layer"), folder / "tensors.csv": comparison.frame()}
+    tables = {layers: comparison.frame("layer"), tensors: comparison.frame()}
     for path, frame in tables.items():
         frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
     return [picture, page, *tables]

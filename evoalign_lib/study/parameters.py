@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import sys
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evoalign_lib.checks import nearest
 from evoalign_lib.engines import ENGINES
 from evoalign_lib.records import SCALES
-from evoalign_lib.study import provenance
+from evoalign_lib.study import provenance, sweep
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -103,13 +104,25 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
 
 
 def announce(run: SimpleNamespace, notebook: str) -> None:
-    """Print what a notebook runs on: scale, device, versions, the code's commit; with `dry_run`, that it will stop."""
+    """Print what a notebook runs on: scale, device, versions, the code's commit; with `dry_run`, that it will stop.
+
+    In IPython a dry run then ends with its message alone: no traceback, and papermill's exit code is 0.
+    """
     found = provenance.environment(run.engine, run.gpus or 1)
     device = found.pop("device")
     print(f"{notebook}, scale {run.scale}, engine {run.engine} on {device}")
     print(", ".join(f"{name} {version}" for name, version in found.items()), f"(commit {provenance.commit()})")
     if run.dry_run:
         print("dry run: the first runs that have no record are named, and nothing is run")
+        ipython = sys.modules.get("IPython")
+        if shell := ipython and ipython.get_ipython():
+            shell.set_custom_exc((sweep.DryRun,), _end_of_dry_run)
+
+
+def _end_of_dry_run(shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:
+    """Print what a dry run found. None of the cells after it runs, by an error that papermill takes for no failure."""
+    print(error)
+    shell.showtraceback((SystemExit, SystemExit(0), None), exception_only=True)
 
 
 def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:

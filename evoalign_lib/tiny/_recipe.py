@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from evoalign_lib.checks import whole_number
 from evoalign_lib.tiny import countdown, questions, requests
 from evoalign_lib.tiny.base import FAMILIES, load
 
@@ -36,14 +37,15 @@ def recipe(
         progress: print the loss now and then.
 
     Raises:
-        ValueError: an unknown family, or a seed of family H without a base of family A.
+        ValueError: an unknown family, a seed or steps below 0, or a seed of family H without a base of family A.
     """
     import torch
 
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
+    whole_number("seed", seed, 0)
+    steps = STEPS[family] if steps is None else whole_number("steps", steps, 0)
     torch.set_num_threads(1)
-    steps = STEPS[family] if steps is None else steps
     told = _TOLD.get(family)  # the module of a family that has one of its own
     tok = (told or countdown).tokenizer()
     model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)

@@ -592,7 +592,7 @@ def test_the_command_prints_all_claims_or_one_in_full(repository: Path) -> None:
     assert lines[0] == "E1  SUPPORTED" and lines[1].startswith("    ES learns Countdown. On each")
     assert lines[2].count("points from 25.0 % (n = 8, detectable") == 3 and len(lines) == 3
     result = CliRunner().invoke(cli.app, ["claims", "--id", "C99"], env={"COLUMNS": "200"})
-    assert result.exit_code == 2 and "no claim 'C99'; there are C1, C10, E1" in result.output
+    assert result.exit_code == 2 and "no claim 'C99'." in result.output and "There are: C1, C10, E1" in result.output
 
 
 @pytest.mark.parametrize("arguments", [[], ["--lock"]])
