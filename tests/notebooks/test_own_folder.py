@@ -1,0 +1,89 @@
+"""Notebooks on a user's own folder of model and data, as papermill runs them, at the sizes of scale smoke."""
+
+import faulthandler
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from evoalign_lib import paths, tiny
+from evoalign_lib.study.notebooks import conciseness, es_countdown, grpo_countdown, safety_judges, stability
+from evoalign_lib.tiny import questions, requests, scorers
+from tests.helpers import random_model, tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def small(module):
+    """The settings of scale smoke that scale full has, too, but for its models and what only tiny ones allow."""
+    own = {"bases", "task", "horizons", "horizon_steps", "unique_prompts", "fewer_prompts", "seeds_repeat"}
+    sizes = {name: value for name, value in module.SMOKE.items() if name in module.FULL and name not in own}
+    return sizes | {"max_completion_length": 16, "scale": "full"}
+
+
+def brought_to(module, place):
+    """Settings that name a user's own data, written into a folder; 01, 02 and 05 make their problems themselves."""
+    if module is conciseness:
+        lines = [{"question": p.question, "answer": p.answer} for p in questions.problems("test")[:16]]
+        (place / "my questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return {"questions": str(place / "my questions.jsonl"), "validation_problems": None, "test_problems": None}
+    if module is safety_judges:
+        for side in ("reward", "cost"):
+            shutil.copytree(scorers.folder("length 1") / side, place / side)
+            requests.tokenizer().save_pretrained(place / side)
+        lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(120)]
+        (place / "my requests.jsonl").write_text("\n".join(lines))
+        scored = {f"{side}_model": str(place / side) for side in ("reward", "cost")}
+        scored |= {f"{side}_text": "continued" for side in ("reward", "cost")}
+        fewer = {"unique_prompts": 12, "kl_requests": 2, "micro_batch": 4}
+        return scored | fewer | {"requests": str(place / "my requests.jsonl")}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("module", "base"),
+    [
+        (es_countdown, "A0"),
+        (grpo_countdown, "A0"),
+        pytest.param(
+            conciseness,
+            "B0",
+            marks=pytest.mark.xfail(reason="a table without rows is not rendered", strict=True),
+        ),
+        (conciseness, "random"),  # it answers nothing right
+        pytest.param(
+            safety_judges,
+            "random",
+            marks=pytest.mark.skipif(
+                not (paths.NOTEBOOKS / f"{safety_judges.NOTEBOOK}.ipynb").is_file(), reason="notebook 04 is not written"
+            ),
+        ),
+        (stability, "A0"),
+    ],
+    ids=lambda of: of if isinstance(of, str) else of.NOTEBOOK,
+)
+def test_a_notebook_runs_on_an_own_model_and_own_data(module, base, external_data, tmp_path):
+    faulthandler.cancel_dump_traceback_later()  # it ends every test after 5 minutes; this one's own limit is above
+    folder = tmp_path / "my model"
+    if base == "random":
+        random_model().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    else:
+        shutil.copytree(tiny.bases_folder() / base, folder)
+    settings = small(module) | {"model": str(folder)} | brought_to(module, tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    notebook = paths.NOTEBOOKS / f"{module.NOTEBOOK}.ipynb"
+    command = [sys.executable, "-m", "papermill", notebook, out / "out.ipynb", "-k", "python3"]
+    command += ["--cwd", paths.NOTEBOOKS, "-y", yaml.safe_dump(settings)]
+    environment = os.environ | {"EVOALIGN_RUN_DIR": str(out), "PYTHONPATH": str(paths.ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (out / "results" / "full.jsonl").read_text().splitlines()]
+    assert {r["spec"].get("base", str(folder)) for r in records} == {str(folder)}
+    if module is conciseness and base == "random":
+        assert "was not reached" in (out / "out.ipynb").read_text()
