@@ -41,7 +41,9 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}: pip install 'evoalign[notebooks,judges]' brings what the commands need.", err=True)
+        typer.echo(
+            f"{error}: pip install 'evoalign[analysis,notebooks,judges]' brings what the commands need.", err=True
+        )
         raise typer.Exit(1) from error
     except (ValueError, OSError, ImportError) as error:
         typer.echo(str(error), err=True)
@@ -246,6 +248,8 @@ def compare(
     if there := [str(path) for name in comparison.WRITTEN if (path := Path(out, name)).exists() and not overwrite]:
         raise typer.BadParameter(f"{there[0]} exists: name another folder by --out, or say --overwrite")
     with _refusals():
+        import seaborn  # noqa: F401  # of an extra: missed before the weights are read, not when all is to be drawn
+
         found = comparison.compare(base, a, b, alpha, steps, population)
         typer.echo(found.text())
         written = comparison.write(found, out)

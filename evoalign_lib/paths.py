@@ -1,7 +1,7 @@
 """The repository's folders as absolute paths, whatever the current directory is.
 
-The notebooks, records and figures belong to a checkout, so the package is meant to be installed from one with
-`pip install -e .`, as `make` does.
+The notebooks, records and figures belong to a checkout, so what reads them needs the package installed from one with
+`pip install -e .`, as `make` does. Training, ledger and replay need no checkout.
 """
 
 from pathlib import Path

@@ -96,10 +96,14 @@ def test_what_needs_a_checkout(arguments, tmp_path, monkeypatch):
     assert code == 2 and f"evoalign {arguments[0]} needs a checkout of the repository" in said and "clone it" in said
 
 
-def test_a_package_that_is_not_installed(monkeypatch):
+def test_a_package_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "nbformat", None)
     code, said = call("execute", "01")
-    assert code == 1 and "nbformat" in said and "pip install 'evoalign[notebooks,judges]'" in said
+    assert code == 1 and "nbformat" in said and "pip install 'evoalign[analysis,notebooks,judges]'" in said
+    monkeypatch.setitem(sys.modules, "seaborn", None)
+    monkeypatch.setattr(comparison, "compare", lambda *arguments: pytest.fail("it would end without a figure"))
+    code, said = call("compare", "A0", "A1", "A2", "--out", tmp_path)
+    assert code == 1 and "seaborn" in said and "evoalign[analysis" in said
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The set-up files agree with each other, with the code's imports and with what is installed."""
 
 import ast
+import faulthandler
 import fnmatch
 import functools
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -28,6 +31,9 @@ BASE = [Requirement(line) for line in PROJECT["dependencies"]]
 DIRECT = BASE + [Requirement(line) for lines in EXTRAS.values() for line in lines]
 # Modules whose distribution has another name.
 DISTRIBUTION_OF = {"PIL": "pillow", "yaml": "pyyaml", "IPython": "ipython"}
+
+# What extras name and the base requirements bring as well.
+BROUGHT = {"pandas", "pillow", "httpx", "packaging", "pydantic", "triton"}
 
 
 def _constraint_lines() -> list[str]:
@@ -114,7 +120,7 @@ def test_direct_dependency_is_a_range_with_one_pin_inside(requirement: Requireme
 
 
 def test_pins_cover_everything_that_the_requirements_install() -> None:
-    waiting, seen = _requirements_of(["notebooks", "dev", "judges", "adapters", "site"]), set()
+    waiting, seen = _requirements_of(["analysis", "notebooks", "dev", "judges", "adapters", "site"]), set()
     while waiting:
         requirement = waiting.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
@@ -207,15 +213,89 @@ def test_notebook_imports_only_declared_requirements(path: Path) -> None:
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     # Magics and shell lines are not Python.
     lines = [line for line in "\n".join(code).splitlines() if not line.startswith(("%", "!"))]
-    assert _undeclared("\n".join(lines), ["notebooks"]) == set()
+    assert _undeclared("\n".join(lines), ["analysis", "notebooks"]) == set()
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    script = "import evoalign_lib.paths, sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    script = "import evoalign_lib.paths, sys; dir(evoalign_lib), evoalign_lib.__version__; "
+    script += "print(*sorted({name.split('.')[0] for name in sys.modules}))"
     output = subprocess.run([sys.executable, "-c", script], cwd=paths.ROOT, capture_output=True, text=True, check=True)
     loaded = set(output.stdout.split())
     assert "evoalign_lib" in loaded
     assert not loaded & {"torch", "numpy", "numba", "transformers", "trl", "pandas", "matplotlib"}
+
+
+def test_the_trainer_is_an_attribute_of_the_package() -> None:
+    from evoalign_lib import ESConfig, ESTrainer, es
+
+    assert (ESConfig, ESTrainer) == (es.ESConfig, es.ESTrainer)
+    assert {"ESConfig", "ESTrainer"} < set(dir(evoalign_lib))
+    with pytest.raises(AttributeError, match="module 'evoalign_lib' has no attribute 'ESTriner'"):
+        evoalign_lib.ESTriner  # noqa: B018
+
+
+# Trains and replays without what an extra brings; the packages that are absent are named by the arguments.
+ALONE = """
+import json, sys
+
+for name in sys.argv[2:]:
+    sys.modules[name] = None  # as if it were not installed
+from evoalign_lib import ESConfig, ESTrainer, ledger
+from evoalign_lib.cli import app
+
+settings = {"max_steps": 2, "population_size": 4, "sigma": 0.01, "alpha": 0.01, "max_completion_length": 4}
+settings |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "workers": 1}
+args = ESConfig(f"{sys.argv[1]}/run", **settings)
+rows = [{"prompt": "12"}, {"prompt": "bc d"}]
+trainer = ESTrainer("A0", lambda completion_ids, **columns: [float(sum(c)) for c in completion_ids], args, rows)
+trainer.train()
+trainer.save_model()
+again = f"{sys.argv[1]}/again"
+app(["replay", f"{sys.argv[1]}/run/ledger.jsonl", "--out", again, "--verify"], standalone_mode=False)
+from pathlib import Path
+assert Path(again, "model.safetensors").read_bytes() == Path(args.output_dir, "model.safetensors").read_bytes()
+print("replayed")
+"""
+
+
+def test_trainer_ledger_and_replay_need_no_extra(tmp_path: Path) -> None:
+    # PyTorch, transformers and datasets bring some of what extras name, too
+    extras = {canonicalize_name(r.name) for lines in EXTRAS.values() for r in map(Requirement, lines)}
+    names = {distribution: module for module, distribution in DISTRIBUTION_OF.items()}
+    absent = {names.get(name, name.replace("-", "_")) for name in extras - BROUGHT}
+    command = [sys.executable, "-c", ALONE, str(tmp_path), *sorted(absent)]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("replayed\n"), done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_wheel_trains_and_replays_outside_of_a_checkout(tmp_path: Path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # it ends every test after 5 minutes; this one's own limit is above
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    source, bin = tmp_path / "source", tmp_path / "venv" / "bin"
+    shutil.copytree(paths.ROOT / "evoalign_lib", source / "evoalign_lib")  # a build leaves files beside what it builds
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(paths.ROOT / name, source)
+    shutil.copy(paths.ROOT / "constraints.txt", tmp_path)
+    for command in (
+        [sys.executable, "-m", "venv", "venv"],
+        [bin / "python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", "dist", source],
+        [bin / "python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "--find-links", "dist", "evoalign"],
+        [bin / "python", "-c", ALONE, tmp_path],
+        [bin / "evoalign", "--version"],
+    ):
+        done = run(*command)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == f"evoalign {evoalign_lib.__version__}\n"
+    assert "needs a checkout" in " ".join(run(bin / "evoalign", "claims").stderr.replace("│", " ").split())
+    compared = run(bin / "evoalign", "compare", "A0", "A1", "A2", "--out", tmp_path / "compared")
+    assert compared.returncode == 1 and "evoalign[analysis" in compared.stderr
+    assert run(bin / "python", "-c", "import seaborn").returncode == 1
 
 
 # The repository's files
