@@ -357,7 +357,8 @@ def gap_summary(gaps: DataFrame, sigma: str) -> DataFrame:
         hacked = f"{(part['end'] == 'hacked').sum()} of {len(part)}"
         row = {"arm": arm_label(arm), "setting": setting, "hacked": hacked, "reward": part["centre"].mean()}
         rows.append(row | {f"gap at {sigma}": part[sigma].mean()})
-    return _frame(rows).sort_values(["arm", "setting"])
+    # objects: of floats, a table without rows cannot be shown as text
+    return _frame(rows).sort_values(["arm", "setting"]).astype(object)
 
 
 def gaps_of(found: Sequence[Record], sigma: str, kind: str) -> list[np.ndarray]:
