@@ -287,6 +287,11 @@ class Points:
     costs: list[float]
     labels: list[str]
 
+    def first(self, n: int | None) -> Points:
+        """Return the first n rows; None: all."""
+        columns = (self.prompts, self.responses, self.rewards, self.costs, self.labels)
+        return Points(self.model, *(column[:n] for column in columns))
+
 
 def load_points(model: str, accept_licence: bool = False) -> Points:
     """Load the published responses of a model, in the order of the file.

@@ -265,24 +265,44 @@ def _explained(of_cells: list[list[Record]], quantity: str, law: str, less: str 
     if any(len(half) < 2 for each in points for half in each.values()):
         raise Undecided("a half of the seeds has fewer than two runs")
 
-    def mean(chosen: Sequence[Sequence[int]]) -> float:
-        values = []
-        for each, indices in zip(points, chosen, strict=True):
-            asked = [each[1][i] for i in indices]
-            value = overoptimisation.held_out(law, each[0], asked)
-            values.append(value - overoptimisation.held_out(less, each[0], asked) if less else value)
-        return float(np.mean(values))
+    # the law does not depend on which of the odd seeds are drawn: it is fitted once, and their squares are added up
+    laws = (law, less) if less else (law,)
+    squares = [[_squares(overoptimisation.fit(name, *_pooled(each[0])), each[1]) for name in laws] for each in points]
+
+    def mean(chosen: Sequence[Any]) -> float:
+        values = [
+            [_r_squared(of_law[indices]) for of_law in each] for each, indices in zip(squares, chosen, strict=True)
+        ]
+        return float(np.mean([first - sum(rest) for first, *rest in values]))
 
     rng = np.random.default_rng(0)
     draws = [
         mean([rng.integers(len(each[1]), size=len(each[1])) for each in points])
         for _ in range(min(evidence.resamples, 1000))
     ]
-    value = mean([range(len(each[1])) for each in points])
+    value = mean([slice(None)] * len(points))
     if not np.isfinite([value, *draws]).all():
         raise Undecided("a run has gained the same everywhere")
     low, high = np.quantile(draws, [0.025, 0.975])
     return Interval(value, float(low), float(high), min(len(each[1]) for each in points), 0.95)
+
+
+def _pooled(runs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> list[NDArray[np.float64]]:
+    return [np.concatenate(column) for column in zip(*runs, strict=True)]
+
+
+def _squares(
+    law: overoptimisation.Fit, runs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]
+) -> NDArray[np.float64]:
+    """Return of each run its points, sum and squares of their gains, and squares that the law leaves; (runs, 4)."""
+    return np.array([[len(g), g.sum(), (g**2).sum(), ((g - law.at(d)) ** 2).sum()] for d, g in runs])
+
+
+def _r_squared(of_runs: NDArray[np.float64]) -> float:
+    """Return `overoptimisation.explained` of all points of some runs; NaN where all gains are equal."""
+    n, total, squares, left = of_runs.sum(axis=0)
+    around = squares - total**2 / n
+    return float("nan") if around <= 1e-12 * squares or not squares else float(1 - left / around)
 
 
 def _points(evidence: Evidence, run: Record, quantity: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -37,11 +37,14 @@ def judgments_specs(scale: str) -> list[Spec]:
     """Specs of the analysis of the published judgments: one each for ratings and games, one for each model's responses.
 
     Args:
-        scale: of the notebook, in whose file the records are kept; they are about no model of that scale.
+        scale: of the notebook, in whose file the records are kept; they are about no model of that scale. At smoke
+            few resamples and orders are drawn, and the first responses are read.
     """
-    common = {"kind": "judgments", "task": "safety_published", "scale": scale, "resamples": RESAMPLES, "seed": 0}
-    parts = [common | {"part": "elo", "orders": ORDERS}, common | {"part": "games"}]
-    return parts + [common | {"part": "responses", "model": model} for model in data.MODELS]
+    resamples, orders = (20, 20) if scale == "smoke" else (RESAMPLES, ORDERS)
+    common = {"kind": "judgments", "task": "safety_published", "scale": scale, "resamples": resamples, "seed": 0}
+    parts = [common | {"part": "elo", "orders": orders}, common | {"part": "games"}]
+    asked = {"part": "responses"} | ({"first": 200} if scale == "smoke" else {})
+    return parts + [common | asked | {"model": model} for model in data.MODELS]
 
 
 def run(spec: Spec) -> Record:
@@ -193,7 +196,7 @@ def _three(interval: stats.Interval, digits: int = 1) -> list[float]:
 
 
 def _responses(spec: Spec) -> Record:
-    own, base = data.load_points(spec["model"]), data.load_points(data.BASE)
+    own, base = (data.load_points(model).first(spec.get("first")) for model in (spec["model"], data.BASE))
     rewards, costs, texts = np.array(own.rewards), np.array(own.costs), own.responses
     lengths, safe = np.array([len(text) for text in texts]), costs <= 0
     kinds = [refusals.kind(text) for text in texts]

@@ -37,6 +37,7 @@ TINY = {
     "task": "safety",
     "bases": ["C0"],
     "retrain": [],  # groups that `force` makes anew; none: all
+    "training_judges": list(scorers.PROXIES),
     "cost_weight": 2.0,  # lambda of reward - lambda * cost
     "max_completion_length": 32,
     "validation_problems": 160,  # split A
@@ -65,6 +66,7 @@ TINY = {
     "sft_learning_rate": [1e-4, 3e-4, 1e-3],  # that its sweep tries
 }
 SMOKE = TINY | {
+    "training_judges": ["length 1", "praise 1"],
     "validation_problems": 8,
     "test_problems": 8,
     "curve_points": 3,
@@ -196,7 +198,7 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         return Group(arm, run.bases, seeds, settings, [{"judge": judge} for judge in judges], after=(name,))
 
     rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]
-    proxies, noisy, sizes = list(scorers.PROXIES), list(scorers.NOISY), list(scorers.SIZES)
+    proxies, noisy, sizes = run.training_judges, list(scorers.NOISY), list(scorers.SIZES)
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es_sweep": sweep("es"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import artifacts, style
+from evoalign_lib import style
 from evoalign_lib.records import Record
 from evoalign_lib.study import beside
 from evoalign_lib.study.notebooks import safety_judges as study
@@ -34,15 +34,13 @@ _ARMS = (*study.ARMS, "es_random")
 
 
 def save(store: Store, of: Records) -> list[Shown]:
-    """Save figure and table of runs at scale full, and return them with what chat judges say, to display."""
+    """Save figure and table of runs at scale full, and return them to display."""
     whose = f"model {of['base'][0]['spec']['base'].rsplit('/', 1)[-1]}"
     fig, plotted = curves(of)
     caption = "What the training scorers say and what greedy replies become through training, a line per run"
     found = [store.save_figure(fig, "safety_own", plotted, caption, of=whose)]
     caption = "Greedy replies at the end: mean over runs and range; wins are against the base's greedy replies"
-    found.append(store.save_table(end_rows(of), "safety_own_ends", caption, of=whose))
-    said = judge_rows(of)
-    return found if said.empty else [*found, artifacts.show(said, "What chat judges say, asked in both orders")]
+    return [*found, store.save_table(end_rows(of), "safety_own_ends", caption, of=whose)]
 
 
 def curves(of: Records) -> tuple[Figure, DataFrame]:
