@@ -3,17 +3,20 @@
 A checkpoint is a folder `checkpoint-<step>` that transformers loads as a model (PEFT, where an adapter moves). Beside
 the model lie the whole state of the weights (`<precision>.safetensors`), `best.safetensors` with
 load_best_model_at_end, transformers' own `trainer_state.json`, and `es_state.json` with what else the run goes on with:
-budget, counts, digests, and the hash of the ledger's line that the checkpoint belongs to.
+budget, counts, digests, and the hash of the ledger's line that the checkpoint belongs to. It also holds the SHA-256 of
+itself and of `trainer_state.json`: a flipped bit would go on as another budget or another log.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,24 +69,34 @@ def write(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Call
     Raises:
         OSError: it cannot be written (a full disk). Nothing of it is left; every step is in the ledger.
     """
-    from safetensors import SafetensorError
-
     partial = folder.with_name(folder.name.replace("checkpoint", "partial"))
+    with _whole(
+        partial,
+        folder,
+        "the checkpoint could not be written ({}): the run stops, and every step is in the ledger. Make room, or set "
+        "save_total_limit, then call train(), or train(resume_from_checkpoint=True) in a new process",
+    ):
+        _write_all(checkpoint, partial, precision, save_model)
+
+
+@contextmanager
+def _whole(partial: Path, folder: Path, message: str) -> Iterator[None]:
+    """Let a block write a folder under another name, and rename it; of one that fails leave nothing.
+
+    Raises OSError with the message, which gets the reason, where it cannot be written. Its errors come in many kinds:
+    safetensors and tokenizers have their own, which hold that of the system as text.
+    """
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
-        _write_all(checkpoint, partial, precision, save_model)
-        _put(partial, folder)
+        yield
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        # safetensors has an error of its own, which holds that of the system as text
-        if isinstance(error, (OSError, SafetensorError)):
-            raise OSError(
-                getattr(error, "errno", None) or errno.EIO,
-                f"the checkpoint could not be written ({getattr(error, 'strerror', None) or error}): the run stops, "
-                "and every step is in the ledger. Make room, or set save_total_limit, then call train(), or "
-                "train(resume_from_checkpoint=True) in a new process",
-                str(folder),
-            ) from error
+        if isinstance(error, OSError) or type(error) is Exception or type(error).__name__ == "SafetensorError":
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(getattr(error, "errno", None) or errno.EIO, message.format(reason), str(folder)) from error
         raise
 
 
@@ -98,26 +111,44 @@ def _write_all(checkpoint: Checkpoint, folder: Path, precision: str, save_model:
     if checkpoint.best is not None:
         state["best"], best = checkpoint.best
         save_file(dict(best), folder / _BEST)
-    (folder / _STATE).write_text(json.dumps(state, indent=1))
+    state["trainer_state"] = hashlib.sha256((folder / _TRAINER_STATE).read_bytes()).hexdigest()
+    (folder / _STATE).write_text(json.dumps(state | {"sha256": _sha256(state)}, indent=1))
 
 
-def _put(partial: Path, folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+def _sha256(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what `es_state.json` holds beside it."""
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _check_sha256(folder: Path, state: dict[str, Any]) -> None:
+    """Raise ValueError unless a checkpoint's two states are those that were written; older ones name no SHA-256."""
+    found = state.pop("sha256", None)
+    if found is not None and found != _sha256(state):
+        raise ValueError(f"{_STATE} does not have the SHA-256 that it names")
+    found = state.pop("trainer_state", None)
+    if found is not None and found != hashlib.sha256((folder / _TRAINER_STATE).read_bytes()).hexdigest():
+        raise ValueError(f"{_TRAINER_STATE} does not have the SHA-256 that {_STATE} names")
 
 
 def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None]) -> None:
-    """Write the adapter that a run begins with, as PEFT loads it and as `read_start` does, whole or not at all."""
+    """Write the adapter that a run begins with, as PEFT loads it and as `read_start` does, whole or not at all.
+
+    Raises OSError where it cannot be written (a full disk).
+    """
     from safetensors.torch import save_file
 
     partial = output_dir / f"partial-{ledger.START}"
-    save_model(partial)
-    save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
-    for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
-        with open(path, "r+b") as file:
-            os.fsync(file.fileno())
-    _put(partial, output_dir / ledger.START)
+    with _whole(
+        partial,
+        output_dir / ledger.START,
+        "the adapter that the run begins with could not be written ({}): no step was recorded. Make room, then call "
+        "train()",
+    ):
+        save_model(partial)
+        save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+        for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
+            with open(path, "r+b") as file:
+                os.fsync(file.fileno())
     sync_folder(output_dir)
 
 
@@ -169,6 +200,7 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
     remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
     try:
         saved = json.loads((folder / _STATE).read_text())
+        _check_sha256(folder, saved)
         state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
         tensors = load_file(folder / f"{weights.precision}.safetensors")
         best = load_file(folder / _BEST) if "best" in saved else None

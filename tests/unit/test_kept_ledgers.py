@@ -274,6 +274,7 @@ def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, record, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # half a minute, or many times that where other runs have the machine
 @pytest.mark.parametrize(("path", "record"), NAMED, ids=[path.name for path, _ in NAMED])
 def test_a_replayed_model_answers_as_its_record_says(path, record):
     spec = record["spec"]

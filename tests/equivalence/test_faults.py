@@ -1,0 +1,252 @@
+"""Faults by chance, in small and in full: interrupts at random instants, and flipped bits in all that a run leaves.
+
+Every run of the tests takes a few of each. The full size, with its numbers, takes some minutes:
+
+    .venv/bin/python -m pytest -m slow tests/equivalence/test_faults.py -s
+"""
+
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import random_model
+from test_resume import EVALUATING, STEPS, cut, fork, outcome, trainer, wait
+
+from evoalign_lib import ledger
+from evoalign_lib.records import append_record, seal_problems, spec_hash
+
+INTERRUPTS, FLIPS = 300, 200
+"""the full size: over all settings, and in each kind of file"""
+AT_ONCE = 60.0
+"""seconds that an interrupt may take, however busy the machine is"""
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+SETTINGS = {
+    "plain": {},
+    "checkpoints": SAVING,
+    "workers": {"workers": 2},
+    "best": {**EVALUATING, **SAVING, "load_best_model_at_end": True, "workers": 2},
+    "inplace": {"precision": "inplace", "noise": "tied", **SAVING},
+    "sampled": {"sampling": "common", "num_generations": 2, "antithetic": True, "anchor_decay": 0.1},
+}
+
+
+def in_full(few: int, full: int) -> pytest.MarkDecorator:
+    """Run a test with a few faults, and where slow tests are asked for with all."""
+    slow = pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(3600)], id="full")
+    return pytest.mark.parametrize("faults", [pytest.param(few, id="few"), slow])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory):
+    """Imports and compiled code that the children inherit."""
+    for i, settings in enumerate(SETTINGS.values()):
+        trainer(tmp_path_factory.mktemp(f"warm-{i}"), **settings | {"max_steps": 1, "workers": 1}).train()
+
+
+# ---- interrupts
+
+READY, ENDED = b".", b""
+
+
+def work(folder: Path, settings: dict, ready: int, calls: int) -> None:
+    """Train until the run is finished, calling train() again after an interrupt, as in a notebook.
+
+    Args:
+        folder: of the run.
+        settings: of the trainer.
+        ready: file descriptor that is told whenever an interrupt may come.
+        calls: of train(), after which the process ends, so that the run goes on in a new one.
+    """
+    tested = None
+    for _ in range(calls):
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(ready, READY)
+            tested = tested or trainer(folder, **settings)
+            tested.train(resume_from_checkpoint=tested.ledger is None and ledger.recorded(folder / ledger.NAME))
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            (folder / "outcome.json").write_text(json.dumps(outcome(tested)))
+            break
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if tested is not None:
+        tested.engine.close()
+
+
+def started(folder: Path, settings: dict, calls: int) -> tuple[int, int]:
+    """Process id of a process that works on the run, and the file descriptor on which it says that it is ready."""
+    heard, said = os.pipe()
+
+    def child() -> None:
+        os.close(heard)
+        os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the workers, too
+        work(folder, settings, said, calls)
+
+    pid = fork(child)
+    os.close(said)
+    return pid, heard
+
+
+def told(heard: int) -> bytes:
+    """What a process says next: ready, or nothing, because it has ended. One that says neither in time is a failure."""
+    assert select.select([heard], [], [], AT_ONCE)[0], "an interrupt did not end train()"
+    return os.read(heard, 1)
+
+
+def interrupt(folder: Path, settings: dict, seconds: float, most: int, rng: np.random.Generator) -> int:
+    """Interrupt a run at random instants until it is finished; return how often train() was cut off."""
+    times = 0
+    while not (folder / "outcome.json").exists():
+        pid, heard = started(folder, settings, calls=int(rng.integers(1, 5)))
+        try:
+            assert told(heard) == READY
+            while times < most:
+                time.sleep(seconds * rng.random())
+                try:
+                    (os.killpg if rng.random() < 0.5 else os.kill)(pid, signal.SIGINT)
+                except ProcessLookupError:  # it has ended, and its group with it
+                    break
+                if told(heard) == ENDED:
+                    break
+                times += 1
+        finally:
+            os.close(heard)
+        assert wait(pid) == 0
+        times += not (folder / "outcome.json").exists()  # the interrupt that ended the process
+        with pytest.raises(ProcessLookupError):  # and no worker outlives it
+            os.killpg(pid, 0)
+    return times
+
+
+@in_full(2, INTERRUPTS // len(SETTINGS))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_interrupts_at_random_instants(tmp_path, name, faults):
+    """Weights, budget, log entries and ledger of the finished run are those of one that was left alone."""
+    settings, rng = SETTINGS[name], np.random.default_rng(list(name.encode()))
+    begun = time.perf_counter()
+    assert wait(fork(work, tmp_path / "whole", settings, os.open(os.devnull, os.O_WRONLY), 1)) == 0
+    seconds = time.perf_counter() - begun
+    whole = json.loads((tmp_path / "whole/outcome.json").read_text())
+    one = ledger.read(tmp_path / "whole" / ledger.NAME)
+    assert one.ended and len(one.steps) == STEPS == len([log for log in whole["log"] if "reward" in log])
+    times = runs = 0
+    while times < faults:
+        folder = tmp_path / f"cut-{runs}"
+        times, runs = times + interrupt(folder, settings, seconds / 2, faults - times, rng), runs + 1
+        assert json.loads((folder / "outcome.json").read_text()) == whole
+        other = ledger.read(folder / ledger.NAME)
+        assert other.ended and not other.torn and one.weights == other.weights
+        assert [s.rewards.tobytes() for s in one.steps] == [s.rewards.tobytes() for s in other.steps]
+        assert list(folder.glob("partial*")) == []
+    print(f"\n{name}: {times} of {times} interrupts harmless, in {runs} runs")
+
+
+# ---- flipped bits
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory) -> Path:
+    """A run that was cut off after 7 steps, with two checkpoints (run), and the same run finished (whole)."""
+    folder = tmp_path_factory.mktemp("left")
+    settings = SETTINGS["best"] | {"workers": 1}
+    cut(folder / "run", 7, **settings)
+    tested = trainer(folder / "whole", **settings)
+    tested.train()
+    (folder / "outcome.json").write_text(json.dumps(outcome(tested)))
+    (folder / "packed.jsonl.gz").write_bytes(ledger.pack(folder / "whole" / ledger.NAME))
+    return folder
+
+
+def flip(path: Path, rng: np.random.Generator, last: bool = False) -> int:
+    """Flip one bit of a file, or of its last line; return which."""
+    data = bytearray(path.read_bytes())
+    first = data.rindex(b"\n", 0, -1) + 1 if last else 0
+    bit = int(rng.integers(8 * first, 8 * len(data)))
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    return bit
+
+
+@in_full(20, FLIPS)
+@pytest.mark.parametrize("name", ["run/ledger.jsonl", "whole/ledger.jsonl", "packed.jsonl.gz"])
+def test_flipped_bits_of_a_ledger(left, tmp_path, name, faults):
+    """Half of them in the last line, which nothing follows from. Harmless: a last line that does not count."""
+    rng, results, model = np.random.default_rng(len(name)), Counter(), random_model()
+    whole, path = ledger.read(left / name), tmp_path / Path(name).name
+    for i in range(faults):
+        shutil.copy(left / name, path)
+        bit = flip(path, rng, last=i % 2 == 0 and path.suffix != ".gz")
+        try:
+            ledger.verify(path, model)
+            found = ledger.read(path)
+        except ledger.LedgerError:
+            results["found"] += 1
+            continue
+        lost = len(whole.steps) - len(found.steps)
+        assert found.header == whole.header and lost in (0, 1) and (not lost or found.torn), bit
+        assert all(
+            a.rewards.tobytes() == b.rewards.tobytes() for a, b in zip(found.steps, whole.steps, strict=not lost)
+        )
+        results["harmless"] += 1
+    assert results.total() == faults and results["found"] > faults / 2
+    print(f"\n{name}: {results.total()} of {faults} flipped bits found or harmless {dict(results)}")
+
+
+@in_full(10, FLIPS)
+def test_flipped_bits_of_a_checkpoint(left, tmp_path, faults):
+    """In any of its files. The resumed run says which checkpoint to remove, or ends as one that was left alone."""
+    rng, results = np.random.default_rng(0), Counter()
+    whole, files = json.loads((left / "outcome.json").read_text()), sorted(os.listdir(left / "run/checkpoint-6"))
+    assert {"best.safetensors", "es_state.json", "master.safetensors", "trainer_state.json"} <= set(files)
+    for i in range(faults):
+        folder, name = tmp_path / f"run-{i}", files[i % len(files)]
+        shutil.copytree(left / "run", folder)
+        bit = flip(folder / "checkpoint-6" / name, rng)
+        resumed = trainer(folder, **SETTINGS["best"] | {"workers": 1})
+        try:
+            resumed.train(resume_from_checkpoint=True)
+        except ValueError as error:
+            assert "checkpoint-6' is damaged" in str(error) or "are not those that were saved" in str(error)
+            assert "remove" in str(error) and "to resume from what was saved before it" in str(error)
+            results["found"] += 1
+            continue
+        assert json.loads(json.dumps(outcome(resumed))) == whole, (name, bit)
+        results["harmless"] += 1  # what is for readers, such as the model that transformers loads
+    assert results.total() == faults
+    print(f"\ncheckpoint: {results.total()} of {faults} flipped bits found or harmless {dict(results)}")
+
+
+@in_full(20, FLIPS)
+def test_flipped_bits_of_records(left, tmp_path, faults):
+    """In the records, their seal, and the ledger that one of them names: every one is found."""
+    rng, results, made = np.random.default_rng(1), Counter(), []
+    for seed in range(4):
+        spec = {"kind": "train", "scale": "tiny", "seed": seed}
+        made.append({"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "value": seed / 7})
+    packed = (left / "packed.jsonl.gz").read_bytes()
+    run = ledger.read(left / "packed.jsonl.gz")
+    made[1]["ledger"] = {"sha256": hashlib.sha256(packed).hexdigest(), "weights": run.weights[STEPS]}
+    file = tmp_path / "tiny.jsonl"
+    kept = tmp_path / "ledgers" / f"{made[1]['spec_hash']}.jsonl.gz"
+    kept.parent.mkdir()
+    kept.write_bytes(packed)
+    for record in made:
+        append_record(file, record)
+    assert seal_problems(file) == []
+    for i in range(faults):
+        damaged = (file, file.with_suffix(".seal"), kept)[i % 3]
+        before = damaged.read_bytes()
+        bit = flip(damaged, rng)
+        assert seal_problems(file), (damaged.name, bit)
+        results["found"] += 1
+        damaged.write_bytes(before)
+    assert seal_problems(file) == [] and results.total() == faults
+    print(f"\nrecords: {results.total()} of {faults} flipped bits found")
