@@ -23,6 +23,7 @@ from pathlib import Path
 
 from evoalign_lib import ledger, paths, tasks
 from evoalign_lib.engines.processes import default_workers, start_worker
+from evoalign_lib.files import locked
 from evoalign_lib.records import (
     Record,
     Spec,
@@ -86,6 +87,7 @@ def load_or_run(
         DoesNotFit: at scale full, a missing run needs more memory than there is (see `preflight.check`).
         DryRun: runs are missing in a dry run; the message names them.
         RuntimeError: a process that ran specs was killed.
+        OSError: records cannot be stored; nothing is run then.
 
     The error of a run that fails, or whose record may not be stored (see `run`), is raised when the runs that had begun
     are finished and stored; an interrupt ends them at once. In either case, and after a kill, another call runs what is
@@ -122,6 +124,8 @@ def load_or_run(
         names = ", ".join(map(run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
+    if missing:
+        _check_writable(target)
     try:
         with tempfile.TemporaryDirectory() as made:
             keep = {h: Path(made) / f"{h}.jsonl.gz" for h in kept}
@@ -140,6 +144,20 @@ def load_or_run(
         committed = {r["spec_hash"]: r for f in paths.RESULTS.glob(f"*/{scale}.jsonl") for r in read_records(f)}
         print(compare([found[h] for h in hashes], committed))
     return [found[h] for h in hashes]
+
+
+def _check_writable(file: Path) -> None:
+    """Raise OSError unless records can be stored in a file: found here, not when a run of hours has ended."""
+    try:
+        with locked(file):
+            pass
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"no record can be stored in this folder ({error.strerror}), so that nothing is run: let it be written to, "
+            "or, where EVOALIGN_RUN_DIR names it, let that name another",
+            str(file.parent),
+        ) from error
 
 
 def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:

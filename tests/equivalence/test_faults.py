@@ -8,16 +8,21 @@ Every run of the tests takes a few of each. The full size, with its numbers, tak
 import hashlib
 import json
 import os
+import re
+import resource
 import select
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import random_model
+from helpers import in_child, random_model
+from test_interrupts import Lines, lines_of
 from test_resume import EVALUATING, STEPS, cut, fork, outcome, trainer, wait
 
 from evoalign_lib import ledger
@@ -101,6 +106,25 @@ def told(heard: int) -> bytes:
     return os.read(heard, 1)
 
 
+def ended(group: int) -> bool:
+    """Whether no process of a group is left within the time that an interrupt may take, zombies aside."""
+
+    def running() -> bool:
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            except OSError:  # it has ended meanwhile
+                continue
+            if int(its_group) == group and state != "Z":
+                return True
+        return False
+
+    end = time.monotonic() + AT_ONCE
+    while running() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not running()
+
+
 def interrupt(folder: Path, settings: dict, seconds: float, most: int, rng: np.random.Generator) -> int:
     """Interrupt a run at random instants until it is finished; return how often train() was cut off."""
     times = 0
@@ -121,8 +145,7 @@ def interrupt(folder: Path, settings: dict, seconds: float, most: int, rng: np.r
             os.close(heard)
         assert wait(pid) == 0
         times += not (folder / "outcome.json").exists()  # the interrupt that ended the process
-        with pytest.raises(ProcessLookupError):  # and no worker outlives it
-            os.killpg(pid, 0)
+        assert ended(pid)
     return times
 
 
@@ -147,6 +170,87 @@ def test_interrupts_at_random_instants(tmp_path, name, faults):
         assert [s.rewards.tobytes() for s in one.steps] == [s.rewards.tobytes() for s in other.steps]
         assert list(folder.glob("partial*")) == []
     print(f"\n{name}: {times} of {times} interrupts harmless, in {runs} runs")
+
+
+HANGING = """
+import sys, time
+from pathlib import Path
+from test_resume import reward, trainer
+
+def hanging(trainer_state, **columns):
+    while trainer_state.global_step == 1:
+        Path(sys.argv[1], "hangs").touch()
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+    return reward(**columns)
+
+hanging.__name__ = "reward"  # a name in the logs
+trainer(Path(sys.argv[1], "run"), hanging, workers=2).train()
+"""
+
+
+def test_ctrl_c_ends_the_process_of_a_run_whose_reward_hangs_in_a_worker(tmp_path):
+    """As in a terminal: the interrupt reaches the workers, which hang on; the process ends at once, they with it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(tmp_path)], env=environment, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not ignored, whatever started the tests
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while not (tmp_path / "hangs").exists():
+        assert run.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGINT)
+    _, said = run.communicate(timeout=AT_ONCE)
+    assert run.returncode == -signal.SIGINT and said.rstrip().endswith(b"KeyboardInterrupt")
+    assert ended(run.pid)
+    resumed, whole = trainer(tmp_path / "run"), trainer(tmp_path / "whole")
+    assert resumed.train(resume_from_checkpoint=True).global_step == STEPS
+    whole.train()
+    assert outcome(resumed) == outcome(whole)
+
+
+# ---- a full disk
+
+
+def test_a_disk_that_fills_up_at_any_line_of_a_checkpoint(tmp_path):
+    """Whichever of its files cannot be written, by whichever library: the remedy is named, and nothing partial left."""
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def until_full() -> None:
+        tested = trainer(tmp_path / "run", **SETTINGS["best"] | {"workers": 1, "max_steps": 2})
+        tested.train()
+        folder = tmp_path / "run/checkpoint-2"
+        lines = [line for line in lines_of(tested._save_checkpoint) if line[0] in ("/es.py", "/_checkpoints.py")]
+        whole, refused = {path.name: path.read_bytes() for path in folder.iterdir()}, Counter()
+        for line in lines:
+            try:
+                with Lines(line, lambda: limit(10)) as at:
+                    tested._save_checkpoint()
+            except OSError as error:
+                assert re.search(
+                    "the checkpoint could not be written .*too large.*: the run stops.* Make room", str(error)
+                )
+                refused[line[0]] += 1
+            finally:
+                limit(resource.RLIM_INFINITY)
+            assert at.acted, line
+            # the checkpoint that was there is there, and nothing else
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole, line
+            assert {path.name for path in folder.parent.iterdir()} <= {
+                "checkpoint-2",
+                "ledger.jsonl",
+                ".ledger.jsonl.lock",
+            }
+        assert refused["/es.py"] > 3 and refused["/_checkpoints.py"] > 8
+        tested.args.max_steps = 3
+        tested.train()  # there is room again
+
+    assert in_child(until_full) == 0
 
 
 # ---- flipped bits

@@ -2,12 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import warnings
 
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, in_child, random_model, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from evoalign_lib import ledger, models, weights
@@ -215,6 +216,23 @@ def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
     again.train(resume_from_checkpoint=True)
     assert again.engine.weights.digest() == whole.engine.weights.digest()
     assert named(again.model) == named(whole.model)
+
+
+def test_a_full_disk_leaves_no_part_of_the_adapter_that_a_run_begins_with(tmp_path):
+    def until_full():
+        tested = trainer(tmp_path / "run", random_model(), peft_config=lora())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))  # the header has room
+        with pytest.raises(OSError, match="the adapter that the run begins with could not be written .*Make room"):
+            tested.train()
+        assert tested.state.global_step == 0 and not ledger.recorded(tmp_path / "run" / ledger.NAME)
+        assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == []
+        # once there is room, the same trainer goes on
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        tested.train()
+
+    assert in_child(until_full) == 0
+    log = ledger.read(tmp_path / "run" / ledger.NAME)
+    assert log.ended and len(log.steps) == 3 and (tmp_path / "run/start/adapter_config.json").is_file()
 
 
 def test_a_checkpoint_goes_on_in_another_folder(tmp_path):

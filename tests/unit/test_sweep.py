@@ -462,6 +462,16 @@ def test_a_dry_run_names_what_is_missing(folders, capsys):
     assert load_or_run(specs, "nb", "tiny", dry_run=True) == [record(1)]
 
 
+@pytest.mark.parametrize("name", ["results", "run"])
+def test_a_folder_that_takes_no_records_is_found_before_any_run(folders, monkeypatch, name):
+    (folders / name).write_text("in the way")
+    monkeypatch.setattr(sweep, "_run_all", lambda *arguments: pytest.fail("a run began"))
+    missing = [{"kind": "train", "arm": "es", "base": "A0", "scale": "tiny", "seed": 0}]
+    with pytest.raises(OSError, match="no record can be stored in this folder .*EVOALIGN_RUN_DIR") as error:
+        load_or_run(missing, "nb", "tiny", force=name == "run")
+    assert error.value.filename.startswith(str(folders / name))
+
+
 def comparable(r):
     """A record without what a clock decides."""
     budget = {k: v for k, v in r["budget"].items() if "seconds" not in k}
