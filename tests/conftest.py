@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "agg"
 
+import faulthandler
 from pathlib import Path
 
 # As `sweep` sets them for its runs, with which tests compare their own.
@@ -27,6 +28,12 @@ torch.set_num_threads(1)
 # The same examples in every run; no deadline, since the first call of a numba function compiles it.
 hypothesis.settings.register_profile("evoalign", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("evoalign")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test that names a time limit of its own have it: the fault handler would end its process before."""
+    if item.get_closest_marker("timeout"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -47,9 +47,20 @@ def start_worker(parent: int) -> None:
         parent: process id of the parent.
     """
     torch.set_num_threads(1)
-    # tqdm's lock is a semaphore that forked processes share: one that dies while holding it would stop all others
-    tqdm.set_lock(threading.RLock())
+    own_progress_bars()
     end_with(parent)
+
+
+def own_progress_bars() -> None:
+    """Give this process a lock of its own for progress bars.
+
+    tqdm's lock is a semaphore that forked processes share: one that dies while holding it would stop all others. A class
+    of bars that was used before its base, as transformers uses tqdm.auto, has a lock that is not its base's.
+    """
+    lock, bars = threading.RLock(), [tqdm]
+    for bar in bars:  # which grows
+        bar.set_lock(lock)
+        bars += bar.__subclasses__()
 
 
 def end_with(process: int) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -15,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import PROMPTS, chained, random_model, tokenizer
-from tqdm import tqdm
 from transformers import EarlyStoppingCallback
 
 from evoalign_lib import ledger, precision
+from evoalign_lib.engines.processes import own_progress_bars
 from evoalign_lib.es import ESConfig, ESTrainer
 
 KILLS = int(os.environ.get("EVOALIGN_KILLS", "5"))
@@ -72,7 +71,7 @@ def fork(function, *arguments) -> int:
         pid = os.fork()
     if pid == 0:
         status = 1
-        tqdm.set_lock(threading.RLock())  # the inherited one stays taken for good when a child is killed holding it
+        own_progress_bars()  # the inherited lock stays taken for good when a child is killed holding it
         try:
             function(*arguments)
             status = 0

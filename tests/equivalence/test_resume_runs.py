@@ -2,13 +2,12 @@
 
 import os
 import signal
-import threading
 import warnings
 
 import pytest
-from tqdm import tqdm
 
 from evoalign_lib import arms
+from evoalign_lib.engines.processes import own_progress_bars
 from evoalign_lib.study import training
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.train import train_specs
@@ -33,7 +32,7 @@ def killed(spec, folder, step: int) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
         pid = os.fork()
     if pid == 0:
-        tqdm.set_lock(threading.RLock())
+        own_progress_bars()
         add = training.Progress.add
 
         def deadly(self, point):

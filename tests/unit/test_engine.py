@@ -17,6 +17,7 @@ import torch
 from helpers import PROMPTS, random_model, tokenizer
 from scipy import stats
 from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib import noise
@@ -532,18 +533,25 @@ def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end(when, two_wor
     assert (evaluate(e, 3) == evaluate(engine(rewards=token_sum), 3)).all()
 
 
-def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(two_workers):
+class Bar(tqdm):
+    """Has a lock of its own, as tqdm.auto where transformers has shown a bar before any other was shown."""
+
+    _lock = TqdmDefaultWriteLock()
+
+
+@pytest.mark.parametrize("bar", [tqdm, Bar])
+def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(two_workers, bar):
     """tqdm's lock is a semaphore that forked processes share, and dies with nobody."""
 
     def dies(completion_ids, **columns):
-        with tqdm.get_lock():
+        with bar.get_lock():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ours = tqdm.get_lock()
+    ours = bar.get_lock()
     e = two_workers(rewards=dies)
     with pytest.raises(RuntimeError, match="a worker process ended unexpectedly"):
         e.evaluate(members(2), 0.05, "train", np.arange(8))
-    assert tqdm.get_lock() is ours
+    assert bar.get_lock() is ours
     held = [lock for lock in ours.locks if not lock.acquire(timeout=5)]
     for lock in ours.locks:
         lock.release()
