@@ -32,7 +32,8 @@ hypothesis.settings.load_profile("evoalign")
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let a test that names a time limit of its own have it: the fault handler would end its process before."""
-    if item.get_closest_marker("timeout"):
+    own = item.get_closest_marker("timeout")
+    if own and own.args:
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -54,8 +54,8 @@ def start_worker(parent: int) -> None:
 def own_progress_bars() -> None:
     """Give this process a lock of its own for progress bars.
 
-    tqdm's lock is a semaphore that forked processes share: one that dies while holding it would stop all others. A class
-    of bars that was used before its base, as transformers uses tqdm.auto, has a lock that is not its base's.
+    tqdm's lock is a semaphore that forked processes share: one that dies while holding it would stop all others. A
+    class of bars that was used before its base, as transformers uses tqdm.auto, has a lock that is not its base's.
     """
     lock, bars = threading.RLock(), [tqdm]
     for bar in bars:  # which grows
