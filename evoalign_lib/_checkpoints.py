@@ -163,7 +163,9 @@ def read_start(run: ledger.Ledger, weights: Weights) -> None:
 
     path = run.path.parent / ledger.START / f"{weights.precision}.safetensors"
     try:
-        weights.begin(load_file(path))
+        with interrupts_wait():
+            tensors = load_file(path)
+        weights.begin(tensors)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(
             f"{str(path)!r}, the adapter that the run began with, cannot be read ({error}): restore the folder from a "
@@ -202,8 +204,9 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
         saved = json.loads((folder / _STATE).read_text())
         _check_sha256(folder, saved)
         state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
-        tensors = load_file(folder / f"{weights.precision}.safetensors")
-        best = load_file(folder / _BEST) if "best" in saved else None
+        with interrupts_wait():  # safetensors makes another error of Ctrl-C, by which the file would seem damaged
+            tensors = load_file(folder / f"{weights.precision}.safetensors")
+            best = load_file(folder / _BEST) if "best" in saved else None
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
     if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):

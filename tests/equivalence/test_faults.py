@@ -129,7 +129,7 @@ def interrupt(folder: Path, settings: dict, seconds: float, most: int, rng: np.r
     """Interrupt a run at random instants until it is finished; return how often train() was cut off."""
     times = 0
     while not (folder / "outcome.json").exists():
-        # weights without a master have moved when their evaluation is cut off: train() says so, and a new trainer goes on
+        # weights without a master have moved when an evaluation is cut off: train() says so, and a new trainer goes on
         calls = 1 if settings.get("precision") == "inplace" else int(rng.integers(1, 5))
         pid, heard = started(folder, settings, calls)
         try:

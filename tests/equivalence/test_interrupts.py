@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import TrainerCallback
 
@@ -307,6 +308,22 @@ def test_ctrl_c_ends_a_run_whose_reward_hangs_in_a_worker(tmp_path):
     finish(tested, 3)
     assert_undisturbed(tested, trainer(tmp_path / "whole", population_size=6))
     tested.engine.close()
+
+
+def test_ctrl_c_waits_while_a_checkpoint_is_read(tmp_path, monkeypatch):
+    """Within safetensors it becomes a ValueError, by which the user was told to remove a checkpoint that is whole."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_strategy": "steps"}
+    tested = trainer(tmp_path, ROWS[:2], save_steps=1, **settings)
+    finish(tested, 1)
+    load, waits = safetensors.torch.load_file, []
+
+    def noted(path):
+        waits.append(deferred())
+        return load(path)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", noted)
+    finish(trainer(tmp_path, ROWS[:2], save_steps=1, **settings), 2, resume_from_checkpoint=True)
+    assert waits == [True, True]
 
 
 def test_ctrl_c_at_any_line_of_an_append_leaves_a_record_whole_and_sealed_or_none(tmp_path):

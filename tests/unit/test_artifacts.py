@@ -27,9 +27,9 @@ from typer.testing import CliRunner
 from evoalign_lib import artifacts, cli, execution, paths, style
 from evoalign_lib._render import tex_escape
 from evoalign_lib.artifacts import Store
-from evoalign_lib.claims import evaluate_together, load_claims
+from evoalign_lib.claims import evaluate_together, load_claims, rule_hash
 from evoalign_lib.engines import processes
-from evoalign_lib.records import append_record, spec_hash
+from evoalign_lib.records import append_record, pack_bits, spec_hash
 from tests.benchmarks.shared import merge
 
 REPOSITORY = paths.ROOT
@@ -48,6 +48,10 @@ NO_GIT = "no history of git here: paper/claims.lock was not compared with it"
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of claims and nothing else, its paths in the place of the real ones."""
+    return _repository(tmp_path, monkeypatch)
+
+
+def _repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folders = {
         "ROOT": ".",
         "NOTEBOOKS": "notebooks",
@@ -433,67 +437,135 @@ def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {file: (repository / file).read_bytes() for file in _files(repository)} == damaged
 
 
-def test_verify_finds_what_was_forged_beside_the_records(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each forgery by itself, in a copy of a repository in which all agrees."""
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    readme, bench = repository / "README.md", repository / "paper/results/bench.json"
-    readme.write_text("<!-- claims -->\n<!-- /claims -->\n")
-    merge(bench, "a device", "cpu", {"step": {"ratio": 3.5}})
-    _write_notebook(repository, "import json", NOTEBOOK + "print('untagged')")
-    _store_toy_records(repository)
-    assert artifacts.redraw("01_toy") is None and _run_verify("--write")[0] == 0
-    drawn, manifest = repository / "drawn", repository / "paper/generated/manifest.json"
-    for folder, place in (("figures", paths.FIGURES), ("generated", paths.GENERATED)):
-        shutil.copytree(place, drawn / folder)
-    assert list(artifacts.verify(drawn=drawn)) == []
+@pytest.fixture(scope="module")
+def agreed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository in which all agrees: notebook, records, figures, README and benchmark; `drawn` has it once more."""
+    with pytest.MonkeyPatch.context() as patch:
+        repository = _repository(tmp_path_factory.mktemp("agreed"), patch)
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        (repository / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n")
+        merge(repository / "paper/results/bench.json", "a device", "cpu", {"step": {"ratio": 3.5}})
+        _write_notebook(repository, "import json", NOTEBOOK + "print('untagged')")
+        _store_toy_records(repository)
+        assert artifacts.redraw("01_toy") is None and _run_verify("--write")[0] == 0
+        for folder, place in (("figures", paths.FIGURES), ("generated", paths.GENERATED)):
+            shutil.copytree(place, repository / "drawn" / folder)
+        assert _forged(repository) == []
+    return repository
 
-    def found(file: Path, *change: str | bytes) -> list[str]:
-        """What is found after a text of a file was replaced, or all of it."""
-        before = file.read_bytes()
-        old, new = (
-            part.encode() if isinstance(part, str) else part for part in (*(before,) * (len(change) < 2), *change)
-        )
-        assert old in before
-        file.write_bytes(before.replace(old, new, 1))
-        problems = list(artifacts.verify(drawn=drawn))
-        file.write_bytes(before)
-        return problems
 
-    rows = readme.read_text()
-    assert found(readme, rows + rows.replace("open", "supported")) == [
-        "README.md has more than one block <!-- claims -->: leave the first"
-    ]
+@pytest.fixture
+def agreeing(agreed: Path, repository: Path) -> Path:
+    """A copy of it, to be forged."""
+    return shutil.copytree(agreed, repository, dirs_exist_ok=True)
+
+
+def _forged(repository: Path) -> list[str]:
+    """What `evoalign verify` reports, in the order of its lines; it fails if there is anything to report."""
+    status, lines = _run_verify("--drawn", str(repository / "drawn"))
+    agree = "all tables, numbers and plotted data agree with the committed records"
+    problems = [line for line in lines if line not in (NO_GIT, agree)]
+    assert status == bool(problems) and (agree in lines) == (not problems)
+    return problems
+
+
+def _edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def test_verify_reports_a_forged_record(agreeing: Path) -> None:
+    """One whose results were made better, seal and all, so that it contradicts what it holds beside them."""
+    file = agreeing / "paper/results/01_toy/tiny.jsonl"
+    lines = file.read_text().splitlines()
+    edited = json.loads(lines[0])
+    edited["test"] = {"n": 4, "greedy": 0.5, "greedy_bits": pack_bits([1, 0, 0, 1])}
+    for greedy, found in ((0.5, []), (0.75, ["but by test.greedy_bits the mean of 4 results is 0.5"])):
+        edited["test"]["greedy"] = greedy
+        file.write_text(f"{json.dumps(edited, sort_keys=True, separators=(',', ':'))}\n{lines[1]}\n")
+        file.with_suffix(".seal").unlink()
+        assert CliRunner().invoke(cli.app, ["seal"]).output.startswith(f"{file}: 2 records sealed")
+        problems = [problem for problem in _forged(agreeing) if "test.greedy" in problem]
+        assert [problem.split(", ")[-1].split(":")[0] for problem in problems] == found
+    assert problems[0].startswith(f"{file}, line 1 (toy 0 0, spec ") and "restore it from git" in problems[0]
+    # without another seal it is the seal that does not match
+    edited["test"]["greedy"] = 1.0
+    file.write_text(f"{json.dumps(edited, sort_keys=True, separators=(',', ':'))}\n{lines[1]}\n")
+    assert any("is not the record that was sealed, it was edited" in problem for problem in _forged(agreeing))
+
+
+def test_verify_reports_a_forged_lock(agreeing: Path) -> None:
+    """Rule and line changed together: found by the history of git. And lines that were deleted, or written by hand."""
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "Locked"]):
+        subprocess.run([*git, *arguments], cwd=agreeing, check=True, capture_output=True)
+    assert _forged(agreeing) == []
+    lock, declared = agreeing / "paper/claims.lock", agreeing / "paper/claims.yaml"
+    whole, rules = lock.read_text(), declared.read_text()
+    old = next(line for line in whole.splitlines() if line.startswith("C1 "))
+    _edit(lock, old + "\n", "")
+    assert _forged(agreeing)[0] == "claim C1 has a rule and no line in claims.lock: run evoalign claims --lock"
+    lock.write_text(whole)
+    _edit(lock, old, "C1 by hand")
+    assert _forged(agreeing)[0].startswith("claims.lock, line 7 is not 'id date hash'")
+    lock.write_text(whole)
+    before, _, after = rules.partition("- id: C1\n")
+    declared.write_text(f"{before}- id: C1\n{after.replace('min_seeds: 8', 'min_seeds: 9', 1)}")
+    changed = next(rule_hash(each) for each in load_claims() if each["id"] == "C1")
+    _edit(lock, old.split()[2], changed)
+    lost = f"claims.lock has lost the rule {old.split()[2][:12]} of claim C1, which its history has"
+    assert any(problem.startswith(lost) for problem in _forged(agreeing))
+
+
+def test_verify_reports_a_second_block_of_claims_in_the_readme(agreeing: Path) -> None:
+    rows = (agreeing / "README.md").read_text()
+    (agreeing / "README.md").write_text(rows + rows.replace("open", "supported"))
+    assert _forged(agreeing) == ["README.md has more than one block <!-- claims -->: leave the first"]
+
+
+def test_verify_reports_an_entry_of_the_manifest_without_its_file(agreeing: Path) -> None:
+    manifest = agreeing / "paper/generated/manifest.json"
     entry = {"kind": "table", "notebook": "99_other", "scale": "tiny", "files": ["generated/best.csv"], "records": None}
-    other = json.loads(manifest.read_text())
-    other["artefacts"]["best"] = entry
-    assert found(manifest, json.dumps(other)) == [
+    content = json.loads(manifest.read_text())
+    content["artefacts"]["best"] = entry
+    manifest.write_text(json.dumps(content))
+    assert _forged(agreeing) == [
         "manifest.json: best is of 99_other at tiny, which has no records: delete it",
         "manifest.json: best names generated/best.csv, which is missing: restore it from git",
     ]
+
+
+def test_verify_reports_an_edited_benchmark(agreeing: Path) -> None:
+    bench = agreeing / "paper/results/bench.json"
     kept = bench.with_suffix(".sha256")
     edited = f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew"
-    assert found(bench, "3.5", "5.5") == [edited]
+    _edit(bench, "3.5", "5.5")
+    assert _forged(agreeing) == [edited]
     kept.unlink()
-    assert list(artifacts.verify(drawn=drawn)) == [edited]
-    merge(bench, "a device", "cpu", {"step": {"ratio": 4.5}})
+    assert _forged(agreeing) == [edited]
+    merge(bench, "a device", "cpu", {"step": {"ratio": 4.5}})  # measured anew
+    assert _forged(agreeing) == []
+
+
+@pytest.mark.parametrize("name", ["curves.png", "curves.pdf"])
+def test_verify_reports_a_replaced_picture(agreeing: Path, name: str) -> None:
+    """Beside a CSV that is as it was; one that a machine with other libraries has drawn is no forgery."""
+    (agreeing / "figures" / name).write_bytes(b"another picture")
     picture = "is not the picture that was drawn: restore it from git, or execute its notebook"
-    for file in ("curves.png", "curves.pdf"):
-        assert found(repository / "figures" / file, b"another picture") == [f"figures/{file} {picture}"]
-    executed = repository / "notebooks/01_toy.ipynb"
-    assert found(executed, '"untagged\\n"', '"forged\\n"') == [
+    assert _forged(agreeing) == [f"figures/{name} {picture}"]
+    (agreeing / "drawn/figures" / name).write_bytes(b"another picture")
+    assert _forged(agreeing) == []
+
+
+def test_verify_reports_an_untagged_output_that_was_edited(agreeing: Path) -> None:
+    executed = agreeing / "notebooks/01_toy.ipynb"
+    _edit(executed, "import json", "import json, os")
+    assert _forged(agreeing) == []  # `execution.stale` finds this
+    _edit(executed, '"untagged\\n"', '"forged\\n"')
+    assert _forged(agreeing) == [
         "notebooks/01_toy.ipynb displays what `evoalign execute` did not write: restore it from git, or execute it"
     ]
-    assert found(executed, "import json", "import json, os") == []  # `execution.stale` finds this
-    lock = repository / "paper/claims.lock"
-    line = next(line for line in lock.read_text().splitlines() if line.startswith("C1 "))
-    assert found(lock, line + "\n", "") == [
-        "claim C1 has a rule and no line in claims.lock: run evoalign claims --lock"
-    ]
-    assert found(lock, line, "C1 by hand")[0].startswith("claims.lock, line 7 is not 'id date hash'")
-    # drawn on a machine whose libraries write other bytes, by the notebook itself
-    for folder in (repository, drawn):
-        (folder / "figures/curves.png").write_bytes(b"another machine's")
-    assert list(artifacts.verify(drawn=drawn)) == []
 
 
 def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() -> None:
