@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,7 @@ trainer(Path(sys.argv[1], "run"), hanging, workers=2).train()
 """
 
 
+@pytest.mark.timeout(300)  # a process that imports all anew, perhaps beside others
 def test_ctrl_c_ends_the_process_of_a_run_whose_reward_hangs_in_a_worker(tmp_path):
     """As in a terminal: the interrupt reaches the workers, which hang on; the process ends at once, they with it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -200,12 +202,18 @@ def test_ctrl_c_ends_the_process_of_a_run_whose_reward_hangs_in_a_worker(tmp_pat
         [sys.executable, "-c", HANGING, str(tmp_path)], env=environment, stderr=subprocess.PIPE, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not ignored, whatever started the tests
     )  # fmt: skip
-    end = time.monotonic() + 120
-    while not (tmp_path / "hangs").exists():
-        assert run.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
-    os.killpg(run.pid, signal.SIGINT)
-    _, said = run.communicate(timeout=AT_ONCE)
+    try:
+        end = time.monotonic() + 180
+        while not (tmp_path / "hangs").exists():
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        os.killpg(run.pid, signal.SIGINT)
+        _, said = run.communicate(timeout=AT_ONCE)
+    finally:
+        with suppress(ProcessLookupError):  # none is left, unless the test fails
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        run.stderr.close()
     assert run.returncode == -signal.SIGINT and said.rstrip().endswith(b"KeyboardInterrupt")
     assert ended(run.pid)
     resumed, whole = trainer(tmp_path / "run"), trainer(tmp_path / "whole")
