@@ -209,13 +209,13 @@ def test_ctrl_c_ends_the_process_of_a_run_whose_reward_hangs_in_a_worker(tmp_pat
             time.sleep(0.1)
         os.killpg(run.pid, signal.SIGINT)
         _, said = run.communicate(timeout=AT_ONCE)
+        assert ended(run.pid)
     finally:
         with suppress(ProcessLookupError):  # none is left, unless the test fails
             os.killpg(run.pid, signal.SIGKILL)
         run.wait()
         run.stderr.close()
     assert run.returncode == -signal.SIGINT and said.rstrip().endswith(b"KeyboardInterrupt")
-    assert ended(run.pid)
     resumed, whole = trainer(tmp_path / "run"), trainer(tmp_path / "whole")
     assert resumed.train(resume_from_checkpoint=True).global_step == STEPS
     whole.train()
