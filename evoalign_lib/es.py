@@ -51,22 +51,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments, trainer_pt_utils
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, PredictionOutput, SaveStrategy, TrainOutput
 
 from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision
 from evoalign_lib._anchor import check_decay
@@ -74,9 +75,10 @@ from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose, nearest, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus, open_engine
-from evoalign_lib.engines.base import Evaluation, Prompts, score
+from evoalign_lib.engines.base import Evaluation, Prompts, as_given, score
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.engines.processes import world_size
+from evoalign_lib.files import replace_text
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored, States, state_metrics
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population, update_of
 
@@ -85,25 +87,11 @@ logger = logging.getLogger(__name__)
 FITNESS = ("reward", "shuffled", "random")
 SAMPLINGS = ("greedy", "common")
 
-# TrainingArguments that make sense for gradients only: setting one is an error, never ignored.
-_NO_EFFECT = {
-    "learning_rate": "the step size of ES is alpha",
-    "per_device_train_batch_size": "prompts_per_step is the number of prompts per step",
-    "gradient_accumulation_steps": "all prompts of a step are evaluated for every member",
-    "max_grad_norm": "ES has no gradient norm; the update norm is about alpha * sqrt(d / N)",
-    "weight_decay": "ES has no optimiser; anchor_decay decays toward the starting weights",
-    "adam_beta1": "ES has no optimiser",
-    "adam_beta2": "ES has no optimiser",
-    "adam_epsilon": "ES has no optimiser",
-    "optim": "ES has no optimiser",
-    "lr_scheduler_type": "the step size of ES is alpha; see alpha_schedule",
-    "warmup_steps": "alpha starts at its full value",
-    "gradient_checkpointing": "ES stores no activations",
-    "bf16": "the master is float32 and the working copy has the model's own dtype",
-    "fp16": "the master is float32 and the working copy has the model's own dtype",
-    "push_to_hub": "save_model() writes a folder, which huggingface_hub uploads",
-    "eval_on_start": "evaluate() before train() does it",
-}
+SURFACE: dict[str, dict[str, tuple[str, str]]] = json.loads(
+    (Path(__file__).parent / "trl_surface.json").read_text(encoding="utf-8")
+)
+"""What becomes here of the arguments and methods of TRL's `GRPOTrainer`, and of the settings of its `GRPOConfig`:
+section -> name -> (same, refused or missing; in which respect it differs, or why and what to do instead)"""
 
 
 @dataclass
@@ -116,8 +104,8 @@ class ESConfig(TrainingArguments):
     ES, such as learning_rate, is an error.
 
     Raises:
-        ValueError: a value out of range, an unknown choice, or a setting without effect; the message says which.
-        TypeError: an unknown setting, such as one of `GRPOConfig` alone.
+        ValueError: values out of range, unknown choices, or settings without effect; the message names all of them.
+        TypeError: unknown settings, such as those of `GRPOConfig` alone; the message says what to do instead.
     """
 
     population_size: int = field(default=30, metadata={"help": "N, members per step; at least 2"})
@@ -206,75 +194,36 @@ class ESConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "engine_kwargs"]
 
     def __new__(cls, *arguments, **settings):
-        # before the generated __init__, whose error would not name a remedy
+        # before the generated __init__, whose error would name one setting and no remedy
         known = {f.name for f in dataclasses.fields(cls)}
-        for name in [name for name in settings if name not in known]:
-            remedy = nearest(name, known, cutoff=0.8) or " If it is a setting of GRPO alone, remove it."
-            raise TypeError(f"{cls.__name__} has no setting {name!r}.{remedy}")
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            problems = [_no_setting(cls.__name__, name, known) for name in unknown]
+            problems += [why for name in settings if (why := _without_effect(name, settings[name]))]
+            raise TypeError(_joined(problems))
         return super().__new__(cls)
 
     def __post_init__(self):
-        whole_number("population_size", self.population_size, 2, why="z-scores need two members")
-        for name in ("sigma", "alpha"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a positive number, for example {_DEFAULTS[name]}.")
-        if self.prompts_per_step is not None:
-            whole_number("prompts_per_step", self.prompts_per_step, 1, why="or None for the whole training set")
-        whole_number("max_completion_length", self.max_completion_length, 1, why="new tokens per completion")
-        whole_number("chunk_rows", self.chunk_rows, 1, why="rows decoded at once")
-        if self.workers is not None:
-            whole_number("workers", self.workers, 1, why="or None for one per core")
-        choose("fitness", self.fitness, FITNESS)
-        if self.antithetic and self.population_size % 2:
-            raise ValueError(f"antithetic pairs need an even population_size, got {self.population_size}.")
-        choose("fitness_shaping", self.fitness_shaping, SHAPINGS)
-        for name in ("sigma", "alpha"):
-            choose(f"{name}_schedule", schedule := getattr(self, f"{name}_schedule"), SCHEDULES)
-            fraction = getattr(self, f"{name}_final_fraction")
-            if not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
-                raise ValueError(f"{name}_final_fraction={fraction!r} must be above 0 and at most 1.")
-            if schedule == "constant" and fraction != _DEFAULTS[f"{name}_final_fraction"]:
-                raise ValueError(
-                    f"{name}_final_fraction={fraction!r} has no effect while {name} is constant: set "
-                    f"{name}_schedule='linear' or 'cosine', or remove it."
-                )
-        choose("sampling", self.sampling, SAMPLINGS)
-        whole_number("num_generations", self.num_generations, 1, why="completions per prompt")
-        if self.num_generations > 1 and self.sampling == "greedy":
-            raise ValueError(
-                f"num_generations={self.num_generations}: greedy completions of a prompt are all alike. Set "
-                "sampling='common', or num_generations=1."
-            )
-        choose("engine", self.engine, ENGINES)
-        self._check_engine()
-        choose("decoder", self.decoder, DECODERS)
-        choose("precision", self.precision, precision.PRECISIONS)
-        choose("noise", self.noise, noise.DISTRIBUTIONS)
-        check_decay(self.anchor_decay, self.precision)
+        problems = [why for name in _DEFAULTS if (why := _without_effect(name, getattr(self, name)))]
+        for check in (
+            self._check_population,
+            self._check_schedules,
+            self._check_decoding,
+            self._check_choices,
+            self._check_best,
+        ):
+            problems += check()
+        if problems:
+            raise ValueError(_joined(problems))
         if self.fitness != "reward" and self.arm == "es":
             # a null arm draws other noise than the arm it is compared with
             self.arm = f"es_{self.fitness}"
-        for name, why in _NO_EFFECT.items():
-            if getattr(self, name) != _DEFAULTS[name]:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect on ES: {why}. Remove it.")
-        if self.load_best_model_at_end:
-            if self.engine != "local":
-                raise ValueError(
-                    f"load_best_model_at_end needs engine='local': engine={self.engine!r} has weights elsewhere, too. "
-                    "Write the best step afterwards: evoalign replay --step, with state.best_global_step."
-                )
-            if IntervalStrategy(self.eval_strategy) == IntervalStrategy.NO:
-                raise ValueError("load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps.")
-            if self.metric_for_best_model is None:
-                self.metric_for_best_model = "reward"
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"
         # the parent would demand a checkpoint at each evaluation; here the best weights are kept in memory
         load_best, self.load_best_model_at_end = self.load_best_model_at_end, False
         super().__post_init__()
         self.load_best_model_at_end = load_best
-        if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
-            raise ValueError("save_strategy='best' needs metric_for_best_model, such as 'reward'.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers write them down: without tokens, keys and passwords."""
@@ -286,8 +235,66 @@ class ESConfig(TrainingArguments):
 
     __repr__ = __str__
 
-    def _check_engine(self) -> None:
-        """Raise ValueError for settings of one engine that have no effect on another."""
+    # ---- checks: each returns what is wrong, so that all of it is said at once
+
+    def _check_population(self) -> list[str]:
+        checks = [
+            partial(whole_number, "population_size", self.population_size, 2, why="z-scores need two members"),
+            partial(
+                whole_number, "max_completion_length", self.max_completion_length, 1, why="new tokens per completion"
+            ),
+            partial(whole_number, "chunk_rows", self.chunk_rows, 1, why="rows decoded at once"),
+            partial(whole_number, "num_generations", self.num_generations, 1, why="completions per prompt"),
+        ]
+        optional = {"prompts_per_step": "or None for the whole training set", "workers": "or None for one per core"}
+        for name, why in optional.items():
+            if getattr(self, name) is not None:
+                checks.append(partial(whole_number, name, getattr(self, name), 1, why=why))
+        found = _failures(checks)
+        for name in ("sigma", "alpha"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and value > 0):
+                found.append(f"{name}={value!r} must be a positive number, for example {_DEFAULTS[name]}.")
+        if not found and self.antithetic and self.population_size % 2:
+            found.append(f"antithetic pairs need an even population_size, got {self.population_size}.")
+        return found
+
+    def _check_schedules(self) -> list[str]:
+        found = []
+        for name in ("sigma", "alpha"):
+            schedule, fraction = getattr(self, f"{name}_schedule"), getattr(self, f"{name}_final_fraction")
+            found += _failures([partial(choose, f"{name}_schedule", schedule, SCHEDULES)])
+            if not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+                found.append(f"{name}_final_fraction={fraction!r} must be above 0 and at most 1.")
+            elif schedule == "constant" and fraction != _DEFAULTS[f"{name}_final_fraction"]:
+                found.append(
+                    f"{name}_final_fraction={fraction!r} has no effect while {name} is constant: set "
+                    f"{name}_schedule='linear' or 'cosine', or remove it."
+                )
+        return found
+
+    def _check_decoding(self) -> list[str]:
+        found = _failures([partial(choose, "sampling", self.sampling, SAMPLINGS)])
+        several = isinstance(self.num_generations, int) and self.num_generations > 1
+        if several and self.sampling == "greedy":
+            found.append(
+                f"num_generations={self.num_generations}: greedy completions of a prompt are all alike. Set "
+                "sampling='common', or num_generations=1."
+            )
+        return found
+
+    def _check_choices(self) -> list[str]:
+        choices = {"fitness": FITNESS, "fitness_shaping": SHAPINGS, "engine": ENGINES, "decoder": DECODERS}
+        choices |= {"precision": precision.PRECISIONS, "noise": noise.DISTRIBUTIONS}
+        found = _failures([partial(choose, name, getattr(self, name), known) for name, known in choices.items()])
+        if self.engine in ENGINES:
+            found += self._check_engine()
+        return found + _failures([lambda: check_decay(self.anchor_decay, self.precision)])
+
+    def _check_engine(self) -> list[str]:
+        """Return settings of one engine that have no effect on another."""
+        found = []
         generates = "vLLM" if self.engine == "vllm" or self.gpus else "transformers"
         for name, where, has in (
             ("precision", "engine='local'", self.engine == "local"),
@@ -299,16 +306,87 @@ class ESConfig(TrainingArguments):
             ("engine_kwargs", "vLLM", generates == "vLLM"),
         ):
             if not has and getattr(self, name) != _DEFAULTS[name]:
-                raise ValueError(
+                found.append(
                     f"{name}={getattr(self, name)!r} has no effect with engine={self.engine!r} and gpus={self.gpus}: "
                     f"it is for {where}. Remove it."
                 )
-        whole_number("gpus", self.gpus, 0, why="0 takes what the engine needs at least")
-        whole_number("tensor_parallel", self.tensor_parallel, 1, why="GPUs that share a copy of the model")
-        check_gpus(self.gpus, self.tensor_parallel)
+        if found:
+            return found
+        found = _failures(
+            [
+                partial(whole_number, "gpus", self.gpus, 0, why="0 takes what the engine needs at least"),
+                partial(
+                    whole_number, "tensor_parallel", self.tensor_parallel, 1, why="GPUs that share a copy of the model"
+                ),
+            ]
+        )
+        return found or _failures([lambda: check_gpus(self.gpus, self.tensor_parallel)])
+
+    def _check_best(self) -> list[str]:
+        if self.load_best_model_at_end and self.engine != "local":
+            return [
+                f"load_best_model_at_end needs engine='local': engine={self.engine!r} has weights elsewhere, too. "
+                "Write the best step afterwards: evoalign replay --step, with state.best_global_step."
+            ]
+        if self.load_best_model_at_end and self.eval_strategy == IntervalStrategy.NO:
+            return ["load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps."]
+        best = self.save_strategy == SaveStrategy.BEST and not self.load_best_model_at_end
+        if best and self.metric_for_best_model is None:
+            return ["save_strategy='best' needs metric_for_best_model, such as 'reward'."]
+        return []
 
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ESConfig)}
+_DEFAULTS = {
+    f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    for f in dataclasses.fields(ESConfig)
+}
+
+
+@cache
+def _unset() -> list[dict[str, Any]]:
+    """Return what settings of TrainingArguments are when nobody has set them: in an object, and written down."""
+    plain = TrainingArguments()
+    return [vars(plain), plain.to_dict()]
+
+
+def _without_effect(name: str, value: Any) -> str | None:
+    """Return why a setting that was set has no effect on ES; None if it has one, or was not set."""
+    status, why = SURFACE["settings"].get(name, ("same", ""))
+    if status == "same" or name not in _DEFAULTS or value == _DEFAULTS[name]:
+        return None
+    if not value and _DEFAULTS[name] in (None, False, 0, "", "no", []):  # off, as a command line says it
+        return None
+    # a config that is copied, or read from a file, has what its parent makes of a default
+    if TrainingArguments.__dataclass_fields__[name].default == _DEFAULTS[name]:
+        if any(value == unset[name] for unset in _unset()):
+            return None
+    return f"{name}={value!r} has no effect on ES: {why}. Remove it."
+
+
+def _no_setting(config: str, name: str, known: Iterable[str]) -> str:
+    """Return the error for a setting that there is not."""
+    _, why = SURFACE["settings"].get(name, ("", ""))
+    if why:
+        return f"{config} has no setting {name!r}: {why}."
+    return f"{config} has no setting {name!r}.{nearest(name, known, cutoff=0.8) or ' Remove it.'}"
+
+
+def _failures(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """Return the texts of the ValueErrors that checks raise."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _joined(problems: Sequence[str]) -> str:
+    """Return problems as the text of one error."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} settings cannot stay as they are:", *(f"- {problem}" for problem in problems)])
 
 
 # ---- pure parts of the step
@@ -353,6 +431,12 @@ def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
 # ---- the trainer
 
 
+def _no_argument(name: str) -> str:
+    """Return the error for an argument that ESTrainer does not take."""
+    why = SURFACE["arguments"].get(name, ("", ""))[1]
+    return f"ESTrainer takes no {name!r}" + (f": {why}." if why else f".{nearest(name, SURFACE['arguments'])}")
+
+
 class ESTrainer:
     """Train a language model by an Evolution Strategy, where TRL's `GRPOTrainer` stood.
 
@@ -364,9 +448,10 @@ class ESTrainer:
         args: an `ESConfig`.
         train_dataset: rows with "prompt" (a string or messages) and further columns for the reward functions: a
             `datasets.Dataset`, or any finite sequence of mappings.
-        eval_dataset: the same, for `evaluate()`.
+        eval_dataset: the same, for `evaluate()`; or a mapping of names to several of them.
         processing_class: the tokenizer (default: the one saved with the model).
         callbacks: `transformers.TrainerCallback`s.
+        quantization_config: how a model given by name is quantised as it is loaded; needs an adapter (peft_config).
         peft_config: a `peft.PeftConfig`, such as LoraConfig: the model, which may be quantised, is frozen and gets a
             new adapter, drawn from args.seed. save_model() writes the adapter, for PEFT; the one that the run began
             with lies in output_dir/start, from where a resumed run and a replay take it.
@@ -376,7 +461,8 @@ class ESTrainer:
             in the model's context, a model that cannot be found or is not supported (quantised without adapter, an
             encoder, an adapter that is merged or that PEFT would not save in whole, nothing to be trained), or one of
             several processes of a launch.
-        TypeError: args that are no ESConfig, or a peft_config that is none.
+        TypeError: args that are no ESConfig, a peft_config that is none, or an argument that there is not, such as one
+            of `GRPOTrainer` alone.
         ImportError: PEFT is not installed.
 
     Ctrl-C may come at any time: train() raises KeyboardInterrupt, and another call goes on with the same bits. To
@@ -392,11 +478,15 @@ class ESTrainer:
         reward_funcs: RewardFunction | Sequence[RewardFunction],
         args: ESConfig | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
-        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
+        **others: Any,
     ):
+        if others:
+            raise TypeError(_joined([_no_argument(name) for name in others]))
         if (n := world_size()) > 1:
             raise ValueError(
                 f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one "
@@ -413,20 +503,25 @@ class ESTrainer:
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
+        load = _loading(model, args.model_init_kwargs, quantization_config)
         self.model, self.processing_class = models.load(
-            model, processing_class, args.model_init_kwargs, adapters=True, quantised=peft_config is not None
+            model, processing_class, load, adapters=True, quantised=peft_config is not None
         )
         if peft_config is not None:
             self.model = _adapters.attach(self.model, peft_config, args.seed).eval()
         _adapters.check_movable(self.model)
         _adapters.check_something_moves(self.model)
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         prompts = {"train": Prompts(train_dataset, self.processing_class)}
-        if eval_dataset is not None:
-            prompts["eval"] = Prompts(eval_dataset, self.processing_class)
-        elif args.eval_strategy != "no":
+        if isinstance(eval_dataset, Mapping):
+            prompts |= {f"eval_{name}": self._tokenised(rows, f" {name!r}") for name, rows in eval_dataset.items()}
+        elif eval_dataset is not None:
+            prompts["eval"] = self._tokenised(eval_dataset)
+        self._eval_sets = [name for name in prompts if name != "train"]
+        if args.eval_strategy != "no" and not self._eval_sets:
             raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: give one.")
-        self.train_prompts, self.eval_prompts = prompts["train"], prompts.get("eval")
+        self.train_prompts = prompts["train"]
         self.prompts_per_step = args.prompts_per_step or len(self.train_prompts)
         if self.prompts_per_step > len(self.train_prompts):
             raise ValueError(
@@ -450,7 +545,7 @@ class ESTrainer:
             tensor_parallel=args.tensor_parallel,
             engine_kwargs=args.engine_kwargs,
             folder=models.place(model) if isinstance(model, (str, os.PathLike)) else None,
-            load=args.model_init_kwargs,
+            load=load,
         )
         self.run_key = noise.run_key(args.arm, args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
@@ -469,6 +564,17 @@ class ESTrainer:
         if not args.disable_tqdm:
             self.callback_handler.add_callback(ESProgress)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+
+    def __getattr__(self, name: str) -> Any:
+        status, why = SURFACE["methods"].get(name, ("", ""))
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {why}' if why else ''}.", name=name, obj=self)
+
+    def _tokenised(self, rows: Iterable[Mapping[str, Any]], which: str = "") -> Prompts:
+        """Return a data set for evaluation as prompts; which: of several, for errors."""
+        try:
+            return Prompts(rows, self.processing_class)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"eval_dataset{which}: {error}") from error
 
     # ---- a step
 
@@ -612,7 +718,7 @@ class ESTrainer:
 
     # ---- the loop
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainerState:
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Run to `max_steps` (or `num_train_epochs`), recording each step in `output_dir/ledger.jsonl`.
 
         Args:
@@ -622,9 +728,12 @@ class ESTrainer:
                 come as in the run itself. The run ends with the same bits as an uninterrupted one.
 
         Returns:
-            The trainer's state; `state.log_history` holds the metrics. The model holds the final weights; with
-            load_best_model_at_end those of the best evaluation, after `state.best_global_step` steps. (The run itself
-            stays where it was: its ledger closes with its last weights, from which another train() goes on.)
+            `transformers.trainer_utils.TrainOutput`: global_step, training_loss (NaN: ES has no loss), and metrics:
+            what this call took (`train_runtime`, seconds; `train_steps_per_second`), `train_reward` of the last step
+            that was logged, and what the run has spent so far. All metrics of all steps are in
+            `trainer.state.log_history`. The model holds the final weights; with load_best_model_at_end those of the
+            best evaluation, after `state.best_global_step` steps. (The run itself stays where it was: its ledger closes
+            with its last weights, from which another train() goes on.)
 
         Raises:
             ValueError: nothing to resume from, or a run with other settings, prompts or starting weights, or whose
@@ -637,11 +746,12 @@ class ESTrainer:
                 Nothing recorded is lost.
             KeyboardInterrupt: Ctrl-C; another call goes on.
         """
-        if self.engine.workers == 1 or self.eval_prompts is not None:
+        if self.engine.workers == 1 or self._eval_sets:
             self.rewards.check_timeout()
+        started, first = time.perf_counter(), self.state.global_step
         try:
             self._lock.take()
-            return self._train(resume_from_checkpoint)
+            self._train(resume_from_checkpoint)
         except SystemExit as error:
             if error.code or self.state.global_step >= self.max_steps:  # a status of its own, or the run has finished
                 raise
@@ -652,8 +762,13 @@ class ESTrainer:
             ) from error
         finally:
             self._lock.give_back()
+        seconds, steps = time.perf_counter() - started, self.state.global_step
+        metrics = {"train_runtime": round(seconds, 4), "train_steps_per_second": round((steps - first) / seconds, 3)}
+        rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
+        metrics |= {"train_reward": rewards[-1]} if rewards else {}
+        return TrainOutput(steps, math.nan, metrics | self.budget | {"epoch": round(self.state.epoch or 0.0, 4)})
 
-    def _train(self, resume_from_checkpoint: bool | str | None) -> TrainerState:
+    def _train(self, resume_from_checkpoint: bool | str | None) -> None:
         self._best.put_back()
         max_steps = self.max_steps
         if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
@@ -684,7 +799,6 @@ class ESTrainer:
             self._load_best()
         self.engine.write_model()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return self.state
 
     def _follow_step(self) -> None:
         """Do what follows a step, in order; what an interrupt cuts off is done again by the next call."""
@@ -747,24 +861,83 @@ class ESTrainer:
 
     # ---- evaluation and logs
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]] | str | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
         """Return mean reward and logged metrics of the current weights on the evaluation set, decoding greedily.
 
+        Args:
+            eval_dataset: rows as for the trainer, or a mapping of names to rows; the name of one of the trainer's sets;
+                None: the trainer's own. Other rows than those of the call before end the engine's processes, and
+                others start.
+            metric_key_prefix: what the metrics' names begin with; of one of several sets it is followed by its name.
+
         Raises:
-            ValueError: the trainer has no eval_dataset.
+            ValueError: there is nothing to evaluate on, or no set of this name.
         """
-        if self.eval_prompts is None:
-            raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer.")
-        (completions,) = self.engine.generate("eval")
-        rows = np.arange(len(self.eval_prompts))
-        scored = score(self.rewards, self.eval_prompts, rows, completions, self._light_state())
-        metrics = {f"eval_{name}": float(np.mean(values)) for name, values in scored.metrics.items()}
-        metrics["eval_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
-        self.log(metrics)
+        found = {}
+        for name, known in self._to_evaluate(eval_dataset).items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            found |= self._scores(known, self._greedy(known), prefix)
+        self.log(found)
         try:
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         finally:  # the callbacks do not come again
-            self._keep_best(metrics)
+            if eval_dataset is None and metric_key_prefix == "eval":
+                self._keep_best(found)
+        return found
+
+    def predict(self, test_dataset: Iterable[Mapping[str, Any]], metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return what the current weights complete, decoding greedily, with its rewards; nothing is logged.
+
+        Args:
+            test_dataset: rows as for the trainer.
+            metric_key_prefix: what the metrics' names begin with.
+
+        Returns:
+            `transformers.trainer_utils.PredictionOutput`: predictions, the completion of each row, a text, or messages
+            where its prompt is messages; label_ids, None; metrics as of `evaluate()`.
+        """
+        known = self._given(test_dataset)
+        completions = self._greedy(known)
+        metrics = self._scores(known, completions, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(as_given(self.engine.prompts[known], completions), None, metrics)
+
+    def _to_evaluate(self, dataset: Any) -> dict[str, str]:
+        """Return the sets to evaluate on: name, "" for one alone -> that of its prompts in the engine."""
+        if isinstance(dataset, str):
+            if f"eval_{dataset}" not in self._eval_sets:
+                names = [name.removeprefix("eval_") for name in self._eval_sets]
+                raise ValueError(f"no eval_dataset is called {dataset!r}; there are {names}.{nearest(dataset, names)}")
+            return {dataset: f"eval_{dataset}"}
+        if isinstance(dataset, Mapping):
+            return {name: self._given(rows, f"_{name}") for name, rows in dataset.items()}
+        if dataset is not None:
+            return {"": self._given(dataset)}
+        if not self._eval_sets:
+            raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer, or to evaluate().")
+        return {name.removeprefix("eval").removeprefix("_"): name for name in self._eval_sets}
+
+    def _given(self, rows: Iterable[Mapping[str, Any]], which: str = "") -> str:
+        """Let the engine know rows that the trainer did not begin with; return the name of their prompts there."""
+        name, prompts = f"given{which}", self._tokenised(rows)
+        if prompts != self.engine.prompts.get(name):  # a set that comes again costs no new processes
+            self.engine.put_prompts(name, prompts)
+        return name
+
+    def _greedy(self, name: str) -> list[tuple[str, list[int]]]:
+        (completions,) = self.engine.generate(name)
+        return completions
+
+    def _scores(self, name: str, completions: list[tuple[str, list[int]]], prefix: str) -> dict[str, float]:
+        """Return the metrics of completions of all prompts of a set."""
+        prompts = self.engine.prompts[name]
+        scored = score(self.rewards, prompts, np.arange(len(prompts)), completions, self._light_state())
+        metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
+        metrics[f"{prefix}_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
         return metrics
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
@@ -799,7 +972,111 @@ class ESTrainer:
             self.state.log_history.append({**logs, "step": self.state.global_step})
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Add a callback, an object or a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
+        """Remove the callback, or the first of a class, and return it; None if there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Remove the callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        """The reward functions, a list."""
+        return self.rewards.functions
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: one process trains."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of weights that move."""
+        return self.engine.layout.d
+
     # ---- files (`evoalign_lib._checkpoints`)
+
+    log_metrics = trainer_pt_utils.log_metrics
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
+        """Write metrics into output_dir/<split>_results.json, and into all_results.json unless combined is False."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        trainer_pt_utils.save_metrics(self, split, dict(metrics), combined)
+
+    def save_state(self) -> None:
+        """Write the trainer's state, with the metrics of all steps, into output_dir/trainer_state.json."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        trainer_pt_utils.save_state(self)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write output_dir/README.md: what was trained, by which settings, and how to get its weights from the ledger.
+
+        Args:
+            model_name: None: the last part of hub_model_id, or of output_dir.
+            dataset_name: on the Hub, of the training set.
+            tags: further tags of the card.
+        """
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = _checkpoints.card(
+            model_name or (self.args.hub_model_id or folder.absolute().name).split("/")[-1],
+            models.name_of(self.model),
+            dataset_name,
+            [tags] if isinstance(tags, str) else list(tags or ()),
+            self._settings(),
+            self.ledger,
+            self.engine.weights.digest(),
+            self.rewards.names,
+        )
+        replace_text(folder / "README.md", text)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload model, tokenizer, card, ledger and metrics from output_dir to the Hub; checkpoints stay here.
+
+        Args:
+            commit_message: of the upload.
+            blocking: wait for its end.
+            token: of the Hub; None: hub_token of the settings, or the one that huggingface_hub has.
+            revision: branch; None: hub_revision of the settings, or the main one.
+            **card: of `create_model_card`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`; a future of it if not blocking.
+        """
+        from huggingface_hub import HfApi
+
+        args, folder = self.args, Path(self.args.output_dir)
+        self.save_model()
+        self.create_model_card(**card)
+        api = HfApi(token=token or args.hub_token)
+        name = args.hub_model_id or folder.absolute().name
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        revision = revision or args.hub_revision
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            run_as_future=not blocking,
+            ignore_patterns=["_*", ".*", "checkpoint-*", "partial-*"],
+        )
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Write a Hugging Face folder: weights in the model's dtype (or the adapter), configuration, tokenizer."""
@@ -929,6 +1206,17 @@ class ESTrainer:
         metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
         metrics |= state_metrics(record.reward_state)
         return record.log | metrics  # a reward function's metric never replaces one of these
+
+
+def _loading(model: Any, keywords: Any, quantisation: Any) -> Any:
+    """Return the arguments of from_pretrained; refuse a quantization_config that would not be used."""
+    if quantisation is None:
+        return keywords
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError("quantization_config is for a model given by name; the model given is an object already.")
+    if "quantization_config" in (keywords or {}):
+        raise ValueError("quantization_config is given twice, as an argument and in model_init_kwargs: remove one.")
+    return dict(keywords or {}) | {"quantization_config": quantisation}
 
 
 class ESProgress(TrainerCallback):

@@ -99,6 +99,15 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether these are the same prompts with the same columns, in the same order."""
+        if not isinstance(other, Prompts):
+            return NotImplemented
+        mine, theirs = ((p.digest, p.prompts, list(p.columns), list(p.columns.values())) for p in (self, other))
+        return mine == theirs
+
+    __hash__ = object.__hash__
+
 
 class Scorer:
     """Turns decoded ids into texts and rewards.
@@ -304,6 +313,13 @@ class Engine(Scorer):
         check_prompts(self.model, name, prompts, self.max_completion_length)
         self.prompts[name] = prompts
 
+    def put_prompts(self, name: str, prompts: Prompts) -> None:
+        """Add a set of prompts for `generate`, or replace one, at any time.
+
+        Processes that run already and would not see it end; the next call starts others.
+        """
+        self.prompts[name] = prompts
+
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `Weights.update`."""
         self.weights.update(keys, coefficients)
@@ -328,12 +344,17 @@ class Engine(Scorer):
 
 def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:
     """Score completions of rows of the prompts, as strings or messages, whichever the prompts are."""
-    texts = [text for text, _ in completions]
-    if prompts.conversational:
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    texts = as_given(prompts, completions)
     columns = {key: [values[i] for i in indices] for key, values in prompts.columns.items()}
     chosen = [prompts.prompts[i] for i in indices]
     return rewards(chosen, texts, [raw for _, raw in completions], columns, trainer_state)
+
+
+def as_given(prompts: Prompts, completions: Sequence[tuple[str, list[int]]]) -> list[Any]:
+    """Return completions, pairs of text and token ids, as reward functions get them: texts, or messages."""
+    if prompts.conversational:
+        return [[{"role": "assistant", "content": text}] for text, _ in completions]
+    return [text for text, _ in completions]
 
 
 def _eos_ids(model, tokenizer) -> list[int]:

@@ -162,6 +162,10 @@ class LocalEngine(Engine):
             raise RuntimeError(f"prompts {name!r} come too late: add them before the workers start.")
         super().add_prompts(name, rows)
 
+    def put_prompts(self, name, prompts):
+        super().put_prompts(name, prompts)
+        self.close()
+
     def close(self) -> None:
         """End the worker processes."""
         if self._pool is not None:

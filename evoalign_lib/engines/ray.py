@@ -193,6 +193,10 @@ class RayEngine(Engine):
             raise RuntimeError(f"prompts {name!r} come too late: add them before the actors start.")
         super().add_prompts(name, rows)
 
+    def put_prompts(self, name, prompts):
+        super().put_prompts(name, prompts)
+        self.close()
+
     def update(self, keys, coefficients):
         update = np.array(keys, np.uint64), np.array(coefficients, np.float32)
         for place in self.places:  # they move their weights while this process moves its own

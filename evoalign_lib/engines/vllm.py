@@ -476,6 +476,12 @@ class VLLMEngine(Decoding, Engine):
             raise RuntimeError(f"prompts {name!r} come too late: add them before vLLM starts.")
         super().add_prompts(name, rows)
 
+    def put_prompts(self, name, prompts):
+        longest = max(p.width for p in self.prompts.values())
+        super().put_prompts(name, prompts)
+        if prompts.width > longest:  # vLLM has room for the longest that it was started with
+            self.close()
+
     def update(self, keys, coefficients):
         self._updates.append((keys, coefficients))
         if self._generator is not None:

@@ -365,7 +365,9 @@ def test_epochs_end_where_the_prompts_do(tmp_path):
     used = np.concatenate([step_indices(8, 3, 5, step) for step in range(8)])
     assert np.bincount(used).tolist() == [3] * 8
     half = trainer(tmp_path / "half", max_steps=-1, num_train_epochs=0.5)
-    assert half.max_steps == 2 and half.train().num_train_epochs == 1
+    assert half.max_steps == 2
+    half.train()
+    assert half.state.num_train_epochs == 1
 
 
 # ---- the best weights

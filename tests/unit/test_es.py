@@ -142,20 +142,36 @@ def test_bad_values_are_named(name, value, message):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("scale_rewards", "If it is a setting of GRPO alone, remove it"),
-        ("beta", "If it is a setting of GRPO alone, remove it"),
-        ("populaton_size", r"Did you mean 'population_size'\?"),
+        ("scale_rewards", ": rewards are standardised over the population; see fitness_shaping"),
+        ("beta", ": ES has no KL penalty; anchor_decay pulls toward the starting weights"),
+        ("populaton_size", r"\. Did you mean 'population_size'\?"),
+        ("xyzzy", r"\. Remove it"),
     ],
 )
 def test_a_setting_that_there_is_not(name, remedy):
-    with pytest.raises(TypeError, match=rf"ESConfig has no setting '{name}'\. {remedy}"):
+    with pytest.raises(TypeError, match=rf"ESConfig has no setting '{name}'{remedy}"):
         ESConfig(**{"max_steps": 3, name: 8})
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ValueError, match="5 settings cannot stay as they are") as caught:
+        ESConfig(learning_rate=1e-6, bf16=True, sigma=0, decoder="generat", num_generations=2)
+    lines = str(caught.value).splitlines()[1:]
+    assert all(line.startswith("- ") for line in lines)
+    for name in ("learning_rate=1e-06", "bf16=True", "sigma=0", "decoder='generat'", "num_generations=2"):
+        assert sum(line.startswith(f"- {name}") for line in lines) == 1
+    with pytest.raises(TypeError, match="3 settings") as caught:
+        ESConfig(beta=0.1, use_vllm=True, optim="sgd")
+    assert all(word in str(caught.value) for word in ("'beta'", "set engine='vllm'", "optim='sgd'"))
 
 
 def test_a_config_can_be_copied():
     config = ESConfig(sigma=0.5, max_steps=3)
     for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert other.to_dict() == config.to_dict()
+    known = {f.name for f in dataclasses.fields(config)}
+    written = {name: value for name, value in json.loads(config.to_json_string()).items() if name in known}
+    assert ESConfig(**written).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize("learning_rate", [TrainingArguments.learning_rate])
