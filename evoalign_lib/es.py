@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import logging
 import math
@@ -74,7 +75,7 @@ from evoalign_lib._anchor import check_decay
 from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose, nearest, whole_number
-from evoalign_lib.engines import ENGINES, check_gpus, open_engine
+from evoalign_lib.engines import ENGINES, check_gpus, completions, open_engine
 from evoalign_lib.engines.base import Evaluation, Prompts, as_given, score
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.engines.processes import world_size
@@ -86,6 +87,8 @@ logger = logging.getLogger(__name__)
 
 FITNESS = ("reward", "shuffled", "random")
 SAMPLINGS = ("greedy", "common")
+TIED_STEPS = 3
+"""steps in a row with a tied population after which the trainer warns, once"""
 
 SURFACE: dict[str, dict[str, tuple[str, str]]] = json.loads(
     (Path(__file__).parent / "trl_surface.json").read_text(encoding="utf-8")
@@ -186,6 +189,14 @@ class ESConfig(TrainingArguments):
     for audits"""
     model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for from_pretrained"})
     """arguments of from_pretrained when the model is given by name or path (on a command line, as JSON)"""
+    log_completions: bool = field(default=False, metadata={"help": "show and keep completions of logged steps"})
+    """whether a step that is logged, and every evaluation, shows completions with their rewards and the columns that
+    reward functions give `log_extra`: some in the terminal (with rich); those of the best and of the worst member in
+    output_dir/completions/*.jsonl, and in wandb, trackio and tensorboard"""
+    num_completions_to_print: int | None = field(default=4, metadata={"help": "of these in the terminal; None: all"})
+    """how many of them are printed, drawn at random; None: all"""
+    log_unique_prompts: bool = field(default=False, metadata={"help": "completions of the best member alone"})
+    """whether of each prompt only what the best member wrote is shown and kept"""
     logging_steps: float = field(default=1, metadata={"help": "steps between logs"})
     """steps between logs"""
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "keep all columns"})
@@ -210,6 +221,7 @@ class ESConfig(TrainingArguments):
             self._check_schedules,
             self._check_decoding,
             self._check_choices,
+            self._check_completions,
             self._check_best,
         ):
             problems += check()
@@ -247,6 +259,7 @@ class ESConfig(TrainingArguments):
             partial(whole_number, "num_generations", self.num_generations, 1, why="completions per prompt"),
         ]
         optional = {"prompts_per_step": "or None for the whole training set", "workers": "or None for one per core"}
+        optional |= {"num_completions_to_print": "or None for all"}
         for name, why in optional.items():
             if getattr(self, name) is not None:
                 checks.append(partial(whole_number, name, getattr(self, name), 1, why=why))
@@ -321,6 +334,15 @@ class ESConfig(TrainingArguments):
             ]
         )
         return found or _failures([lambda: check_gpus(self.gpus, self.tensor_parallel)])
+
+    def _check_completions(self) -> list[str]:
+        if self.log_completions:
+            return []
+        return [
+            f"{name}={getattr(self, name)!r} has no effect without log_completions=True: set it, or remove this."
+            for name in ("num_completions_to_print", "log_unique_prompts")
+            if getattr(self, name) != _DEFAULTS[name]
+        ]
 
     def _check_best(self) -> list[str]:
         if self.load_best_model_at_end and self.engine != "local":
@@ -420,7 +442,7 @@ def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
     return np.array(out)
 
 
-_PURPOSES = {"order": 0, "shuffled": 1, "random": 2}
+_PURPOSES = {"order": 0, "shuffled": 1, "random": 2, "shown": 3}
 
 
 def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
@@ -444,13 +466,17 @@ class ESTrainer:
         model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base. Or a model
             with an adapter (`peft.get_peft_model`), or the folder of one. Only parameters with requires_grad move: of a
             model that is partly frozen the others, of one with an adapter the adapter. (engine="local" only.)
-        reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`).
+        reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`), plain or asynchronous; or
+            reward models: sequence classifiers with one label, as objects, folders or names on the Hub
+            (`evoalign_lib.reward_models.ModelReward`).
         args: an `ESConfig`.
         train_dataset: rows with "prompt" (a string or messages) and further columns for the reward functions: a
             `datasets.Dataset`, or any finite sequence of mappings.
         eval_dataset: the same, for `evaluate()`; or a mapping of names to several of them.
         processing_class: the tokenizer (default: the one saved with the model).
         callbacks: `transformers.TrainerCallback`s.
+        reward_processing_classes: the tokenizers of reward models, one or a list as long as reward_funcs (default:
+            those saved with them); None for a function.
         quantization_config: how a model given by name is quantised as it is loaded; needs an adapter (peft_config).
         peft_config: a `peft.PeftConfig`, such as LoraConfig: the model, which may be quantised, is frozen and gets a
             new adapter, drawn from args.seed. save_model() writes the adapter, for PEFT; the one that the run began
@@ -481,6 +507,7 @@ class ESTrainer:
         eval_dataset: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
+        reward_processing_classes: Any = None,
         quantization_config: Any = None,
         peft_config: Any = None,
         **others: Any,
@@ -498,7 +525,12 @@ class ESTrainer:
                 "transformers.TrainingArguments keep their names."
             )
         self.args = args = ESConfig() if args is None else args
-        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_floor, args.reward_timeout)
+        if args.log_completions:
+            completions.import_rich()
+        functions = _functions(reward_funcs, reward_processing_classes)
+        self.rewards = Rewards(
+            functions, args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
+        )
         # the run's own, which moves with the weights: functions take it over whenever they are called
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
@@ -555,6 +587,9 @@ class ESTrainer:
         self._parted = False  # whether weights and ledger may have parted
         self._lock = _checkpoints.FolderLock(args.output_dir)
         self._due: list[Callable[[], None]] = []  # what still follows the last step
+        self._completions: completions.Table | None = None  # of the last step that was evaluated, if they are shown
+        self._tied_steps, self._tied_said = 0, False  # one after the other; whether it was said
+        self._check_reward_models()
         self._best = BestWeights(self.engine.weights)
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
@@ -568,6 +603,16 @@ class ESTrainer:
     def __getattr__(self, name: str) -> Any:
         status, why = SURFACE["methods"].get(name, ("", ""))
         raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {why}' if why else ''}.", name=name, obj=self)
+
+    def _check_reward_models(self) -> None:
+        """Raise ValueError for a reward model on a GPU that several worker processes would have to share."""
+        for function in self.rewards.functions:
+            device = getattr(getattr(function, "model", None), "device", None)
+            if self.engine.workers != 1 and device is not None and device.type != "cpu":
+                raise ValueError(
+                    f"the reward model {function.__name__!r} is on {device}, where worker processes cannot use it: set "
+                    "workers=1, or move it to the CPU."
+                )
 
     def _tokenised(self, rows: Iterable[Mapping[str, Any]], which: str = "") -> Prompts:
         """Return a data set for evaluation as prompts; which: of several, for errors."""
@@ -615,8 +660,11 @@ class ESTrainer:
                 self.state.global_step += 1
                 self._parted = False
             metrics = self._metrics(record, tied, record.seconds if known else time.perf_counter() - started)
+            if not known:
+                self._watch_ties(tied, record)
             if recording:
-                self._due = [self._end_step, partial(self._log_step, metrics), self._evaluate_step, self._save_step]
+                logged = partial(self._log_step, metrics)
+                self._due = [self._end_step, self._show_step, logged, self._evaluate_step, self._save_step]
         return metrics
 
     def ask(self, step: int) -> list[Member]:
@@ -650,6 +698,8 @@ class ESTrainer:
             tokens = int(sum(e.lengths.sum() for e in evaluations))
             core += sum(e.core_seconds for e in evaluations)
             counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in KINDS}
+            if self.args.log_completions:
+                self._completions = completions.of_step(evaluations, fitness, step, self.args.log_unique_prompts)
             log = self._logged(evaluations) | {name: n for name, n in self.engine.repairs.items() if n}
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
@@ -813,9 +863,42 @@ class ESTrainer:
         if self._epoch_ended(self.state.global_step):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
+    def _watch_ties(self, tied: bool, record: ledger.Step) -> None:
+        """Say once when several populations in a row were tied, and why that may be."""
+        self._tied_steps = self._tied_steps + 1 if tied else 0
+        if self._tied_steps < TIED_STEPS or self._tied_said:
+            return
+        self._tied_said = True
+        clipped = record.log.get("completions/clipped_ratio", 0.0)
+        logger.warning(
+            "The last %d populations were tied (the last one with a reward of %.4g), and the weights did not move. "
+            "Likely causes: sigma=%g is too small to change what the members write; the reward does not tell their "
+            "completions apart (log_completions=True shows them); %.0f %% of them were cut at "
+            "max_completion_length=%d; or no member, or every one, solves the %d prompts of a step.",
+            self._tied_steps,
+            float(np.mean(record.rewards)),
+            self._at_step("sigma", record.step),
+            100 * clipped,
+            self.args.max_completion_length,
+            self.prompts_per_step,
+        )
+
     def _log_step(self, metrics: dict[str, float]) -> None:
         if self.control.should_log:
             self.log(metrics)
+
+    def _show_step(self) -> None:
+        if self._completions is not None and self.control.should_log:
+            self._show_completions(self._completions, f"Step {self.state.global_step}")
+        self._completions = None
+
+    def _show_completions(self, table: completions.Table, title: str) -> None:
+        """Print, send and write completions; title: of what."""
+        step = self.state.global_step
+        drawn = _generator(self.args.seed, step, "shown")
+        completions.show(completions.sample(table, self.args.num_completions_to_print, drawn), title)
+        completions.send(table, self.callback_handler.callbacks, step)
+        completions.write(table, self.args.output_dir, step, title.split()[0].lower())
 
     def _evaluate_step(self) -> None:
         if self.control.should_evaluate:
@@ -901,10 +984,10 @@ class ESTrainer:
             where its prompt is messages; label_ids, None; metrics as of `evaluate()`.
         """
         known = self._given(test_dataset)
-        completions = self._greedy(known)
-        metrics = self._scores(known, completions, metric_key_prefix)
+        completed = self._greedy(known)
+        metrics = self._scores(known, completed, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        return PredictionOutput(as_given(self.engine.prompts[known], completions), None, metrics)
+        return PredictionOutput(as_given(self.engine.prompts[known], completed), None, metrics)
 
     def _to_evaluate(self, dataset: Any) -> dict[str, str]:
         """Return the sets to evaluate on: name, "" for one alone -> that of its prompts in the engine."""
@@ -929,15 +1012,18 @@ class ESTrainer:
         return name
 
     def _greedy(self, name: str) -> list[tuple[str, list[int]]]:
-        (completions,) = self.engine.generate(name)
-        return completions
+        (completed,) = self.engine.generate(name)
+        return completed
 
-    def _scores(self, name: str, completions: list[tuple[str, list[int]]], prefix: str) -> dict[str, float]:
+    def _scores(self, name: str, completed: list[tuple[str, list[int]]], prefix: str) -> dict[str, float]:
         """Return the metrics of completions of all prompts of a set."""
         prompts = self.engine.prompts[name]
-        scored = score(self.rewards, prompts, np.arange(len(prompts)), completions, self._light_state())
+        scored = score(self.rewards, prompts, np.arange(len(prompts)), completed, self._light_state())
         metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
         metrics[f"{prefix}_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
+        if scored.table:
+            step = {"step": [self.state.global_step] * len(completed)}
+            self._show_completions(step | scored.table, f"{prefix} after step {self.state.global_step}")
         return metrics
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
@@ -1208,6 +1294,17 @@ class ESTrainer:
         return record.log | metrics  # a reward function's metric never replaces one of these
 
 
+def _functions(rewards: Any, tokenizers: Any) -> Any:
+    """Return reward functions, where reward models among them are functions, too."""
+    several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
+    others = [f for f in (rewards if several else [rewards]) if not inspect.isfunction(f)]
+    if not others and tokenizers is None:
+        return rewards
+    from evoalign_lib import reward_models
+
+    return reward_models.as_functions(rewards, tokenizers)
+
+
 def _loading(model: Any, keywords: Any, quantisation: Any) -> Any:
     """Return the arguments of from_pretrained; refuse a quantization_config that would not be used."""
     if quantisation is None:
@@ -1220,10 +1317,11 @@ def _loading(model: Any, keywords: Any, quantisation: Any) -> Any:
 
 
 class ESProgress(TrainerCallback):
-    """A bar over steps with reward, accuracy (where the reward logs it), members per second and time left."""
+    """A bar over steps with reward, accuracy (where the reward logs it), ties, members per second and time left."""
 
     def __init__(self):
         self._bar = None
+        self._tied = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self._bar is not None:  # of a run that was interrupted
@@ -1236,6 +1334,9 @@ class ESProgress(TrainerCallback):
         shown = {"reward": f"{logs['reward']:.3f}", "members/s": f"{logs['members_per_second']:.1f}"}
         if "accuracy" in logs:
             shown["accuracy"] = f"{logs['accuracy']:.3f}"
+        self._tied = self._tied + 1 if logs["tied"] else 0
+        if self._tied:  # logged steps in a row whose members all had the same reward: nothing moves
+            shown["tied"] = self._tied
         self._bar.set_postfix(shown, refresh=False)
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -385,7 +385,7 @@ def trainer(
                 "save_pretrained(folder), and give the folder or the model loaded from there."
             )
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
-    rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout)
+    rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {}
     if rollouts is not None:
         if kind is RLOOTrainer:
@@ -538,6 +538,10 @@ class Budget(TrainerCallback, ExportableState):
             if log_metric is not None:
                 for name, values in scored.metrics.items():
                     log_metric(name, float(np.mean(values)))
+            if log_extra is not None:
+                known = {"prompt", "completion", *self._score.names}
+                for column in scored.table.keys() - known:
+                    log_extra(column, scored.table[column])
             return [None if np.isnan(r) else float(r) for r in scored.rewards]
 
         reward.__name__ = "+".join(self._score.names)

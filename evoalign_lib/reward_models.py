@@ -628,6 +628,106 @@ def _decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     return head if isinstance(head, torch.nn.Linear) and model.base_model is not model else None
 
 
+# ------------------------------------------------------------------------------------------------ as TRL's trainers do
+
+
+class ModelReward:
+    """A sequence classifier as a reward function, with the texts of TRL's `GRPOTrainer`.
+
+    It reads prompt and completion as one text, without further special tokens; conversations by the chat template of
+    its own tokenizer. Unlike `RewardModel` it breaks no special tokens that a policy writes out.
+
+    Args:
+        model: a sequence classifier of transformers with one label, an object, a folder or a name on the Hub, from
+            where no code is run; what is loaded is float32, on the CPU.
+        tokenizer: its own; None: the one that lies beside it.
+        chat_template_kwargs: for its chat template.
+
+    Raises:
+        ValueError: no such model, one that is no classifier, has other than one label or lacks weights, or no
+            tokenizer.
+    """
+
+    rows = 32
+    """completions that are scored at once"""
+
+    def __init__(self, model: Any, tokenizer: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None):
+        folder = None
+        if isinstance(model, (str, os.PathLike)):
+            name, folder = str(model), _folder_of(str(model))
+            model = _load(folder, name, torch.float32)
+            if isinstance(model, ScoreModel):
+                raise ValueError(
+                    f"model {name!r} is a score model of Safe-RLHF, which TRL does not read: give "
+                    f"reward_models.RewardModel({name!r}) as the reward function."
+                )
+        else:
+            name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        _check_labels(model.config)
+        self.__name__ = name.rstrip("/").split("/")[-1]
+        self.model, self.template = model.eval(), dict(chat_template_kwargs or {})
+        self.tokenizer = _tokenizer_of(tokenizer, folder or name)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        # a decoder's score is read at the last token that is no padding
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+
+    @torch.inference_mode()
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Score completions, (completions,), texts or messages as the prompts are."""
+        found: list[float] = []
+        for first in range(0, len(prompts), self.rows):
+            pairs = zip(prompts[first : first + self.rows], completions[first : first + self.rows], strict=True)
+            texts = [
+                prompt + completion
+                if isinstance(prompt, str)
+                else models.rendered(self.tokenizer, prompt + completion, **self.template)
+                for prompt, completion in pairs
+            ]
+            inputs = self.tokenizer(
+                text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+            )
+            found += self.model(**inputs.to(self.model.device)).logits[:, 0].double().tolist()
+        return found
+
+
+def as_functions(
+    rewards: Any, tokenizers: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Return reward functions, with every model among them as a `ModelReward`.
+
+    Args:
+        rewards: one or a list: a function, or a model as a name, a folder or an object.
+        tokenizers: one or a list as long: the tokenizer of each model; None: the one that lies beside it.
+        chat_template_kwargs: for the models' chat templates.
+
+    Raises:
+        ValueError: another number of tokenizers, one for a function, or what `ModelReward` raises.
+    """
+    several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
+    functions = list(rewards) if several else [rewards]
+    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if tokenizers is None:
+        given = [None] * len(functions)
+    if len(given) != len(functions):
+        raise ValueError(
+            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: give one each, "
+            "None for a function."
+        )
+    found = []
+    for function, tokenizer in zip(functions, given, strict=True):
+        if isinstance(function, (str, os.PathLike, torch.nn.Module)):
+            found.append(ModelReward(function, tokenizer, chat_template_kwargs))
+        elif tokenizer is not None:
+            raise ValueError(
+                f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and has no use "
+                "for it: give None in its place."
+            )
+        else:
+            found.append(function)
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- over HTTP
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0  # seconds

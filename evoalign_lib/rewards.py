@@ -3,9 +3,10 @@
 A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyword with `prompts`, `completions`,
 `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and every other column of the data set, and returns a
 number (or None: not applicable) for each completion, in any sequence or iterator that keeps their order. Rewards are
-maximised. `log_extra`, which fills TRL's table of
-completions, does nothing here: no such table is kept. The `trainer_state` of `ESTrainer` has an empty log_history: it
-goes to the worker processes with every member, and a log would grow.
+maximised. It may be asynchronous (`async def`): each process then awaits it in an event loop of its own, which lasts.
+`log_extra(column, values)` adds a column to the table of completions, one value for each; without log_completions there
+is no table. The `trainer_state` of `ESTrainer` has an empty log_history: it goes to the worker processes with every
+member, and a log would grow.
 
 A reward that changes during training, such as reward - lambda * cost with the Lagrange multiplier of Safe-RLHF (Dai et
 al., arXiv 2310.12773), is an object with three more methods (all or none):
@@ -23,10 +24,13 @@ step) and recorded, and a resumed run goes on with it. While a step is scored it
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import functools
 import inspect
 import itertools
 import math
+import os
 import signal
 import threading
 import time
@@ -79,12 +83,15 @@ class Scored:
         metrics: what the functions logged by `log_metric`: name -> values, in call order.
         counts: how many single rewards were "nan" (or infinite), "exception" or "timeout", which score the floor, or
             "none", which are left out.
+        table: where asked for, column -> (completions,) values: "prompt", "completion", each function by its name (None
+            where it did not apply), then what they gave `log_extra`.
     """
 
     rewards: np.ndarray
     functions: dict[str, tuple[float, float]]
     metrics: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    table: dict[str, list] = field(default_factory=dict)
 
 
 class Rewards:
@@ -104,12 +111,13 @@ class Rewards:
             It reaches the function as an exception that `except Exception` does not catch. A bare `except:` does: such
             a call counts as a time-out however it ends, and is interrupted again every timeout seconds until then; a
             loop that catches every interruption cannot be ended.
+        table: whether `Scored.table` is filled.
 
     Attributes:
         stateful: name -> function, of those with a state (see the module's text).
 
     Raises:
-        TypeError: a function that is not callable, or asynchronous, or has some methods of a state but not all.
+        TypeError: a function that is not callable, or has some methods of a state but not all.
         ValueError: no function, weights that are no list of numbers, another number of them than of functions, a floor
             that is no number, one of these that is not finite, two functions of one name with a state, a state that
             holds no finite numbers, or a timeout that is no positive number or on a system without such a signal.
@@ -121,6 +129,7 @@ class Rewards:
         weights: Sequence[float] | None = None,
         floor: float | None = None,
         timeout: float | None = None,
+        table: bool = False,
     ):
         several = isinstance(functions, Sequence) and not isinstance(functions, str)
         self.functions = list(functions) if several else [functions]
@@ -132,8 +141,6 @@ class Rewards:
                     f"reward function {function!r} is not callable: give a Python function "
                     "reward(prompts, completions, **columns) -> list[float | None]."
                 )
-            if inspect.iscoroutinefunction(function):
-                raise TypeError(f"reward function {function!r} is asynchronous: give a plain one, without 'async'.")
         given = [1.0] * len(self.functions) if weights is None else weights
         given = list(given) if isinstance(given, Iterable) else [None]
         if not all(isinstance(weight, Real) for weight in given):
@@ -154,7 +161,7 @@ class Rewards:
             raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
         if timeout is not None and not hasattr(signal, "setitimer"):
             raise ValueError(f"reward_timeout={timeout} needs signals, which this system does not have: set None.")
-        self.timeout = timeout
+        self.timeout, self.table = timeout, table
         self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
         self.stateful = _stateful(self.functions, self.names)
         self.load_state(self.state())  # one that cannot be recorded is an error now, not after the first step
@@ -253,27 +260,38 @@ class Rewards:
         metrics: dict[str, list[float]] = {}
         counts = dict.fromkeys(KINDS, 0)
         total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
+        table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
+        extra: dict[str, list] = {}
 
         for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
+            wrong: list[str] = []
 
-            def call(items: slice, function=function) -> Sequence[float | None]:
-                logged = []
+            def call(items: slice, function=function, wrong=wrong) -> Sequence[float | None]:
+                logged, shown = [], []
                 arguments = {
                     "prompts": list(prompts[items]),
                     "completions": list(completions[items]),
                     "completion_ids": list(completion_ids[items]),
                     "trainer_state": trainer_state,
                     "log_metric": lambda metric, value: logged.append((metric, float(value))),
-                    "log_extra": lambda *arguments, **keywords: None,
+                    "log_extra": lambda column, values: shown.append((column, list(values))),
                 } | {key: list(values[items]) for key, values in columns.items()}
-                result = _within(self.timeout, lambda: _taken(function(**arguments), len(arguments["prompts"])))
+                result = _within(self.timeout, lambda: _taken(_result(function, arguments), len(arguments["prompts"])))
                 # only calls that succeed count: the completions of one that failed are scored once more, singly
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
+                for column, values in shown:
+                    if len(values) != len(arguments["prompts"]):
+                        wrong.append(f"{len(values)} values of {column!r} for {len(arguments['prompts'])} completions")
+                    else:
+                        extra.setdefault(column, [None] * n)[items] = values
                 return result
 
             _check_signature(function, name, columns)
             values = _call_batch(call, n, name, floor, prompts, counts)
+            if wrong:
+                raise ValueError(f"reward function {name!r} gave log_extra {wrong[0]}: give one for each.")
+            table[name] = [None if math.isnan(value) else value for value in values.tolist()]
             has = ~np.isnan(values)
             total[has] += weight * values[has]
             applied |= has
@@ -286,7 +304,10 @@ class Rewards:
                     f"reward function {name!r} changed its state from {before[name]} to {after[name]} while it scored: "
                     "let only end_of_step move it."
                 )
-        return Scored(np.where(applied, total, np.nan), functions, metrics, counts)
+        if taken := sorted(extra.keys() & table.keys()):
+            raise ValueError(f"log_extra got a column {taken[0]!r}, which the table has already: take another name.")
+        rewards = np.where(applied, total, np.nan)
+        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {})
 
 
 def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -334,6 +355,54 @@ def _checked_state(state: Any, name: str) -> dict[str, float]:
             )
         found[key] = float(value)
     return found
+
+
+def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+    """Return what a function returns, or what an asynchronous one returns in the end."""
+    if not is_asynchronous(function):
+        return function(**arguments)
+
+    async def guarded() -> Any:
+        try:
+            return await function(**arguments)
+        except SystemExit as error:  # would end the event loop, and its result would never come
+            raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
+
+    future = asyncio.run_coroutine_threadsafe(guarded(), _event_loop())
+    try:
+        return future.result()
+    except BaseException:  # Ctrl-C, or a time-out
+        future.cancel()
+        raise
+
+
+def is_asynchronous(function: RewardFunction) -> bool:
+    """Return whether a function, or an object that is called, is an `async def`."""
+    function = _unwrapped(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
+"""process id -> its event loop. One that lasts: what functions keep, such as open connections, belongs to a loop"""
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, in a thread of its own: that of a notebook runs in the main one."""
+    if os.getpid() not in _LOOPS:  # a forked process has none of its parent's threads
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="evoalign-rewards", daemon=True)
+        thread.start()
+        _LOOPS[os.getpid()] = loop
+        atexit.register(_end_loop, os.getpid(), thread)
+    return _LOOPS[os.getpid()]
+
+
+def _end_loop(process: int, thread: threading.Thread) -> None:
+    if process == os.getpid():
+        loop = _LOOPS.pop(process)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def _taken(result: Any, n: int) -> Any:

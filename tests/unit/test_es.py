@@ -327,6 +327,8 @@ def test_a_tokenizer_without_any_end():
 
 def test_other_mistakes(tmp_path):
     with pytest.raises(TypeError, match="is not callable"):
+        trainer(tmp_path, reward=7)
+    with pytest.raises(ValueError, match="'some/reward-model' is no folder, and cannot be fetched from the Hub"):
         trainer(tmp_path, reward="some/reward-model")
     with pytest.raises(ValueError, match="reward_weights has 1 entries for 2"):
         trainer(tmp_path, reward=[token_sum, constant], reward_weights=[1.0])
@@ -375,7 +377,7 @@ def test_a_run_that_ends_early_says_so(tmp_path):
     def leaves(completions, number, **columns):
         return [float(n) if n != 3 else sys.exit() for n in number]
 
-    with pytest.raises(RewardError, match=r"member 0: .*'leaves' gave SystemExit.* on prompt '12'"):
+    with pytest.raises(RewardError, match=r"member \d: .*'leaves' gave SystemExit.* on prompt '12'"):
         trainer(tmp_path, leaves, workers=2).train()
     with pytest.raises(RuntimeError, match=r"sys.exit\(\) was called after step 1 of 2, and would have ended the proc"):
         trainer(tmp_path, callbacks=[Leaving(1)]).train()

@@ -1,5 +1,6 @@
 """Reward functions: one way of calling them, floors for failures, and errors that name what went wrong."""
 
+import asyncio
 import concurrent.futures
 import functools
 import itertools
@@ -14,6 +15,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from helpers import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +44,100 @@ def only_upper(completions, **columns):
 def parse(completions, **columns):
     """Fails with ValueError on a completion that is no number, as most users' functions do."""
     return [float(c) for c in completions]
+
+
+# ---- asynchronous functions
+
+
+class Asked:
+    """An asynchronous reward that keeps something of its event loop, as a client of a server does."""
+
+    def __init__(self):
+        self.loops = set()
+
+    async def __call__(self, completions, log_metric, **columns):
+        self.loops.add(asyncio.get_running_loop())
+        answers = await asyncio.gather(*(self.ask(c) for c in completions))
+        log_metric("asked", len(answers))
+        return answers
+
+    async def ask(self, completion):
+        await asyncio.sleep(0.001)
+        return float(len(completion)) if completion else None
+
+
+def test_an_asynchronous_function_is_awaited_in_one_loop_that_lasts():
+    reward = Asked()
+    for rewards in (Rewards(reward), Rewards(functools.partial(reward)), Rewards([reward, length], [1.0, 2.0])):
+        scored = score(rewards, ["a", "", "abc"])
+    assert scored.rewards.tolist() == [3.0, 0.0, 9.0] and scored.metrics["asked"] == [3.0]
+    assert scored.counts["none"] == 1 and len(reward.loops) == 1
+
+    async def within():  # a notebook's cells run inside a loop
+        return score(Rewards(reward), ["ab"]).rewards.tolist()
+
+    assert asyncio.run(within()) == [2.0] and len(reward.loops) == 1
+
+
+def test_an_asynchronous_function_works_in_a_forked_process():
+    assert score(Rewards(Asked()), ["a"]).rewards.tolist() == [1.0]
+
+    def child():
+        assert score(Rewards(Asked()), ["abc"]).rewards.tolist() == [3.0]
+
+    assert in_child(child) == 0
+
+
+def test_what_fails_in_an_asynchronous_function_scores_the_floor(alarms):
+    async def sometimes(completions, **columns):
+        if "exit" in completions:
+            sys.exit(3)
+        if "slow" in completions:
+            await asyncio.sleep(30)
+        return [float(c) for c in completions]
+
+    scored = score(Rewards(sometimes, floor=-1.0, timeout=0.2), ["1", "slow", "x", "exit"])
+    assert scored.rewards.tolist() == [1.0, -1.0, -1.0, -1.0]
+    assert (scored.counts["timeout"], scored.counts["exception"]) == (1, 2)
+    with pytest.raises(RewardError, match=r"sys.exit\(3\)"):
+        score(Rewards(sometimes), ["exit"])
+
+
+# ---- the table of completions
+
+
+def test_the_table_has_a_column_for_each_function_and_each_log_extra():
+    def judged(completions, log_extra, **columns):
+        if len(completions) > 1:
+            raise ValueError("one at a time")
+        log_extra("first letter", [c[:1] for c in completions])
+        return [float(c) for c in completions]
+
+    scored = score(Rewards([only_upper, judged], floor=-1.0, table=True), ["A", "2", "33"])
+    assert scored.table == {
+        "prompt": ["prompt 0", "prompt 1", "prompt 2"],
+        "completion": ["A", "2", "33"],
+        "only_upper": [1.0, None, None],
+        "judged": [-1.0, 2.0, 33.0],
+        "first letter": [None, "2", "3"],  # the call that failed logged nothing
+    }
+    assert score(Rewards(only_upper), ["A"]).table == {}  # it would travel from the workers for nothing
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_column_has_a_value_for_each_completion_and_a_name_of_its_own(table):
+    def short(completions, log_extra, **columns):
+        log_extra("why", ["one"])
+        return [0.0] * len(completions)
+
+    def again(completions, log_extra, **columns):
+        log_extra("completion", completions)
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="'short' gave log_extra 1 values of 'why' for 2 completions: give one"):
+        score(Rewards(short, floor=0.0, table=table), ["a", "b"])
+    with pytest.raises(ValueError, match="a column 'completion', which the table has already"):
+        score(Rewards(again, table=table), ["a", "b"])
 
 
 # ---- what a function is given, and what it may return
@@ -442,12 +538,6 @@ def test_bad_lists_of_functions():
     for bad in ("my/reward-model", ["my/reward-model"], 7):
         with pytest.raises(TypeError, match="is not callable"):
             Rewards(bad)
-
-    async def slow(**columns):
-        return [0.0]
-
-    with pytest.raises(TypeError, match="asynchronous"):
-        Rewards(slow)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])

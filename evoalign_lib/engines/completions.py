@@ -1,0 +1,135 @@
+"""A table of a step's completions, to be looked at: in the terminal, in trackers, and in files.
+
+Of a population, which may write thousands of completions a step, those of the best and of the worst member are kept:
+the difference between them is what the step learns from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib.engines.base import Evaluation
+from evoalign_lib.files import replace_text
+
+Table = dict[str, list]
+"""column -> (rows,) values"""
+
+FOLDER = "completions"
+"""folder in output_dir"""
+
+
+def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int, unique: bool) -> Table:
+    """Return the completions of the best and the worst member of a step.
+
+    Args:
+        evaluations: (members,).
+        fitness: (members,) reward units; of equals the first counts.
+        step: 0, 1, ...
+        unique: the best member alone, so that each prompt is there once (and each of its samples).
+
+    Returns:
+        "step", "member", then the columns of `Scored.table`, and "advantage": the member's reward, standardised over
+        the population (0 where it is tied).
+    """
+    best, worst = int(np.argmax(fitness)), int(np.argmin(fitness))
+    deviation = float(np.std(fitness))
+    found: Table = {}
+    members = [best] if unique or best == worst else [best, worst]
+    names = list(dict.fromkeys(name for member in members for name in evaluations[member].scored.table))
+    for member in members:
+        table = evaluations[member].scored.table
+        rows = len(table["prompt"])
+        advantage = (float(fitness[member]) - float(np.mean(fitness))) / deviation if deviation else 0.0
+        part = {"step": [step] * rows, "member": [member] * rows}
+        part |= {name: table.get(name, [None] * rows) for name in names}
+        for name, values in (part | {"advantage": [advantage] * rows}).items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def sample(table: Table, n: int | None, rng: np.random.Generator) -> Table:
+    """Return n rows, drawn at random, in their order; None: all."""
+    rows = len(table["prompt"])
+    if n is None or n >= rows:
+        return table
+    chosen = np.sort(rng.choice(rows, n, replace=False))
+    return {name: [values[i] for i in chosen] for name, values in table.items()}
+
+
+def show(table: Table, title: str) -> None:
+    """Print rows in a frame, by rich. Raises ImportError where it is not installed; the message says how."""
+    console, tables, panels, texts = import_rich()
+    drawn = tables.Table(show_header=True, header_style="bold", expand=True, show_lines=True)
+    for name in table:
+        if name != "step":
+            number = all(isinstance(value, (int, float)) or value is None for value in table[name])
+            drawn.add_column(name, justify="right" if number else "left", overflow="fold")
+    for i in range(len(table["prompt"])):
+        # as plain text: what a model writes is no markup
+        drawn.add_row(*(texts.Text(_text(values[i])) for name, values in table.items() if name != "step"))
+    console.Console().print(panels.Panel(drawn, expand=False, title=title, border_style="bold"))
+
+
+def import_rich() -> tuple[Any, Any, Any, Any]:
+    """Return what `show` needs of rich. Raises ImportError where it is not installed; the message says how."""
+    try:
+        from rich import console, panel, table, text
+    except ImportError as error:
+        raise ImportError(
+            "log_completions=True prints a table with rich: pip install rich, or leave it out."
+        ) from error
+    return console, table, panel, text
+
+
+def write(table: Table, output_dir: str | os.PathLike, step: int, what: str) -> None:
+    """Write rows into output_dir/completions/<what>_<step>.jsonl, a JSON object a line."""
+    folder = Path(output_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    replace_text(folder / f"{what}_{step:05d}.jsonl", "".join(lines))
+
+
+def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
+    """Send rows to the trackers whose callbacks these are: wandb and trackio as a table, tensorboard as text."""
+    for callback in callbacks:
+        kind = type(callback).__name__
+        if kind == "TensorBoardCallback" and callback.tb_writer is not None:
+            callback.tb_writer.add_text("completions", _markdown(table), step)
+        elif kind == "WandbCallback" and callback._wandb is not None and callback._wandb.run is not None:
+            callback._wandb.log({"completions": _frame_of(callback._wandb, table)})
+        elif kind == "TrackioCallback":
+            import trackio
+
+            trackio.log({"completions": _frame_of(trackio, table)})
+
+
+def _frame_of(tracker: Any, table: Table) -> Any:
+    import pandas as pd
+
+    texts = {name: [_text(v) if isinstance(v, (list, dict)) else v for v in values] for name, values in table.items()}
+    return tracker.Table(dataframe=pd.DataFrame(texts))
+
+
+def _markdown(table: Table) -> str:
+    def cell(value: Any) -> str:
+        return _text(value).replace("|", "\\|").replace("\n", "<br>")
+
+    head = f"| {' | '.join(table)} |\n|{' --- |' * len(table)}\n"
+    rows = zip(*table.values(), strict=True)
+    return head + "\n".join(f"| {' | '.join(cell(value) for value in row)} |" for row in rows)
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is shown: numbers short, messages as role and content."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list) and all(isinstance(message, Mapping) and "role" in message for message in value):
+        return "\n".join(f"{message['role'].upper()}\n{message.get('content', '')}" for message in value)
+    return "" if value is None else str(value)
