@@ -349,6 +349,45 @@ def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
             )
 
 
+# ---- a folder that holds a run
+
+
+def refuse_complete(path: Path, steps: int) -> None:
+    """Raise LedgerError if a file is the ledger of a run that is complete; steps: of the run that would begin."""
+    if not ledger.recorded(path):
+        return
+    run = ledger.read(path)
+    if run.ended:
+        raise ledger.LedgerError(
+            f"the run in {str(path.parent)!r} is complete: {path.name} is the ledger of another run, closed after "
+            f"{len(run.steps)} steps. To go on with it raise max_steps (now {steps}) and call "
+            "train(resume_from_checkpoint=True), which gives its last weights where no step is left; to begin anew set "
+            "overwrite_output_dir=True, which deletes it, or use another output_dir."
+        )
+
+
+def delete_run(output_dir: str | os.PathLike[str]) -> None:
+    """Delete the run in a folder: its ledger, checkpoints, completions, and what an adapter's run began with.
+
+    Raises:
+        LedgerError: a file has the ledger's name and is none.
+    """
+    folder = Path(output_dir)
+    path = folder / ledger.NAME
+    if not ledger.recorded(path):
+        ledger.refuse_existing(path)
+        return
+    if not path.read_bytes().startswith(b'{"evoalign_ledger":'):
+        ledger.refuse_existing(path)
+    steps = path.read_bytes().count(b"\n") - 1
+    logger.warning("overwrite_output_dir: the run in %s, of some %d steps, is deleted.", folder, steps)
+    others = [folder / ledger.START, folder / "completions"]
+    for place in (*folder.glob("checkpoint-*"), *folder.glob("partial-*"), *others):
+        if place.is_dir():
+            shutil.rmtree(place)
+    path.unlink()  # last: what a kill leaves is a run, to be deleted again
+
+
 # ---- the model card
 
 

@@ -56,8 +56,10 @@ import json
 import logging
 import math
 import os
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -65,7 +67,7 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import TrainerControl, TrainerState, TrainingArguments, trainer_pt_utils
+from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments, trainer_pt_utils
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, PredictionOutput, SaveStrategy, TrainOutput
@@ -76,9 +78,9 @@ from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose, nearest, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus, completions, open_engine
-from evoalign_lib.engines.base import Evaluation, Prompts, as_given, score
+from evoalign_lib.engines.base import Evaluation, Options, Prompts, as_given, score
 from evoalign_lib.engines.local import DECODERS
-from evoalign_lib.engines.processes import world_size
+from evoalign_lib.engines.processes import gpus_here, world_size
 from evoalign_lib.files import replace_text
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored, States, state_metrics
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population, update_of
@@ -145,11 +147,29 @@ class ESConfig(TrainingArguments):
     """prompts per step, the same for every member; None: the whole training set, as Qiu et al. A member is perturbed
     once per step and decodes all of them under that one perturbation, `chunk_rows` at a time"""
     sampling: str = field(default="greedy", metadata={"help": "greedy or common"})
-    """how members decode in training: "greedy" (Qiu et al.); or "common", which samples at temperature 1 with common
+    """how members decode in training: "greedy" (Qiu et al.); or "common", which samples, at `temperature`, with common
     random numbers: they differ from prompt to prompt and from step to step, but not from member to member, so that
-    members differ by their weights alone (Glasserman and Yao 1992). evaluate() always decodes greedily"""
+    members differ by their weights alone (Glasserman and Yao 1992). For evaluate() see num_generations_eval"""
     num_generations: int = field(default=1, metadata={"help": "completions per prompt, with sampling"})
     """completions per prompt and member, whose mean is the reward; more than 1 with sampling="common" only"""
+    num_generations_eval: int | None = field(default=None, metadata={"help": "samples per prompt in evaluate()"})
+    """samples per prompt in evaluate(), whose mean is the reward; their random numbers, from seed, are the same in
+    every evaluation. None: evaluate() and predict() decode greedily, one completion per prompt"""
+    temperature: float = field(default=1.0, metadata={"help": "of samples"})
+    """of the samples, in training and in evaluate(); the logits are divided by it"""
+    top_p: float = field(default=1.0, metadata={"help": "share of the probability that is drawn from"})
+    """of the samples: only the tokens that have this share of the probability, the largest first; 1: all"""
+    top_k: int = field(default=0, metadata={"help": "tokens that are drawn from; 0: all"})
+    """of the samples: only so many tokens of the largest probability; 0: all"""
+    stop_strings: list[str] | None = field(default=None, metadata={"help": "texts that end a completion"})
+    """texts that end a completion, which includes the text, as the end token does (vLLM decodes on, and what follows is
+    cut off)"""
+    generation_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for GenerationConfig"})
+    """further settings of transformers' GenerationConfig, such as repetition_penalty, with which transformers decodes;
+    with vLLM of SamplingParams (on a command line, as JSON)"""
+    chat_template_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for the chat template"})
+    """further arguments of the chat template of prompts that are messages, such as enable_thinking; reward models get
+    them, too (on a command line, as JSON)"""
     max_completion_length: int = field(default=1024, metadata={"help": "new tokens per completion at most"})
     """new tokens per completion, at most (Qiu et al.: 1024)"""
     fitness: str = field(default="reward", metadata={"help": "reward, shuffled or random"})
@@ -197,12 +217,15 @@ class ESConfig(TrainingArguments):
     """how many of them are printed, drawn at random; None: all"""
     log_unique_prompts: bool = field(default=False, metadata={"help": "completions of the best member alone"})
     """whether of each prompt only what the best member wrote is shown and kept"""
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run in output_dir, begin anew"})
+    """delete the run that output_dir holds, its ledger, checkpoints and completions, when train() begins another"""
     logging_steps: float = field(default=1, metadata={"help": "steps between logs"})
     """steps between logs"""
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "keep all columns"})
     """False: every column reaches the reward function"""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "engine_kwargs"]
+    _VALID_DICT_FIELDS += ["generation_kwargs", "chat_template_kwargs"]
 
     def __new__(cls, *arguments, **settings):
         # before the generated __init__, whose error would name one setting and no remedy
@@ -295,6 +318,57 @@ class ESConfig(TrainingArguments):
                 f"num_generations={self.num_generations}: greedy completions of a prompt are all alike. Set "
                 "sampling='common', or num_generations=1."
             )
+        if self.num_generations_eval is not None:
+            known = partial(
+                whole_number, "num_generations_eval", self.num_generations_eval, 1, why="or None for greedy"
+            )
+            found += _failures([known])
+        for name, least, most, bounds in (
+            ("temperature", 0, math.inf, "above 0"),
+            ("top_p", 0, 1, "above 0 and at most 1"),
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and least < value <= most and math.isfinite(value)):
+                found.append(f"{name}={value!r} must be a number {bounds}.")
+        found += _failures([partial(whole_number, "top_k", self.top_k, 0, why="0 draws from all tokens")])
+        for name in ("temperature", "top_p", "top_k"):
+            if (
+                self.sampling == "greedy"
+                and self.num_generations_eval is None
+                and getattr(self, name) != _DEFAULTS[name]
+            ):
+                found.append(
+                    f"{name}={getattr(self, name)!r} has no effect on greedy decoding: set sampling='common' for "
+                    "members or num_generations_eval for evaluations, or remove it."
+                )
+        if self.stop_strings is not None:
+            texts = isinstance(self.stop_strings, (list, tuple)) and len(self.stop_strings) > 0
+            if not texts or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
+                found.append(f"stop_strings={self.stop_strings!r} must be a list of texts, none of them empty.")
+        return found + self._check_generation_kwargs()
+
+    def _check_generation_kwargs(self) -> list[str]:
+        """Return settings of generation that the engine states itself, or that nothing would read."""
+        given = self.generation_kwargs
+        if isinstance(given, str):  # from a command line; the parent refuses what is no JSON
+            with suppress(ValueError):
+                given = json.loads(given)
+        if not isinstance(given, Mapping):
+            return [] if given is None or isinstance(given, str) else [f"generation_kwargs={given!r} must be a dict."]
+        found = [
+            f"generation_kwargs: {name!r} is set elsewhere: {_ELSEWHERE[name]}." for name in given if name in _ELSEWHERE
+        ]
+        if self.engine == "local" or not self.gpus and self.engine == "ray":
+            known = vars(GenerationConfig())
+            for name in (name for name in given if name not in _ELSEWHERE):
+                if name in _DRAWN_ONLY:
+                    found.append(
+                        f"generation_kwargs: {name!r} has no effect, since samples are drawn here: use temperature, "
+                        "top_p and top_k, or engine='vllm'."
+                    )
+                elif name not in known:
+                    found.append(f"generation_kwargs: GenerationConfig has no {name!r}.{nearest(name, known)}")
         return found
 
     def _check_choices(self) -> list[str]:
@@ -358,10 +432,35 @@ class ESConfig(TrainingArguments):
         return []
 
 
+# settings of generation that an engine states -> how to set them
+_ELSEWHERE = dict.fromkeys(("temperature", "top_p", "top_k"), "it is a setting of its own")
+_ELSEWHERE |= dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "max_completion_length")
+_ELSEWHERE |= dict.fromkeys(("stop_strings", "stop"), "stop_strings of ESConfig")
+_ELSEWHERE |= dict.fromkeys(("eos_token_id", "pad_token_id", "stop_token_ids", "ignore_eos"), "the model and tokenizer")
+_ELSEWHERE |= dict.fromkeys(("do_sample", "num_beams", "seed"), "sampling")
+_ELSEWHERE |= dict.fromkeys(("num_return_sequences", "n"), "num_generations")
+_ELSEWHERE |= dict.fromkeys(("return_dict_in_generate", "detokenize"), "the engine")
+# those that transformers reads only where it draws samples itself
+_DRAWN_ONLY = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+
 _DEFAULTS = {
     f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     for f in dataclasses.fields(ESConfig)
 }
+
+
+def _with_settings(doc: str) -> str:
+    """Return the docstring of `ESConfig` with its own settings, of which the source says more under each field."""
+    lines = ["    Args:"]
+    for name, known in ESConfig.__dataclass_fields__.items():
+        if name not in TrainingArguments.__dataclass_fields__:
+            text = f"{name}: {known.metadata['help']}. Default: {_DEFAULTS[name]!r}"
+            lines += textwrap.wrap(text, 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return doc.replace("    Raises:", "\n".join([*lines, "", "    Raises:"]), 1)
+
+
+if ESConfig.__doc__:  # python -OO has none
+    ESConfig.__doc__ = _with_settings(ESConfig.__doc__)
 
 
 @cache
@@ -527,7 +626,7 @@ class ESTrainer:
         self.args = args = ESConfig() if args is None else args
         if args.log_completions:
             completions.import_rich()
-        functions = _functions(reward_funcs, reward_processing_classes)
+        functions = _functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
         self.rewards = Rewards(
             functions, args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
         )
@@ -545,7 +644,7 @@ class ESTrainer:
         _adapters.check_something_moves(self.model)
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        prompts = {"train": Prompts(train_dataset, self.processing_class)}
+        prompts = {"train": Prompts(train_dataset, self.processing_class, args.chat_template_kwargs)}
         if isinstance(eval_dataset, Mapping):
             prompts |= {f"eval_{name}": self._tokenised(rows, f" {name!r}") for name, rows in eval_dataset.items()}
         elif eval_dataset is not None:
@@ -567,6 +666,9 @@ class ESTrainer:
             self.rewards,
             prompts,
             max_completion_length=args.max_completion_length,
+            options=Options(
+                args.temperature, args.top_k, args.top_p, tuple(args.stop_strings or ()), args.generation_kwargs
+            ),
             distribution=args.noise,
             precision=args.precision,
             anchor_decay=args.anchor_decay,
@@ -579,6 +681,12 @@ class ESTrainer:
             folder=models.place(model) if isinstance(model, (str, os.PathLike)) else None,
             load=load,
         )
+        if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):
+            logger.warning(
+                "This machine has %d GPU(s), and engine='local' decodes on the CPU, which takes many times longer. Set "
+                "engine='vllm' (pip install 'evoalign[gpu]') to use them, or use_cpu=True if the CPU is meant.",
+                gpus,
+            )
         self.run_key = noise.run_key(args.arm, args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
@@ -617,7 +725,7 @@ class ESTrainer:
     def _tokenised(self, rows: Iterable[Mapping[str, Any]], which: str = "") -> Prompts:
         """Return a data set for evaluation as prompts; which: of several, for errors."""
         try:
-            return Prompts(rows, self.processing_class)
+            return Prompts(rows, self.processing_class, self.args.chat_template_kwargs)
         except (TypeError, ValueError) as error:
             raise type(error)(f"eval_dataset{which}: {error}") from error
 
@@ -786,7 +894,8 @@ class ESTrainer:
             with its last weights, from which another train() goes on.)
 
         Raises:
-            ValueError: nothing to resume from, or a run with other settings, prompts or starting weights, or whose
+            ValueError: a run that is complete already (the message says how to go on, and how to begin anew); nothing
+                to resume from, or a run with other settings, prompts or starting weights, or whose
                 reward functions had another state at the start; an output_dir in which another run trains, or whose
                 ledger another run has gone on with; without resume_from_checkpoint, an output_dir that holds the ledger
                 of another run, or another file of that name.
@@ -819,11 +928,18 @@ class ESTrainer:
         return TrainOutput(steps, math.nan, metrics | self.budget | {"epoch": round(self.state.epoch or 0.0, 4)})
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> None:
+        if resume_from_checkpoint and self.args.overwrite_output_dir and self.ledger is None:
+            raise ValueError(
+                "overwrite_output_dir=True deletes the run that resume_from_checkpoint would go on with: leave out one."
+            )
         self._best.put_back()
         max_steps = self.max_steps
         if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
             self._resume(resume_from_checkpoint)
         elif self.ledger is None:
+            if self.args.overwrite_output_dir:
+                _checkpoints.delete_run(self.args.output_dir)
+            _checkpoints.refuse_complete(self._ledger_path, max_steps)
             ledger.refuse_existing(self._ledger_path)
         else:
             _checkpoints.check_settings(self.ledger, self._settings())
@@ -835,6 +951,13 @@ class ESTrainer:
         stopping = bool(self._due) and self.control.should_training_stop
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.control.should_training_stop |= stopping
+        if self.ledger is not None and self.ledger.ended and len(self.ledger.steps) >= max_steps:
+            logger.warning(
+                "The run in %s is complete, with %d steps: nothing is trained. Raise max_steps to go on with it; set "
+                "overwrite_output_dir=True, or use another output_dir, to begin anew.",
+                self.args.output_dir,
+                len(self.ledger.steps),
+            )
         self._follow_step()  # what an interrupt cut off
         while self.state.global_step < max_steps and not self.control.should_training_stop:
             if self._epoch_ended(self.state.global_step):
@@ -949,7 +1072,9 @@ class ESTrainer:
         eval_dataset: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]] | str | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Return mean reward and logged metrics of the current weights on the evaluation set, decoding greedily.
+        """Return mean reward and logged metrics of the current weights on the evaluation set.
+
+        They decode greedily, or draw num_generations_eval samples of each prompt.
 
         Args:
             eval_dataset: rows as for the trainer, or a mapping of names to rows; the name of one of the trainer's sets;
@@ -963,7 +1088,7 @@ class ESTrainer:
         found = {}
         for name, known in self._to_evaluate(eval_dataset).items():
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            found |= self._scores(known, self._greedy(known), prefix)
+            found |= self._scores(known, self._decoded(known), prefix)
         self.log(found)
         try:
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
@@ -973,18 +1098,19 @@ class ESTrainer:
         return found
 
     def predict(self, test_dataset: Iterable[Mapping[str, Any]], metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return what the current weights complete, decoding greedily, with its rewards; nothing is logged.
+        """Return what the current weights complete, as in `evaluate()`, with its rewards; nothing is logged.
 
         Args:
             test_dataset: rows as for the trainer.
             metric_key_prefix: what the metrics' names begin with.
 
         Returns:
-            `transformers.trainer_utils.PredictionOutput`: predictions, the completion of each row, a text, or messages
-            where its prompt is messages; label_ids, None; metrics as of `evaluate()`.
+            `transformers.trainer_utils.PredictionOutput`: predictions, the completion of each row, or its
+            samples in turn, a text, or messages where its prompt is messages; label_ids, None; metrics as of
+            `evaluate()`.
         """
         known = self._given(test_dataset)
-        completed = self._greedy(known)
+        completed = self._decoded(known)
         metrics = self._scores(known, completed, metric_key_prefix)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(as_given(self.engine.prompts[known], completed), None, metrics)
@@ -1011,14 +1137,18 @@ class ESTrainer:
             self.engine.put_prompts(name, prompts)
         return name
 
-    def _greedy(self, name: str) -> list[tuple[str, list[int]]]:
-        (completed,) = self.engine.generate(name)
-        return completed
+    def _decoded(self, name: str) -> list[tuple[str, list[int]]]:
+        """Return completions of all prompts of a set, greedy ones, or the samples of each in turn."""
+        samples = self.args.num_generations_eval or 0
+        drawn = {"seed": self.args.seed, "temperature": self.args.temperature} if samples else {}
+        found = self.engine.generate(name, samples=samples, **drawn)
+        return [draw[row] for row in range(len(found[0])) for draw in found]
 
     def _scores(self, name: str, completed: list[tuple[str, list[int]]], prefix: str) -> dict[str, float]:
         """Return the metrics of completions of all prompts of a set."""
         prompts = self.engine.prompts[name]
-        scored = score(self.rewards, prompts, np.arange(len(prompts)), completed, self._light_state())
+        rows = np.repeat(np.arange(len(prompts)), len(completed) // len(prompts))
+        scored = score(self.rewards, prompts, rows, completed, self._light_state())
         metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
         metrics[f"{prefix}_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
         if scored.table:
@@ -1230,6 +1360,10 @@ class ESTrainer:
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
         settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have taken other steps
+        for name in ("stop_strings", "generation_kwargs", "temperature", "top_p", "top_k"):
+            of_samples = name in ("temperature", "top_p", "top_k")
+            if getattr(self.args, name) != _DEFAULTS[name] and (self.args.sampling == "common" or not of_samples):
+                settings[name] = json.loads(json.dumps(getattr(self.args, name)))  # as it comes back from the ledger
         # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
         settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
         settings |= {"frozen": self._frozen} if self._frozen else {}
@@ -1294,7 +1428,7 @@ class ESTrainer:
         return record.log | metrics  # a reward function's metric never replaces one of these
 
 
-def _functions(rewards: Any, tokenizers: Any) -> Any:
+def _functions(rewards: Any, tokenizers: Any, template: Any) -> Any:
     """Return reward functions, where reward models among them are functions, too."""
     several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
     others = [f for f in (rewards if several else [rewards]) if not inspect.isfunction(f)]
@@ -1302,7 +1436,7 @@ def _functions(rewards: Any, tokenizers: Any) -> Any:
         return rewards
     from evoalign_lib import reward_models
 
-    return reward_models.as_functions(rewards, tokenizers)
+    return reward_models.as_functions(rewards, tokenizers, template)
 
 
 def _loading(model: Any, keywords: Any, quantisation: Any) -> Any:

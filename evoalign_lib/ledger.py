@@ -102,6 +102,9 @@ _LATER_3 = {"anchor_decay": 0.0}
 _LATER_4 = {"frozen": None}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
+# And for those that a header names only where they differ from this.
+_LATER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+_LATER_OPTIONS |= {"stop_strings": None, "generation_kwargs": None}
 
 
 class LedgerError(ValueError):
@@ -304,7 +307,7 @@ class Ledger:
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _LATER | _LATER_3 | _LATER_4 | _LATER_EVALUATION | settings
+    return _LATER | _LATER_3 | _LATER_4 | _LATER_EVALUATION | _LATER_OPTIONS | settings
 
 
 def _format(settings: Mapping[str, Any]) -> int:

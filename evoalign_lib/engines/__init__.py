@@ -9,7 +9,7 @@ from evoalign_lib._adapters import check_nothing_frozen
 from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
-    from evoalign_lib.engines.base import Engine
+    from evoalign_lib.engines.base import Engine, Options
 
 ENGINES = ("local", "vllm", "ray")
 # arguments of from_pretrained that say which files, and what vLLM calls them
@@ -24,6 +24,7 @@ def open_engine(
     prompts: Mapping[str, Any],
     *,
     max_completion_length: int,
+    options: Options | None = None,
     distribution: str = "gaussian",
     precision: str = "master",
     anchor_decay: float = 0.0,
@@ -40,7 +41,8 @@ def open_engine(
 
     Args:
         engine: "local", "vllm" or "ray".
-        model, tokenizer, rewards, prompts, max_completion_length, distribution, anchor_decay: of `engines.base.Engine`.
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay: of
+            `engines.base.Engine`.
         precision: of the weights, with engine "local".
         chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
@@ -58,7 +60,7 @@ def open_engine(
     choose("engine", engine, ENGINES)
     check_gpus(gpus, tensor_parallel)
     common: dict[str, Any] = {"max_completion_length": max_completion_length, "distribution": distribution}
-    common |= {"anchor_decay": anchor_decay}
+    common |= {"anchor_decay": anchor_decay} | ({} if options is None else {"options": options})
     if engine == "local":
         from evoalign_lib.engines import local, processes
 

@@ -39,19 +39,40 @@ class Evaluation:
     """CPU time of the worker"""
 
 
+@dataclass(frozen=True)
+class Options:
+    """How completions are decoded, beyond plain and to the end token; the defaults change nothing."""
+
+    temperature: float = 1.0
+    """of the samples of `Engine.evaluate`; the logits are divided by it"""
+    top_k: int = 0
+    """of the samples: only so many tokens of the largest probability; 0: all"""
+    top_p: float = 1.0
+    """of the samples: only the tokens that have this share of the probability, the largest first; 1: all"""
+    stop_strings: tuple[str, ...] = ()
+    """a completion ends with the token that completes one of these texts, which it includes"""
+    generation_kwargs: Mapping[str, Any] | None = None
+    """further settings of transformers' GenerationConfig, or of vLLM's SamplingParams"""
+
+
+PLAIN = Options()
+
+
 class Prompts:
     """Tokenised prompts, padded on the left to one width.
 
     Args:
         rows: the data set: mappings with "prompt" (a string or a list of messages) and further columns.
         tokenizer: the model's tokenizer.
+        template: further arguments of apply_chat_template, for prompts that are messages.
 
     Raises:
-        ValueError: no rows, rows without "prompt", or rows with different columns.
+        ValueError: no rows, rows without "prompt", rows with different columns, or a template for prompts that are
+            strings.
         TypeError: no sequence of rows, or prompts of different types.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer):
+    def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer, template: Mapping[str, Any] | None = None):
         if isinstance(rows, Mapping):
             raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: give one split, a list of rows.")
         rows = list(rows)
@@ -75,7 +96,13 @@ class Prompts:
                 raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: give strings everywhere, or message lists.")
         texts = self.prompts
         if self.conversational:
-            texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in texts]
+            how = dict(template or {})
+            texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True, **how) for p in texts]
+        elif template:
+            raise ValueError(
+                f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, which no template "
+                "renders. Give lists of messages, or remove it."
+            )
         self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         # a rendered chat template has its special tokens already; any other text gets those that the tokenizer adds
         rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
@@ -118,6 +145,7 @@ class Scorer:
         prompts: name -> prompts (for example "train" and "eval").
         eos_ids: token ids that end a completion.
         max_completion_length: new tokens at most.
+        options: how completions are decoded.
     """
 
     def __init__(
@@ -127,15 +155,41 @@ class Scorer:
         prompts: Mapping[str, Prompts],
         eos_ids: Sequence[int],
         max_completion_length: int,
+        options: Options = PLAIN,
     ):
         self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
         self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
+        self.options = options
 
     def until_end(self, ids: np.ndarray) -> list[list[int]]:
-        """Return decoded ids, (rows, width), each row up to its end token, which is included."""
+        """Return decoded ids, (rows, width), each row up to its end token or stop string, which is included."""
         ends = np.isin(ids, self.eos_ids)
         lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
-        return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+        return self.until_stop([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)])
+
+    def until_stop(self, raw: list[list[int]]) -> list[list[int]]:
+        """Return ids of completions, each up to the token that completes a stop string, if there is one."""
+        if not self.options.stop_strings:
+            return raw
+        cut = []
+        for row, stopped in zip(raw, self.stopped(raw), strict=True):
+            first, last = 1, len(row)
+            while stopped and first < last:  # a text that holds a stop string goes on holding it
+                middle = (first + last) // 2
+                first, last = (first, middle) if self.stopped([row[:middle]])[0] else (middle + 1, last)
+            cut.append(row[:first] if stopped else row)
+        return cut
+
+    def stopped(self, raw: list[list[int]]) -> list[bool]:
+        """Return for ids of completions whether their texts hold a stop string."""
+        return [any(stop in text for stop in self.options.stop_strings) for text, _ in self.completions(raw)]
+
+    def just_stopped(self, raw: list[list[int]]) -> list[bool]:
+        """Return the same for completions that had none before their last token."""
+        # a token that is shown has a byte at least, so the string is within as many tokens; then the whole is asked
+        tail = max(len(stop.encode()) for stop in self.options.stop_strings) + 1
+        found = self.stopped([row[-tail:] for row in raw])
+        return [hit and self.stopped([row])[0] for hit, row in zip(found, raw, strict=True)]
 
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
         """Return completions as texts without special tokens, each with its ids."""
@@ -164,6 +218,8 @@ class Scorer:
             raise RewardError(f"member {index}: {error}") from error
         lengths = np.array([len(raw) for _, raw in completions])
         clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
+        if self.options.stop_strings:
+            clipped &= ~np.array(self.stopped([raw for _, raw in completions]))
         return Evaluation(scored, lengths, clipped, time.process_time() - started)
 
 
@@ -181,6 +237,7 @@ class Engine(Scorer):
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
         max_completion_length: new tokens at most.
+        options: how completions are decoded.
         threads: of this process, which share an update of its weights.
         precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
             become views of the engine's weights.
@@ -206,13 +263,14 @@ class Engine(Scorer):
         prompts: Mapping[str, Prompts],
         *,
         max_completion_length: int,
+        options: Options = PLAIN,
         threads: int = 1,
         precision: str = "master",
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
         weights: Weights | None = None,
     ):
-        super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length)
+        super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
         self.model = model
         check_padding(model, tokenizer)
         for name, each in prompts.items():
@@ -254,7 +312,7 @@ class Engine(Scorer):
             trainer_state: passed to the reward functions, pickled with every member where other processes score; its
                 `reward_state`, if any, is what reward functions with a state take over first.
             sampling: None for greedy decoding; else the key of the random numbers, which all members share (see
-                `noise.uniforms`), and the number of completions per prompt, at temperature 1.
+                `noise.uniforms`), and the number of completions per prompt, drawn as `options` say.
 
         Returns:
             (members,) in the order of `members`.
@@ -275,7 +333,7 @@ class Engine(Scorer):
         Args:
             name: which prompts.
             indices: rows of them (default: all).
-            samples: 0 for greedy decoding, else samples per prompt (plain: no top-k, top-p or repetition penalty).
+            samples: 0 for greedy decoding, else samples per prompt, with top_k and top_p of `options`.
             seed: of the samples; a row of the prompts gets the same numbers in any chunk and at any temperature.
             temperature: of the samples, above 0; the logits are divided by it.
 

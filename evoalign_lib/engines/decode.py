@@ -17,7 +17,7 @@ other rows. A product of few rows may be computed in another order than one of m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -98,6 +98,23 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.to(matrix.dtype), matrix, bias).float()
 
 
+def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return logits, (rows, vocabulary), with those of tokens that are not to be drawn at -inf.
+
+    Args:
+        logits: after the temperature.
+        top_k: so many tokens of the largest probability stay; 0: all.
+        top_p: then those stay that have this share of the probability, the largest first; 1: all.
+
+    Source: Fan et al., arXiv 1805.04833; Holtzman et al., arXiv 1904.09751; the code is that of transformers.
+    """
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    if top_k:
+        logits = TopKLogitsWarper(top_k)(None, logits)
+    return logits if top_p == 1 else TopPLogitsWarper(top_p)(None, logits)
+
+
 class Decoder:
     """Decode batches of prompts.
 
@@ -170,6 +187,9 @@ class Decoder:
         max_new_tokens: int,
         uniforms: Tensor | None = None,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stopped: Callable[[list[list[int]]], list[bool]] | None = None,
     ) -> Tensor:
         """Decode one batch.
 
@@ -180,6 +200,8 @@ class Decoder:
             uniforms: (rows, max_new_tokens) numbers in [0, 1); sampling by inversion of the distribution function.
                 None: greedy.
             temperature: of the samples, above 0; the logits are divided by it.
+            top_k, top_p: of the samples, as for `kept`.
+            stopped: says of the new tokens of some rows whether each of them ends here, without an end token.
 
         Returns:
             (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
@@ -198,10 +220,14 @@ class Decoder:
             logits = _multiply(hidden, self._head)
             if uniforms is not None and temperature != 1:
                 logits = logits / temperature
+            if uniforms is not None:
+                logits = kept(logits, top_k, top_p)
             token = self._choose(logits, None if uniforms is None else uniforms[active, t])
             token[finished] = self.pad_id
             out[active, t] = token
             finished |= torch.isin(token, self.eos_ids)
+            if stopped is not None and len(going := (~finished).nonzero()[:, 0]):
+                finished[going] = torch.tensor(stopped(out[active[going], : t + 1].tolist()))
             left = len(active) - int(finished.sum())
             if t + 1 == max_new_tokens or not left:
                 break

@@ -35,8 +35,8 @@ from evoalign_lib import noise
 from evoalign_lib._adapters import base_of, dense, not_dense
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
-from evoalign_lib.engines.base import Engine, Evaluation, Prompts, check_temperature
-from evoalign_lib.engines.decode import Decoder, product_dtype, rows_are_exact, supports
+from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, check_temperature
+from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.precision import copy_to
 from evoalign_lib.rewards import Rewards
@@ -62,7 +62,9 @@ class LocalEngine(Engine):
         max_completion_length: new tokens at most.
         chunk_rows: rows decoded at once.
         workers: processes; 1 works in this process.
-        decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model.
+        decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model, and there are
+            no generation_kwargs.
+        options: of `Engine`.
         precision, distribution, anchor_decay: of `Engine`.
 
     Raises:
@@ -81,6 +83,7 @@ class LocalEngine(Engine):
         chunk_rows: int = 256,
         workers: int = 1,
         decoder: str = "auto",
+        options: Options = PLAIN,
         precision: str = "master",
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
@@ -101,6 +104,7 @@ class LocalEngine(Engine):
             rewards,
             prompts,
             max_completion_length=max_completion_length,
+            options=options,
             threads=workers,
             precision=precision,
             distribution=distribution,
@@ -114,6 +118,8 @@ class LocalEngine(Engine):
             reason = f"the parameters of {type(model).__name__} have other names"
         if not reason and model.dtype not in (torch.float32, torch.bfloat16):
             reason = f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
+        if not reason and options.generation_kwargs:
+            reason = "generation_kwargs are for transformers"
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
@@ -230,7 +236,7 @@ class LocalEngine(Engine):
             drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
             indices, uniforms = np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
         with self.weights.member(member.key, sigma, member.sign) as weights:
-            ids = self._decode(weights, name, indices, uniforms)
+            ids = self._decode(weights, name, indices, uniforms, self.options.temperature)
         return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
 
     def generate_rows(
@@ -271,6 +277,8 @@ class LocalEngine(Engine):
     ):
         """Decode rows of the prompts with flat weights; return ids, (rows, max_completion_length)."""
         prompts, rows = self.prompts[name], len(indices)
+        drawn = {"top_k": self.options.top_k, "top_p": self.options.top_p}
+        stopped = self.just_stopped if self.options.stop_strings else None
         if self.decoder == "loop":
             decoder = Decoder(
                 self.model.config,
@@ -290,7 +298,7 @@ class LocalEngine(Engine):
             ids, mask = (torch.from_numpy(a[indices[chunk]]) for a in (prompts.ids, prompts.mask))
             u = None if uniforms is None else torch.from_numpy(uniforms[chunk])
             if self.decoder == "loop":
-                new = decoder.generate(ids, mask, self.max_completion_length, u, temperature)
+                new = decoder.generate(ids, mask, self.max_completion_length, u, temperature, **drawn, stopped=stopped)
             else:
                 new = self._transformers_generate(ids, mask, u, temperature)
             out.append(new[: min(self.chunk_rows, rows - start)].numpy())
@@ -298,19 +306,27 @@ class LocalEngine(Engine):
 
     @torch.inference_mode()
     def _transformers_generate(self, ids, mask, uniforms, temperature):
-        from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+        from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
         class _Invert(LogitsProcessor):
             """Samples by inversion of the distribution function with given numbers, as the loop does."""
 
             def __call__(self, input_ids, scores):
                 scores = scores.float() if temperature == 1 else scores.float() / temperature
-                cumulative = scores.softmax(-1).cumsum(-1)
+                cumulative = kept(scores, options.top_k, options.top_p).softmax(-1).cumsum(-1)
                 u = uniforms[:, input_ids.shape[1] - ids.shape[1], None] * cumulative[:, -1:]
                 token = (cumulative <= u).sum(-1).clamp_(max=scores.shape[-1] - 1)
                 return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
+        class _Stop(StoppingCriteria):
+            """Ends rows at a stop string of their completion; what the prompt holds does not count."""
+
+            def __call__(self, input_ids, scores, **_):
+                return torch.tensor(stopped(input_ids[:, ids.shape[1] :].tolist()), device=input_ids.device)
+
+        options, stopped = self.options, self.just_stopped
         settings = GenerationConfig(
+            **dict(options.generation_kwargs or {}),
             do_sample=False,
             num_beams=1,
             max_new_tokens=self.max_completion_length,
@@ -324,7 +340,11 @@ class LocalEngine(Engine):
         try:
             network.generation_config = GenerationConfig()
             new = network.generate(
-                input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=processors
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=settings,
+                logits_processor=processors,
+                stopping_criteria=[_Stop()] if options.stop_strings else None,
             )[:, ids.shape[1] :]
         finally:
             network.generation_config = own

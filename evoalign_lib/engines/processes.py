@@ -29,6 +29,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def gpus_here() -> int:
+    """Return the number of GPUs that torch sees in this process; nothing is started on them."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread in this process while the context lasts."""

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import Engine, Prompts, check_temperature
+from evoalign_lib.engines.base import PLAIN, Engine, Options, Prompts, check_temperature
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.memory import held_parameters
 from evoalign_lib.engines.processes import default_workers
@@ -65,8 +65,8 @@ class RayEngine(Engine):
     """A population on the actors of a Ray cluster.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, distribution, anchor_decay: of `Engine`. The reward
-            functions run in the actors, so they must be picklable (functions of a notebook are).
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay: of `Engine`. The
+            reward functions run in the actors, so they must be picklable (functions of a notebook are).
         workers: actors, without GPUs; None: one for each core of the cluster.
         gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
         chunk_rows, decoder: of `LocalEngine`, without GPUs.
@@ -94,6 +94,7 @@ class RayEngine(Engine):
         prompts: Mapping[str, Prompts],
         *,
         max_completion_length: int,
+        options: Options = PLAIN,
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
         workers: int | None = None,
@@ -106,7 +107,7 @@ class RayEngine(Engine):
         settings: Mapping[str, Any] | None = None,
     ):
         _ray()
-        common: dict[str, Any] = {"max_completion_length": max_completion_length}
+        common: dict[str, Any] = {"max_completion_length": max_completion_length, "options": options}
         common |= {"distribution": distribution, "anchor_decay": anchor_decay}
         # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
         if gpus:
@@ -115,9 +116,8 @@ class RayEngine(Engine):
         else:
             common |= {"chunk_rows": chunk_rows, "decoder": decoder, "workers": default_workers()}
             self._alike = LocalEngine(model, tokenizer, rewards, prompts, **common)
-        super().__init__(
-            model, tokenizer, rewards, prompts, max_completion_length=max_completion_length, weights=self._alike.weights
-        )
+        known = {"max_completion_length": max_completion_length, "options": options}
+        super().__init__(model, tokenizer, rewards, prompts, **known, weights=self._alike.weights)
         self.gpus, self.tensor_parallel, self.chunk_rows = gpus, tensor_parallel, chunk_rows
         self.places: list[Place] = []
         """of the actors; empty before they start"""
@@ -236,6 +236,7 @@ class RayEngine(Engine):
             "rewards": self.rewards,
             "prompts": self.prompts,
             "max_completion_length": self.max_completion_length,
+            "options": self.options,
         }
         try:
             self._sent_once = _ray().put(once)
@@ -508,7 +509,7 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
     model, tokenizer = once["model"], once["tokenizer"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
-    names = ("max_completion_length", "chunk_rows", "decoder", "distribution", "anchor_decay")
+    names = ("max_completion_length", "options", "chunk_rows", "decoder", "distribution", "anchor_decay")
     return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **{name: once[name] for name in names})
 
 
@@ -516,7 +517,7 @@ class _Replica(Decoding):
     """vLLM with the prompts and rewards of the run; only its workers hold weights."""
 
     def __init__(self, once: Mapping[str, Any]):
-        scoring = ("tokenizer", "rewards", "prompts", "eos_ids", "max_completion_length")
+        scoring = ("tokenizer", "rewards", "prompts", "eos_ids", "max_completion_length", "options")
         super().__init__(*(once[name] for name in scoring))
         settings = once["settings"]
         if once["tensor_parallel"] > 1:  # the actor holds all the GPUs: other actors, which vLLM would take, get none

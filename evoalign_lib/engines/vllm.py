@@ -41,7 +41,7 @@ import torch
 from evoalign_lib import noise
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
-from evoalign_lib.engines.base import Engine, Evaluation, Prompts, Scorer, check_temperature
+from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
 from evoalign_lib.engines.memory import held_parameters, room_beside_master
 from evoalign_lib.precision import matrix_digest
 from evoalign_lib.rewards import Rewards
@@ -223,6 +223,7 @@ class Generator:
         max_new_tokens: int,
         seeds: Sequence[int] | None = None,
         temperature: float = 1.0,
+        options: Options = PLAIN,
     ) -> list:
         """Decode prompts with the weights that were written last.
 
@@ -231,11 +232,12 @@ class Generator:
             max_new_tokens: new tokens per completion, at most.
             seeds: None for greedy decoding; else one seed per row, which is sampled.
             temperature: of the samples, above 0.
+            options: top_k and top_p of the samples, and generation_kwargs. Stop strings are for the caller.
 
         Returns:
             Token ids of each completion, with the end token where there is one.
         """
-        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds, temperature)
+        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds, temperature, options)
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
@@ -256,6 +258,7 @@ def decode(
     max_new_tokens: int,
     seeds: Sequence[int] | None = None,
     temperature: float = 1.0,
+    options: Options = PLAIN,
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`."""
     from vllm import SamplingParams
@@ -272,10 +275,11 @@ def decode(
         "frequency_penalty": 0.0,
         "watermarking": False,
         "detokenize": False,
-    }
+    } | dict(options.generation_kwargs or {})
     if seeds is None:
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
+        common |= {"top_p": options.top_p, "top_k": options.top_k}
         how = [SamplingParams(temperature=temperature, seed=seed, **common) for seed in seeds]
     prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
     return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, how, use_tqdm=False)]
@@ -314,7 +318,7 @@ class Decoding(Scorer):
             rows = np.repeat(rows, samples)
             seeds = [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
         self.generator.perturb(member, sigma)
-        completions = self._decode(name, rows, seeds)
+        completions = self._decode(name, rows, seeds, self.options.temperature)
         return self.scored(index, name, rows, completions, trainer_state, started)
 
     def generate_rows(
@@ -353,18 +357,18 @@ class Decoding(Scorer):
     ) -> list[tuple[str, list[int]]]:
         prompts = self.prompts[name]
         ids = [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
-        return self.completions(self._tokens(ids, seeds, temperature))
+        return self.completions(self.until_stop(self._tokens(ids, seeds, temperature)))
 
     def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int] | None, temperature: float) -> list[list[int]]:
-        return self.generator.generate(ids, self.max_completion_length, seeds, temperature)
+        return self.generator.generate(ids, self.max_completion_length, seeds, temperature, self.options)
 
 
 class VLLMEngine(Decoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, distribution, anchor_decay: of `Engine`; the model
-            has the dtype of vLLM's working copy.
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay: of `Engine`; the
+            model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the rest is cut off.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
@@ -380,6 +384,7 @@ class VLLMEngine(Decoding, Engine):
         prompts: Mapping[str, Prompts],
         *,
         max_completion_length: int,
+        options: Options = PLAIN,
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
         folder: str | None = None,
@@ -393,6 +398,7 @@ class VLLMEngine(Decoding, Engine):
             rewards,
             prompts,
             max_completion_length=max_completion_length,
+            options=options,
             threads=threads,
             distribution=distribution,
             anchor_decay=anchor_decay,

@@ -130,6 +130,18 @@ BAD_VALUES = [
     ("anchor_decay", "0.1", "anchor_decay='0.1' must be"),
     ("anchor_decay", True, "anchor_decay=True must be"),
     ("eval_on_start", True, "has no effect on ES"),
+    ("num_generations_eval", 0, "num_generations_eval=0 must be a whole number of at least 1: or None for greedy"),
+    ("temperature", 0.5, "temperature=0.5 has no effect on greedy decoding: set sampling='common' for members or"),
+    ("temperature", 0, "temperature=0 must be a number above 0"),
+    ("temperature", math.inf, "temperature=inf must be"),
+    ("top_p", 1.5, "top_p=1.5 must be a number above 0 and at most 1"),
+    ("top_k", -1, "top_k=-1 must be a whole number of at least 0"),
+    ("stop_strings", "END", "stop_strings='END' must be a list of texts"),
+    ("stop_strings", [""], "none of them empty"),
+    ("generation_kwargs", {"max_new_tokens": 3}, "'max_new_tokens' is set elsewhere: max_completion_length"),
+    ("generation_kwargs", {"min_p": 0.1}, "'min_p' has no effect, since samples are drawn here"),
+    ("generation_kwargs", {"repetition_penlty": 2.0}, r"Did you mean 'repetition_penalty'\?"),
+    ("log_unique_prompts", True, "has no effect without log_completions=True"),
 ]
 
 
@@ -202,7 +214,9 @@ def test_a_config_goes_to_json_and_back(tmp_path):
         "alpha_schedule", "alpha_final_fraction", "anchor_decay", "prompts_per_step", "sampling", "num_generations",
         "max_completion_length", "fitness", "arm", "reward_weights", "reward_floor", "reward_timeout", "workers",
         "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs", "engine", "gpus", "tensor_parallel",
-        "engine_kwargs",
+        "engine_kwargs", "log_completions", "num_completions_to_print", "log_unique_prompts", "num_generations_eval",
+        "temperature", "top_p", "top_k", "stop_strings", "generation_kwargs", "chat_template_kwargs",
+        "overwrite_output_dir",
     }  # fmt: skip
     again = ESConfig(**{name: saved[name] for name in own})
     assert {name: getattr(again, name) for name in own} == {name: getattr(c, name) for name in own}

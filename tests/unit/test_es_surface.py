@@ -1,5 +1,8 @@
 """The surface of TRL's trainers on `ESTrainer`: completions, other data sets, reward models, cards, the Hub, ties."""
 
+import copy
+import dataclasses
+import inspect
 import json
 import logging
 import math
@@ -9,12 +12,16 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, random_model, tokenizer
-from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from evoalign_lib import ledger
+from evoalign_lib.engines.base import Options, Prompts
+from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.reward_models import ModelReward
+from evoalign_lib.rewards import Rewards
+from evoalign_lib.update_rules import Member
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS[:4])]
 
@@ -348,3 +355,195 @@ def test_asynchronous_rewards_train_in_worker_processes(tmp_path):
         runs.append(tested.ledger.weights)
         tested.engine.close()
     assert runs[0] == runs[1]
+
+
+# ---- how completions are decoded
+
+
+def engine(decoder, **options):
+    prompts = {"train": Prompts(ROWS, tokenizer())}
+    return LocalEngine(
+        random_model(),
+        tokenizer(),
+        None,
+        prompts,
+        max_completion_length=12,
+        decoder=decoder,
+        options=Options(**options),
+    )
+
+
+@pytest.mark.parametrize("decoder", ["loop", "generate"])
+def test_top_k_and_top_p_leave_tokens_out(decoder):
+    [greedy] = engine(decoder).generate("train")
+    for options in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert engine(decoder, **options).generate("train", samples=2, temperature=5.0) == [greedy, greedy]
+    drawn = engine(decoder).generate("train", samples=1, temperature=5.0)
+    assert engine(decoder, top_k=5).generate("train", samples=1, temperature=5.0) not in ([greedy], drawn)
+
+
+def test_both_decoders_draw_the_same_samples():
+    settings = {"samples": 2, "seed": 3, "temperature": 0.7}
+    loop, generate = (engine(d, top_k=20, top_p=0.9).generate("train", **settings) for d in ("loop", "generate"))
+    assert loop == generate
+
+
+@pytest.mark.parametrize("decoder", ["loop", "generate"])
+def test_a_stop_string_ends_a_completion(decoder):
+    [whole] = engine(decoder).generate("train")
+    texts = [text for text, _ in whole]
+    stop = texts[0][3:5]
+    assert stop in texts[0]
+    tested = engine(decoder, stop_strings=(stop, "no such text"))
+    [cut] = tested.generate("train")
+    for (text, ids), (short, kept) in zip(whole, cut, strict=True):
+        assert ids[: len(kept)] == kept
+        if stop in text:
+            assert short.count(stop) == 1 and stop not in tested.completions([kept[:-1]])[0][0]
+        else:
+            assert short == text
+    assert len(cut[0][1]) < len(whole[0][1])
+    tested.rewards = Rewards(token_sum)
+    [evaluation] = tested.evaluate([Member(1, 1)], 1e-30, "train", np.arange(len(ROWS)))
+    assert evaluation.lengths.tolist() == [len(ids) for _, ids in cut]
+    ended = np.array([stop in text for text, _ in cut])
+    assert not (evaluation.clipped & ended).any() and ended[0]
+
+
+def test_a_stop_string_saves_the_rest():
+    """The loop computes no token after it: what comes then is padding."""
+    tested = engine("loop", stop_strings=tuple("0123456789abcdefghijklmnopqrstuvwxyz "))
+    raw = tested._decode(tested.weights.flat, "train", np.arange(len(ROWS)), None)
+    ends = [len(row) for row in tested.until_end(raw)]
+    assert min(ends) < 12
+    for row, end in zip(raw, ends, strict=True):
+        assert (row[end:] == tokenizer().pad_token_id).all()
+
+
+def test_generation_kwargs_are_those_of_transformers():
+    tested = engine("auto", generation_kwargs={"repetition_penalty": 3.0})
+    assert tested.decoder == "generate" and engine("auto").decoder == "loop"
+    model, prompts = random_model(), tested.prompts["train"]
+    common = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": tokenizer().pad_token_id}
+    ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask)
+    expected = model.generate(ids, attention_mask=mask, repetition_penalty=3.0, eos_token_id=tested.eos_ids, **common)
+    [found] = tested.generate("train")
+    assert [row for _, row in found] == tested.until_end(expected[:, ids.shape[1] :].numpy())
+    assert found != engine("generate").generate("train")[0]
+    with pytest.raises(ValueError, match="decoder='loop' does not cover this model: generation_kwargs are for"):
+        engine("loop", generation_kwargs={"repetition_penalty": 3.0})
+
+
+OPTIONS = {"sampling": "common", "temperature": 0.5, "top_p": 0.9, "top_k": 30, "stop_strings": ["a"]}
+OPTIONS |= {"generation_kwargs": {"repetition_penalty": 1.5}}
+
+
+def test_the_ledger_names_options_where_they_differ(tmp_path):
+    tested = trainer(tmp_path / "a", max_steps=1, **OPTIONS)
+    tested.train()
+    settings = ledger.read(tmp_path / "a" / ledger.NAME).header["settings"]
+    assert {name: settings[name] for name in OPTIONS} == OPTIONS
+    trainer(tmp_path / "a", **OPTIONS).train(resume_from_checkpoint=True)
+    for name, value in {
+        "temperature": 0.6,
+        "stop_strings": ["b"],
+        "generation_kwargs": {"length_penalty": 2.0},
+    }.items():
+        with pytest.raises(ValueError, match=f"of a run with {name}="):
+            trainer(tmp_path / "a", **OPTIONS | {name: value}).train(resume_from_checkpoint=True)
+    plain = trainer(tmp_path / "b", max_steps=1, num_generations_eval=2, temperature=0.5, eval_dataset=ROWS)
+    plain.train()
+    settings = ledger.read(tmp_path / "b" / ledger.NAME).header["settings"]
+    assert not set(settings) & (set(OPTIONS) - {"sampling"})  # an evaluation is no part of the run
+
+
+def test_members_sample_at_the_temperature(tmp_path):
+    runs = [trainer(tmp_path / str(t), max_steps=1, sampling="common", temperature=t) for t in (1e-3, 1.0)]
+    greedy = trainer(tmp_path / "greedy", max_steps=1)
+    for run in (*runs, greedy):
+        run.train()
+    cold, warm, plain = (run.ledger.steps[0].rewards.tolist() for run in (*runs, greedy))
+    assert cold == plain != warm
+
+
+def test_an_evaluation_may_sample(tmp_path):
+    settings = {"num_generations_eval": 3, "temperature": 0.8}
+    tested = trainer(tmp_path, explained, ROWS, **settings)
+    texts = tested.predict(ROWS).predictions
+    draws = tested.engine.generate("eval", samples=3, seed=tested.args.seed, temperature=0.8)
+    assert texts == [draw[i][0] for i in range(len(ROWS)) for draw in draws]
+    assert tested.evaluate() == tested.evaluate() == {"eval_reward": np.mean([len(text) for text in texts])}
+
+
+def test_the_template_gets_its_arguments(tmp_path):
+    tok = copy.deepcopy(tokenizer())
+    tok.chat_template = "{% if thinking %}think{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
+    args = config(tmp_path, chat_template_kwargs={"thinking": True})
+    tested = ESTrainer(random_model(), token_sum, args, rows, rows, tok)
+    for name in ("train", "eval"):
+        [row] = tested.engine.prompts[name].ids
+        assert tok.decode(row) == "thinkhi"
+    with pytest.raises(ValueError, match=r"chat_template_kwargs={'thinking': True} has no effect: the prompts are str"):
+        ESTrainer(random_model(), token_sum, args, ROWS, None, tok)
+
+
+# ---- a folder that holds a run
+
+
+def test_a_complete_run_says_so_and_how_to_begin_anew(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    first = trainer(tmp_path, **settings)
+    first.train()
+    data = (tmp_path / ledger.NAME).read_bytes()
+    with pytest.raises(ledger.LedgerError, match=r"is complete: .*closed after 2 steps.*overwrite_output_dir=True"):
+        trainer(tmp_path, **settings).train()
+    with caplog.at_level(logging.WARNING, logger="evoalign_lib"):
+        assert first.train().global_step == 2  # the cell again
+        assert trainer(tmp_path, **settings).train(resume_from_checkpoint=True).global_step == 2
+    assert len([r for r in caplog.records if "is complete, with 2 steps: nothing is trained" in r.getMessage()]) == 2
+    assert (tmp_path / ledger.NAME).read_bytes() == data
+
+
+def test_overwrite_output_dir_begins_anew(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer(tmp_path, seed=1, **settings).train()
+    (tmp_path / "notes.txt").write_text("mine")
+    again = trainer(tmp_path, max_steps=1, overwrite_output_dir=True, **settings)
+    with pytest.raises(ValueError, match="overwrite_output_dir=True deletes the run that resume"):
+        again.train(resume_from_checkpoint=True)
+    again.train()
+    assert "is deleted" in caplog.text and (tmp_path / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    alone = trainer(tmp_path / "alone", max_steps=1)
+    alone.train()
+    assert ledger.read(tmp_path / ledger.NAME).weights == alone.ledger.weights
+    again.train()  # a second call goes on, and deletes nothing
+    assert again.ledger is not None and len(ledger.read(tmp_path / ledger.NAME).steps) == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ledger.NAME).write_text("no ledger\nat all\n")
+    with pytest.raises(ledger.LedgerError, match="is no ledger of a run"):
+        trainer(tmp_path / "other", overwrite_output_dir=True).train()
+
+
+def test_a_gpu_that_is_not_used_is_said_loudly(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("evoalign_lib.es.gpus_here", lambda: 2)
+    trainer(tmp_path / "a", use_cpu=True)
+    assert not caplog.records
+    trainer(tmp_path / "b")
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "has 2 GPU(s), and engine='local' decodes on the CPU" in record.getMessage()
+
+
+# ---- help
+
+
+def test_help_documents_every_setting_and_argument():
+    own = {f.name for f in dataclasses.fields(ESConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+    shown = inspect.getdoc(ESConfig)
+    for name in own:
+        assert f"\n    {name}: " in shown, name
+    arguments = set(inspect.signature(ESTrainer.__init__).parameters) - {"self", "others"}
+    for name in arguments:
+        assert f"\n    {name}: " in inspect.getdoc(ESTrainer), name
