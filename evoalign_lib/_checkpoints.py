@@ -359,10 +359,10 @@ def refuse_complete(path: Path, steps: int) -> None:
     run = ledger.read(path)
     if run.ended:
         raise ledger.LedgerError(
-            f"the run in {str(path.parent)!r} is complete: {path.name} is the ledger of another run, closed after "
-            f"{len(run.steps)} steps. To go on with it raise max_steps (now {steps}) and call "
-            "train(resume_from_checkpoint=True), which gives its last weights where no step is left; to begin anew set "
-            "overwrite_output_dir=True, which deletes it, or use another output_dir."
+            f"the run in {str(path.parent)!r} is complete, with {len(run.steps)} steps: {path.name} is the ledger of "
+            "another run: use another output_dir, or train(resume_from_checkpoint=True) to have its last weights, and "
+            f"to go on with it where max_steps (now {steps}) is larger. To delete it and begin anew, set "
+            "overwrite_output_dir=True."
         )
 
 

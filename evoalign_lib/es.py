@@ -359,6 +359,10 @@ class ESConfig(TrainingArguments):
         found = [
             f"generation_kwargs: {name!r} is set elsewhere: {_ELSEWHERE[name]}." for name in given if name in _ELSEWHERE
         ]
+        try:
+            json.dumps(dict(given))
+        except (TypeError, ValueError):
+            found.append(f"generation_kwargs={given!r} cannot be written down: give numbers, texts, lists and dicts.")
         if self.engine == "local" or not self.gpus and self.engine == "ray":
             known = vars(GenerationConfig())
             for name in (name for name in given if name not in _ELSEWHERE):
@@ -652,6 +656,7 @@ class ESTrainer:
         self._eval_sets = [name for name in prompts if name != "train"]
         if args.eval_strategy != "no" and not self._eval_sets:
             raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: give one.")
+        self._check_best_metric()
         self.train_prompts = prompts["train"]
         self.prompts_per_step = args.prompts_per_step or len(self.train_prompts)
         if self.prompts_per_step > len(self.train_prompts):
@@ -682,11 +687,7 @@ class ESTrainer:
             load=load,
         )
         if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):
-            logger.warning(
-                "This machine has %d GPU(s), and engine='local' decodes on the CPU, which takes many times longer. Set "
-                "engine='vllm' (pip install 'evoalign[gpu]') to use them, or use_cpu=True if the CPU is meant.",
-                gpus,
-            )
+            _say_idle(gpus)
         self.run_key = noise.run_key(args.arm, args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
@@ -711,6 +712,16 @@ class ESTrainer:
     def __getattr__(self, name: str) -> Any:
         status, why = SURFACE["methods"].get(name, ("", ""))
         raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {why}' if why else ''}.", name=name, obj=self)
+
+    def _check_best_metric(self) -> None:
+        """Raise ValueError where the metric that says which step is best is of none of several evaluation sets."""
+        names = [name.removeprefix("eval_") for name in self._eval_sets if name != "eval"]
+        metric = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        if names and metric and not metric.startswith(tuple(f"{name}_" for name in names)):
+            raise ValueError(
+                f"metric_for_best_model={self.args.metric_for_best_model!r} is of none of the sets {names} of "
+                f"eval_dataset: begin it with the name of one, such as '{names[0]}_reward'."
+            )
 
     def _check_reward_models(self) -> None:
         """Raise ValueError for a reward model on a GPU that several worker processes would have to share."""
@@ -1426,6 +1437,17 @@ class ESTrainer:
         metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
         metrics |= state_metrics(record.reward_state)
         return record.log | metrics  # a reward function's metric never replaces one of these
+
+
+@cache
+def _say_idle(gpus: int) -> None:
+    """Say once in this process that its GPUs are left idle."""
+    logger.warning(
+        "This machine has %d GPU(s), and engine='local' decodes on the CPU, which takes many times longer for all but "
+        "small models. Set engine='vllm' (pip install 'evoalign[gpu]') to use them, or use_cpu=True to say that the "
+        "CPU is meant.",
+        gpus,
+    )
 
 
 def _functions(rewards: Any, tokenizers: Any, template: Any) -> Any:

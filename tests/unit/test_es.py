@@ -139,6 +139,7 @@ BAD_VALUES = [
     ("stop_strings", "END", "stop_strings='END' must be a list of texts"),
     ("stop_strings", [""], "none of them empty"),
     ("generation_kwargs", {"max_new_tokens": 3}, "'max_new_tokens' is set elsewhere: max_completion_length"),
+    ("generation_kwargs", {"bad_words_ids": {3}}, "cannot be written down"),
     ("generation_kwargs", {"min_p": 0.1}, "'min_p' has no effect, since samples are drawn here"),
     ("generation_kwargs", {"repetition_penlty": 2.0}, r"Did you mean 'repetition_penalty'\?"),
     ("log_unique_prompts", True, "has no effect without log_completions=True"),

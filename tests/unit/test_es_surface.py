@@ -15,7 +15,7 @@ from helpers import PROMPTS, random_model, tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from evoalign_lib import ledger
+from evoalign_lib import es, ledger
 from evoalign_lib.engines.base import Options, Prompts
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -92,6 +92,8 @@ def test_several_sets_have_metrics_of_their_own(tmp_path):
     tested.train()
     logged = [entry["eval_second_reward"] for entry in tested.state.log_history if "eval_second_reward" in entry]
     assert tested.state.best_metric == max(logged[:1] + logged[3:])  # of the trainer's own sets, not of "second" alone
+    with pytest.raises(ValueError, match="metric_for_best_model='reward' is of none of the sets .*'first_reward'"):
+        trainer(tmp_path, eval_dataset=sets, **settings | {"metric_for_best_model": "reward"})
     with pytest.raises(ValueError, match="eval_dataset 'bad': the data set is empty"):
         trainer(tmp_path, eval_dataset={"bad": []})
 
@@ -496,7 +498,7 @@ def test_a_complete_run_says_so_and_how_to_begin_anew(tmp_path, caplog):
     first = trainer(tmp_path, **settings)
     first.train()
     data = (tmp_path / ledger.NAME).read_bytes()
-    with pytest.raises(ledger.LedgerError, match=r"is complete: .*closed after 2 steps.*overwrite_output_dir=True"):
+    with pytest.raises(ledger.LedgerError, match="is complete, with 2 steps: .*overwrite_output_dir=True"):
         trainer(tmp_path, **settings).train()
     with caplog.at_level(logging.WARNING, logger="evoalign_lib"):
         assert first.train().global_step == 2  # the cell again
@@ -528,9 +530,11 @@ def test_overwrite_output_dir_begins_anew(tmp_path, caplog):
 
 def test_a_gpu_that_is_not_used_is_said_loudly(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("evoalign_lib.es.gpus_here", lambda: 2)
+    es._say_idle.cache_clear()
     trainer(tmp_path / "a", use_cpu=True)
     assert not caplog.records
-    trainer(tmp_path / "b")
+    for name in "bc":
+        trainer(tmp_path / name)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "has 2 GPU(s), and engine='local' decodes on the CPU" in record.getMessage()
