@@ -131,7 +131,10 @@ class Prompts:
         if not isinstance(other, Prompts):
             return NotImplemented
         mine, theirs = ((p.digest, p.prompts, list(p.columns), list(p.columns.values())) for p in (self, other))
-        return mine == theirs
+        try:
+            return mine == theirs
+        except ValueError:  # columns of arrays, which have no truth value
+            return False
 
     __hash__ = object.__hash__
 
