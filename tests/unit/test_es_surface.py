@@ -75,6 +75,8 @@ def test_other_rows_can_be_evaluated_at_any_time(tmp_path, workers):
     assert tested.engine._pool is pool  # the same rows cost no new processes
     more = tested.evaluate([*ROWS, {"prompt": "longer than any before it", "number": 9}])
     assert set(more) == {"eval_reward"} and tested.evaluate() == own
+    with pytest.raises(ValueError, match="prompt"):  # the model's context has 256 positions
+        tested.evaluate([{"prompt": "x" * 300, "number": 1}])
     tested.engine.close()
 
 
