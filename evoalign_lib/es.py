@@ -629,7 +629,7 @@ class ESTrainer:
             )
         self.args = args = ESConfig() if args is None else args
         if args.log_completions:
-            completions.import_rich()
+            completions.check_rich()
         functions = _functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
         self.rewards = Rewards(
             functions, args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
@@ -1023,16 +1023,17 @@ class ESTrainer:
 
     def _show_step(self) -> None:
         if self._completions is not None and self.control.should_log:
-            self._show_completions(self._completions, f"Step {self.state.global_step}")
+            self._show_completions(self._completions, "step")
         self._completions = None
 
-    def _show_completions(self, table: completions.Table, title: str) -> None:
-        """Print, send and write completions; title: of what."""
+    def _show_completions(self, table: completions.Table, what: str) -> None:
+        """Print, send and write completions; what: "step", or the prefix of an evaluation."""
         step = self.state.global_step
         drawn = _generator(self.args.seed, step, "shown")
-        completions.show(completions.sample(table, self.args.num_completions_to_print, drawn), title)
+        shown = completions.sample(table, self.args.num_completions_to_print, drawn)
+        completions.show(shown, self.rewards.names, str(step) if what == "step" else f"{step}, {what}")
         completions.send(table, self.callback_handler.callbacks, step)
-        completions.write(table, self.args.output_dir, step, title.split()[0].lower())
+        completions.write(table, self.args.output_dir, step, what)
 
     def _evaluate_step(self) -> None:
         if self.control.should_evaluate:
@@ -1164,7 +1165,7 @@ class ESTrainer:
         metrics[f"{prefix}_reward"] = member_fitness(scored)  # whatever a reward function logs by that name
         if scored.table:
             step = {"step": [self.state.global_step] * len(completed)}
-            self._show_completions(step | scored.table, f"{prefix} after step {self.state.global_step}")
+            self._show_completions(step | scored.table, prefix)
         return metrics
 
     def _keep_best(self, metrics: dict[str, float]) -> None:

@@ -7,12 +7,14 @@ the difference between them is what the step learns from.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.utils import is_rich_available
 
 from evoalign_lib.engines.base import Evaluation
 from evoalign_lib.files import replace_text
@@ -62,29 +64,28 @@ def sample(table: Table, n: int | None, rng: np.random.Generator) -> Table:
     return {name: [values[i] for i in chosen] for name, values in table.items()}
 
 
-def show(table: Table, title: str) -> None:
-    """Print rows in a frame, by rich. Raises ImportError where it is not installed; the message says how."""
-    console, tables, panels, texts = import_rich()
-    drawn = tables.Table(show_header=True, header_style="bold", expand=True, show_lines=True)
-    for name in table:
-        if name != "step":
-            number = all(isinstance(value, (int, float)) or value is None for value in table[name])
-            drawn.add_column(name, justify="right" if number else "left", overflow="fold")
-    for i in range(len(table["prompt"])):
-        # as plain text: what a model writes is no markup
-        drawn.add_row(*(texts.Text(_text(values[i])) for name, values in table.items() if name != "step"))
-    console.Console().print(panels.Panel(drawn, expand=False, title=title, border_style="bold"))
+def show(table: Table, functions: Sequence[str], title: str) -> None:
+    """Print rows as TRL's trainers do, in a frame, by rich.
+
+    Args:
+        table: of `of_step`, or the columns of `Scored.table`.
+        functions: names of the reward functions.
+        title: what follows "Step".
+    """
+    from trl.trainer.utils import print_prompt_completions_sample
+
+    rewards = {name: [math.nan if v is None else v for v in table[name]] for name in functions}
+    own = {"step", "prompt", "completion", "advantage", *functions}
+    extra = {name: ["" if v is None else v for v in values] for name, values in table.items() if name not in own}
+    print_prompt_completions_sample(
+        table["prompt"], table["completion"], rewards, table.get("advantage"), title, extra=extra
+    )
 
 
-def import_rich() -> tuple[Any, Any, Any, Any]:
-    """Return what `show` needs of rich. Raises ImportError where it is not installed; the message says how."""
-    try:
-        from rich import console, panel, table, text
-    except ImportError as error:
-        raise ImportError(
-            "log_completions=True prints a table with rich: pip install rich, or leave it out."
-        ) from error
-    return console, table, panel, text
+def check_rich() -> None:
+    """Raise ImportError where rich, which prints the table, is not installed; the message says how to install it."""
+    if not is_rich_available():
+        raise ImportError("log_completions=True prints a table with rich: pip install rich, or leave it out.")
 
 
 def write(table: Table, output_dir: str | os.PathLike, step: int, what: str) -> None:
@@ -93,7 +94,7 @@ def write(table: Table, output_dir: str | os.PathLike, step: int, what: str) -> 
     folder.mkdir(parents=True, exist_ok=True)
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    replace_text(folder / f"{what}_{step:05d}.jsonl", "".join(lines))
+    replace_text(folder / f"{what.replace('/', '_')}_{step:05d}.jsonl", "".join(lines))
 
 
 def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
@@ -105,9 +106,7 @@ def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
         elif kind == "WandbCallback" and callback._wandb is not None and callback._wandb.run is not None:
             callback._wandb.log({"completions": _frame_of(callback._wandb, table)})
         elif kind == "TrackioCallback":
-            import trackio
-
-            trackio.log({"completions": _frame_of(trackio, table)})
+            callback._trackio.log({"completions": _frame_of(callback._trackio, table)})
 
 
 def _frame_of(tracker: Any, table: Table) -> Any:

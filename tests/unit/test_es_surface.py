@@ -211,8 +211,8 @@ def test_completions_are_shown_sent_and_kept(tmp_path, capsys, workers, monkeypa
     tested.train()
     tested.evaluate()
     shown = capsys.readouterr().out
-    assert "Step 2" in shown and "Step 1" not in shown and "eval after step 2" in shown
-    assert all(word in shown for word in ("completion", "explained", "token_sum", "first", "advantage"))
+    assert "Step 2" in shown and "Step 1" not in shown and "Step 2, eval" in shown
+    assert all(word in shown for word in ("Completion", "explained", "token_sum", "first", "Advantage", "member"))
     assert sorted(path.name for path in (tmp_path / "run/completions").iterdir()) == [
         "eval_00002.jsonl",
         "step_00002.jsonl",
@@ -246,11 +246,31 @@ def test_the_terminal_gets_plain_text(tmp_path, capsys):
     from evoalign_lib.engines import completions
 
     conversation = [{"role": "assistant", "content": "[bold]x[/nothing]"}]
-    completions.show({"prompt": ["a|b"], "completion": [conversation], "r": [None]}, "Step 1")
+    completions.show({"prompt": ["a|b"], "completion": [conversation], "r": [None], "why": [None]}, ["r"], "1")
     shown = capsys.readouterr().out
     assert "ASSISTANT" in shown and "[bold]x[/nothing]" in shown
     with pytest.raises(ValueError, match="num_completions_to_print=3 has no effect without log_completions=True"):
         config(tmp_path, num_completions_to_print=3)
+
+
+def test_trackers_get_a_table():
+    from evoalign_lib.engines import completions
+
+    sent = []
+
+    class Tracker:
+        run = "running"
+        Table = staticmethod(lambda dataframe: dataframe)
+        log = sent.append
+
+    # wandb and trackio are not installed here: stand-ins for what transformers' callbacks hold
+    wandb = type("WandbCallback", (), {"_wandb": Tracker})()
+    trackio = type("TrackioCallback", (), {"_trackio": Tracker})()
+    message = [{"role": "user", "content": "hi"}]
+    completions.send({"prompt": [message, message], "r": [1.0, None]}, [wandb, trackio], 3)
+    assert len(sent) == 2
+    for logged in sent:
+        assert logged["completions"]["prompt"].tolist() == ["USER\nhi"] * 2 and logged["completions"]["r"][0] == 1.0
 
 
 # ---- ties
