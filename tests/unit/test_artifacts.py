@@ -375,7 +375,7 @@ def _write_notebook(repository: Path, *cells: nbformat.NotebookNode | str) -> No
 
 def _run_verify(*arguments: str) -> tuple[int, list[str]]:
     """`evoalign verify` as it is typed: exit status, and lines."""
-    result = CliRunner().invoke(cli.app, ["verify", *arguments])
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["verify", *arguments])  # or errors are broken in a box
     return result.exit_code, result.output.splitlines()
 
 
@@ -617,7 +617,7 @@ def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pyt
     with pytest.raises(FileNotFoundError, match="no paper/results/02_toy/tiny.jsonl; there are: 01_toy"):
         next(artifacts.verify(["02_toy"]))
     status, lines = _run_verify("--notebook", "02_toy")
-    assert status == 2 and "there are: 01_toy" in " ".join(lines)
+    assert status == 2 and "There are: 01_toy" in " ".join(lines)
 
 
 ENDLESS = """import os, pathlib, time
