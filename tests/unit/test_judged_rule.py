@@ -146,6 +146,13 @@ def test_an_arm_that_learned_nothing_does_not_reach_the_floor():
     assert _verdict(_noise_claim(), _noise(0.0, 0.0, 0.4, 0.0))[0] == "contradicted"
 
 
+def test_a_floor_without_runs_to_compare_with_is_not_asked():
+    evidence = _noise(0.4, 0.3, 0.4, 0.0)
+    alone = [r for r in evidence.records if r["spec"].get("arm") != "grpo"]
+    verdict, findings = _verdict(_noise_claim(), Evidence.of(alone, "tiny", resamples=100))
+    assert verdict == "open" and {finding.n for finding in findings} == {0}
+
+
 def _law_claim(**rule):
     kept = {"kind": "laws", "of": "es", "beside": "grpo", "favours": "es", "law": "rl", "about": ["true"], "above": 0.8}
     claim = _claim()

@@ -184,8 +184,10 @@ def _floor(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find what the favoured arm has gained in true reward, in the first cell, where the comparisons are made."""
     rule, found = claim["rule"], []
     arm = rule["favours"]
-    arms, have, lacks = _selected(claim, evidence, (arm, rule["comparisons"][0]["to"]))
-    runs, first = arms[arm][0], cells(claim)[0][0]
+    other = rule["comparisons"][0]["to"]
+    arms, have, lacks = _selected(claim, evidence, (arm, other))
+    # a floor stands beside a comparison: without runs to compare with nothing is asked
+    runs, first = arms[arm][0] if arms[other][0] else [], cells(claim)[0][0]
     for decoding in rule["decodings"]:
         label = f"{evidence.name(claim, arm, True)} - base, true reward on {first}, {decoding_words(decoding)}"
         kept: dict[str, Any] = {"decoding": decoding, "bound": float(rule["floor"])}
