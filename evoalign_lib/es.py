@@ -1229,7 +1229,10 @@ class ESTrainer:
 
     # ---- files (`evoalign_lib._checkpoints`)
 
-    log_metrics = trainer_pt_utils.log_metrics
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, in a column, under the name of their split, as transformers' `Trainer` does."""
+        trainer_pt_utils.log_metrics(self, split, dict(metrics))
+
     metrics_format = staticmethod(trainer_pt_utils.metrics_format)
 
     def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
