@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from evoalign_lib import style
-from evoalign_lib.records import Record
 from evoalign_lib.study import beside
 from evoalign_lib.study.notebooks import safety_judges as study
 from evoalign_lib.study.notebooks.loading import Records
@@ -58,7 +57,7 @@ def curves(of: Records) -> tuple[Figure, DataFrame]:
             for ax, name in zip(axes.flat, PANELS, strict=True):
                 factor = 100 if name in _SHARES else 1
                 values = [np.nan if x is None else factor * x for x in run["curve"][name]]
-                ax.plot(step, values, lw=0.9, **{k: v for k, v in style.line(arm, "greedy").items() if k == "color"})
+                ax.plot(step, values, lw=0.9, color=style.ARMS[arm].color)
                 own = {"arm": arm, "seed": run["spec"]["seed"], "quantity": name}
                 rows += [own | {"step": s, "value": v} for s, v in zip(step, values, strict=True)]
     for ax, title in zip(axes.flat, PANELS.values(), strict=True):
@@ -93,17 +92,13 @@ def end_rows(of: Records) -> DataFrame:
 def judge_rows(of: Records) -> DataFrame:
     """Return a row per run and rubric of a chat judge: verdicts on greedy replies against the base's, both orders."""
     rows = []
-    for run in _trained(of):
+    for run in (run for arm in _ARMS for run in of[arm]):
         for said in run.get("held_out", ()):
             row = {"arm": style.ARMS[run["spec"]["arm"]].label, "seed": run["spec"]["seed"], "judge": said["judge"]}
             row |= {name: said[name] for name in ("rubric", "win", "tie", "loss", "inconsistent", "unparsed", "failed")}
             rate = said["win_rate"]
             rows.append(row | {"win rate, %": "-" if rate is None else f"{100 * rate:.0f}"})
     return frame(rows)
-
-
-def _trained(of: Records) -> Iterator[Record]:
-    return (run for arm in _ARMS for run in of[arm])
 
 
 def _range(values: Sequence[float | None], digits: int) -> str:
