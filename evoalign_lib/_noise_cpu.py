@@ -54,6 +54,7 @@ GAUSSIAN, BYTE_SUM, RADEMACHER = 0, 1, 2
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)
 
 ALIGNMENT = 16  # elements: every tensor in a flat buffer starts on a 64-byte line
+_COLUMNS = 1024  # of low-rank noise, summed at a time: two lines of 4 kB in the L1 cache
 _BLOCK = 256  # Philox counters generated at a time: 4 kB of normals, well inside the L1 cache
 
 
@@ -300,3 +301,76 @@ def jit_cached(kernel: Callable, **options) -> Callable:
 
 
 add_noise = jit_cached(_add_noise_kernel)
+
+
+# Low-rank noise, a product of two factors for each matrix.
+_add_one = njit(error_model="numpy")(_add_noise_kernel)
+
+
+def reference_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return sum_k a[k, i] b[k, j], rounded after each operation, in plain NumPy: (rank, rows), (rank, cols)."""
+    total = a[0][:, None] * b[0]
+    for k in range(1, len(a)):
+        total = total + a[k][:, None] * b[k]
+    return total
+
+
+def _add_rows_kernel(kind, out, keys, scale, first, param_id, stream):
+    """Add scale * a member's numbers in rows 0, 1, ... and columns first, ... to each of out: (members, rank, n)."""
+    shape = np.array([out.shape[1]]), np.array([out.shape[2]])
+    zero, one, ids = np.zeros(1, np.int64), np.full(1, scale), np.full(1, param_id)
+    for n in range(len(keys)):
+        flat = out[n].reshape(out.shape[1] * out.shape[2])
+        _add_one(kind, flat, flat, NOTHING, keys[n : n + 1], one, zero, *shape, ids, 0, first, stream, 0, 1)
+
+
+def _add_products_kernel(out, source, start, coefficients, a, b, base, stride):
+    """out = source + (start + c_0 E_0 + c_1 E_1 + ...), rounded after each operation.
+
+    E_n[i, j] is the sum over k of a[n, k, i] b[n, k, j].
+
+    Args:
+        out, source: flat buffers that hold a matrix.
+        start: where the sum starts.
+        coefficients: (members).
+        a, b: (members, rank, rows) and (members, rank, cols).
+        base, stride: where the first of these rows and cols lies, and how far the rows are apart.
+    """
+    members, rank, cols = b.shape
+    total, product = np.empty(_COLUMNS, np.float32), np.empty(_COLUMNS, np.float32)
+    for i in range(a.shape[2]):
+        for first in range(0, cols, _COLUMNS):
+            width = min(_COLUMNS, cols - first)
+            total[:width] = start
+            for n in range(members):
+                c, last = coefficients[n], first + width
+                factor, line = a[n, 0, i], b[n, 0, first:last]
+                if rank == 1:
+                    for j in range(width):
+                        total[j] += c * (factor * line[j])
+                    continue
+                for j in range(width):
+                    product[j] = factor * line[j]
+                k = 1
+                while k + 4 <= rank:  # in the same order as one by one, with fewer passes over the line
+                    f0, f1, f2, f3 = a[n, k, i], a[n, k + 1, i], a[n, k + 2, i], a[n, k + 3, i]
+                    l0, l1 = b[n, k, first:last], b[n, k + 1, first:last]
+                    l2, l3 = b[n, k + 2, first:last], b[n, k + 3, first:last]
+                    for j in range(width):
+                        product[j] = (((product[j] + f0 * l0[j]) + f1 * l1[j]) + f2 * l2[j]) + f3 * l3[j]
+                    k += 4
+                while k < rank:
+                    factor, line = a[n, k, i], b[n, k, first:last]
+                    for j in range(width):
+                        product[j] += factor * line[j]
+                    k += 1
+                for j in range(width):
+                    total[j] += c * product[j]
+            place = base + i * stride + first
+            given, written = source[place : place + width], out[place : place + width]
+            for j in range(width):
+                written[j] = given[j] + total[j]
+
+
+add_rows = jit_cached(_add_rows_kernel)
+add_products = jit_cached(_add_products_kernel)

@@ -88,6 +88,7 @@ from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coef
 logger = logging.getLogger(__name__)
 
 FITNESS = ("reward", "shuffled", "random")
+PERTURBATIONS = ("full_rank", "low_rank")
 SAMPLINGS = ("greedy", "common")
 TIED_STEPS = 3
 """steps in a row with a tied population after which the trainer warns, once"""
@@ -135,6 +136,13 @@ class ESConfig(TrainingArguments):
     """the same for alpha; there is no warm-up"""
     alpha_final_fraction: float = field(default=0.1, metadata={"help": "alpha's last value over its first"})
     """the same for alpha (Hoffmann et al., arXiv 2203.15556, end cosine schedules at a tenth)"""
+    perturbation: str = field(default="full_rank", metadata={"help": "full_rank or low_rank"})
+    """noise of matrices: "full_rank" (Qiu et al.); or "low_rank" (EGGROLL, arXiv 2511.16652), E = A B^T / sqrt(rank)
+    with two thin factors of noise, which has the same mean and variance, and lets members whose prompts are few decode
+    as one batch (`plan`, on the local engine). Norms and biases get full-rank noise. The update is that of the paper,
+    alpha / N sum z E; its code multiplies by sigma once more and by sqrt(N), which is another alpha"""
+    rank: int = field(default=1, metadata={"help": "of low-rank perturbations"})
+    """r of low-rank perturbations, at least 1 (EGGROLL: 1)"""
     anchor_decay: float = field(default=0.0, metadata={"help": "share of the drift that a step takes back; 0: off"})
     """lambda of anchored weight decay (Schweighofer et al., arXiv 2605.30148): each update first takes back this share
     of the way from the starting weights, theta -= lambda (theta - theta_0), that of a tied population too; 0: off, and
@@ -280,6 +288,7 @@ class ESConfig(TrainingArguments):
             ),
             partial(whole_number, "chunk_rows", self.chunk_rows, 1, why="rows decoded at once"),
             partial(whole_number, "num_generations", self.num_generations, 1, why="completions per prompt"),
+            partial(whole_number, "rank", self.rank, 1, 2**16 - 1, why="of low-rank perturbations"),
         ]
         optional = {"prompts_per_step": "or None for the whole training set", "workers": "or None for one per core"}
         optional |= {"num_completions_to_print": "or None for all"}
@@ -292,6 +301,10 @@ class ESConfig(TrainingArguments):
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (number and math.isfinite(value) and value > 0):
                 found.append(f"{name}={value!r} must be a positive number, for example {_DEFAULTS[name]}.")
+        if self.perturbation == "full_rank" and self.rank != _DEFAULTS["rank"]:
+            found.append(
+                f"rank={self.rank!r} has no effect on full-rank noise: set perturbation='low_rank', or remove it."
+            )
         if not found and self.antithetic and self.population_size % 2:
             found.append(f"antithetic pairs need an even population_size, got {self.population_size}.")
         return found
@@ -378,6 +391,7 @@ class ESConfig(TrainingArguments):
     def _check_choices(self) -> list[str]:
         choices = {"fitness": FITNESS, "fitness_shaping": SHAPINGS, "engine": ENGINES, "decoder": DECODERS}
         choices |= {"precision": precision.PRECISIONS, "noise": noise.DISTRIBUTIONS}
+        choices |= {"perturbation": PERTURBATIONS}
         found = _failures([partial(choose, name, getattr(self, name), known) for name, known in choices.items()])
         if self.engine in ENGINES:
             found += self._check_engine()
@@ -677,6 +691,7 @@ class ESTrainer:
             distribution=args.noise,
             precision=args.precision,
             anchor_decay=args.anchor_decay,
+            rank=args.rank if args.perturbation == "low_rank" else 0,
             chunk_rows=args.chunk_rows,
             decoder=args.decoder,
             workers=args.workers,
@@ -1381,6 +1396,7 @@ class ESTrainer:
                 settings[name] = json.loads(json.dumps(getattr(self.args, name)))  # as it comes back from the ledger
         # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
         settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
+        settings |= {"rank": self.engine.weights.rank} if self.engine.weights.rank else {}
         settings |= {"frozen": self._frozen} if self._frozen else {}
         settings |= {"reward_state": self._first_reward_state} if self._first_reward_state else {}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}

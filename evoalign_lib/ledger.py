@@ -8,10 +8,10 @@ name, dtype, parameters and digest of the model. A digest is `precision.digest` 
 setting `precision` names: the float32 master; with "inplace" the values in the model's dtype; with "kahan" the values
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
-# = 0 .. n - 1. The format of a new run is 4. Those of older runs are read, continued and replayed to the same bits;
-they have `prev` instead of `hash`, and their number told which readers knew all settings that decide how rewards become
-weights: 1; 2 for precision, noise, antithetic pairs, fitness shaping and schedules; 3 for anchored weight decay, which
-a header names only where it is on.
+# = 0 .. n - 1. The number of the format tells which readers know all settings that decide how rewards become weights:
+that of a new run is 4, or 5 where its noise has a low `rank`, which a header names only then. Those of older runs are
+read, continued and replayed to the same bits; they have `prev` instead of `hash`: 1; 2 for precision, noise, antithetic
+pairs, fitness shaping and schedules; 3 for anchored weight decay, which a header names only where it is on.
 
 Of a run that moves a part of its model (an adapter over its base, or a model of which a part is frozen) `parameters`
 and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
@@ -73,7 +73,7 @@ from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
-FORMATS = (1, 2, 3, 4)
+FORMATS = (1, 2, 3, 4, 5)
 NAME = "ledger.jsonl"
 START = "start"
 """folder beside the ledger of an adapter's run: the adapter as it was at the start"""
@@ -81,6 +81,7 @@ DIGEST_EVERY = 10  # steps
 _PREV = 32  # hexadecimal digits
 _HASH = ',"hash":"{}"}}'  # the end of a line
 _SINCE_HASHES = 4
+_NEW = 4  # the format of a run whose settings need no later one
 _BEGIN = b'{"evoalign_ledger":'
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
 # bounds of what a header may ask for: DeepSeek-V3, of 671 B parameters, has 46,000 tensors
@@ -100,6 +101,8 @@ _LATER: dict[str, Any] = {
 _LATER_3 = {"anchor_decay": 0.0}
 # And of format 3; None: everything moves.
 _LATER_4 = {"frozen": None}
+# And of format 4; 0: noise of full rank.
+_LATER_5 = {"rank": 0}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 # And for those that a header names only where they differ from this.
@@ -307,7 +310,7 @@ class Ledger:
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _LATER | _LATER_3 | _LATER_4 | _LATER_EVALUATION | _LATER_OPTIONS | settings
+    return _LATER | _LATER_3 | _LATER_4 | _LATER_5 | _LATER_EVALUATION | _LATER_OPTIONS | settings
 
 
 def _format(settings: Mapping[str, Any]) -> int:
@@ -316,7 +319,7 @@ def _format(settings: Mapping[str, Any]) -> int:
     def names(later: Mapping[str, Any]) -> bool:
         return any(settings.get(name, value) != value for name, value in later.items())
 
-    return 4 if names(_LATER_4) else 3 if names(_LATER_3) else 2 if names(_LATER) else 1
+    return 5 if names(_LATER_5) else 4 if names(_LATER_4) else 3 if names(_LATER_3) else 2 if names(_LATER) else 1
 
 
 def recorded(path: str | os.PathLike) -> bool:
@@ -459,6 +462,8 @@ def _check_header(line: Any) -> None:
     if (frozen := settings["frozen"]) is not None and not re.fullmatch("[0-9a-f]{64}", str(frozen)):
         raise LedgerError(f"frozen is {frozen!r:.80}, no digest: the header was edited.")
     _states(settings.get("reward_state", {}))
+    if not _is_whole(settings["rank"], 0) or settings["rank"] >= 1 << 16:
+        raise _edited("rank", settings["rank"])
     try:
         check_decay(settings["anchor_decay"], settings["precision"])
     except ValueError as error:
@@ -598,7 +603,7 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
         raise LedgerError(
             f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
         )
-    laws = {"distribution": ledger.settings["noise"], "anchor_decay": ledger.settings["anchor_decay"]}
+    laws = {"distribution": ledger.settings["noise"]} | {n: ledger.settings[n] for n in ("anchor_decay", "rank")}
     weights = open_weights(model, _layout(ledger, model), precision, **laws)
     check_model(ledger, weights)
     for record in ledger.steps[:n]:
@@ -690,15 +695,15 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
 
     Args:
         settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay and
-            frozen if on.
+            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay, frozen
+            and rank if on.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of those of its parameters that move.
         weights: digest of the starting weights.
     """
     return {
-        "evoalign_ledger": FORMATS[-1],
+        "evoalign_ledger": max(_NEW, _format(settings)),
         "noise": noise.NOISE_VERSION,
         "run_key": f"{run_key:#018x}",
         "settings": dict(settings),

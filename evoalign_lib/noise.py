@@ -20,7 +20,12 @@ change of a single bit makes a version 2.
    - ``rademacher``. The highest bit of word w_i is the sign bit of column 4q + i, which is 1 or -1.
    - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as in
      released codes, which seed anew for each tensor. It exists to reproduce and measure that.
-4. Arithmetic. IEEE 754 float32 with + - * sqrt and bit operations only, in the order written here, never a fused
+4. Low rank. With a rank r above 0 the noise of a tensor of two or more dimensions is E = A B^T / sqrt(r) (EGGROLL,
+   arXiv 2511.16652), of zero mean and unit variance, too: A[i, k] is the number of row k and column i in stream 1,
+   B[j, k] that of row k and column j in stream 2, and E[i, j] the sum over k = 0, 1, ... of a[k, i] b[k, j] with
+   a[k, i] = A[i, k] s and s the float32 nearest to 1 / sqrt(r). Tensors with a single dimension (norms, biases) have
+   few weights and full-rank noise, which EGGROLL's code can give them, too; by default it freezes them.
+5. Arithmetic. IEEE 754 float32 with + - * sqrt and bit operations only, in the order written here, never a fused
    multiply-add, with the polynomials of ``_noise_cpu``. Each of these operations is correctly rounded on every device,
    so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
    further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
@@ -63,6 +68,8 @@ _LAWS = {
 }
 DISTRIBUTIONS = tuple(_LAWS)
 BACKENDS = ("numba", "numpy", "triton")
+_FACTORS = 1 << 22  # numbers of low-rank factors in memory at once, 16 MB
+_LEAST_TILE = 64  # rows and columns of a matrix to which they are added at a time, at least
 
 
 # Keys and parameter ids.
@@ -230,6 +237,126 @@ def normals(
     return window.reshape(tuple(shape)) if rows is None and cols is None else window
 
 
+def factors(
+    keys: np.ndarray,
+    param_id: int,
+    shape: Sequence[int],
+    rank: int,
+    *,
+    rows: tuple[int, int] | None = None,
+    cols: tuple[int, int] | None = None,
+    distribution: str = "gaussian",
+    backend: Literal["numba", "numpy", "triton"] = "numba",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors of some members' low-rank noise of a matrix, E[i, j] = sum_k a[k, i] b[k, j].
+
+    Args:
+        keys: uint64 (members,), member keys.
+        param_id: the tensor's 32-bit parameter id.
+        shape: the whole tensor's, of two dimensions or more, seen as [shape[0], product of the rest].
+        rank: r, 1 or more.
+        rows, cols: (start, stop) of a window of the matrix; all of it if None.
+        distribution: of the factors.
+        backend: as for `normals`.
+
+    Returns:
+        a, float32 (members, rank, rows), which has the 1 / sqrt(rank); b, float32 (members, rank, cols).
+
+    Raises:
+        ValueError: as for `normals`, or a rank below 1.
+    """
+    if (rank := check_rank(rank)) < 1:
+        raise ValueError(f"rank={rank} has no factors: give 1 or more")
+    n_rows, n_cols = _matrix_shape(shape)
+    windows = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
+    if backend == "numba":
+        kind, ids = _law(distribution, np.array([unsigned("param_id", param_id, 32)], np.uint32))
+        return _factors(kind, keys, int(ids[0]), rank, *windows)
+    found, options = [], {"distribution": distribution, "backend": backend}
+    for stream, length, window in ((1, n_rows, windows[0]), (2, n_cols, windows[1])):
+        whole = [normals(int(k), param_id, (rank, length), cols=window, stream=stream, **options) for k in keys]
+        found.append(np.array(whole, np.float32).reshape(len(keys), rank, window[1] - window[0]))
+    return found[0] * _root(rank), found[1]
+
+
+def _factors(
+    kind: int, keys: np.ndarray, param_id: int, rank: int, rows: tuple[int, int], cols: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `factors` returns, given the number of the distribution and the id that it uses."""
+    return (
+        _rows_of_members(kind, keys, param_id, rank, rows, 1, _root(rank)),
+        _rows_of_members(kind, keys, param_id, rank, cols, 2),
+    )
+
+
+def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "gaussian") -> np.ndarray:
+    """Return the noise that some members have for a tensor with one dimension, float32 (members, length).
+
+    Arguments and errors are those of `factors`.
+    """
+    kind, ids = _law(distribution, np.array([unsigned("param_id", param_id, 32)], np.uint32))
+    return _rows_of_members(kind, keys, int(ids[0]), 1, (0, length), 0)[:, 0]
+
+
+def _rows_of_members(
+    kind: int,
+    keys: np.ndarray,
+    param_id: int,
+    rows: int,
+    cols: tuple[int, int],
+    stream: int,
+    scale: np.float32 = np.float32(1),  # noqa: B008, a number
+) -> np.ndarray:
+    """Return scale * the numbers of each member in the first rows and in these columns, float32 (members, rows, n)."""
+    drawn = np.full((len(keys), rows, cols[1] - cols[0]), _noise_cpu.NOTHING)
+    _noise_cpu.add_rows(kind, drawn, keys, scale, cols[0], np.uint32(param_id), np.uint32(stream))
+    return drawn
+
+
+def eps(
+    key: int,
+    param_id: int,
+    shape: Sequence[int],
+    rank: int = 0,
+    *,
+    rows: tuple[int, int] | None = None,
+    cols: tuple[int, int] | None = None,
+    distribution: str = "gaussian",
+    backend: Literal["numba", "numpy", "triton"] = "numba",
+) -> np.ndarray:
+    """Return a member's noise of a tensor, or of a window of it, of low rank where a rank above 0 says so.
+
+    Arguments, returned array and errors are those of `normals` (stream 0) and `factors`.
+    """
+    if not is_low_rank(shape, rank):
+        return normals(key, param_id, shape, rows=rows, cols=cols, distribution=distribution, backend=backend)
+    keys = np.array([unsigned("key", key, 64)], np.uint64)
+    a, b = factors(keys, param_id, shape, rank, rows=rows, cols=cols, distribution=distribution, backend=backend)
+    if backend == "numpy":
+        window = _noise_cpu.reference_product(a[0], b[0])
+    else:
+        window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
+        flat, cols_there = window.reshape(-1), b.shape[2]
+        one = np.ones(1, np.float32)
+        _noise_cpu.add_products(flat, _read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, cols_there)
+    return window.reshape(tuple(shape)) if rows is None and cols is None else window
+
+
+def check_rank(rank: int) -> int:
+    """Return the rank of low-rank noise, 0 for full-rank noise. Raises TypeError or ValueError for another value."""
+    return unsigned("rank", rank, 16)
+
+
+def is_low_rank(shape: Sequence[int], rank: int) -> bool:
+    """Return whether a tensor of this shape gets low-rank noise: it has two dimensions or more, and there is a rank."""
+    return check_rank(rank) > 0 and len(shape) >= 2
+
+
+def _root(rank: int) -> np.float32:
+    """Return 1 / sqrt(rank) as the law rounds it, which is the same on every machine."""
+    return np.float32(1 / math.sqrt(rank))
+
+
 def sampling_key(run_key: int, step: int) -> int:
     """Return the key of a step's sampling, the same for all members: that of the last pair index, which none has."""
     return member_key(run_key, step, (1 << 32) - 1)
@@ -280,11 +407,45 @@ def _add_noise(
     part: tuple[int, int] = (0, 1),
 ) -> None:
     """out = source + (start + sum of c_n eps_n) for each tensor of the table, in numba."""
-    # Always read-only, always an array: numba compiles anew for each kind of argument.
-    source = source.view()
-    source.flags.writeable = False
+    source = _read_only(source)
     keys = np.array([keys], np.uint64) if isinstance(keys, int) else keys
     _noise_cpu.add_noise(kind, out, source, start, keys, coefficients, *table, *first, np.uint32(stream), *part)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """Return a read-only view, as all sources are: numba compiles anew for each kind of argument."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _add_products(
+    out: np.ndarray,
+    source: np.ndarray,
+    start: np.float32,
+    keys: np.ndarray,
+    coefficients: np.ndarray,
+    entry: Entry,
+    rank: int,
+    kind: int,
+    first: tuple[int, int] = (0, 0),
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    """out = source + (start + sum of c_n E_n) for one matrix in flat buffers, or its i-th of n shares.
+
+    Factors of many members are large: a tile of the matrix is done at a time, for which `_FACTORS` numbers suffice.
+    Entry: where the matrix lies, a window of its parameter that begins at `first`, and the id that the kernels use.
+    """
+    side = max(_LEAST_TILE, _FACTORS // max(1, 2 * rank * len(keys)))
+    begin, end = (entry.rows * i // part[1] for i in (part[0], part[0] + 1))
+    row0, col0 = first
+    for row in range(begin, end, side):
+        rows = row0 + row, row0 + min(row + side, end)
+        for col in range(0, entry.cols, side):
+            cols = col0 + col, col0 + min(col + side, entry.cols)
+            a, b = _factors(kind, keys, entry.id, rank, rows, cols)
+            place = entry.offset + row * entry.cols + col
+            _noise_cpu.add_products(out, _read_only(source), start, coefficients, a, b, place, entry.cols)
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -399,6 +560,7 @@ def perturb(
     sigma: float,
     sign: Literal[1, -1] = 1,
     distribution: str = "gaussian",
+    rank: int = 0,
 ) -> None:
     """Write one member's weights, out = fl(master + fl(fl32(sign * sigma) * eps)), in one pass; the master never moves.
 
@@ -410,18 +572,18 @@ def perturb(
         sigma: standard deviation of the perturbation, weight units.
         sign: -1 for the second member of an antithetic pair.
         distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        rank: of the noise of matrices; 0: full rank.
 
     Raises:
-        TypeError, ValueError: a buffer of another dtype or length, overlapping buffers, or a bad key, sigma, sign or
-            distribution.
+        TypeError, ValueError: a buffer of another dtype or length, overlapping buffers, or a bad key, sigma, sign,
+            distribution or rank.
     """
     _check_buffer("out", out, layout, written=True)
     _check_buffer("master", master, layout)
     if np.may_share_memory(out, master):
         raise ValueError("out and master overlap; perturb into a buffer of its own, since the master must not move")
     key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
-    kind, ids = _law(distribution, layout.table[-1])
-    _add_noise(kind, out, master, _noise_cpu.NOTHING, key, scale, (*layout.table[:-1], ids))
+    _add_members(out, master, layout, _noise_cpu.NOTHING, np.array([key], np.uint64), scale, distribution, rank)
     out[layout.padding] = master[layout.padding]
 
 
@@ -432,6 +594,7 @@ def update(
     coefficients: np.ndarray,
     part: tuple[int, int] = (0, 1),
     distribution: str = "gaussian",
+    rank: int = 0,
 ) -> None:
     """Add the members' noise to the master, in place and in one pass over it.
 
@@ -446,10 +609,11 @@ def update(
         part: (i, n) does the i-th of n equal shares only. Shares touch different weights, so n threads or processes
             with one shared master get the bits of a single call.
         distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        rank: of the noise of matrices; 0: full rank.
 
     Raises:
-        TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, no such part or
-            distribution.
+        TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, no such part,
+            distribution or rank.
     """
     _check_buffer("master", master, layout, written=True)
     check_members(keys, coefficients)
@@ -458,29 +622,49 @@ def update(
         raise ValueError(f"part must be (i, n) with 0 <= i < n, got {part}")
     # acc starts at +0, and a sum is -0 only if both terms are: adding 0 * eps = +-0 never changes acc.
     used = coefficients != 0
-    keys, coefficients = keys[used], coefficients[used]
-    kind, ids = _law(distribution, layout.table[-1])
-    table = (*layout.table[:-1], ids)
-    _add_noise(kind, master, master, _noise_cpu.ZERO, keys, coefficients, table, part=(index, count))
+    keys, coefficients, share = keys[used], coefficients[used], (index, count)
+    _add_members(master, master, layout, _noise_cpu.ZERO, keys, coefficients, distribution, rank, share)
 
 
-def noise_vector(layout: Layout, key: int, distribution: str = "gaussian") -> np.ndarray:
+def _add_members(
+    out: np.ndarray,
+    source: np.ndarray,
+    layout: Layout,
+    start: np.float32,
+    keys: np.ndarray,
+    coefficients: np.ndarray,
+    distribution: str,
+    rank: int,
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    """out = source + (start + sum of c_n eps_n) for all parameters of a layout."""
+    rank, (kind, ids) = check_rank(rank), _law(distribution, layout.table[-1])
+    low = np.array([is_low_rank(entry.shape, rank) for entry in layout.entries])
+    table = tuple(column[~low] for column in (*layout.table[:-1], ids))
+    _add_noise(kind, out, source, start, keys, coefficients, table, part=part)
+    for i in np.flatnonzero(low):
+        entry = layout.entries[i]._replace(id=int(ids[i]))
+        _add_products(out, source, start, keys, coefficients, entry, rank, kind, part=part)
+
+
+def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank: int = 0) -> np.ndarray:
     """Return a member's noise in a flat buffer.
 
     Args:
         layout: the parameters.
         key: 64-bit member key.
         distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        rank: of the noise of matrices; 0: full rank.
 
     Returns:
         float32 (layout.size,), zero mean and unit variance, 0 in the padding.
 
     Raises:
-        ValueError: the key is out of range, or there is no such distribution.
+        TypeError, ValueError: key or rank is out of range, or there is no such distribution.
     """
-    vector = np.zeros(layout.size, np.float32)
+    vector, rank = np.zeros(layout.size, np.float32), check_rank(rank)
     for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):
-        view[...] = normals(key, entry.id, entry.shape, distribution=distribution)
+        view[...] = eps(key, entry.id, entry.shape, rank, distribution=distribution)
     return vector
 
 
@@ -491,18 +675,24 @@ def reference_perturb(
     sigma: float,
     sign: Literal[1, -1] = 1,
     distribution: str = "gaussian",
+    rank: int = 0,
 ) -> np.ndarray:
     """Return what `perturb` writes to its first argument, in plain NumPy; arguments and errors are the same."""
     _check_buffer("master", master, layout)
     out, scale = master.copy(), signed_sigma(sigma, sign)
     for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
-        eps = normals(key, entry.id, entry.shape, distribution=distribution, backend="numpy")
-        weights[...] = weights + scale * eps
+        noise = eps(key, entry.id, entry.shape, rank, distribution=distribution, backend="numpy")
+        weights[...] = weights + scale * noise
     return out
 
 
 def reference_update(
-    master: np.ndarray, layout: Layout, keys: np.ndarray, coefficients: np.ndarray, distribution: str = "gaussian"
+    master: np.ndarray,
+    layout: Layout,
+    keys: np.ndarray,
+    coefficients: np.ndarray,
+    distribution: str = "gaussian",
+    rank: int = 0,
 ) -> np.ndarray:
     """Return what `update` makes of the master, in plain NumPy; arguments and errors are the same."""
     _check_buffer("master", master, layout)
@@ -511,8 +701,8 @@ def reference_update(
     for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
         total = np.zeros(entry.shape, np.float32)
         for key, coefficient in zip(keys, coefficients, strict=True):
-            eps = normals(int(key), entry.id, entry.shape, distribution=distribution, backend="numpy")
-            total = total + coefficient * eps
+            noise = eps(int(key), entry.id, entry.shape, rank, distribution=distribution, backend="numpy")
+            total = total + coefficient * noise
         weights[...] = weights + total
     return updated
 
@@ -534,6 +724,7 @@ def device_weights(
     distribution: str = "gaussian",
     most_members: int = 4096,
     anchor_decay: float = 0.0,
+    rank: int = 0,
 ) -> DeviceWeights | HostWeights:
     """Put a model under the noise law where it lies: its tensors become the working copy of a new float32 master.
 
@@ -546,6 +737,7 @@ def device_weights(
         most_members: largest population of an update.
         anchor_decay: share of the way from these weights that each update takes back first (`_anchor`); above 0 a copy
             of the tensors in their dtype is kept.
+        rank: of the noise of matrices; 0: full rank. On a CPU only, so far.
 
     Returns:
         The weights, with `perturb`, `restore`, `update` and `master`. A whole model's master has the order and the
@@ -553,10 +745,12 @@ def device_weights(
 
     Raises:
         ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, two
-            tensors at one address, or an anchor_decay out of range.
+            tensors at one address, an anchor_decay or a rank out of range, or a rank on a GPU.
         RuntimeError: tensors on a device that is neither a CPU nor a GPU of Triton's.
     """
     import torch
+
+    rank = check_rank(rank)
 
     pieces = [Piece(*piece) for piece in pieces]
     if not pieces:
@@ -580,7 +774,11 @@ def device_weights(
     windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
     anchor = TensorAnchor(matrices, anchor_decay) if check_decay(anchor_decay) else None
     if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return HostWeights(matrices, windows, kind, anchor)
+        vectors = [piece.tensor.ndim < 2 for piece in pieces]
+        ranks = [0 if vector else rank for vector in vectors]
+        return HostWeights(matrices, windows, kind, anchor, ranks)
+    if rank:
+        raise ValueError(f"rank={rank}: low-rank noise is made on CPUs only so far. Use rank=0, or engine='local'.")
     from evoalign_lib import _noise_triton
 
     return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor)
@@ -590,8 +788,8 @@ class HostWeights:
     """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master and members written from it.
 
     Made by `device_weights`, which checks the arguments: working tensors as (rows, cols), (parameter id, first row,
-    first column) of each in its parameter, the number of the distribution, and the tensors' start if updates decay
-    toward it.
+    first column) of each in its parameter, the number of the distribution, the tensors' start if updates decay toward
+    it, and the rank of each tensor's noise.
     """
 
     def __init__(
@@ -600,10 +798,12 @@ class HostWeights:
         windows: Sequence[tuple[int, int, int]],
         kind: int,
         anchor: TensorAnchor | None = None,
+        ranks: Sequence[int] = (),
     ):
         import torch
 
         self._matrices, self._windows, self._kind, self._anchor = list(matrices), list(windows), kind, anchor
+        self._ranks = list(ranks) or [0] * len(self._matrices)
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -625,9 +825,10 @@ class HostWeights:
         import torch
 
         key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
-        for view, matrix, window in zip(self.views(), self._matrices, self._windows, strict=True):
+        keys = np.array([key], np.uint64)
+        for view, matrix, *place in zip(self.views(), self._matrices, self._windows, self._ranks, strict=True):
             member = np.empty(view.numel(), np.float32)
-            self._add(member, view, _noise_cpu.NOTHING, key, scale, window)
+            self._add(member, view, _noise_cpu.NOTHING, keys, scale, *place)
             matrix.copy_(torch.from_numpy(member).view(matrix.shape))
 
     def restore(self) -> None:
@@ -641,12 +842,16 @@ class HostWeights:
         if self._anchor is not None:
             self._anchor.decay(self.views())
         used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
-        for view, window in zip(self.views(), self._windows, strict=True):
-            self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], window)
+        for view, *place in zip(self.views(), self._windows, self._ranks, strict=True):
+            self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], *place)
 
-    def _add(self, out, view, start, keys, coefficients, window) -> None:
+    def _add(self, out, view, start, keys, coefficients, window, rank) -> None:
         param_id, *first = window
         rows, cols = view.shape
+        if rank:
+            entry, source = Entry("", (rows, cols), rows, cols, 0, param_id), view.numpy().reshape(-1)
+            _add_products(out, source, start, keys, coefficients, entry, rank, self._kind, tuple(first))
+            return
         table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
         _add_noise(self._kind, out, view.numpy().reshape(-1), start, keys, coefficients, table, tuple(first))
 

@@ -61,11 +61,13 @@ class Weights:
     start: np.ndarray | None = None
     """with anchor_decay a copy of the starting weights, as `planes[0]` and never written; else None"""
 
-    def __init__(self, layout: noise.Layout, distribution: str, planes: tuple[np.ndarray | Tensor, ...]):
+    def __init__(self, layout: noise.Layout, distribution: str, rank: int, planes: tuple[np.ndarray | Tensor, ...]):
         self.layout = layout
         """of the model's parameters"""
         self.distribution = distribution
         """of the noise"""
+        self.rank = rank
+        """of the noise of matrices; 0: full rank"""
         self.planes = planes
         """the whole state, buffers of shape (layout.size,): the master; or the values; or values and compensations"""
 
@@ -146,7 +148,14 @@ class MasterWeights(Weights):
     precision, drifts = "master", False
 
     def __init__(
-        self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int, anchor_decay: float
+        self,
+        model: Any,
+        layout: noise.Layout,
+        distribution: str,
+        rank: int,
+        bind: bool,
+        threads: int,
+        anchor_decay: float,
     ):
         self.threads, self.anchor_decay = threads, anchor_decay
         # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
@@ -154,7 +163,7 @@ class MasterWeights(Weights):
         parameters = dict(model.named_parameters())
         for name, view in layout.views(master).items():
             view[...] = parameters[name].detach().float().numpy()
-        super().__init__(layout, distribution, (master,))
+        super().__init__(layout, distribution, rank, (master,))
         if anchor_decay:
             self.start = master.copy()
             self.start.flags.writeable = False
@@ -165,12 +174,12 @@ class MasterWeights(Weights):
     def member(self, key, sigma, sign=1):
         if self.working is None:
             self.working = np.empty_like(self.flat)
-        noise.perturb(self.working, self.flat, self.layout, key, sigma, sign, self.distribution)
+        noise.perturb(self.working, self.flat, self.layout, key, sigma, sign, self.distribution, self.rank)
         yield self.working
 
     def update(self, keys, coefficients):
         def add(part: tuple[int, int]) -> None:
-            noise.update(self.flat, self.layout, keys, coefficients, part=part, distribution=self.distribution)
+            noise.update(self.flat, self.layout, keys, coefficients, part, self.distribution, self.rank)
 
         if self.start is not None:  # all of it first: the shares of the two passes are not the same weights
             self._shared(lambda part: decay(self.flat, self.start, self.anchor_decay, part))
@@ -197,7 +206,14 @@ class _OneReplica(Weights):
     compensated: bool
 
     def __init__(
-        self, model: Any, layout: noise.Layout, distribution: str, bind: bool, threads: int, anchor_decay: float
+        self,
+        model: Any,
+        layout: noise.Layout,
+        distribution: str,
+        rank: int,
+        bind: bool,
+        threads: int,
+        anchor_decay: float,
     ):
         every = dict(model.named_parameters())
         parameters = {e.name: every[e.name] for e in layout.entries}
@@ -217,7 +233,7 @@ class _OneReplica(Weights):
             view.copy_(parameters[name].detach())
             if bind:  # the parameter becomes a view of the replica, and its own memory is free
                 parameters[name].data = view
-        super().__init__(layout, distribution, planes)
+        super().__init__(layout, distribution, rank, planes)
 
     @contextmanager
     def member(self, key, sigma, sign=1):
@@ -240,7 +256,7 @@ class _OneReplica(Weights):
                 yield [plane[start:stop] for plane in self.planes], entry, (first, last)
 
     def _eps(self, key: int, entry: noise.Entry, rows: tuple[int, int]) -> Tensor:
-        window = noise.normals(int(key), entry.id, entry.shape, rows=rows, distribution=self.distribution)
+        window = noise.eps(int(key), entry.id, entry.shape, self.rank, rows=rows, distribution=self.distribution)
         return torch.from_numpy(window.reshape(-1))
 
 
@@ -298,6 +314,7 @@ def open_weights(
     bind: bool = False,
     threads: int = 1,
     anchor_decay: float = 0.0,
+    rank: int = 0,
 ) -> Weights:
     """Return a model's weights in one precision mode.
 
@@ -312,17 +329,18 @@ def open_weights(
         threads: threads that share an update of the master (its bits do not depend on them); other modes use one.
         anchor_decay: share of the way from the start that each update takes back first, from 0 (off) to below 1; the
             copy of the start takes 4 bytes per parameter. With "master" only.
+        rank: of the noise of matrices; 0: full rank.
 
     Raises:
-        ValueError: no such mode or distribution, an anchor_decay out of range or in a mode without a master, a model
-            that is not supported (`_adapters.check_movable`), or one whose dtype the mode does not take.
+        ValueError: no such mode, distribution or rank, an anchor_decay out of range or in a mode without a master, a
+            model that is not supported (`_adapters.check_movable`), or one whose dtype the mode does not take.
     """
     choose("precision", precision, PRECISIONS)
     choose("distribution", distribution, noise.DISTRIBUTIONS)
-    anchor_decay = check_decay(anchor_decay, precision)
+    anchor_decay, rank = check_decay(anchor_decay, precision), noise.check_rank(rank)
     check_movable(model)
     layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in moved(model).items())
-    return _MODES[precision](model, layout, distribution, bind, threads, anchor_decay)
+    return _MODES[precision](model, layout, distribution, rank, bind, threads, anchor_decay)
 
 
 def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:

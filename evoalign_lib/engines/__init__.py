@@ -28,6 +28,7 @@ def open_engine(
     distribution: str = "gaussian",
     precision: str = "master",
     anchor_decay: float = 0.0,
+    rank: int = 0,
     chunk_rows: int = 256,
     decoder: str = "auto",
     workers: int | None = None,
@@ -41,7 +42,7 @@ def open_engine(
 
     Args:
         engine: "local", "vllm" or "ray".
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay: of
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank: of
             `engines.base.Engine`.
         precision: of the weights, with engine "local".
         chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
@@ -60,7 +61,7 @@ def open_engine(
     choose("engine", engine, ENGINES)
     check_gpus(gpus, tensor_parallel)
     common: dict[str, Any] = {"max_completion_length": max_completion_length, "distribution": distribution}
-    common |= {"anchor_decay": anchor_decay} | ({} if options is None else {"options": options})
+    common |= {"anchor_decay": anchor_decay, "rank": rank} | ({} if options is None else {"options": options})
     if engine == "local":
         from evoalign_lib.engines import local, processes
 

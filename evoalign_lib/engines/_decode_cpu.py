@@ -38,10 +38,10 @@ def _exp(x):
     return (total * f * f + f + _ONE) * power.view(np.float32)
 
 
-def _add_norm(x, change, gain, eps, out):
-    """x += change; out = x / rms(x) * gain. x, change, out: (rows, hidden); gain: (hidden)."""
+def _add_norm(x, change, gains, owners, eps, out):
+    """x += change; out = x / rms(x) * gains[owner]. x, change, out: (rows, n); gains: (members, n); owners: (rows)."""
     for r in range(len(x)):
-        row, added, normed = x[r], change[r], out[r]
+        row, added, normed, gain = x[r], change[r], out[r], gains[owners[r]]
         total = np.float32(0.0)
         for i in range(len(row)):
             row[i] += added[i]
@@ -137,6 +137,38 @@ def _argmax(logits, out):
                 break
 
 
+def _add_own(x, y, first, owners, a, b):
+    """Add to a product what members' low-rank noise contributes: y[r, first + i] += sum_k (x[r] . b[m, k]) a[m, k, i].
+
+    Args:
+        x: (rows, cols) what is multiplied.
+        y: (rows, n), changed.
+        first: column of y where the matrix begins.
+        owners: (rows) int64: the member m of each row.
+        a, b: (members, rank, rows of the matrix) and (members, rank, cols).
+    """
+    for r in range(len(x)):
+        m, row, target = owners[r], x[r], y[r, first : first + a.shape[2]]
+        for k in range(a.shape[1]):
+            inner, line, outer = np.float32(0.0), b[m, k], a[m, k]
+            for j in range(len(row)):
+                inner += row[j] * line[j]
+            for i in range(len(outer)):
+                target[i] += inner * outer[i]
+
+
+def _add_own_rows(x, ids, owners, a, b):
+    """Add a member's low-rank noise to rows of an embedding: x[r] += sum_k a[m, k, ids[r]] b[m, k]; x is changed."""
+    for r in range(len(x)):
+        m, row = owners[r], x[r]
+        for k in range(a.shape[1]):
+            factor, line = a[m, k, ids[r]], b[m, k]
+            for j in range(len(row)):
+                row[j] += factor * line[j]
+
+
+add_own = jit_cached(_add_own, fastmath=_FAST)
+add_own_rows = jit_cached(_add_own_rows, fastmath=_FAST)
 add_norm = jit_cached(_add_norm, fastmath=_FAST)
 attend = jit_cached(_attend, fastmath=_FAST)
 silu_product = jit_cached(_silu_product, fastmath=_FAST)

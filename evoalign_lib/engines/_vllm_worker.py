@@ -168,17 +168,19 @@ def part_of(tensor: Tensor, segment: Segment) -> Tensor:
 class WorkerExtension:
     """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
 
-    def evoalign_open(self, distribution: str, most_members: int, anchor_decay: float = 0.0) -> list[tuple] | str:
+    def evoalign_open(
+        self, distribution: str, most_members: int, anchor_decay: float = 0.0, rank: int = 0
+    ) -> list[tuple] | str:
         """Make the segment map and a float32 master; return the segments, or the message of `NotMapped`.
 
         An exception from another process would arrive without its type.
         """
         try:
-            return self._evoalign_open(distribution, most_members, anchor_decay)
+            return self._evoalign_open(distribution, most_members, anchor_decay, rank)
         except NotMapped as error:
             return str(error)
 
-    def _evoalign_open(self, distribution: str, most_members: int, anchor_decay: float) -> list[tuple]:
+    def _evoalign_open(self, distribution: str, most_members: int, anchor_decay: float, rank: int) -> list[tuple]:
         model = self.model_runner.model
         packed, pieces, found = getattr(model, "packed_modules_mapping", {}), [], []
         layers = dict(model.named_modules())
@@ -187,7 +189,7 @@ class WorkerExtension:
                 part = part_of(parameter.data, segment)
                 pieces.append(noise.Piece(part, segment.name, segment.row0, segment.col0))
                 found.append(tuple(segment))
-        self.evoalign_weights = noise.device_weights(pieces, distribution, most_members, anchor_decay)
+        self.evoalign_weights = noise.device_weights(pieces, distribution, most_members, anchor_decay, rank)
         return found
 
     def evoalign_perturb(self, key: int, sigma: float, sign: int) -> None:

@@ -246,10 +246,12 @@ class Engine(Scorer):
             become views of the engine's weights.
         distribution: of the noise (see `evoalign_lib.noise`).
         anchor_decay: share of the way from the start that each update takes back first; 0: off.
-        weights: of the run, if they exist already; then threads, precision, distribution and anchor_decay are theirs.
+        rank: of the noise of matrices; 0: full rank.
+        weights: of the run, if they exist already; then threads, precision, distribution, anchor_decay and rank are
+            theirs.
 
     Raises:
-        ValueError: an unknown precision or distribution, an anchor_decay that is refused, a model that is not
+        ValueError: an unknown precision or distribution, an anchor_decay or rank that is refused, a model that is not
             supported (see `open_weights`), or tokens or prompts that it cannot read (`_model_checks`).
     """
 
@@ -271,6 +273,7 @@ class Engine(Scorer):
         precision: str = "master",
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
+        rank: int = 0,
         weights: Weights | None = None,
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
@@ -281,7 +284,7 @@ class Engine(Scorer):
         shapes = ((name, tuple(p.shape)) for name, p in moved(model).items())
         self.layout = noise.Layout.from_shapes(shapes)
         self.weights = weights or open_weights(
-            model, self.layout, precision, distribution, bind=True, threads=threads, anchor_decay=anchor_decay
+            model, self.layout, precision, distribution, True, threads=threads, anchor_decay=anchor_decay, rank=rank
         )
 
     @property
@@ -356,9 +359,9 @@ class Engine(Scorer):
             key: of the noise, 64 bits.
             sigma: its standard deviation, weight units.
         """
-        centre = self.master.copy()
+        centre, law = self.master.copy(), (self.weights.distribution, self.weights.rank)
         try:
-            noise.perturb(self.master, centre, self.layout, key, sigma, distribution=self.weights.distribution)
+            noise.perturb(self.master, centre, self.layout, key, sigma, 1, *law)
             yield
         finally:
             self.master[:] = centre

@@ -25,10 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evoalign_lib.engines import _decode_cpu
+from evoalign_lib.low_rank import Population
 
 BLOCK = 8
 """rows are dropped in blocks of this many, and this many are kept at least"""
+_EMBEDDING = "model.embed_tokens.weight"
 _MODEL_TYPES = {"qwen2", "llama"}
+# the products of a layer, and the matrices that each of them joins
+_JOINED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 def supports(config) -> str | None:
@@ -86,11 +95,14 @@ def _products(config, weights: Mapping[str, Tensor], layers: int):
     """Go over (name, matrix) of the products of a decoding step in the first layers, those of one input joined."""
     for i in range(layers):
         p = f"model.layers.{i}."
-        yield p + "qkv", torch.cat([weights[p + f"self_attn.{n}_proj.weight"] for n in "qkv"])
-        yield p + "o", weights[p + "self_attn.o_proj.weight"]
-        yield p + "gate_up", torch.cat([weights[p + "mlp.gate_proj.weight"], weights[p + "mlp.up_proj.weight"]])
-        yield p + "down", weights[p + "mlp.down_proj.weight"]
-    yield "head", weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+        for product, names in _JOINED.items():
+            parts = [weights[f"{p}{name}.weight"] for name in names]
+            yield p + product, torch.cat(parts) if len(parts) > 1 else parts[0]
+    yield "head", weights[_head_name(config)]
+
+
+def _head_name(config) -> str:
+    return _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -126,6 +138,7 @@ class Decoder:
         pad_id: id that fills a finished row.
         prefix: token ids that all prompts begin with; computed here, once.
         drop_rows: go on without the rows that have ended.
+        population: members of low rank to decode instead of the weights themselves, which are float32 then.
 
     Raises:
         ValueError: the architecture is not covered; the message says why.
@@ -140,6 +153,7 @@ class Decoder:
         pad_id: int,
         prefix: Tensor | None = None,
         drop_rows: bool = False,
+        population: Population | None = None,
     ):
         if reason := supports(config):
             raise ValueError(f"the decoding loop does not cover this model: {reason}. Use decoder='generate'.")
@@ -152,32 +166,26 @@ class Decoder:
         theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         self._inverse_frequency = 1.0 / theta**exponent
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._final_norm = weights["model.norm.weight"].float()
-        matrices = dict(_products(config, weights, config.num_hidden_layers))
-        self._head = matrices["head"]
-        self._layers = []
-        for i in range(config.num_hidden_layers):
-            p = f"model.layers.{i}."
-            biases = [weights.get(p + f"self_attn.{n}_proj.bias") for n in "qkv"]
-            self._layers.append(
-                (
-                    weights[p + "input_layernorm.weight"].float(),
-                    matrices[p + "qkv"],
-                    None if biases[0] is None else torch.cat(biases),
-                    matrices[p + "o"],
-                    weights.get(p + "self_attn.o_proj.bias"),
-                    weights[p + "post_attention_layernorm.weight"].float(),
-                    matrices[p + "gate_up"],
-                    matrices[p + "down"],
-                )
-            )
+        self._embedding = weights[_EMBEDDING]
+        self._population = population
+        self._gains = {name: self._gain(name, weights) for name in weights if name.endswith("norm.weight")}
+        self._products = {}
+        for product, matrix in _products(config, weights, config.num_hidden_layers):
+            layer, _, kind = product.rpartition(".")
+            names = [f"{layer}.{name}" for name in _JOINED[kind]] if layer else [_head_name(config)[: -len(".weight")]]
+            self._products[product] = _Product(matrix, names, weights, population)
         self._prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
-        # keys and values of the prefix: (layers, 1, kv_heads, length, head_dim)
-        self._past = self._cache(1, len(self._prefix))
-        if len(self._prefix):
-            turns, one = self._rotation(len(self._prefix)), np.zeros(1, np.int64)
-            self._compute(self._prefix, len(self._prefix), self._past, turns, one, one, 0)
+        # keys and values of the prefix: (layers, members, kv_heads, length, head_dim)
+        members = population.size if population else 1
+        self._past = self._cache(members, len(self._prefix))
+        if p := len(self._prefix):
+            turns, each, pads = self._rotation(p), np.arange(members), np.zeros(members, np.int64)
+            self._compute(self._prefix.repeat(members), p, self._past, turns, each, each, pads, 0)
+
+    def _gain(self, name: str, weights: Mapping[str, Tensor]) -> np.ndarray:
+        """Return the gains of a norm, float32 (members, hidden), or (1, hidden) of the weights themselves."""
+        own = self._population.vectors.get(name) if self._population else None
+        return weights[name].float()[None].numpy() if own is None else own
 
     @torch.inference_mode()
     def generate(
@@ -190,6 +198,7 @@ class Decoder:
         top_k: int = 0,
         top_p: float = 1.0,
         stopped: Callable[[list[list[int]]], list[bool]] | None = None,
+        owners: np.ndarray | None = None,
     ) -> Tensor:
         """Decode one batch.
 
@@ -202,22 +211,24 @@ class Decoder:
             temperature: of the samples, above 0; the logits are divided by it.
             top_k, top_p: of the samples, as for `kept`.
             stopped: says of the new tokens of some rows whether each of them ends here, without an end token.
+            owners: (rows) int64, the member of the population that decodes each row; None: the weights themselves.
 
         Returns:
             (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
         """
         (rows, width), p = input_ids.shape, len(self._prefix)
+        owners = np.zeros(rows, np.int64) if owners is None else owners
         pads = (width - attention_mask.sum(1)).numpy()
         # columns: the prefix, then padding and the rest of each prompt on the right, then new tokens
         cache, turns = self._cache(rows, width + max_new_tokens), self._rotation(width + max_new_tokens)
         for held, past in zip(cache, self._past, strict=True):
-            held[:, :, :, :p] = past
+            held[:, :, :, :p] = past[:, owners] if self._population else past
         active = torch.arange(rows)  # rows that are computed; some of them have ended
         finished = torch.zeros(rows, dtype=torch.bool)
         out = torch.full((rows, max_new_tokens), self.pad_id, dtype=torch.int64)
-        hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), pads, p)
+        hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), owners, pads, p)
         for t in range(max_new_tokens):
-            logits = _multiply(hidden, self._head)
+            logits = self._products["head"](hidden, owners[active.numpy()])
             if uniforms is not None and temperature != 1:
                 logits = logits / temperature
             if uniforms is not None:
@@ -235,12 +246,12 @@ class Decoder:
                 # rows that go on, and as many others as fill the last block, in the order of the batch
                 keep = torch.argsort(finished, stable=True)[:size].sort().values
                 active, token, finished = active[keep], token[keep], finished[keep]
-            hidden = self._compute(token, 1, cache, turns, active.numpy(), pads, width + t)
+            hidden = self._compute(token, 1, cache, turns, active.numpy(), owners, pads, width + t)
         return out
 
     def _cache(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Return room for keys and values, each (layers, rows, kv_heads, columns, head_dim)."""
-        shape = len(self._layers), rows, self.kv_heads, columns, self.head_dim
+        shape = self.config.num_hidden_layers, rows, self.kv_heads, columns, self.head_dim
         return torch.empty(shape), torch.empty(shape)
 
     def _compute(
@@ -250,6 +261,7 @@ class Decoder:
         cache: tuple[Tensor, Tensor],
         turns: tuple[np.ndarray, np.ndarray],
         slots: np.ndarray,
+        owners: np.ndarray,
         pads: np.ndarray,
         first: int,
     ) -> Tensor:
@@ -261,28 +273,36 @@ class Decoder:
             cache: filled up to column `first`; the new tokens' keys and values are added.
             turns: `_rotation` for as many columns.
             slots: (rows) each row's entry in the cache.
+            owners: (entries) their members.
             pads: (entries) columns of padding behind the prefix.
             first: column of the first new token.
 
         Returns:
             (rows, hidden) normed states of the last tokens.
         """
+        owner = np.repeat(owners[slots], length)  # of each token
         x = self._embedding[ids].float()
+        if self._population:
+            _decode_cpu.add_own_rows(x.numpy(), ids.numpy(), owner, *self._population.matrices[_EMBEDDING])
         change = torch.zeros_like(x)
-        for layer, keys, values in zip(self._layers, *(held.numpy() for held in cache), strict=True):
-            norm1, qkv, qkv_bias, o, o_bias, norm2, gate_up, down = layer
-            projected = _multiply(self._add_norm(x, change, norm1), qkv, qkv_bias)
+        for i, (keys, values) in enumerate(zip(*(held.numpy() for held in cache), strict=True)):
+            p = f"model.layers.{i}."
+            normed = self._add_norm(x, change, p + "input_layernorm.weight", owner)
+            projected = self._products[p + "qkv"](normed, owner)
             mixed = torch.empty(len(x), self.heads * self.head_dim)
             _decode_cpu.attend(
                 projected.numpy(), length, *turns, keys, values, slots, pads, len(self._prefix), first, mixed.numpy()
             )
-            if layer is self._layers[-1]:  # beyond its keys and values, only the last tokens matter
-                x, mixed = x[length - 1 :: length].contiguous(), mixed[length - 1 :: length].contiguous()
-            both = _multiply(self._add_norm(x, _multiply(mixed, o, o_bias), norm2), gate_up)
+            if i == self.config.num_hidden_layers - 1:  # beyond its keys and values, only the last tokens matter
+                last = slice(length - 1, None, length)
+                x, mixed, owner = x[last].contiguous(), mixed[last].contiguous(), owner[last].copy()
+            change = self._products[p + "o"](mixed, owner)
+            normed = self._add_norm(x, change, p + "post_attention_layernorm.weight", owner)
+            both = self._products[p + "gate_up"](normed, owner)
             gated = torch.empty(len(x), both.shape[1] // 2)
             _decode_cpu.silu_product(both.numpy(), gated.numpy())
-            change = _multiply(gated, down)
-        return self._add_norm(x, change, self._final_norm)
+            change = self._products[p + "down"](gated, owner)
+        return self._add_norm(x, change, "model.norm.weight", owner)
 
     def _rotation(self, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of the rotary embedding, (columns, head_dim / 2)."""
@@ -300,8 +320,44 @@ class Decoder:
         token = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
         return token.clamp_(max=logits.shape[-1] - 1)
 
-    def _add_norm(self, x: Tensor, change: Tensor, gain: Tensor) -> Tensor:
-        """Add change to x in place; return x / rms(x) * gain."""
-        out = torch.empty_like(x)
-        _decode_cpu.add_norm(x.numpy(), change.numpy(), gain.numpy(), np.float32(self.config.rms_norm_eps), out.numpy())
+    def _add_norm(self, x: Tensor, change: Tensor, name: str, owners: np.ndarray) -> Tensor:
+        """Add change to x in place; return x / rms(x) * gain, with the gains of each row's member."""
+        out, eps = torch.empty_like(x), np.float32(self.config.rms_norm_eps)
+        _decode_cpu.add_norm(x.numpy(), change.numpy(), self._gains[name], owners, eps, out.numpy())
         return out
+
+
+class _Product:
+    """A product of a decoding step: matrices of one input, joined, and what members add to it.
+
+    Args:
+        matrix: (n, cols), the joined matrices.
+        names: of the modules that it joins.
+        weights: of the model, for their biases.
+        population: of `Decoder`.
+    """
+
+    def __init__(self, matrix: Tensor, names: list[str], weights: Mapping[str, Tensor], population: Population | None):
+        self.matrix = matrix
+        biases = [name for name in names if f"{name}.bias" in weights]
+        self.bias = torch.cat([weights[f"{name}.bias"] for name in biases]) if biases else None
+        self.own: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self.own_bias = None
+        first = 0
+        for name in names if population else []:
+            a, b = population.matrices[f"{name}.weight"]
+            self.own.append((first, a, b))
+            first += a.shape[2]
+        if population and biases:
+            self.own_bias = torch.from_numpy(np.concatenate([population.vectors[f"{n}.bias"] for n in biases], 1))
+
+    def __call__(self, x: Tensor, owners: np.ndarray) -> Tensor:
+        """Return x matrix^T + bias in float32, of the member of each row if there are any."""
+        if not self.own:
+            return _multiply(x, self.matrix, self.bias)
+        y = _multiply(x, self.matrix)
+        if self.own_bias is not None:
+            y += self.own_bias[owners]
+        for first, a, b in self.own:
+            _decode_cpu.add_own(x.numpy(), y.numpy(), first, owners, a, b)
+        return y

@@ -8,7 +8,8 @@ threads on two shared cores are many times slower than two processes. A reward f
 (The precision modes without a master keep one replica of the weights, which one process perturbs and restores.)
 
 Completions of a member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
-Floating-point results depend on that plan alone, not on the number of workers.
+Members of low rank with few prompts share a chunk, as factors beside the master (`evoalign_lib.low_rank`): as many as
+it has room for. Floating-point results depend on that plan alone, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ from evoalign_lib.checks import choose
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, check_temperature
 from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
+from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
@@ -47,6 +50,8 @@ __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 logger = logging.getLogger(__name__)
 
 DECODERS = ("auto", "loop", "generate")
+LEAST_MEMBERS = 4
+"""members of low rank that a chunk must have room for, else each is decoded by itself with matrices of its own"""
 
 
 class LocalEngine(Engine):
@@ -65,7 +70,7 @@ class LocalEngine(Engine):
         decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model, and there are
             no generation_kwargs.
         options: of `Engine`.
-        precision, distribution, anchor_decay: of `Engine`.
+        precision, distribution, anchor_decay, rank: of `Engine`.
 
     Raises:
         ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
@@ -87,6 +92,7 @@ class LocalEngine(Engine):
         precision: str = "master",
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
+        rank: int = 0,
     ):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
@@ -109,6 +115,7 @@ class LocalEngine(Engine):
             precision=precision,
             distribution=distribution,
             anchor_decay=anchor_decay,
+            rank=rank,
         )
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None
@@ -132,6 +139,8 @@ class LocalEngine(Engine):
                 "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
                 "computed to the end of their batch."
             )
+        # beside a rounded copy factors that are not rounded would be other members
+        self._joins = rank > 0 and self.decoder == "loop" and self._whole and model.dtype == torch.float32
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
@@ -148,11 +157,16 @@ class LocalEngine(Engine):
         if self.decoder == "loop":
             products = str(product_dtype(self.model.dtype)).removeprefix("torch.")
             plan |= {"prefix": len(prompts.prefix), "products": products, "drop_rows": self._drop_rows}
-        return plan
+        return plan | ({"least_members": LEAST_MEMBERS} if self._joins else {})
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
-        tasks = [(_evaluate, (i, m, sigma, name, indices, trainer_state, sampling)) for i, m in enumerate(members)]
-        return self._run(tasks)
+        rest = sigma, name, indices, trainer_state, sampling
+        together = self.chunk_rows // (len(indices) * (sampling[1] if sampling else 1))
+        if not self._joins or together < LEAST_MEMBERS:
+            return self._run([(_evaluate, (i, m, *rest)) for i, m in enumerate(members)])
+        starts = range(0, len(members), together)
+        done = self._run([(_evaluate_together, (i, members[i : i + together], together, *rest)) for i in starts])
+        return [evaluation for several in done for evaluation in several]
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
         check_temperature(temperature)
@@ -230,14 +244,55 @@ class LocalEngine(Engine):
         sampling: tuple[int, int] | None = None,
     ) -> Evaluation:
         """Evaluate one member in this process; index: its own, for errors, and the rest as for `evaluate`."""
-        started, uniforms = time.process_time(), None
-        if sampling is not None:
-            key, samples = sampling
-            drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
-            indices, uniforms = np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
+        started = time.process_time()
+        indices, uniforms = self._drawn(indices, sampling)
         with self.weights.member(member.key, sigma, member.sign) as weights:
             ids = self._decode(weights, name, indices, uniforms, self.options.temperature)
         return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
+
+    def evaluate_together(
+        self,
+        first: int,
+        members: Sequence[Member],
+        together: int,
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> list[Evaluation]:
+        """Evaluate members of low rank in one batch, in this process.
+
+        Args:
+            first: index of the first of them, for errors.
+            members: at most `together`.
+            together: members whose rows the batch has; where they are fewer, the last one's are repeated.
+            sigma, name, indices, trainer_state, sampling: as for `evaluate`.
+        """
+        started = time.process_time()
+        indices, uniforms = self._drawn(indices, sampling)
+        rows, weights = len(indices), self.weights
+        population = Population(self.master, self.layout, members, sigma, weights.distribution, weights.rank)
+        owners = np.repeat(np.minimum(np.arange(together), len(members) - 1), rows)
+        uniforms = None if uniforms is None else np.tile(uniforms, (together, 1))
+        decoder = self._decoder(weights.flat, name, population)
+        ids = self._chunk(decoder, name, np.tile(indices, together), uniforms, self.options.temperature, owners)
+        found = []
+        for i, own in enumerate(np.split(ids.numpy()[: rows * len(members)], len(members))):
+            completions = self.completions(self.until_end(own))
+            found.append(self.scored(first + i, name, indices, completions, trainer_state, started))
+            started = time.process_time()
+        # the first one's time has the decoding of all
+        seconds = sum(evaluation.core_seconds for evaluation in found) / len(found)
+        return [replace(evaluation, core_seconds=seconds) for evaluation in found]
+
+    def _drawn(self, indices: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the rows of a member's prompts, each once a sample, and their random numbers, None for greedy."""
+        if sampling is None:
+            return indices, None
+        key, samples = sampling
+        drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
+        return np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
 
     def generate_rows(
         self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
@@ -276,33 +331,49 @@ class LocalEngine(Engine):
         temperature: float = 1.0,
     ):
         """Decode rows of the prompts with flat weights; return ids, (rows, max_completion_length)."""
-        prompts, rows = self.prompts[name], len(indices)
-        drawn = {"top_k": self.options.top_k, "top_p": self.options.top_p}
-        stopped = self.just_stopped if self.options.stop_strings else None
-        if self.decoder == "loop":
-            decoder = Decoder(
-                self.model.config,
-                self._views(weights),
-                self.eos_ids,
-                self.tokenizer.pad_token_id,
-                torch.from_numpy(prompts.prefix),
-                self._drop_rows,
-            )
-        else:
+        rows = len(indices)
+        decoder = self._decoder(weights, name) if self.decoder == "loop" else None
+        if decoder is None:
             copy_to(self.model, self.layout, weights)
         out = []
         for start in range(0, rows, self.chunk_rows):
             chunk = np.arange(start, start + self.chunk_rows)
             # a short last chunk is filled up with its last row, so that every product has the planned shape
             chunk = np.minimum(chunk, rows - 1) if rows > self.chunk_rows else np.arange(rows)
-            ids, mask = (torch.from_numpy(a[indices[chunk]]) for a in (prompts.ids, prompts.mask))
-            u = None if uniforms is None else torch.from_numpy(uniforms[chunk])
-            if self.decoder == "loop":
-                new = decoder.generate(ids, mask, self.max_completion_length, u, temperature, **drawn, stopped=stopped)
-            else:
-                new = self._transformers_generate(ids, mask, u, temperature)
+            new = self._chunk(decoder, name, indices[chunk], None if uniforms is None else uniforms[chunk], temperature)
             out.append(new[: min(self.chunk_rows, rows - start)].numpy())
         return np.concatenate(out)
+
+    def _decoder(self, weights: np.ndarray | Tensor, name: str, population: Population | None = None) -> Decoder:
+        return Decoder(
+            self.model.config,
+            self._views(weights),
+            self.eos_ids,
+            self.tokenizer.pad_token_id,
+            torch.from_numpy(self.prompts[name].prefix),
+            self._drop_rows,
+            population,
+        )
+
+    def _chunk(
+        self,
+        decoder: Decoder | None,
+        name: str,
+        indices: np.ndarray,
+        uniforms: np.ndarray | None,
+        temperature: float,
+        owners: np.ndarray | None = None,
+    ) -> Tensor:
+        """Decode rows of the prompts at once, with transformers if there is no decoder."""
+        prompts = self.prompts[name]
+        ids, mask = (torch.from_numpy(a[indices]) for a in (prompts.ids, prompts.mask))
+        u = None if uniforms is None else torch.from_numpy(uniforms)
+        if decoder is None:
+            return self._transformers_generate(ids, mask, u, temperature)
+        drawn = {"top_k": self.options.top_k, "top_p": self.options.top_p}
+        stopped = self.just_stopped if self.options.stop_strings else None
+        most = self.max_completion_length
+        return decoder.generate(ids, mask, most, u, temperature, **drawn, stopped=stopped, owners=owners)
 
     @torch.inference_mode()
     def _transformers_generate(self, ids, mask, uniforms, temperature):
@@ -365,6 +436,10 @@ def _start_worker(parent: int) -> None:
 
 def _evaluate(engine_id: int, *arguments: Any) -> Evaluation:
     return _ENGINES[engine_id].evaluate_member(*arguments)
+
+
+def _evaluate_together(engine_id: int, *arguments: Any) -> list[Evaluation]:
+    return _ENGINES[engine_id].evaluate_together(*arguments)
 
 
 def _generate(engine_id: int, *arguments: Any) -> list:

@@ -65,8 +65,8 @@ class RayEngine(Engine):
     """A population on the actors of a Ray cluster.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay: of `Engine`. The
-            reward functions run in the actors, so they must be picklable (functions of a notebook are).
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank: of
+            `Engine`. The reward functions run in the actors, so they must be picklable (functions of a notebook are).
         workers: actors, without GPUs; None: one for each core of the cluster.
         gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
         chunk_rows, decoder: of `LocalEngine`, without GPUs.
@@ -97,6 +97,7 @@ class RayEngine(Engine):
         options: Options = PLAIN,
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
+        rank: int = 0,
         workers: int | None = None,
         gpus: int = 0,
         chunk_rows: int = 256,
@@ -108,7 +109,7 @@ class RayEngine(Engine):
     ):
         _ray()
         common: dict[str, Any] = {"max_completion_length": max_completion_length, "options": options}
-        common |= {"distribution": distribution, "anchor_decay": anchor_decay}
+        common |= {"distribution": distribution, "anchor_decay": anchor_decay, "rank": rank}
         # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
         if gpus:
             common |= {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
@@ -135,6 +136,7 @@ class RayEngine(Engine):
             "parameters": held_parameters(model.config, self.layout.d, tensor_parallel),
             "distribution": distribution,
             "anchor_decay": anchor_decay,
+            "rank": rank,
             "chunk_rows": chunk_rows,
             "decoder": None if gpus else self._alike.decoder,
             "gpus": gpus,
@@ -509,7 +511,7 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
     model, tokenizer = once["model"], once["tokenizer"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
-    names = ("max_completion_length", "options", "chunk_rows", "decoder", "distribution", "anchor_decay")
+    names = ("max_completion_length", "options", "chunk_rows", "decoder", "distribution", "anchor_decay", "rank")
     return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **{name: once[name] for name in names})
 
 
@@ -528,8 +530,8 @@ class _Replica(Decoding):
                 folder = made
                 once["model"].save_pretrained(folder)
             common = once["load"]["dtype"], self.eos_ids, longest, once["parameters"], once["distribution"]
-            decay = {"anchor_decay": once["anchor_decay"]}
-            self.generator = Generator(folder, *common, once["tensor_parallel"], settings, **decay)
+            law = {"anchor_decay": once["anchor_decay"], "rank": once["rank"]}
+            self.generator = Generator(folder, *common, once["tensor_parallel"], settings, **law)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the weights."""

@@ -116,6 +116,7 @@ class Generator:
         master: whether workers hold a master; without one there is only `generate`.
         anchor_decay: of `Engine`; above 0 each worker keeps its starting weights, too, in dtype, and room is left for
             them.
+        rank: of `Engine`.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -138,6 +139,7 @@ class Generator:
         settings: Mapping[str, Any] | None = None,
         master: bool = True,
         anchor_decay: float = 0.0,
+        rank: int = 0,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
@@ -189,7 +191,7 @@ class Generator:
         if not master:
             return
         try:
-            opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS, anchor_decay))
+            opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS, anchor_decay, rank))
             for refusal in opened:
                 if isinstance(refusal, str):
                     raise NotMapped(refusal)
@@ -367,8 +369,9 @@ class VLLMEngine(Decoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay: of `Engine`; the
-            model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the rest is cut off.
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank: of
+            `Engine`; the model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the rest
+            is cut off.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
@@ -387,6 +390,7 @@ class VLLMEngine(Decoding, Engine):
         options: Options = PLAIN,
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
+        rank: int = 0,
         folder: str | None = None,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
@@ -402,6 +406,7 @@ class VLLMEngine(Decoding, Engine):
             threads=threads,
             distribution=distribution,
             anchor_decay=anchor_decay,
+            rank=rank,
         )
         self.folder, self.distribution, self.anchor_decay = folder, distribution, anchor_decay
         self._made = None
@@ -434,8 +439,8 @@ class VLLMEngine(Decoding, Engine):
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
             held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
             common = self.model.dtype, self.eos_ids, longest, held, self.distribution
-            decay = {"anchor_decay": self.anchor_decay}
-            generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **decay)
+            law = {"anchor_decay": self.anchor_decay, "rank": self.weights.rank}
+            generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **law)
             try:
                 for update in self._updates:
                     generator.update(*update)

@@ -119,6 +119,7 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
         {},
         {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2},
         {"workers": 2},
+        {"perturbation": "low_rank", "rank": 2, "workers": 2},
         {"fitness": "shuffled"},
         {"precision": "inplace", "noise": "tied", "save_strategy": "steps", "save_steps": 5},
         {"anchor_decay": 0.1, "save_strategy": "steps", "save_steps": 5},

@@ -29,6 +29,8 @@ VARIANTS = {
     },
     "random": {"antithetic": True, "fitness_shaping": "centred_ranks", "fitness": "random"},
     "decay": {"anchor_decay": 0.1},
+    "low rank": {"perturbation": "low_rank", "rank": 2},
+    "low rank, one by one": {"perturbation": "low_rank", "antithetic": True, "chunk_rows": 6, "noise": "byte_sum"},
 }  # fmt: skip
 
 
@@ -102,12 +104,13 @@ def test_replay_and_resume(tmp_path, settings):
         ]
 
 
-@pytest.mark.parametrize("name", ["antithetic", "ranks", "schedules", "sampling", "decay"])
+@pytest.mark.parametrize("name", ["antithetic", "ranks", "schedules", "sampling", "decay", "low rank"])
 def test_a_run_with_a_variant_is_not_resumed_without_it(tmp_path, name):
     for there, here in (({}, VARIANTS[name]), (VARIANTS[name], {})):
         folder = tmp_path / f"run{len(there)}"
         trainer(folder, callbacks=[Ending(1)], **there).train()
-        with pytest.raises(ValueError, match=f"is of a run with {next(iter(here | there))[:5]}.*use the same settings"):
+        named = "|".join(name[:5] for name in here | there)
+        with pytest.raises(ValueError, match=f"is of a run with ({named}).*use the same settings"):
             trainer(folder, **here).train(resume_from_checkpoint=True)
 
 
@@ -117,10 +120,12 @@ def test_an_older_format_says_who_can_replay(tmp_path, name):
     tested.train()
     path = tmp_path / ledger.NAME
     head, *rest = map(json.loads, path.read_bytes().splitlines())
-    assert head["evoalign_ledger"] == 4 and ("anchor_decay" in head["settings"]) == (name == "decay")
+    low_rank = name.startswith("low rank")
+    assert head["evoalign_ledger"] == (5 if low_rank else 4) and ("rank" in head["settings"]) == low_rank
+    assert ("anchor_decay" in head["settings"]) == (name == "decay")
     # sampled rewards are rewards: a reader of format 1 replays them rightly
-    least = {"sampling": 1, "decay": 3}.get(name, 2)
-    for number in (1, 2, 3):
+    least = {"sampling": 1, "decay": 3}.get(name, 5 if low_rank else 2)
+    for number in (1, 2, 3, 4, 5) if low_rank else (1, 2, 3):
         path.write_bytes(chained([head | {"evoalign_ledger": number}, *rest]))
         if number < least:
             with pytest.raises(ledger.LedgerError, match=f"is {number}, but the settings need format {least}: the"):

@@ -1,0 +1,295 @@
+"""Members of low rank: the law by its formula, updates, and batches of members against each member's own matrices."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import PROMPTS, random_model, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from evoalign_lib import _noise_cpu, noise, precision
+from evoalign_lib.engines import local
+from evoalign_lib.engines.base import Options, Prompts
+from evoalign_lib.es import ESConfig
+from evoalign_lib.low_rank import Population
+from evoalign_lib.rewards import Rewards
+from evoalign_lib.update_rules import population
+
+VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_text())
+LAYOUT = noise.Layout.from_shapes(
+    [("matrix", (37, 53)), ("norm", (53,)), ("conv", (5, 3, 7)), ("row", (1, 9)), ("column", (9, 1)), ("scale", ())]
+)
+KEY = 0x0123456789ABCDEF
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def master_weights() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(LAYOUT.size).astype(np.float32)
+
+
+def members(n: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(n)
+    return rng.integers(0, 1 << 63, n).astype(np.uint64), rng.standard_normal(n).astype(np.float32)
+
+
+# ---- the law
+
+
+@pytest.mark.parametrize("case", VECTORS["low_rank"], ids=str)
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_known_answers(case, backend):
+    law = {"distribution": case["distribution"], "backend": backend}
+    found = noise.eps(int(case["key"], 16), int(case["param_id"], 16), case["shape"], case["rank"], **law)
+    expected = np.array([int(word, 16) for word in case["noise"].split()], np.uint32)
+    assert (bits(found).ravel() == expected).all()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5, 16])
+def test_the_noise_is_the_product_of_two_factors_from_streams_of_their_own(rank):
+    """E = A B^T / sqrt(r), each factor's column a row of its stream."""
+    a = noise.normals(KEY, 7, (rank, 37), stream=1).astype(np.float64)
+    b = noise.normals(KEY, 7, (rank, 53), stream=2).astype(np.float64)
+    found = noise.eps(KEY, 7, (37, 53), rank)
+    np.testing.assert_allclose(found, a.T @ b / math.sqrt(rank), rtol=1e-5, atol=1e-5)
+    assert np.linalg.matrix_rank(found.astype(np.float64), tol=1e-4) == rank
+    # tensors with one dimension have the noise that they have without a rank
+    alone = noise.normals(KEY, 7, (53,))
+    assert (noise.eps(KEY, 7, (53,), rank) == alone).all()
+    assert (noise.vectors(np.array([1, KEY], np.uint64), 7, 53)[1] == alone).all()
+
+
+def test_zero_mean_and_unit_variance_over_keys():
+    for rank, excess in ((1, 6.0), (4, 1.5)):  # the kurtosis of a product of normals, divided by the rank
+        drawn = np.array([noise.eps(key, 3, (8, 8), rank) for key in range(2000)], np.float64)
+        assert abs(drawn.mean()) < 5 / math.sqrt(drawn.size) * 3
+        assert abs(drawn.var() - 1) < 0.03
+        assert abs((drawn**4).mean() / drawn.var() ** 2 - 3 - excess) < 0.25 * excess
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_window_is_that_part_of_the_whole_on_every_backend(data):
+    shape = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
+    rank, key = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2**64 - 1))
+    law = {"distribution": data.draw(st.sampled_from(noise.DISTRIBUTIONS))}
+    (r0, r1), (c0, c1) = (sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape)
+    whole = noise.eps(key, 9, shape, rank, backend="numpy", **law)
+    for backend in ("numpy", "numba"):
+        part = noise.eps(key, 9, shape, rank, rows=(r0, r1), cols=(c0, c1), backend=backend, **law)
+        assert (bits(part) == bits(whole[r0:r1, c0:c1])).all()
+
+
+@pytest.mark.parametrize("distribution", noise.DISTRIBUTIONS)
+@pytest.mark.parametrize("rank", [1, 3, 16])
+def test_perturbations_and_updates_equal_the_reference(rank, distribution, monkeypatch):
+    master, out = master_weights(), np.empty(LAYOUT.size, np.float32)
+    for sign in (1, -1):
+        noise.perturb(out, master, LAYOUT, KEY, 1e-2, sign, distribution, rank)
+        expected = noise.reference_perturb(master, LAYOUT, KEY, 1e-2, sign, distribution, rank)
+        assert (bits(out) == bits(expected)).all()
+    keys, coefficients = members(7)
+    coefficients[[1, 6]] = 0, -0.0
+    expected = noise.reference_update(master, LAYOUT, keys, coefficients, distribution, rank)
+    whole, shares = master.copy(), master.copy()
+    noise.update(whole, LAYOUT, keys, coefficients, distribution=distribution, rank=rank)
+    monkeypatch.setattr(noise, "_FACTORS", 1)  # the smallest tiles
+    monkeypatch.setattr(noise, "_LEAST_TILE", 8)
+    for i in range(3):
+        noise.update(shares, LAYOUT, keys, coefficients, (i, 3), distribution, rank)
+    assert (bits(whole) == bits(expected)).all() and (bits(shares) == bits(expected)).all()
+
+
+def test_the_kernel_fuses_no_multiplication_with_an_addition():
+    fused = re.compile(r"\bv?fn?m(?:add|sub|la|ls)\w*")
+    kernel = njit(error_model="numpy")(_noise_cpu._add_products_kernel)
+    factor, flat = np.ones((1, 2, 16), np.float32), np.ones(256, np.float32)
+    kernel(flat, flat, np.float32(0), np.ones(1, np.float32), factor, factor, 0, 16)
+    assembly = "".join(kernel.inspect_asm().values())
+    assert "mulps" in assembly or "fmul" in assembly
+    assert not fused.findall(assembly)
+
+
+def test_tensors_of_an_engine_get_the_same_members_and_updates():
+    """Whole and cut in pieces, as a sharded model has them."""
+    keys, coefficients = members(5)
+    shapes = {"matrix": (37, 53), "norm": (53,), "conv": (5, 3, 7)}
+    layout = noise.Layout.from_shapes(shapes.items())
+    master = np.random.default_rng(1).standard_normal(layout.size).astype(np.float32)
+    views = {name: torch.from_numpy(view.copy()) for name, view in layout.views(master).items()}
+    cut = [
+        noise.Piece(views["matrix"][:16], "matrix"),
+        noise.Piece(views["matrix"][16:, :12].contiguous(), "matrix", 16, 0),
+        noise.Piece(views["matrix"][16:, 12:].contiguous(), "matrix", 16, 12),
+        noise.Piece(views["norm"], "norm"),
+        noise.Piece(views["conv"].reshape(5, 21), "conv"),
+    ]
+    held = noise.device_weights(cut, rank=2)
+    held.perturb(KEY, 0.1, -1)
+    expected, member = {}, np.empty_like(master)
+    noise.perturb(member, master, layout, KEY, 0.1, -1, rank=2)
+    expected = layout.views(member)
+    assert (bits(cut[0].tensor.numpy()) == bits(expected["matrix"][:16])).all()
+    assert (bits(cut[2].tensor.numpy()) == bits(expected["matrix"][16:, 12:])).all()
+    assert (bits(cut[3].tensor.numpy()) == bits(expected["norm"])).all()
+    held.update(keys, coefficients)
+    noise.update(master, layout, keys, coefficients, rank=2)
+    moved = layout.views(master)
+    for view, there in zip(
+        held.views(), [moved["matrix"][:16], moved["matrix"][16:, :12], moved["matrix"][16:, 12:]], strict=False
+    ):
+        assert (bits(view.numpy()) == bits(there)).all()
+
+
+@pytest.mark.parametrize("mode", ["inplace", "kahan"])
+def test_the_other_precision_modes_draw_it_too(mode):
+    model = random_model().to(torch.bfloat16)
+    weights = precision.open_weights(model, None, mode, rank=2)
+    before = torch.as_tensor(weights.flat).float().numpy().copy()
+    with weights.member(KEY, 0.5) as flat:
+        moved = weights.layout.views(torch.as_tensor(flat).float().numpy() - before)
+    entry = next(entry for entry in weights.layout.entries if len(entry.shape) == 2)
+    expected = 0.5 * noise.eps(KEY, entry.id, entry.shape, 2)
+    np.testing.assert_allclose(moved[entry.name], expected, atol=0.03, rtol=0.02)
+
+
+# ---- batches of members
+
+
+def sums(completion_ids, **columns):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+WITH_PREFIX = [f"add {p}" for p in PROMPTS]
+
+
+def engine(prompts=WITH_PREFIX, model=None, **changed) -> local.LocalEngine:
+    rows = {"train": Prompts([{"prompt": p} for p in prompts], tokenizer())}
+    common = {"max_completion_length": 6, "rank": 2, "chunk_rows": 40} | changed
+    return local.LocalEngine(model or random_model(), tokenizer(), Rewards([sums]), rows, **common)
+
+
+def apart(tested: local.LocalEngine, *arguments):
+    """What members do with matrices of their own."""
+    tested._joins = False
+    return tested.evaluate(*arguments)
+
+
+MEMBERS = population(noise.run_key("es", 0), 0, 14, antithetic=True)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_joined_members_write_what_their_own_matrices_write(rank, tied):
+    """Greedily, with a prefix that all prompts share, in batches of which the last is filled up."""
+    model = random_model(tie_word_embeddings=tied)
+    together, one = (engine(model=model, rank=rank) for _ in range(2))
+    assert together._joins and len(together.prompts["train"].prefix) > 0
+    indices = np.array([4, 0, 7])
+    found = together.evaluate(MEMBERS, 0.1, "train", indices)
+    expected = apart(one, MEMBERS, 0.1, "train", indices)
+    assert [e.scored.rewards.tolist() for e in found] == [e.scored.rewards.tolist() for e in expected]
+    assert len({tuple(e.scored.rewards) for e in found}) > 5, "members must differ, or nothing was compared"
+    assert all(e.core_seconds > 0 for e in found)
+
+
+def test_logits_of_joined_members_differ_by_rounding_alone():
+    tested = engine(rank=3)
+    three = MEMBERS[:3]
+    joined = Population(tested.master, tested.layout, three, 0.1, "gaussian", 3)
+    ids = torch.from_numpy(tested.prompts["train"].ids[:1])
+    mask = torch.from_numpy(tested.prompts["train"].mask[:1])
+    for i, member in enumerate(three):
+        seen: list = []
+        with tested.weights.member(member.key, 0.1, member.sign) as weights:
+            own = tested._decoder(weights, "train")
+        for decoder in (own, tested._decoder(tested.weights.flat, "train", joined)):
+            choose = decoder._choose
+
+            def record(logits, uniforms, choose=choose, seen=seen):
+                seen.append(logits.clone())
+                return choose(logits, uniforms)
+
+            decoder._choose = record
+            owners = np.full(1, i) if decoder is not own else None
+            decoder.generate(ids, mask, 1, owners=owners)
+        assert seen[0].std() > 0.1
+        torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_and_stop_strings(workers):
+    options = Options(temperature=0.8, top_k=20, stop_strings=("1",))
+    sampling = (noise.sampling_key(1, 2), 2)
+    arguments = MEMBERS, 0.1, "train", np.array([1, 2]), None, sampling
+    found = engine(options=options, workers=workers).evaluate(*arguments)
+    expected = apart(engine(options=options), *arguments)
+    for one, other in zip(found, expected, strict=True):
+        assert one.scored.rewards.tolist() == other.scored.rewards.tolist()
+        assert (one.lengths == other.lengths).all() and (one.clipped == other.clipped).all()
+
+
+def test_rows_do_not_depend_on_the_members_beside_them():
+    wide, narrow = engine(chunk_rows=64), engine(chunk_rows=16)
+    if not (wide._drop_rows and narrow._drop_rows):
+        pytest.skip("this CPU computes products of few rows otherwise than products of many")
+    found = [e.evaluate(MEMBERS, 0.1, "train", np.arange(3)) for e in (wide, narrow)]
+    assert [e.scored.rewards.tolist() for e in found[0]] == [e.scored.rewards.tolist() for e in found[1]]
+
+
+def test_what_is_decoded_member_by_member():
+    """Too few members in a chunk, a model that rounds, another decoder: the plan says which."""
+    assert engine().plan["least_members"] == local.LEAST_MEMBERS
+    for other in (
+        engine(rank=0), engine(model=random_model().to(torch.bfloat16)), engine(decoder="generate"),
+    ):  # fmt: skip
+        assert "least_members" not in other.plan
+    tested, calls = engine(chunk_rows=11), []
+    tested.evaluate_member, own = lambda *a: calls.append(a) or own(*a), tested.evaluate_member
+    tested.evaluate(MEMBERS, 0.1, "train", np.arange(3))
+    assert len(calls) == len(MEMBERS)
+    tested.evaluate(MEMBERS, 0.1, "train", np.arange(2))  # room for five
+    assert len(calls) == len(MEMBERS)
+
+
+def test_a_failed_reward_names_its_member():
+    def failing(completion_ids, **columns):
+        if failing.calls == 5:
+            raise OSError("the disk is full")
+        failing.calls += 1
+        return [0.0] * len(completion_ids)
+
+    failing.calls = 0
+    rows = {"train": Prompts([{"prompt": p} for p in PROMPTS], tokenizer())}
+    tested = local.LocalEngine(random_model(), tokenizer(), Rewards([failing]), rows, max_completion_length=4, rank=1)
+    with pytest.raises(Exception, match="^member 5: "):
+        tested.evaluate(MEMBERS, 0.1, "train", np.arange(2))
+
+
+# ---- settings
+
+
+def test_settings_are_refused_with_a_remedy():
+    with pytest.raises(ValueError, match="rank=4 has no effect on full-rank noise: set perturbation='low_rank'"):
+        ESConfig(rank=4)
+    with pytest.raises(ValueError, match="rank=0 must be a whole number from 1 to 65535: of low-rank perturbations"):
+        ESConfig(perturbation="low_rank", rank=0)
+    with pytest.raises(ValueError, match="perturbation='lowrank'.*Did you mean 'low_rank'"):
+        ESConfig(perturbation="lowrank")
+    for call in (
+        lambda: noise.factors(np.ones(1, np.uint64), 1, (2, 2), 0),
+        lambda: noise.eps(1, 1, (2, 2), -1),
+        lambda: precision.open_weights(random_model(), rank=1 << 16),
+    ):
+        with pytest.raises(ValueError, match="rank"):
+            call()
+    assert dataclasses.replace(ESConfig(perturbation="low_rank", rank=3)).rank == 3
