@@ -14,8 +14,9 @@ codes share (randn in the parameter's dtype, a multiplication, an addition, tens
 with a subtraction), one process.
 
 Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluating a population and moving the weights;
-`account`, where an iteration's core-seconds go; `step`, a decoding step against its matrix products alone; `memory`,
-peak bytes a parameter of each precision mode; `plans`, what another batch plan changes in tokens and rewards.
+`low_rank`, the same with members of low rank; `account`, where an iteration's core-seconds go; `step`, a decoding step
+against its matrix products alone; `memory`, peak bytes a parameter of each precision mode; `plans`, what another batch
+plan changes in tokens and rewards.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ class Plan:
         ("inplace", "bfloat16"),
     )  # precision mode and the model's dtype
     chunks: tuple[int, ...] = (8, 16, 64, 200)
+    low_rank: tuple[tuple[int, int], ...] = ((1, 256), (16, 64), (128, 6))  # prompts a member, and members
+    ranks: tuple[int, ...] = (1, 4, 16)
+    own_members: int = 32  # with matrices of their own, of which each takes as long as any other
     default_threads: bool = True  # an arm that takes minutes where others use the cores
 
     def repeats_of(self, model: str, rows: int) -> int:
@@ -110,6 +114,8 @@ QUICK = Plan(
     memory="4M",
     modes=(("master", "float32"),),
     chunks=(8, 9),
+    low_rank=((1, 6), (2, 6)),
+    ranks=(2,),
     default_threads=False,
 )
 
@@ -469,6 +475,73 @@ def iteration_section(plan: Plan) -> dict:
     }
 
 
+def low_rank_section(plan: Plan) -> dict:
+    """Evaluate a population and move the weights: low-rank members in batches, against full-rank members."""
+    cells, targets = {}, []
+    for name in plan.models:
+        for rows, n in plan.low_rank:
+            indices, cases, sizes, engines = np.arange(rows), {}, {}, []
+            for rank in (0, *plan.ranks):
+                # as many batches as workers, where one batch has room for all members
+                chunk = 256 if rank == 0 else min(256, max(4 * rows, -(-n // default_workers()) * rows))
+                engine = engine_of(build(name), rows, plan, rank=rank, workers=default_workers(), chunk_rows=chunk)
+                size = n if rank else min(n, plan.own_members)
+                members, keys, coefficients = population(size)
+
+                def iteration(engine=engine, members=members, update=(keys, coefficients), indices=indices) -> None:
+                    engine.evaluate(members, SIGMA, "train", indices)
+                    engine.update(*update)
+
+                cases[f"rank {rank}" if rank else "full rank"] = iteration
+                sizes[f"rank {rank}" if rank else "full rank"] = size
+                engines.append(engine)
+            try:
+                times = measure(plan.repeats_of(name, rows), cases)
+            finally:
+                for engine in engines:
+                    engine.close()
+            rates = {
+                kind: {case: sizes[case] * rows / times[case][f"seconds_{kind}"] for case in cases}
+                for kind in ("min", "median")
+            }
+            cell = f"{name}, {n} members of {rows} prompts"
+            cells[cell] = {f"completions_a_second, {case}": rate for case, rate in rates["min"].items()}
+            for kind, suffix in (("min", ""), ("median", "_median")):
+                found = rates[kind]
+                cells[cell] |= {f"ratio{suffix}, {c}": found[c] / found["full rank"] for c in found if c != "full rank"}
+            agreement = same_members(name, rows, min(n, 16), plan)
+            cells[cell]["same_tokens"] = agreement
+            first = plan.ranks[0]
+            least = {1: 4.0, 128: 1.0}.get(rows)
+            if least and name != "0.14M":
+                ratio = cells[cell][f"ratio, rank {first}"]
+                targets.append(target(f"rank {first}, {cell}: times full rank", ratio, least=least))
+            targets.append(target(f"tokens, {cell}: share equal to those of own matrices", agreement, least=1))
+    return {
+        "about": f"at most {plan.new} new tokens, one worker a core; full-rank members are at most {plan.own_members}, "
+        "since each takes as long as any other; members of low rank that share no chunk have matrices of their own",
+        "cells": cells,
+        "targets": targets,
+    }
+
+
+def same_members(name: str, rows: int, n: int, plan: Plan) -> float:
+    """Share of completions that low-rank members write in a batch as with matrices of their own."""
+    members, _, _ = population(n)
+    seen: list[list] = []
+    for chunk in (256, rows):  # room for many, and for one
+        tokens: list = []
+
+        def reward(prompts, completions, numbers, target, completion_ids, tokens=tokens, **columns):
+            tokens += completion_ids
+            return countdown.reward(prompts, completions, numbers, target, **columns)
+
+        engine = engine_of(build(name), rows, plan, reward, rank=plan.ranks[0], chunk_rows=chunk)
+        engine.evaluate(members, SIGMA, "train", np.arange(rows))
+        seen.append(tokens)
+    return float(np.mean([a == b for a, b in zip(*seen, strict=True)]))
+
+
 # The parts of an iteration inside a worker that `accounted` times, in its shared memory's order.
 PARTS = ("perturb", "generate", "reward")
 
@@ -811,6 +884,7 @@ SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "device": device_section,
     "noise": noise_section,
     "iteration": iteration_section,
+    "low_rank": low_rank_section,
     "account": account_section,
     "step": step_section,
     "memory": memory_section,

@@ -36,7 +36,7 @@ def test_all_sections_run_and_replace_what_an_older_run_left(quick):
 
 
 def test_times_and_ratios_are_positive(quick):
-    for name in ("noise", "iteration", "step"):
+    for name in ("noise", "iteration", "low_rank", "step"):
         for cell, row in quick[name]["cells"].items():
             # a step is the difference of two times, of either sign where a busy machine stretches one of them
             rest = {k: v for k, v in row.items() if name != "step" or "floor" in k or "prompt" in k}
@@ -50,6 +50,7 @@ def test_times_and_ratios_are_positive(quick):
 
 def test_both_arms_give_the_same_tokens(quick):
     assert [row["same_tokens"] for row in quick["iteration"]["cells"].values()] == [1.0]
+    assert [row["same_tokens"] for row in quick["low_rank"]["cells"].values()] == [1.0, 1.0]
     assert {row["completions_that_differ"] for row in quick["plans"]["cells"].values()} == {0.0}
 
 
