@@ -307,6 +307,11 @@ add_noise = jit_cached(_add_noise_kernel)
 _add_one = njit(error_model="numpy")(_add_noise_kernel)
 
 
+def root(rank: int) -> np.float32:
+    """Return 1 / sqrt(rank) as the law rounds it, which is the same on every machine."""
+    return np.float32(1 / np.sqrt(np.float64(rank)))
+
+
 def reference_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return sum_k a[k, i] b[k, j], rounded after each operation, in plain NumPy: (rank, rows), (rank, cols)."""
     total = a[0][:, None] * b[0]

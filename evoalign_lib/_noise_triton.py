@@ -1,7 +1,9 @@
 """The noise law's numbers on a GPU, in Triton: one kernel launch perturbs a whole model and one updates it.
 
 `noise` states the law; operations and their order are those of `_noise_cpu`, so that the bits are the same. A launch
-runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Keys and
+runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Tensors with
+low-rank noise have a launch of their own, over tiles of their rows and columns, so that the factors of a tile are few
+beside its weights and are drawn where they are used. Keys and
 coefficients are read from device memory at fixed addresses and nothing is allocated, so that a launch can be captured
 in a CUDA graph and disturbs none. Without a GPU the same code runs in Triton's interpreter, if TRITON_INTERPRET=1 is
 set before Triton is imported.
@@ -35,6 +37,13 @@ TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
 _ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(tl.constexpr, range(6))
 _ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(tl.constexpr, range(6, 12))
 _WIDTH = tl.constexpr(12)
+
+# Rows and columns of a tile of low-rank noise.
+TILE_ROWS, TILE_COLS = (64, 1 << 8) if INTERPRETED else (32, 128)
+
+# Columns of the table of tensors with low-rank noise, all int64. Quads are four rows or columns of the parameter.
+_L_ID, _L_ROW_QUAD, _L_ROW_LEAD, _L_ROWS, _L_COL_QUAD, _L_COL_LEAD = map(tl.constexpr, range(6))
+_L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(tl.constexpr, range(6, 12))
 
 # The law's constants, as Python numbers, which Triton makes float32 and uint32 again.
 _ROUNDS = tl.constexpr(_noise_cpu.ROUNDS)
@@ -221,6 +230,99 @@ def _update_kernel(
     tl.store(master + source, weights + _columns(t0, t1, t2, t3, BLOCK), exists)
 
 
+@triton.jit
+def _low_rank_place(table, tensor_of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Find this program's tile of a tensor with low-rank noise.
+
+    Returns the quads of its rows, (ROWS / 4,), and columns, (COLS / 4,), uint32; the parameter id; where its weights
+    lie in the master and in the working tensor, int64 (ROWS, COLS); and which of them exist.
+    """
+    tile = tl.program_id(0)
+    entry = table + tl.load(tensor_of_tile + tile).to(tl.int64) * _WIDTH
+    place, across = (tile - tl.load(entry + _L_FIRST_TILE)).to(tl.int32), tl.load(entry + _L_ACROSS).to(tl.int32)
+    down, right = place // across, place % across
+    row_quads = tl.load(entry + _L_ROW_QUAD).to(tl.uint32) + (down * (ROWS // 4) + tl.arange(0, ROWS // 4)).to(
+        tl.uint32
+    )
+    col_quads = tl.load(entry + _L_COL_QUAD).to(tl.uint32) + (right * (COLS // 4) + tl.arange(0, COLS // 4)).to(
+        tl.uint32
+    )
+    row = (down.to(tl.int64) * ROWS - tl.load(entry + _L_ROW_LEAD) + tl.arange(0, ROWS))[:, None]
+    col = (right.to(tl.int64) * COLS - tl.load(entry + _L_COL_LEAD) + tl.arange(0, COLS))[None, :]
+    cols = tl.load(entry + _L_COLS)
+    exists = (row >= 0) & (row < tl.load(entry + _L_ROWS)) & (col >= 0) & (col < cols)
+    master = tl.load(entry + _L_MASTER) + row * cols + col
+    working = tl.load(entry + _L_WORKING) + row * tl.load(entry + _L_STRIDE) + col
+    return row_quads, col_quads, tl.load(entry + _L_ID).to(tl.uint32), master, working, exists
+
+
+@triton.jit
+def _factor(quads, k, param_id, stream: tl.constexpr, key, KIND: tl.constexpr, N: tl.constexpr):
+    """Return row k of a factor at N // 4 quads, float32 (N,)."""
+    same = tl.zeros((N // 4,), tl.int32)
+    c1, c3 = (same + k).to(tl.uint32), (same + stream).to(tl.uint32)
+    z0, z1, z2, z3 = _numbers(quads, c1, same.to(tl.uint32) + param_id, c3, key, KIND)
+    return tl.reshape(_columns(z0, z1, z2, z3, N // 4), (N,))
+
+
+@triton.jit
+def _product(
+    row_quads, col_quads, param_id, key, root, rank, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Return a member's low-rank noise in a tile, float32 (ROWS, COLS), rounded after each operation."""
+    a = _factor(row_quads, 0, param_id, 1, key, KIND, ROWS) * root
+    total = a[:, None] * _factor(col_quads, 0, param_id, 2, key, KIND, COLS)[None, :]
+    for k in range(1, rank):
+        a = _factor(row_quads, k, param_id, 1, key, KIND, ROWS) * root
+        total = total + a[:, None] * _factor(col_quads, k, param_id, 2, key, KIND, COLS)[None, :]
+    return total
+
+
+@triton.jit
+def _low_rank_perturb_kernel(
+    target,
+    master,
+    table,
+    tensor_of_tile,
+    key,
+    scale,
+    root,
+    rank,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """target = cast(master + scale * E), rounded after each operation."""
+    row_quads, col_quads, param_id, source, sink, exists = _low_rank_place(table, tensor_of_tile, ROWS, COLS)
+    noise = tl.load(scale) * _product(row_quads, col_quads, param_id, tl.load(key), root, rank, KIND, ROWS, COLS)
+    weights = tl.load(master + source, exists, 0.0)
+    tl.store(target + sink, _cast(weights + noise, target.dtype.element_ty), exists)
+
+
+@triton.jit
+def _low_rank_update_kernel(
+    master,
+    table,
+    tensor_of_tile,
+    keys,
+    coefficients,
+    members,
+    root,
+    rank,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """master = master + (0 + c_0 E_0 + c_1 E_1 + ...), rounded after each operation."""
+    row_quads, col_quads, param_id, source, _, exists = _low_rank_place(table, tensor_of_tile, ROWS, COLS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for m in range(tl.load(members)):
+        noise = _product(row_quads, col_quads, param_id, tl.load(keys + m), root, rank, KIND, ROWS, COLS)
+        total = total + tl.load(coefficients + m) * noise
+    weights = tl.load(master + source, exists, 0.0)
+    tl.store(master + source, weights + total, exists)
+
+
 # A model on a device.
 
 
@@ -229,6 +331,7 @@ class _Launch(NamedTuple):
 
     target: torch.Tensor  # any of them: the table's addresses count from it
     linear: bool
+    low_rank: bool  # then the table has the columns _L_...
     table: torch.Tensor  # int64 (tensors, _WIDTH)
     tensor_of_tile: torch.Tensor  # int32 (tiles,)
 
@@ -245,6 +348,7 @@ class DeviceWeights:
         most_members: largest population of an update.
         stream: the noise law's stream.
         anchor: where the tensors started, if updates decay toward it.
+        ranks: of each tensor's noise, 0 or one number above it; none: all of full rank.
     """
 
     def __init__(
@@ -255,6 +359,7 @@ class DeviceWeights:
         most_members: int,
         stream: int = 0,
         anchor: TensorAnchor | None = None,
+        ranks: Sequence[int] = (),
     ):
         device = matrices[0].device
         if not (INTERPRETED or device.type == "cuda"):
@@ -264,6 +369,7 @@ class DeviceWeights:
             )
         self.most_members = most_members
         self._kind, self._matrices, self._anchor = kind, list(matrices), anchor
+        self._rank = max(ranks, default=0)
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -272,7 +378,8 @@ class DeviceWeights:
         """float32 (size,): the tensors one after the other, as a `noise.Layout` of them in this order has them"""
         for view, matrix in zip(self.views(), matrices, strict=True):
             view.copy_(matrix)
-        self._launches = self._plan(windows, stream)
+        low = [rank > 0 for rank in ranks] or [False] * len(self._matrices)
+        self._launches = self._plan(windows, stream, low) + self._plan_low_rank(windows, low)
         # What the kernels read at fixed addresses: one member, and a population.
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
         self._scale = torch.zeros(1, dtype=torch.float32, device=device)
@@ -310,13 +417,15 @@ class DeviceWeights:
     def write_member(self) -> None:
         """Launch `perturb` alone, which can be captured in a CUDA graph and replayed after each `set_member`."""
         for launch, grid, options in self._each_launch():
-            _perturb_kernel[grid](
+            kernel, *law = (_low_rank_perturb_kernel, *self._low_rank_law) if launch.low_rank else (_perturb_kernel,)
+            kernel[grid](
                 launch.target,
                 self.master,
                 launch.table,
                 launch.tensor_of_tile,
                 self._key,
                 self._scale,
+                *law,
                 **options,
             )
 
@@ -358,30 +467,67 @@ class DeviceWeights:
             with torch.cuda.device_of(self.master):
                 self._anchor.decay(self.views())
         for launch, grid, options in self._each_launch():
-            _update_kernel[grid](
+            kernel, *law = (_low_rank_update_kernel, *self._low_rank_law) if launch.low_rank else (_update_kernel,)
+            kernel[grid](
                 self.master,
                 launch.table,
                 launch.tensor_of_tile,
                 self._keys,
                 self._coefficients,
                 self._members,
+                *law,
                 **options,
             )
 
     def _each_launch(self) -> Iterator[tuple[_Launch, tuple[int], dict[str, int]]]:
         """Go over the launches with their grids and options, on the device of the weights."""
         # the law: no fused multiply-add
-        common = {"KIND": self._kind, "BLOCK": TILE, "num_warps": WARPS, "enable_fp_fusion": False}
+        common = {"KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
         with torch.cuda.device_of(self.master):
             for launch in self._launches:
-                yield launch, (len(launch.tensor_of_tile),), common | {"LINEAR": launch.linear}
+                shape = {"BLOCK": TILE, "LINEAR": launch.linear}
+                shape = {"ROWS": TILE_ROWS, "COLS": TILE_COLS} if launch.low_rank else shape
+                yield launch, (len(launch.tensor_of_tile),), common | shape
 
-    def _plan(self, windows: Sequence[tuple[int, int, int]], stream: int) -> list[_Launch]:
+    @property
+    def _low_rank_law(self) -> tuple[float, int]:
+        """1 / sqrt(rank), a number that float32 holds, and the rank."""
+        return float(_noise_cpu.root(self._rank)), self._rank
+
+    def _plan_low_rank(self, windows: Sequence[tuple[int, int, int]], low: Sequence[bool]) -> list[_Launch]:
+        groups: dict[torch.dtype, list[list[int]]] = {}
+        targets: dict[torch.dtype, torch.Tensor] = {}
+        for matrix, offset, (param_id, row0, col0), is_low in zip(
+            self._matrices, self._offsets, windows, low, strict=True
+        ):
+            if not is_low or not matrix.numel():
+                continue
+            (rows, cols), target = matrix.shape, targets.setdefault(matrix.dtype, matrix)
+            down = -(-((row0 & 3) + rows) // TILE_ROWS)
+            across = -(-((col0 & 3) + cols) // TILE_COLS)
+            if down * across >= 1 << 31:
+                raise ValueError(f"a tensor of {rows} x {cols} has too many elements for one launch; cut it in pieces")
+            place = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
+            row = [param_id, row0 >> 2, row0 & 3, rows, col0 >> 2, col0 & 3, cols, across, down * across, offset, place]
+            groups.setdefault(matrix.dtype, []).append([*row, matrix.stride(0)])
+        launches = []
+        for dtype, rows in groups.items():
+            table = torch.tensor(rows, dtype=torch.int64)
+            tiles = table[:, _L_FIRST_TILE.value].clone()
+            table[:, _L_FIRST_TILE.value] = tiles.cumsum(0) - tiles
+            tensor_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), tiles)
+            device = self.master.device
+            launches.append(_Launch(targets[dtype], False, True, table.to(device), tensor_of_tile.to(device)))
+        return launches
+
+    def _plan(self, windows: Sequence[tuple[int, int, int]], stream: int, low: Sequence[bool]) -> list[_Launch]:
         groups: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
         targets: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
-        for matrix, offset, (param_id, row0, col0) in zip(self._matrices, self._offsets, windows, strict=True):
+        for matrix, offset, (param_id, row0, col0), is_low in zip(
+            self._matrices, self._offsets, windows, low, strict=True
+        ):
             rows, cols = matrix.shape
-            if not matrix.numel():
+            if is_low or not matrix.numel():
                 continue
             first_quad, lead, size = col0 >> 2, col0 & 3, matrix.element_size()
             row_quads = ((col0 + cols + 3) >> 2) - first_quad
@@ -400,7 +546,7 @@ class DeviceWeights:
             table[:, _FIRST_TILE.value] = tiles.cumsum(0) - tiles
             tensor_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), tiles)
             device = self.master.device
-            launches.append(_Launch(targets[group], group[1], table.to(device), tensor_of_tile.to(device)))
+            launches.append(_Launch(targets[group], group[1], False, table.to(device), tensor_of_tile.to(device)))
         return launches
 
 

@@ -276,7 +276,7 @@ def factors(
     for stream, length, window in ((1, n_rows, windows[0]), (2, n_cols, windows[1])):
         whole = [normals(int(k), param_id, (rank, length), cols=window, stream=stream, **options) for k in keys]
         found.append(np.array(whole, np.float32).reshape(len(keys), rank, window[1] - window[0]))
-    return found[0] * _root(rank), found[1]
+    return found[0] * _noise_cpu.root(rank), found[1]
 
 
 def _factors(
@@ -284,7 +284,7 @@ def _factors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `factors` returns, given the number of the distribution and the id that it uses."""
     return (
-        _rows_of_members(kind, keys, param_id, rank, rows, 1, _root(rank)),
+        _rows_of_members(kind, keys, param_id, rank, rows, 1, _noise_cpu.root(rank)),
         _rows_of_members(kind, keys, param_id, rank, cols, 2),
     )
 
@@ -350,11 +350,6 @@ def check_rank(rank: int) -> int:
 def is_low_rank(shape: Sequence[int], rank: int) -> bool:
     """Return whether a tensor of this shape gets low-rank noise: it has two dimensions or more, and there is a rank."""
     return check_rank(rank) > 0 and len(shape) >= 2
-
-
-def _root(rank: int) -> np.float32:
-    """Return 1 / sqrt(rank) as the law rounds it, which is the same on every machine."""
-    return np.float32(1 / math.sqrt(rank))
 
 
 def sampling_key(run_key: int, step: int) -> int:
@@ -737,7 +732,7 @@ def device_weights(
         most_members: largest population of an update.
         anchor_decay: share of the way from these weights that each update takes back first (`_anchor`); above 0 a copy
             of the tensors in their dtype is kept.
-        rank: of the noise of matrices; 0: full rank. On a CPU only, so far.
+        rank: of the noise of matrices, which are the tensors with two dimensions or more; 0: full rank.
 
     Returns:
         The weights, with `perturb`, `restore`, `update` and `master`. A whole model's master has the order and the
@@ -745,7 +740,7 @@ def device_weights(
 
     Raises:
         ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, two
-            tensors at one address, an anchor_decay or a rank out of range, or a rank on a GPU.
+            tensors at one address, or an anchor_decay or a rank out of range.
         RuntimeError: tensors on a device that is neither a CPU nor a GPU of Triton's.
     """
     import torch
@@ -773,15 +768,12 @@ def device_weights(
     kind, numbers = _law(distribution, np.array([ids[piece.name] for piece in pieces], np.uint32))
     windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
     anchor = TensorAnchor(matrices, anchor_decay) if check_decay(anchor_decay) else None
+    ranks = [rank if is_low_rank(piece.tensor.shape, rank) else 0 for piece in pieces]
     if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        vectors = [piece.tensor.ndim < 2 for piece in pieces]
-        ranks = [0 if vector else rank for vector in vectors]
         return HostWeights(matrices, windows, kind, anchor, ranks)
-    if rank:
-        raise ValueError(f"rank={rank}: low-rank noise is made on CPUs only so far. Use rank=0, or engine='local'.")
     from evoalign_lib import _noise_triton
 
-    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor)
+    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor, ranks=ranks)
 
 
 class HostWeights:

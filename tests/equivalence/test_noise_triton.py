@@ -176,6 +176,36 @@ def test_update_has_the_references_bits(n, distribution):
     assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
 
 
+@pytest.mark.parametrize(
+    ("rank", "distribution", "dtype"),
+    [(1, "gaussian", torch.float32), (3, "byte_sum", torch.bfloat16), (2, "tied", torch.float16)],
+    ids=str,
+)
+def test_low_rank_members_and_updates_have_the_references_bits(rank, distribution, dtype):
+    pieces, (keys, coefficients) = model(dtype), members(3)
+    weights = device_weights(pieces, distribution, rank=rank)
+    master = weights.master.cpu().numpy().copy()
+    for sign in (1, -1):
+        weights.perturb(KEY, 1e-2, sign)
+        expected = noise.reference_perturb(master, LAYOUT, KEY, 1e-2, sign, distribution, rank)
+        for piece, view in zip(pieces, LAYOUT.views(expected).values(), strict=True):
+            assert same(piece.tensor, torch.from_numpy(view).to(dtype)), piece.name
+    weights.update(keys, coefficients)
+    expected = noise.reference_update(master, LAYOUT, keys, coefficients, distribution, rank)
+    assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
+
+
+@pytest.mark.parametrize(("row0", "col0"), [(0, 0), (3, 5), (64, 256), (61, 254)])
+def test_low_rank_noise_of_a_window(row0, col0):
+    """A shard that begins anywhere, with columns of a fused tensor, in tiles of which none begins where it does."""
+    whole = noise.eps(KEY, parameter_id("shard"), (row0 + 70, col0 + 261), 2, backend="numpy")
+    fused = torch.zeros(70, 300, device=DEVICE)
+    weights = device_weights([Piece(fused[:, 20:281], "shard", row0, col0)], rank=2)
+    weights.perturb(KEY, 1.0)
+    assert (bits(fused[:, 20:281].cpu().numpy()) == bits(whole[row0:, col0:] + np.float32(0))).all()
+    assert not fused[:, :20].any() and not fused[:, 281:].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decay_toward_the_start_has_the_bits_of_numpy(dtype, monkeypatch):
     monkeypatch.setattr(_anchor, "_DEVICE_BLOCK", 1000)
@@ -302,18 +332,22 @@ def test_without_a_gpu_the_error_names_the_interpreter():
         device_weights([(torch.zeros(4, device="meta"), "a")])
 
 
-def compiled(kernel, pointers: dict[str, str], distribution: int, **options) -> str:
-    """PTX of a kernel for a Hopper GPU, tensors linear; the compiler needs no GPU."""
+LINEAR = {"LINEAR": True, "BLOCK": 512}
+"""a tile of a launch over whole quads"""
+
+
+def compiled(kernel, pointers: dict[str, str], distribution: int, shape: dict = LINEAR, **options) -> str:
+    """PTX of a kernel for a Hopper GPU; the compiler needs no GPU."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = pointers | {"KIND": "constexpr", "LINEAR": "constexpr", "BLOCK": "constexpr"}
+    constants = {"KIND": distribution} | shape
     source = ASTSource(
         fn=kernel,
-        signature=signature,
-        constexprs={"KIND": distribution, "LINEAR": True, "BLOCK": 512},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))},
+        signature=pointers | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(pointers.values()) if kind.startswith("*")},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
@@ -337,6 +371,23 @@ def test_compiled_kernels_fuse_nothing_and_move_four_weights_at_a_time(monkeypat
         assert store in ptx
         # The same check finds the fusion that the launches' option forbids.
         assert "fma.rn.f32" in compiled(kernel, pointers, _noise_cpu.GAUSSIAN, enable_fp_fusion=True)
+
+
+@pytest.mark.skipif(_noise_triton.INTERPRETED, reason="the interpreter compiles nothing")
+def test_compiled_low_rank_kernels_fuse_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    perturb = {"target": "*bf16", "master": "*fp32", "table": "*i64", "tensor_of_tile": "*i32", "key": "*i64"}
+    perturb |= {"scale": "*fp32", "root": "fp32", "rank": "i32"}
+    update = {"master": "*fp32", "table": "*i64", "tensor_of_tile": "*i32", "keys": "*i64", "coefficients": "*fp32"}
+    update |= {"members": "*i32", "root": "fp32", "rank": "i32"}
+    tile = {"ROWS": _noise_triton.TILE_ROWS, "COLS": _noise_triton.TILE_COLS}
+    for kernel, pointers in (
+        (_noise_triton._low_rank_perturb_kernel, perturb),
+        (_noise_triton._low_rank_update_kernel, update),
+    ):
+        ptx = compiled(kernel, pointers, _noise_cpu.GAUSSIAN, tile, enable_fp_fusion=False)
+        assert "fma.rn" not in ptx and "mul.rn.f32" in ptx  # "fma" alone is in .debug_macinfo
+        assert "fma.rn.f32" in compiled(kernel, pointers, _noise_cpu.GAUSSIAN, tile, enable_fp_fusion=True)
 
 
 @gpu
