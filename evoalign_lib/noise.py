@@ -712,6 +712,8 @@ class Piece(NamedTuple):
     row0: int = 0
     """the tensor's first row and column in that parameter, seen as a matrix: not 0 in a sharded model"""
     col0: int = 0
+    vector: bool = False
+    """whether the parameter has a single dimension though this tensor has two: its noise has full rank"""
 
 
 def device_weights(
@@ -752,7 +754,7 @@ def device_weights(
         raise ValueError("device_weights needs at least one tensor, got none")
     ids = parameter_ids(piece.name for piece in pieces)
     matrices, owners = [], {}
-    for tensor, name, row0, col0 in pieces:
+    for tensor, name, row0, col0, _ in pieces:
         if tensor.dtype not in (dtypes := (torch.float32, torch.bfloat16, torch.float16)):
             raise ValueError(f"{name!r} is {tensor.dtype}; the noise law writes {dtypes}")
         if tensor.device != pieces[0].tensor.device:
@@ -768,7 +770,7 @@ def device_weights(
     kind, numbers = _law(distribution, np.array([ids[piece.name] for piece in pieces], np.uint32))
     windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
     anchor = TensorAnchor(matrices, anchor_decay) if check_decay(anchor_decay) else None
-    ranks = [rank if is_low_rank(piece.tensor.shape, rank) else 0 for piece in pieces]
+    ranks = [rank if is_low_rank(piece.tensor.shape, rank) and not piece.vector else 0 for piece in pieces]
     if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return HostWeights(matrices, windows, kind, anchor, ranks)
     from evoalign_lib import _noise_triton

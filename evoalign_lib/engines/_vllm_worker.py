@@ -187,7 +187,8 @@ class WorkerExtension:
         for name, parameter in model.named_parameters():
             for segment in segments_of(layers[name.rpartition(".")[0]], name, parameter, packed):
                 part = part_of(parameter.data, segment)
-                pieces.append(noise.Piece(part, segment.name, segment.row0, segment.col0))
+                place = segment.row0, segment.col0
+                pieces.append(noise.Piece(part, segment.name, *place, vector=parameter.ndim < 2))
                 found.append(tuple(segment))
         self.evoalign_weights = noise.device_weights(pieces, distribution, most_members, anchor_decay, rank)
         return found

@@ -300,6 +300,7 @@ def once_tied(completion_ids, trainer_state, **columns):
 def test_an_actor_decays_toward_the_start(tmp_path):
     """In a step whose rewards are tied, too; one that begins anew replays it, and so do those of a resumed run."""
     settings = {"anchor_decay": 0.2, "save_strategy": "steps", "save_steps": 4, "workers": 1}
+    settings |= {"perturbation": "low_rank", "rank": 2}
     here = trainer(tmp_path / "here", once_tied, max_steps=6, **settings)
     here.train()
     assert here.counts["tied"] == 1

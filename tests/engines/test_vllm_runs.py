@@ -135,17 +135,18 @@ def test_a_run_is_the_run_of_the_local_engine_and_replays_in_transformers(folder
 
 
 def test_a_run_that_stopped_goes_on_from_its_checkpoint_and_from_its_ledger(folder, tmp_path):
-    whole = run(folder, tmp_path / "whole", anchor_decay=0.2)
+    law = {"anchor_decay": 0.2, "perturbation": "low_rank", "rank": 2}
+    whole = run(folder, tmp_path / "whole", **law)
     whole.train()
     whole.engine.close()
     for name, save in (
         ("checkpoint", {"save_strategy": "steps", "save_steps": 2}),
         ("ledger", {"save_strategy": "no"}),
     ):
-        first = run(folder, tmp_path / name, max_steps=2, anchor_decay=0.2, **save)
+        first = run(folder, tmp_path / name, max_steps=2, **law, **save)
         first.train()
         first.engine.close()
-        second = run(folder, tmp_path / name, anchor_decay=0.2, **save)
+        second = run(folder, tmp_path / name, **law, **save)
         second.train(resume_from_checkpoint=True)
         second.engine.check()
         assert second.engine.master.tobytes() == whole.engine.master.tobytes(), name

@@ -130,7 +130,7 @@ def test_tensors_of_an_engine_get_the_same_members_and_updates():
         noise.Piece(views["matrix"][:16], "matrix"),
         noise.Piece(views["matrix"][16:, :12].contiguous(), "matrix", 16, 0),
         noise.Piece(views["matrix"][16:, 12:].contiguous(), "matrix", 16, 12),
-        noise.Piece(views["norm"], "norm"),
+        noise.Piece(views["norm"].view(1, -1), "norm", vector=True),
         noise.Piece(views["conv"].reshape(5, 21), "conv"),
     ]
     held = noise.device_weights(cut, rank=2)
@@ -141,6 +141,7 @@ def test_tensors_of_an_engine_get_the_same_members_and_updates():
     assert (bits(cut[0].tensor.numpy()) == bits(expected["matrix"][:16])).all()
     assert (bits(cut[2].tensor.numpy()) == bits(expected["matrix"][16:, 12:])).all()
     assert (bits(cut[3].tensor.numpy()) == bits(expected["norm"])).all()
+    assert (bits(cut[4].tensor.numpy()).ravel() == bits(expected["conv"]).ravel()).all()
     held.update(keys, coefficients)
     noise.update(master, layout, keys, coefficients, rank=2)
     moved = layout.views(master)

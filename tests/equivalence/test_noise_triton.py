@@ -248,7 +248,7 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
     buffers = {35: torch.zeros(32, 40, dtype=dtype, device=DEVICE), 36: torch.zeros(32, 40, dtype=dtype, device=DEVICE)}
     pieces = [Piece(fused[:24], "q", 24), Piece(fused[24:32], "k", 8), Piece(fused[32:], "v", 8)]
     pieces += [Piece(buffer[:, : 70 - first], "down", 0, first) for first, buffer in buffers.items()]
-    for tensor, name, row0, col0 in pieces:
+    for tensor, name, row0, col0, _ in pieces:
         part = whole[name][row0 : row0 + tensor.shape[0], col0 : col0 + tensor.shape[1]]
         tensor.copy_(torch.from_numpy(part))
     weights, (keys, coefficients) = device_weights(pieces), members(3)
