@@ -259,7 +259,7 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
 
     def holds(buffer: np.ndarray, tensors: list[torch.Tensor]) -> None:
         views = layout.views(buffer)
-        for (tensor, name, row0, col0), found in zip(pieces, tensors, strict=True):
+        for (tensor, name, row0, col0, _), found in zip(pieces, tensors, strict=True):
             part = views[name][row0 : row0 + tensor.shape[0], col0 : col0 + tensor.shape[1]]
             assert same(found, torch.from_numpy(part).to(found.dtype)), (name, col0)
 
