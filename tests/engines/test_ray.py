@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -565,3 +566,15 @@ def test_vllm_in_an_actor():
         assert not any(there.repairs.values())
     finally:
         there.close()
+
+
+# ---- the page of the site
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (paths.ROOT / "site" / "cluster.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    (tmp_path / "example.py").write_text(block, encoding="utf-8")
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "'actors/restarted': 0" in done.stdout, done.stderr
+    assert len(ledger.read(tmp_path / "runs/on_ray" / ledger.NAME).steps) == 2
