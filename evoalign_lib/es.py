@@ -83,7 +83,17 @@ from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.engines.processes import gpus_here, world_size
 from evoalign_lib.files import replace_text
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, Scored, States, state_metrics
-from evoalign_lib.update_rules import SCHEDULES, SHAPINGS, Member, at_step, coefficients, population, update_of
+from evoalign_lib.update_rules import (
+    SCALINGS,
+    SCHEDULES,
+    SHAPINGS,
+    Member,
+    at_step,
+    coefficients,
+    population,
+    step_size,
+    update_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +149,10 @@ class ESConfig(TrainingArguments):
     perturbation: str = field(default="full_rank", metadata={"help": "full_rank or low_rank"})
     """noise of matrices: "full_rank" (Qiu et al.); or "low_rank" (EGGROLL, arXiv 2511.16652), E = A B^T / sqrt(rank)
     with two thin factors of noise, which has the same mean and variance, and lets members whose prompts are few decode
-    as one batch (`plan`, on the local engine). Norms and biases get full-rank noise. The update is that of the paper,
-    alpha / N sum z E; its code multiplies by sigma once more and by sqrt(N), which is another alpha"""
+    as one batch (on the local engine). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
+    update_scaling: str = field(default="mean", metadata={"help": "mean or hyperscale"})
+    """what multiplies the sum of z E in the update: "mean", alpha / N (Qiu et al.; the paper of EGGROLL); or, for
+    audits, "hyperscale", alpha sigma / sqrt(N), as in EGGROLL's code (HyperscaleES), whose alpha is that much larger"""
     rank: int = field(default=1, metadata={"help": "of low-rank perturbations"})
     """r of low-rank perturbations, at least 1 (EGGROLL: 1)"""
     anchor_decay: float = field(default=0.0, metadata={"help": "share of the drift that a step takes back; 0: off"})
@@ -391,7 +403,7 @@ class ESConfig(TrainingArguments):
     def _check_choices(self) -> list[str]:
         choices = {"fitness": FITNESS, "fitness_shaping": SHAPINGS, "engine": ENGINES, "decoder": DECODERS}
         choices |= {"precision": precision.PRECISIONS, "noise": noise.DISTRIBUTIONS}
-        choices |= {"perturbation": PERTURBATIONS}
+        choices |= {"perturbation": PERTURBATIONS, "update_scaling": SCALINGS}
         found = _failures([partial(choose, name, getattr(self, name), known) for name, known in choices.items()])
         if self.engine in ENGINES:
             found += self._check_engine()
@@ -879,7 +891,7 @@ class ESTrainer:
         return c is None
 
     def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
-        alpha = self._at_step("alpha", self.state.global_step)
+        alpha = step_size(vars(self.args) | {"max_steps": self.max_steps}, self.state.global_step)
         return coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
 
     def _indices(self, step: int) -> np.ndarray:
@@ -1397,6 +1409,8 @@ class ESTrainer:
         # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
         settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
         settings |= {"rank": self.engine.weights.rank} if self.engine.weights.rank else {}
+        scaling = self.args.update_scaling
+        settings |= {"update_scaling": scaling} if scaling != _DEFAULTS["update_scaling"] else {}
         settings |= {"frozen": self._frozen} if self._frozen else {}
         settings |= {"reward_state": self._first_reward_state} if self._first_reward_state else {}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}

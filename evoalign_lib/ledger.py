@@ -9,7 +9,8 @@ setting `precision` names: the float32 master; with "inplace" the values in the 
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
 # = 0 .. n - 1. The number of the format tells which readers know all settings that decide how rewards become weights:
-that of a new run is 4, or 5 where its noise has a low `rank`, which a header names only then. Those of older runs are
+that of a new run is 4, or 5 where its noise has a low `rank` or its update another `update_scaling`, which a header
+names only then. Those of older runs are
 read, continued and replayed to the same bits; they have `prev` instead of `hash`: 1; 2 for precision, noise, antithetic
 pairs, fitness shaping and schedules; 3 for anchored weight decay, which a header names only where it is on.
 
@@ -102,7 +103,7 @@ _LATER_3 = {"anchor_decay": 0.0}
 # And of format 3; None: everything moves.
 _LATER_4 = {"frozen": None}
 # And of format 4; 0: noise of full rank.
-_LATER_5 = {"rank": 0}
+_LATER_5 = {"rank": 0, "update_scaling": "mean"}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 # And for those that a header names only where they differ from this.
@@ -454,6 +455,7 @@ def _check_header(line: Any) -> None:
         if isinstance(value, bool) or not (isinstance(value, float | int) and 0 < value <= most):  # nor NaN
             raise _edited(name, value)
     choices = {"precision": PRECISIONS, "noise": noise.DISTRIBUTIONS, "fitness_shaping": update_rules.SHAPINGS}
+    choices["update_scaling"] = update_rules.SCALINGS
     choices |= dict.fromkeys(("sigma_schedule", "alpha_schedule"), update_rules.SCHEDULES)
     choices["antithetic"] = (False,) if settings["population_size"] % 2 else (False, True)
     for name, known in choices.items():
@@ -695,8 +697,8 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
 
     Args:
         settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay, frozen
-            and rank if on.
+            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay, frozen,
+            rank and update_scaling if on.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of those of its parameters that move.
@@ -777,7 +779,7 @@ def _members(ledger: Ledger, record: Step) -> list:
 
 
 def _update(ledger: Ledger, record: Step, members: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
-    settings, alpha = ledger.settings, update_rules.at_step(ledger.settings, "alpha", record.step)
+    settings, alpha = ledger.settings, update_rules.step_size(ledger.settings, record.step)
     c = update_rules.coefficients(record.rewards, alpha, settings["fitness_shaping"], settings["antithetic"])
     return None if c is None and not settings["anchor_decay"] else update_rules.update_of(members, c)
 

@@ -15,6 +15,7 @@ import numpy as np
 from evoalign_lib import noise
 
 SHAPINGS = ("zscore", "centred_ranks")
+SCALINGS = ("mean", "hyperscale")
 SCHEDULES = ("constant", "linear", "cosine")
 _TIE = 1e-12  # of the largest reward: differences of this size are rounding, whatever the reward's unit
 
@@ -140,6 +141,24 @@ def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
     """
     final_fraction, max_steps = settings.get(f"{name}_final_fraction"), settings.get("max_steps")
     return scheduled(settings[name], settings[f"{name}_schedule"], final_fraction, step, max_steps)
+
+
+def step_size(settings: Mapping[str, Any], step: int) -> float:
+    """Return alpha of a step of a run as `coefficients` takes it, by its schedule and its scaling.
+
+    Args:
+        settings: of the run, as for `at_step`, with sigma, population_size and update_scaling (none: "mean").
+        step: 0, 1, ...
+
+    >>> settings = {"alpha": 0.5, "sigma": 0.1, "population_size": 16, "update_scaling": "hyperscale"}
+    >>> constant = {"alpha_schedule": "constant", "sigma_schedule": "constant"}
+    >>> step_size(settings | constant, 0), step_size(settings | constant | {"update_scaling": "mean"}, 0)
+    (0.2, 0.5)
+    """
+    alpha = at_step(settings, "alpha", step)
+    if settings.get("update_scaling", "mean") == "mean":
+        return alpha
+    return alpha * at_step(settings, "sigma", step) * math.sqrt(settings["population_size"])
 
 
 def scheduled(value: float, schedule: str, final_fraction: float, step: int, max_steps: int | None) -> float:

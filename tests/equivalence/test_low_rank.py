@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from evoalign_lib import _noise_cpu, noise, precision
+from evoalign_lib import _noise_cpu, ledger, noise, precision
 from evoalign_lib.engines import local
 from evoalign_lib.engines.base import Options, Prompts
-from evoalign_lib.es import ESConfig
+from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.low_rank import Population
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import population
@@ -274,6 +274,39 @@ def test_a_failed_reward_names_its_member():
     tested = local.LocalEngine(random_model(), tokenizer(), Rewards([failing]), rows, max_completion_length=4, rank=1)
     with pytest.raises(Exception, match="^member 5: "):
         tested.evaluate(MEMBERS, 0.1, "train", np.arange(2))
+
+
+# ---- a step of a run
+
+
+@pytest.mark.parametrize("scaling", ["mean", "hyperscale"])
+def test_a_step_by_hand(tmp_path, scaling):
+    """Members, rewards and update from the formulas: alpha / N sum z E, or alpha sigma / sqrt(N) sum z E."""
+    config = ESConfig(
+        output_dir=str(tmp_path), population_size=6, sigma=0.1, alpha=0.2, max_steps=1, max_completion_length=5,
+        workers=1, perturbation="low_rank", rank=3, update_scaling=scaling, disable_tqdm=True, report_to="none",
+        save_strategy="no", seed=4,
+    )  # fmt: skip
+    tested = ESTrainer(random_model(), sums, config, [{"prompt": p} for p in PROMPTS], processing_class=tokenizer())
+    start, layout = tested.engine.master.copy(), tested.engine.layout
+    tested.train()
+    keys = [noise.member_key(noise.run_key("es", 4), 0, i) for i in range(6)]
+    z = (r := ledger.read(tmp_path / ledger.NAME).steps[0].rewards) - r.mean()
+    z = z / r.std()
+    factor = {"mean": 0.2 / 6, "hyperscale": 0.2 * 0.1 / math.sqrt(6)}[scaling]
+    moved, expected = layout.views(tested.engine.master - start), {}
+    for entry in layout.entries:
+        total = np.zeros(entry.shape)
+        for key, weight in zip(keys, z, strict=True):
+            if len(entry.shape) == 1:
+                eps = noise.normals(key, entry.id, entry.shape)
+            else:
+                a = noise.normals(key, entry.id, (3, entry.rows), stream=1).astype(float)
+                eps = a.T @ noise.normals(key, entry.id, (3, entry.cols), stream=2) / math.sqrt(3)
+            total += factor * weight * eps
+        expected[entry.name] = total
+        np.testing.assert_allclose(moved[entry.name], total, atol=1e-6)
+    assert max(abs(total).max() for total in expected.values()) > 1e-3
 
 
 # ---- settings

@@ -30,7 +30,10 @@ VARIANTS = {
     "random": {"antithetic": True, "fitness_shaping": "centred_ranks", "fitness": "random"},
     "decay": {"anchor_decay": 0.1},
     "low rank": {"perturbation": "low_rank", "rank": 2},
-    "low rank, one by one": {"perturbation": "low_rank", "antithetic": True, "chunk_rows": 6, "noise": "byte_sum"},
+    "low rank, one by one": {
+        "perturbation": "low_rank", "antithetic": True, "chunk_rows": 6, "noise": "byte_sum",
+        "update_scaling": "hyperscale", "sigma_schedule": "linear",
+    },
 }  # fmt: skip
 
 
@@ -121,6 +124,7 @@ def test_an_older_format_says_who_can_replay(tmp_path, name):
     path = tmp_path / ledger.NAME
     head, *rest = map(json.loads, path.read_bytes().splitlines())
     low_rank = name.startswith("low rank")
+    assert ("update_scaling" in head["settings"]) == ("update_scaling" in VARIANTS[name])
     assert head["evoalign_ledger"] == (5 if low_rank else 4) and ("rank" in head["settings"]) == low_rank
     assert ("anchor_decay" in head["settings"]) == (name == "decay")
     # sampled rewards are rewards: a reader of format 1 replays them rightly

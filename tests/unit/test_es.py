@@ -217,7 +217,7 @@ def test_a_config_goes_to_json_and_back(tmp_path):
         "chunk_rows", "decoder", "precision", "noise", "model_init_kwargs", "engine", "gpus", "tensor_parallel",
         "engine_kwargs", "log_completions", "num_completions_to_print", "log_unique_prompts", "num_generations_eval",
         "temperature", "top_p", "top_k", "stop_strings", "generation_kwargs", "chat_template_kwargs",
-        "overwrite_output_dir", "perturbation", "rank",
+        "overwrite_output_dir", "perturbation", "rank", "update_scaling",
     }  # fmt: skip
     again = ESConfig(**{name: saved[name] for name in own})
     assert {name: getattr(again, name) for name in own} == {name: getattr(c, name) for name in own}
