@@ -93,7 +93,8 @@ class Plan:
         ("inplace", "bfloat16"),
     )  # precision mode and the model's dtype
     chunks: tuple[int, ...] = (8, 16, 64, 200)
-    low_rank: tuple[tuple[int, int], ...] = ((1, 256), (16, 64), (128, 6))  # prompts a member, and members
+    low_rank: tuple[tuple[int, int], ...] = ((1, 256), (128, 6))  # prompts a member, and members
+    low_rank_models: tuple[str, ...] = ("1M", "4M")
     ranks: tuple[int, ...] = (1, 4, 16)
     own_members: int = 32  # with matrices of their own, of which each takes as long as any other
     default_threads: bool = True  # an arm that takes minutes where others use the cores
@@ -115,6 +116,7 @@ QUICK = Plan(
     modes=(("master", "float32"),),
     chunks=(8, 9),
     low_rank=((1, 6), (2, 6)),
+    low_rank_models=("0.14M",),
     ranks=(2,),
     default_threads=False,
 )
@@ -478,7 +480,7 @@ def iteration_section(plan: Plan) -> dict:
 def low_rank_section(plan: Plan) -> dict:
     """Evaluate a population and move the weights: low-rank members in batches, against full-rank members."""
     cells, targets = {}, []
-    for name in plan.models:
+    for name in plan.low_rank_models:
         for rows, n in plan.low_rank:
             indices, cases, sizes, engines = np.arange(rows), {}, {}, []
             for rank in (0, *plan.ranks):
@@ -496,7 +498,7 @@ def low_rank_section(plan: Plan) -> dict:
                 sizes[f"rank {rank}" if rank else "full rank"] = size
                 engines.append(engine)
             try:
-                times = measure(plan.repeats_of(name, rows), cases)
+                times = measure(min(3, plan.repeats), cases)
             finally:
                 for engine in engines:
                     engine.close()
@@ -513,7 +515,7 @@ def low_rank_section(plan: Plan) -> dict:
             cells[cell]["same_tokens"] = agreement
             first = plan.ranks[0]
             least = {1: 4.0, 128: 1.0}.get(rows)
-            if least and name != "0.14M":
+            if least and name in Plan.low_rank_models:
                 ratio = cells[cell][f"ratio, rank {first}"]
                 targets.append(target(f"rank {first}, {cell}: times full rank", ratio, least=least))
             targets.append(target(f"tokens, {cell}: share equal to those of own matrices", agreement, least=1))
