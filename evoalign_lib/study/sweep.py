@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -36,7 +36,7 @@ from evoalign_lib.records import (
     spec_hash,
     without_nonfinite,
 )
-from evoalign_lib.study import families, kinds, preflight, provenance, training, worlds
+from evoalign_lib.study import families, kinds, preflight, progress_bar, provenance, training, worlds
 
 
 class DryRun(Exception):
@@ -231,14 +231,16 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
         "mp_context": _server() if local else multiprocessing.get_context("spawn"),
         "max_tasks_per_child": None if local else 1,
         "initializer": _start_worker,
-        "initargs": (os.getpid(), dict(os.environ), worlds.known_files()),
     }
-    with ProcessPoolExecutor(workers, **settings) as pool:
+    start = os.getpid(), dict(os.environ), worlds.known_files()
+    with (
+        tempfile.TemporaryDirectory() as told,
+        ProcessPoolExecutor(workers, initargs=(*start, Path(told)), **settings) as pool,
+    ):
         try:
             with _interrupts_ignored():
                 futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
-            # time left from the mean over all runs: several end at once
-            for future in tqdm(as_completed(futures), total=len(futures), unit="run", desc=notebook, smoothing=0):
+            for future in progress_bar.followed(list(futures), Path(told), notebook):
                 if future.cancelled():
                     continue
                 error = future.exception()
@@ -254,7 +256,8 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
                     failure.add_note(f"in the run {futures[future]}; {_STORED}")
                     begun = sum(not other.cancel() for other in futures if not other.done())
                     if begun:
-                        tqdm.write(f"a run failed ({error!r}); {begun} that had begun are finished first", sys.stderr)
+                        message = f"a run failed ({error!r}); {begun} that had begun are finished first"
+                        tqdm.write(message, sys.stderr)
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
@@ -322,10 +325,11 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str]) -> None:
+def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str], told: Path) -> None:
     os.environ.clear()  # a server has that of the first sweep
     os.environ.update(environment)
     worlds.know_files(known_files)
+    progress_bar.tell_in(told)
 
     import datasets
     from transformers.utils import logging
@@ -347,6 +351,7 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
 
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), _core_seconds()
+    progress_bar.end()  # of a run before this one that failed
     run_kind = kinds.get(spec["kind"]).run
     if spec["kind"] == "train":
         folder = _training_folder(spec, notebook)
@@ -358,6 +363,7 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     budget = result.setdefault("budget", {})
     budget["core_seconds_total"] = round(_core_seconds() - cpu, 2)
     budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
+    progress_bar.end()
     if "diverged" in result:
         result = without_nonfinite(result, "", [])
     record = {

@@ -22,7 +22,7 @@ import numpy as np
 from evoalign_lib import files, models
 from evoalign_lib.precision import copy_to
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import measures, trained, worlds
+from evoalign_lib.study import measures, progress_bar, trained, worlds
 
 _SETTLED = "settled"
 _CHECKPOINTS = 10
@@ -220,6 +220,7 @@ def curve_callback(
         def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
             if logs and "train_runtime" in logs:  # the summary at the end
                 return
+            progress_bar.tell(spec, state.global_step, (logs or {}).get("reward"))
             if state.global_step in steps:
                 record(state.global_step, logs or {})
 
