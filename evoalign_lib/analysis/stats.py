@@ -8,8 +8,9 @@ global random state is neither read nor moved. A sample that is too small to say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isnan, nan
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _CHUNK = 256
+# draws of up to 2,000 problems in 10,000 resamples are kept, 20 megabytes each; larger ones are drawn again each time
+_KEPT_DRAWS = 20_000_000
 # all 12,870 ways to deal 8 + 8 runs: up to that many, permutation tests are exact
 _PERMUTATIONS = 20_000
 
@@ -100,7 +103,7 @@ def crossed_bootstrap(
     Source: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007.
     """
     arms = _crossed_arms(matrix, baseline)
-    draws = _crossed_resamples(arms, n_resamples, np.random.default_rng(seed))
+    draws = _crossed_resamples(arms, n_resamples, seed)
     low, high = _ends(draws, level)
     return Interval(_crossed_value(arms), float(low), float(high), min(map(len, arms)), level)
 
@@ -127,7 +130,7 @@ def equivalence(
     _positive(margin, "margin")
     for arm in arms:
         _enough(arm[:, 0], "an arm", 2)
-    draws = _crossed_resamples(arms, n_resamples, np.random.default_rng(seed))
+    draws = _crossed_resamples(arms, n_resamples, seed)
     low, high = _ends(draws, 0.9)
     beyond = max(np.count_nonzero(draws <= -margin), np.count_nonzero(draws >= margin))
     interval = Interval(_crossed_value(arms), float(low), float(high), min(map(len, arms)), 0.9)
@@ -535,9 +538,7 @@ def _crossed_value(arms: list[NDArray[np.float64]]) -> float:
     return float(arms[0].mean(1).mean() - (arms[1].mean(1).mean() if len(arms) == 2 else 0.0))
 
 
-def _crossed_resamples(
-    arms: list[NDArray[np.float64]], n_resamples: int, rng: np.random.Generator
-) -> NDArray[np.float64]:
+def _crossed_resamples(arms: list[NDArray[np.float64]], n_resamples: int, seed: int) -> NDArray[np.float64]:
     """Return (n_resamples,) means of the first arm - those of the second, all arms on the same problems."""
     problems = arms[0].shape[1]
     draws = np.zeros(n_resamples)
@@ -545,15 +546,40 @@ def _crossed_resamples(
     exact = problems < 2**16 and all((arm * 16 == np.rint(arm * 16)).all() and abs(arm).max() <= 16 for arm in arms)
     dtype = np.float32 if exact else np.float64
     arms = [arm.astype(dtype) for arm in arms]
+    # most comparisons of a paper have the same few shapes, and drawing takes ten times as long as what is done with it
+    keep = n_resamples > _CHUNK and n_resamples * problems <= _KEPT_DRAWS
+    drawn = _kept_draws if keep else _crossed_draws
+    start = 0
+    for problem_counts, chosen in drawn(n_resamples, problems, tuple(map(len, arms)), seed):
+        problem_counts = problem_counts.astype(dtype)
+        chunk = draws[start : start + len(problem_counts)]
+        for sign, arm, seeds in zip((1.0, -1.0), arms, chosen, strict=False):
+            accuracy = (problem_counts @ arm.T).astype(np.float64) / problems
+            chunk += sign * np.take_along_axis(accuracy, seeds, axis=1).mean(-1)
+        start += len(problem_counts)
+    return draws
+
+
+def _crossed_draws(
+    n_resamples: int, problems: int, seeds: tuple[int, ...], seed: int
+) -> Iterator[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
+    """Yield (chunk, problems) counts of each problem and for each arm (chunk, seeds) seeds, chunk after chunk."""
+    rng = np.random.default_rng(seed)
     # chunks keep the (resamples, problems) counts at a few megabytes
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
-        problem_counts = _resample_counts(rng, size, problems).astype(dtype)
-        for sign, arm in zip((1.0, -1.0), arms, strict=False):
-            accuracy = (problem_counts @ arm.T).astype(np.float64) / problems
-            seeds = rng.integers(len(arm), size=accuracy.shape)
-            draws[start : start + size] += sign * np.take_along_axis(accuracy, seeds, axis=1).mean(-1)
-    return draws
+        counts = _resample_counts(rng, size, problems)
+        yield counts, [rng.integers(n, size=(size, n)) for n in seeds]
+
+
+@lru_cache(maxsize=8)
+def _kept_draws(*shape: Any) -> list[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
+    """Return what `_crossed_draws` yields, the counts in as few bytes as hold them. Not to be written to."""
+    kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _crossed_draws(*shape)]
+    for counts, chosen in kept:
+        for array in (counts, *chosen):
+            array.flags.writeable = False
+    return kept
 
 
 def _strata(strata: Sequence[ArrayLike], baseline: Sequence[ArrayLike] | None) -> list[list[NDArray[np.float64]]]:

@@ -64,7 +64,7 @@ def test_bootstrap_mean_of_equal_values_and_of_one_value() -> None:
 def test_crossed_bootstrap_matches_the_enumeration() -> None:
     matrix = np.array([[1, 0, 1], [1, 0, 0], [1, 1, 1]], dtype=float)
     exact = np.array([matrix[np.ix_(s, p)].mean() for s in _every_resample(3) for p in _every_resample(3)])
-    drawn = stats._crossed_resamples([matrix], 20_000, np.random.default_rng(0))
+    drawn = stats._crossed_resamples([matrix], 20_000, 0)
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.005)
     assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
     assert set(drawn.round(9)) <= set(exact.round(9))
@@ -94,7 +94,7 @@ def test_crossed_bootstrap_of_two_arms_matches_the_enumeration() -> None:
             for p in _every_resample(3)
         ]
     )
-    drawn = stats._crossed_resamples([arm, other], 20_000, np.random.default_rng(1))
+    drawn = stats._crossed_resamples([arm, other], 20_000, 1)
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.006)
     assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
     interval = stats.crossed_bootstrap(arm, other)
@@ -115,7 +115,7 @@ def test_crossed_bootstrap_of_paired_seeds_takes_the_difference_of_the_matrices(
 def test_a_lower_level_gives_a_narrower_interval() -> None:
     matrix = np.random.default_rng(3).random((8, 40))
     wide, narrow = stats.crossed_bootstrap(matrix), stats.crossed_bootstrap(matrix, level=0.9)
-    draws = stats._crossed_resamples([matrix], 10_000, np.random.default_rng(0))
+    draws = stats._crossed_resamples([matrix], 10_000, 0)
     assert (narrow.low, narrow.high) == pytest.approx(np.quantile(draws, [0.05, 0.95]))
     assert wide.low < narrow.low < narrow.value == wide.value < narrow.high < wide.high
     assert (wide.level, narrow.level) == (0.95, 0.9)
