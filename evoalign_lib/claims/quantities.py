@@ -86,17 +86,13 @@ def check_side(name: str, declared: str | Mapping[str, Any]) -> None:
         raise ValueError(f"{name}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
 
 
-def _of_kind(evidence: Evidence, kind: str) -> list[Record]:
-    return [record for record in evidence.records if record["spec"]["kind"] == kind]
-
-
 # ---- displacements
 
 
 def _displacements(evidence: Evidence, *sides: Chosen) -> geometry.Displacements:
     """Return the products of all runs of the sides, by layer, in their order."""
     runs = [run for side in sides for run in side.runs]
-    return defined(products.gram, _of_kind(evidence, "products"), runs)
+    return defined(products.gram, evidence.having("kind", "products"), runs)
 
 
 def _log_norms(evidence: Evidence, side: Chosen, decoding: str) -> Array:
@@ -162,7 +158,7 @@ def _common_share(evidence: Evidence, sides: Sequence[Chosen], decoding: str) ->
 
 def _merged(evidence: Evidence, side: Chosen) -> list[Record]:
     """Return the records of those models of a side that were measured."""
-    found = {model_of(record["spec"]): record for record in _of_kind(evidence, "merge")}
+    found = {model_of(record["spec"]): record for record in evidence.having("kind", "merge")}
     return [found[model] for model in side.models() if model in found]
 
 
@@ -184,7 +180,7 @@ def _accuracy(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Int
 
 def _lines(evidence: Evidence, first: Sequence[Model | None], last: Sequence[Model]) -> list[tuple[Record, bool]]:
     """Return the path records between models, pair by pair, where there are any, and whether they run backwards."""
-    found = paths.by_ends(evidence.records)
+    found = paths.by_ends(evidence.having("kind", "path"))
     pairs = list(zip(first, last, strict=False))
     return [
         (found[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in found and pair[0] != pair[1]
@@ -227,7 +223,7 @@ def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> In
 
 def _noisy(evidence: Evidence, side: Chosen) -> list[Record]:
     """Return the records under noise of those models of a side that have one."""
-    found = {model_of(record["spec"].get("end")): record for record in _of_kind(evidence, "noise")}
+    found = {model_of(record["spec"].get("end")): record for record in evidence.having("kind", "noise")}
     return [found[model] for model in side.models() if model in found]
 
 
@@ -254,7 +250,7 @@ def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
 def _measured_alike(evidence: Evidence) -> list[Record]:
     """Return the coverage records that were made with the same settings: with those that most records have."""
     groups: dict[str, list[Record]] = {}
-    for record in _of_kind(evidence, "coverage"):
+    for record in evidence.having("kind", "coverage"):
         settings = {name: value for name, value in record["spec"].items() if name != "end"}
         groups.setdefault(canonical_json(settings), []).append(record)
     return max(groups.values(), key=len, default=[])
@@ -361,7 +357,9 @@ def _between(read: Callable[[Evidence, Chosen, str], Array]) -> Callable[[Eviden
 
 def _displaced(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
     """Return how many runs of each side have products."""
-    known = {d for r in _of_kind(evidence, "products") for block in ("a", "b") for d in r["spec"][block]["digests"]}
+    known = {
+        d for r in evidence.having("kind", "products") for block in ("a", "b") for d in r["spec"][block]["digests"]
+    }
     return [sum(run.get("digest") in known for run in side.runs) for side in sides]
 
 

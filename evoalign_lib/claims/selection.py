@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from evoalign_lib import arms, paths
@@ -54,6 +53,8 @@ class Evidence:
     """One of `NULLS`, to be put in the place of the arm that a rule favours."""
     _selected: dict[str, Runs] = field(default_factory=dict, repr=False, compare=False)
     """Selections made before: nulls ask for those of the claim itself again."""
+    _with: dict[str, dict[Any, list[Record]]] = field(default_factory=dict, repr=False, compare=False)
+    """Records by the value of a field of their specs, made when first asked for."""
 
     @classmethod
     def of(cls, records: Iterable[Record], scale: str, resamples: int = 10_000) -> Evidence:
@@ -72,6 +73,15 @@ class Evidence:
             return " then ".join(map(arm_words, arm.split("_then_")))
         return arm_words(arm, claim["arms"][arm].get("arm"))
 
+    def having(self, name: str, value: str) -> list[Record]:
+        """Return the records whose specs have this value of a field, in their order."""
+        if name not in self._with:
+            self._with[name] = {}
+            for record in self.records:
+                if name in record["spec"]:
+                    self._with[name].setdefault(record["spec"][name], []).append(record)
+        return self._with[name].get(value, [])
+
     def select(self, claim: Claim, arm: str, where: Mapping[str, Any]) -> Runs:
         """Return the runs of one arm of a claim in one cell; they differ in nothing but the unit.
 
@@ -86,11 +96,12 @@ class Evidence:
 
     def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
         setting, seeds = wanted.pop("setting", None), wanted.pop("seeds", JUDGED_SEEDS)
-        there = [r for r in self.records if matches(r, wanted)]
+        of_kind = self.having("kind", wanted["kind"])
+        there = [r for r in of_kind if matches(r, wanted)]
         chosen = [r for r in there if judges(r, seeds)]
         name = arm_words(wanted.get("arm", wanted["kind"]))
         if setting and chosen:
-            tuned = _tuned(self.records, chosen[0]["spec"], setting)
+            tuned = _tuned(of_kind, chosen[0]["spec"], setting)
             if isinstance(tuned, str):
                 return Runs([], f"0 of {name} ({tuned})", tuned)
             chosen = [r for r in chosen if matches(r, tuned)]
@@ -138,8 +149,8 @@ class Evidence:
         varied = ("arm", unit, *arms.swept(self.null), *apart)
         blocks = ({"test", "curve", "jensen"} & beside[0][0].keys()) if alike else set()
         by_setting: dict[tuple, list[Record]] = {}
-        for record in self.records if alike else ():
-            if record["spec"].get("arm") != self.null or not judges(record, seeds):
+        for record in self.having("arm", self.null) if alike else ():
+            if not judges(record, seeds):
                 continue
             names = (record["spec"].keys() | alike[0]["spec"].keys()) - set(varied)
             if blocks <= record.keys() and all(record["spec"].get(k) == alike[0]["spec"].get(k) for k in names):
@@ -150,14 +161,10 @@ class Evidence:
 
     def base_of(self, run: Record) -> Record | None:
         """Return the record of the untrained model that a run started from; None where there is none."""
-        for record in self._bases:
+        for record in self.having("kind", "base"):
             if all(run["spec"].get(name) == value for name, value in record["spec"].items() if name != "kind"):
                 return record
         return None
-
-    @cached_property
-    def _bases(self) -> list[Record]:
-        return [record for record in self.records if record["spec"]["kind"] == "base"]
 
 
 def arm_words(name: str, arm: str | None = None) -> str:

@@ -84,7 +84,7 @@ def _of_decoding(evidence: Evidence, runs: Sequence[Record], hacked: NDArray[np.
     kl = np.array([record["curve"]["kl"][-1] for record in runs])
     findings = []
     try:
-        measured = paths.barriers(evidence.records, runs, decoding, resamples)
+        measured = paths.barriers(evidence.having("kind", "path"), runs, decoding, resamples)
     except ValueError as error:
         measured, missing = None, str(error)
 
