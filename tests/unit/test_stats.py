@@ -112,6 +112,24 @@ def test_crossed_bootstrap_of_paired_seeds_takes_the_difference_of_the_matrices(
     assert stats.crossed_bootstrap(gained - shared).low > stats.crossed_bootstrap(gained, shared).low
 
 
+@pytest.mark.parametrize(("problems", "sizes"), [(40, (8,)), (40, (8, 3)), (300, (4, 16))])
+def test_draws_that_are_kept_are_those_that_are_made_anew(
+    problems: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, asked for twice and in between with another seed."""
+    rng = np.random.default_rng(7)
+    arms = [rng.random((n, problems)) for n in sizes]
+    kept = [stats._crossed_resamples(arms, 1_000, seed) for seed in (0, 1, 0)]
+    assert stats._kept_draws.cache_info().currsize <= 8
+    (counts, chosen), *_ = stats._kept_draws(1_000, problems, sizes, 0)
+    assert not any(array.flags.writeable for array in (counts, *chosen))
+    monkeypatch.setattr(stats, "_KEPT_DRAWS", 0)
+    monkeypatch.setattr(stats, "_kept_draws", None)
+    anew = [stats._crossed_resamples(arms, 1_000, seed) for seed in (0, 1, 0)]
+    assert [draws.tobytes() for draws in kept] == [draws.tobytes() for draws in anew]
+    assert (anew[0] != anew[1]).any()
+
+
 def test_a_lower_level_gives_a_narrower_interval() -> None:
     matrix = np.random.default_rng(3).random((8, 40))
     wide, narrow = stats.crossed_bootstrap(matrix), stats.crossed_bootstrap(matrix, level=0.9)
