@@ -1,16 +1,35 @@
 """What several files of tests share."""
 
+import os
+import pickle
+
 import pytest
+from filelock import FileLock
 
 from evoalign_lib import tiny
 
 
 @pytest.fixture(scope="session")
-def committed_verdicts():
-    """Every claim judged in full by the committed records, once."""
+def committed_records():
+    """The committed records of scale tiny. Not to be changed."""
     from evoalign_lib import claims
 
-    return claims.evaluate_all()
+    return claims.committed_records("tiny")
+
+
+@pytest.fixture(scope="session")
+def committed_verdicts(tmp_path_factory):
+    """Every claim judged in full by the committed records: once, also where several processes share the tests."""
+    from evoalign_lib import claims
+
+    folder = tmp_path_factory.getbasetemp()  # made anew for each run of the tests
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    file = folder / "committed_verdicts.pickle"
+    with FileLock(f"{file}.lock"):
+        if not file.is_file():
+            file.write_bytes(pickle.dumps(claims.evaluate_all()))
+        return pickle.loads(file.read_bytes())
 
 
 @pytest.fixture(scope="module")

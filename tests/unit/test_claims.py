@@ -183,8 +183,8 @@ def test_the_order_of_the_records_does_not_matter() -> None:
     assert evaluate(DECLARED["E2"], world) == evaluate(DECLARED["E2"], shuffled)
 
 
-def test_the_order_of_the_committed_records_does_not_matter() -> None:
-    records = claims.committed_records("tiny")
+def test_the_order_of_the_committed_records_does_not_matter(committed_records: list[dict]) -> None:
+    records = committed_records
     shuffled = [records[i] for i in np.random.default_rng(0).permutation(len(records))]
     in_order, other = (claims.evaluate_together(list(DECLARED.values()), r, resamples=20) for r in (records, shuffled))
     assert in_order == other

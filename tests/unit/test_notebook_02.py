@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("drawn")
 
 
 @pytest.fixture(scope="module")
-def pilot():
-    return study.pilot(claims.committed_records("tiny"))
+def pilot(committed_records):
+    return study.pilot(committed_records)
 
 
 # ---- answers

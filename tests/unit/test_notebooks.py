@@ -10,7 +10,7 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
-from evoalign_lib import claims, paths, style, tiny
+from evoalign_lib import paths, style, tiny
 from evoalign_lib._render import csv_text
 from evoalign_lib.analysis import stats
 from evoalign_lib.records import pack_probabilities, read_records, spec_hash
@@ -224,14 +224,12 @@ def test_numbers_of_notebook_01():
     assert quoted(numbers | es_countdown.audit_numbers(run, of["audit"])) == generated("01_es_countdown")
 
 
-def test_numbers_of_notebook_02():
+def test_numbers_of_notebook_02(committed_records, committed_verdicts):
     run, of = run_of(grpo_countdown), loaded(grpo_countdown).records
-    committed = claims.committed_records("tiny")
-    judged = [claim for claim in claims.load_claims() if claim["id"] in ("C30", "C31")]
-    decided = {v.id: v.intervals for v in claims.evaluate_together(judged, committed)}
+    decided = {v.id: v.intervals for v in committed_verdicts if v.id in ("C30", "C31")}
     cases = [(what, decoding) for what in grpo_countdown.EFFECTS for decoding in loading.DECODINGS]
     effects = {case: grpo_countdown.effect(of, *case, "A0") for case in cases}
-    numbers = grpo_countdown.numbers(run, of, grpo_countdown.pilot(committed), effects, decided)
+    numbers = grpo_countdown.numbers(run, of, grpo_countdown.pilot(committed_records), effects, decided)
     assert quoted(numbers | grpo_countdown.kl_numbers(run, of["kl"])) == generated("02_grpo_countdown")
 
 
@@ -275,10 +273,9 @@ def test_numbers_of_the_notebooks_with_views(module, views):
     assert dict(pair for each in found for pair in each.items()) == generated(module.NOTEBOOK)
 
 
-def test_what_the_weights_say_is_what_the_claims_are_judged_by():
+def test_what_the_weights_say_is_what_the_claims_are_judged_by(committed_verdicts):
     """The tables and the rules reach the same numbers by ways of their own."""
-    of, ids = loaded(weight_geometry).records, ("E5", "E7", "E8", "E9", "E10", "C20", "C23", "C25")
-    found = {v.id: v.intervals for v in claims.evaluate_named(ids, claims.committed_records("tiny"))}
+    of, found = loaded(weight_geometry).records, {v.id: v.intervals for v in committed_verdicts}
     both = geometry_view.corrected(of, "es", "grpo").value
     assert found["E8"]["ES to GRPO, cosine of what runs have in common"] == both
     assert geometry_view.signal(of, "grpo").share in found["E5"].values()
@@ -330,9 +327,9 @@ def test_the_share_that_stays_is_that_of_all_weights():
     assert (geometry_view.stay(of, "grpo_sgd", "float32") <= geometry_view.stay(of, "grpo_sgd")).all()
 
 
-def test_what_sampling_solves_is_what_the_claims_are_judged_by():
+def test_what_sampling_solves_is_what_the_claims_are_judged_by(committed_verdicts):
     of, run = loaded(solution_coverage).records, run_of(solution_coverage)
-    found = {v.id: v.intervals for v in claims.evaluate_named(("C18b",), claims.committed_records("tiny"))}["C18b"]
+    (found,) = (v.intervals for v in committed_verdicts if v.id == "C18b")
     for arm, words in (("es", "ES"), ("grpo", "GRPO")):
         for at in ("t0.6", "t1"):
             name = f"{words}, net change of support temperature {at.removeprefix('t')}"
@@ -354,9 +351,9 @@ def test_pass_at_k_of_a_few_problems_by_hand():
     assert coverage_view.solved(run, of, "grpo", "t1", 1).value == pytest.approx(0.25, rel=0.003)
 
 
-def test_effects_of_rollouts_and_updates_are_those_that_claims_are_judged_by():
+def test_effects_of_rollouts_and_updates_are_those_that_claims_are_judged_by(committed_verdicts):
     of = loaded(solution_coverage).records
-    found = {v.id: v.intervals for v in claims.evaluate_named(("C19",), claims.committed_records("tiny"))}["C19"]
+    (found,) = (v.intervals for v in committed_verdicts if v.id == "C19")
     for at, asked in (("0.6", factors.ASKED[4]), ("1", factors.ASKED[5])):
         judged = {label: each for label, each in found.items() if label.endswith(f"support temperature {at}")}
         effects = factors.effects(of, asked)

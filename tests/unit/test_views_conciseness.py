@@ -6,7 +6,7 @@ import nbformat
 import numpy as np
 import pytest
 
-from evoalign_lib import claims, paths
+from evoalign_lib import paths
 from evoalign_lib.analysis import collapse, hacking
 from evoalign_lib.study.notebooks import conciseness as study
 from evoalign_lib.study.views import conciseness as view
@@ -49,11 +49,10 @@ def test_the_first_point_at_a_level_as_the_notebook_writes_it_is_the_librarys(re
 # ---- answers and tables
 
 
-def test_answers_hold_the_intervals_of_the_claims(run, records):
+def test_answers_hold_the_intervals_of_the_claims(run, records, committed_verdicts):
     """The sentences are made from the notebook's records alone; the verdicts find the same numbers."""
     said = " ".join(view.answers(run, records, records["published"]).values())
-    declared = [claim for claim in claims.load_claims() if claim["id"] in ("C3", "C4", "C34")]
-    found = {v.id: v.intervals for v in claims.evaluate_together(declared, claims.committed_records("tiny"))}
+    found = {v.id: v.intervals for v in committed_verdicts}
     for label, interval in found["C3"].items():
         if re.search(r"hacked runs|greedy at proxy -5|temperature 1 at proxy -15|KL 0.5", label):
             assert interval.format() in said, label
