@@ -76,6 +76,7 @@ def members(n: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
+@pytest.mark.timeout(600)  # the whole file, by an interpreter
 def test_all_of_this_in_the_interpreter():
     if _noise_triton.INTERPRETED:
         pytest.skip("this is the interpreter")
@@ -178,7 +179,7 @@ def test_update_has_the_references_bits(n, distribution):
 
 @pytest.mark.parametrize(
     ("rank", "distribution", "dtype"),
-    [(1, "gaussian", torch.float32), (3, "byte_sum", torch.bfloat16), (2, "tied", torch.float16)],
+    [(1, "tied", torch.float32), (3, "byte_sum", torch.bfloat16)],
     ids=str,
 )
 def test_low_rank_members_and_updates_have_the_references_bits(rank, distribution, dtype):
@@ -195,7 +196,7 @@ def test_low_rank_members_and_updates_have_the_references_bits(rank, distributio
     assert (bits(weights.master.cpu().numpy()) == bits(expected)).all()
 
 
-@pytest.mark.parametrize(("row0", "col0"), [(0, 0), (3, 5), (64, 256), (61, 254)])
+@pytest.mark.parametrize(("row0", "col0"), [(3, 5), (61, 254)])
 def test_low_rank_noise_of_a_window(row0, col0):
     """A shard that begins anywhere, with columns of a fused tensor, in tiles of which none begins where it does."""
     whole = noise.eps(KEY, parameter_id("shard"), (row0 + 70, col0 + 261), 2, backend="numpy")
