@@ -152,7 +152,7 @@ def attach(model: Any, peft_config: Any, seed: int) -> Any:
         TypeError: no PeftConfig.
         ValueError: the model has an adapter.
     """
-    peft = _peft()
+    peft = open_peft()
     if not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(f"peft_config is a {type(peft_config).__name__}: give a peft.PeftConfig, such as LoraConfig().")
     if is_adapted(model):
@@ -190,10 +190,11 @@ def base_name(folder: Path) -> str:
 
 def open_adapter(base: Any, folder: Path) -> Any:
     """Return a base with the adapter of a folder, to be trained. Raises ImportError without PEFT."""
-    return _peft().PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    return open_peft().PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
 
-def _peft() -> Any:
+def open_peft() -> Any:
+    """Return the module peft. Raises ImportError, which says how to install it."""
     try:
         import peft
     except ImportError as error:

@@ -266,13 +266,14 @@ class ESConfig(TrainingArguments):
             self._check_choices,
             self._check_completions,
             self._check_best,
+            self._check_method,
         ):
             problems += check()
         if problems:
             raise ValueError(_joined(problems))
-        if self.fitness != "reward" and self.arm == "es":
+        if self.fitness != "reward" and self.arm == (arm := type(self).__dataclass_fields__["arm"].default):
             # a null arm draws other noise than the arm it is compared with
-            self.arm = f"es_{self.fitness}"
+            self.arm = f"{arm}_{self.fitness}"
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"
         # the parent would demand a checkpoint at each evaluation; here the best weights are kept in memory
@@ -307,7 +308,7 @@ class ESConfig(TrainingArguments):
         for name, why in optional.items():
             if getattr(self, name) is not None:
                 checks.append(partial(whole_number, name, getattr(self, name), 1, why=why))
-        found = _failures(checks)
+        found = failures(checks)
         for name in ("sigma", "alpha"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -325,7 +326,7 @@ class ESConfig(TrainingArguments):
         found = []
         for name in ("sigma", "alpha"):
             schedule, fraction = getattr(self, f"{name}_schedule"), getattr(self, f"{name}_final_fraction")
-            found += _failures([partial(choose, f"{name}_schedule", schedule, SCHEDULES)])
+            found += failures([partial(choose, f"{name}_schedule", schedule, SCHEDULES)])
             if not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
                 found.append(f"{name}_final_fraction={fraction!r} must be above 0 and at most 1.")
             elif schedule == "constant" and fraction != _DEFAULTS[f"{name}_final_fraction"]:
@@ -336,7 +337,7 @@ class ESConfig(TrainingArguments):
         return found
 
     def _check_decoding(self) -> list[str]:
-        found = _failures([partial(choose, "sampling", self.sampling, SAMPLINGS)])
+        found = failures([partial(choose, "sampling", self.sampling, SAMPLINGS)])
         several = isinstance(self.num_generations, int) and self.num_generations > 1
         if several and self.sampling == "greedy":
             found.append(
@@ -347,7 +348,7 @@ class ESConfig(TrainingArguments):
             known = partial(
                 whole_number, "num_generations_eval", self.num_generations_eval, 1, why="or None for greedy"
             )
-            found += _failures([known])
+            found += failures([known])
         for name, least, most, bounds in (
             ("temperature", 0, math.inf, "above 0"),
             ("top_p", 0, 1, "above 0 and at most 1"),
@@ -356,7 +357,7 @@ class ESConfig(TrainingArguments):
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (number and least < value <= most and math.isfinite(value)):
                 found.append(f"{name}={value!r} must be a number {bounds}.")
-        found += _failures([partial(whole_number, "top_k", self.top_k, 0, why="0 draws from all tokens")])
+        found += failures([partial(whole_number, "top_k", self.top_k, 0, why="0 draws from all tokens")])
         for name in ("temperature", "top_p", "top_k"):
             if (
                 self.sampling == "greedy"
@@ -404,10 +405,10 @@ class ESConfig(TrainingArguments):
         choices = {"fitness": FITNESS, "fitness_shaping": SHAPINGS, "engine": ENGINES, "decoder": DECODERS}
         choices |= {"precision": precision.PRECISIONS, "noise": noise.DISTRIBUTIONS}
         choices |= {"perturbation": PERTURBATIONS, "update_scaling": SCALINGS}
-        found = _failures([partial(choose, name, getattr(self, name), known) for name, known in choices.items()])
+        found = failures([partial(choose, name, getattr(self, name), known) for name, known in choices.items()])
         if self.engine in ENGINES:
             found += self._check_engine()
-        return found + _failures([lambda: check_decay(self.anchor_decay, self.precision)])
+        return found + failures([lambda: check_decay(self.anchor_decay, self.precision)])
 
     def _check_engine(self) -> list[str]:
         """Return settings of one engine that have no effect on another."""
@@ -429,7 +430,7 @@ class ESConfig(TrainingArguments):
                 )
         if found:
             return found
-        found = _failures(
+        found = failures(
             [
                 partial(whole_number, "gpus", self.gpus, 0, why="0 takes what the engine needs at least"),
                 partial(
@@ -437,7 +438,7 @@ class ESConfig(TrainingArguments):
                 ),
             ]
         )
-        return found or _failures([lambda: check_gpus(self.gpus, self.tensor_parallel)])
+        return found or failures([lambda: check_gpus(self.gpus, self.tensor_parallel)])
 
     def _check_completions(self) -> list[str]:
         if self.log_completions:
@@ -461,6 +462,10 @@ class ESConfig(TrainingArguments):
             return ["save_strategy='best' needs metric_for_best_model, such as 'reward'."]
         return []
 
+    def _check_method(self) -> list[str]:
+        """Return what is wrong with the settings of a method that derives from this one."""
+        return []
+
 
 # settings of generation that an engine states -> how to set them
 _ELSEWHERE = dict.fromkeys(("temperature", "top_p", "top_k"), "it is a setting of its own")
@@ -479,18 +484,18 @@ _DEFAULTS = {
 }
 
 
-def _with_settings(doc: str) -> str:
-    """Return the docstring of `ESConfig` with its own settings, of which the source says more under each field."""
-    lines = ["    Args:"]
-    for name, known in ESConfig.__dataclass_fields__.items():
-        if name not in TrainingArguments.__dataclass_fields__:
-            text = f"{name}: {known.metadata['help']}. Default: {_DEFAULTS[name]!r}"
+def with_settings(config: type) -> None:
+    """Add to a config's docstring its own settings, of which the source says more under each field."""
+    lines, inherited = ["    Args:"], config.__mro__[1].__dataclass_fields__
+    for name, known in config.__dataclass_fields__.items():
+        if name not in inherited or known.default != inherited[name].default and "help" in known.metadata:
+            text = f"{name}: {known.metadata['help']}. Default: {known.default!r}"
             lines += textwrap.wrap(text, 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    return doc.replace("    Raises:", "\n".join([*lines, "", "    Raises:"]), 1)
+    if config.__doc__:  # python -OO has none
+        config.__doc__ = config.__doc__.replace("    Raises:", "\n".join([*lines, "", "    Raises:"]), 1)
 
 
-if ESConfig.__doc__:  # python -OO has none
-    ESConfig.__doc__ = _with_settings(ESConfig.__doc__)
+with_settings(ESConfig)
 
 
 @cache
@@ -522,7 +527,7 @@ def _no_setting(config: str, name: str, known: Iterable[str]) -> str:
     return f"{config} has no setting {name!r}.{nearest(name, known, cutoff=0.8) or ' Remove it.'}"
 
 
-def _failures(checks: Iterable[Callable[[], object]]) -> list[str]:
+def failures(checks: Iterable[Callable[[], object]]) -> list[str]:
     """Return the texts of the ValueErrors that checks raise."""
     found = []
     for check in checks:
@@ -566,15 +571,15 @@ def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
     first, out = step * per_step, []
     while len(out) < per_step:
         epoch, offset = divmod(first + len(out), n)
-        order = _generator(seed, epoch, "order").permutation(n)
+        order = generator(seed, epoch, "order").permutation(n)
         out.extend(order[offset : offset + per_step - len(out)].tolist())
     return np.array(out)
 
 
-_PURPOSES = {"order": 0, "shuffled": 1, "random": 2, "shown": 3}
+_PURPOSES = {"order": 0, "shuffled": 1, "random": 2, "shown": 3, "batches": 4}
 
 
-def _generator(seed: int, index: int, purpose: str) -> np.random.Generator:
+def generator(seed: int, index: int, purpose: str) -> np.random.Generator:
     """Return a branch of the run's one tree of seeds; member noise has a law of its own and is not part of it."""
     return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))
 
@@ -668,8 +673,7 @@ class ESTrainer:
         self.model, self.processing_class = models.load(
             model, processing_class, load, adapters=True, quantised=peft_config is not None
         )
-        if peft_config is not None:
-            self.model = _adapters.attach(self.model, peft_config, args.seed).eval()
+        self._attach(peft_config)
         _adapters.check_movable(self.model)
         _adapters.check_something_moves(self.model)
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
@@ -690,6 +694,7 @@ class ESTrainer:
                 f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
                 "lower it, or set None for all."
             )
+        self.run_key = noise.run_key(args.arm, args.seed)
         self.engine = open_engine(
             args.engine,
             self.model,
@@ -712,10 +717,10 @@ class ESTrainer:
             engine_kwargs=args.engine_kwargs,
             folder=models.place(model) if isinstance(model, (str, os.PathLike)) else None,
             load=load,
+            weights=self._weights(),
         )
         if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):
             _say_idle(gpus)
-        self.run_key = noise.run_key(args.arm, args.seed)
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
         self.ledger: ledger.Ledger | None = None
@@ -739,6 +744,30 @@ class ESTrainer:
     def __getattr__(self, name: str) -> Any:
         status, why = SURFACE["methods"].get(name, ("", ""))
         raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {why}' if why else ''}.", name=name, obj=self)
+
+    # ---- what a method that derives from this one does otherwise
+
+    def _attach(self, peft_config: Any) -> None:
+        """Give the model the adapter that it is to have, before anything rests on its weights."""
+        if peft_config is not None:
+            self.model = _adapters.attach(self.model, peft_config, self.args.seed).eval()
+
+    def _weights(self) -> precision.Weights | None:
+        """Return the weights of the run; None: the engine opens them by the settings."""
+        return None
+
+    def _begin(self) -> None:
+        """Do what a run that starts anew does before its first step."""
+
+    def _header(self, digest: str) -> dict[str, Any]:
+        """Return the ledger's header; digest: of the starting weights."""
+        return ledger.header(self._settings(), self.run_key, self.model, self.engine.layout, digest)
+
+    def _catch_up(self, run: ledger.Ledger) -> None:
+        """Bring all else to the step of the checkpoint whose weights were loaded; run: its ledger."""
+        self.engine.follow(ledger.updates(run, self.state.global_step))
+
+    # ---- checks
 
     def _check_best_metric(self) -> None:
         """Raise ValueError where the metric that says which step is best is of none of several evaluation sets."""
@@ -825,7 +854,7 @@ class ESTrainer:
         before = weights.sample() if weights.drifts else None
         if self.args.fitness == "random":
             weights.retrace(members, sigma)  # the arithmetic of the arm that it is compared with
-            fitness = _generator(self.args.seed, step, "random").standard_normal(n)
+            fitness = generator(self.args.seed, step, "random").standard_normal(n)
         else:
             indices = self._indices(step)
             sampling = None
@@ -837,16 +866,17 @@ class ESTrainer:
             if len(missing):
                 raise ValueError(
                     f"member {missing[0]} of step {step} has no reward: every reward function returned None on all of "
-                    f"its {len(indices)} prompts. Give a function that applies to at least one prompt of each step."
+                    f"its {indices.shape[-1]} prompts. Give one that applies to at least one prompt of each step."
                 )
             if self.args.fitness == "shuffled":
-                fitness = _generator(self.args.seed, step, "shuffled").permutation(fitness)
+                fitness = generator(self.args.seed, step, "shuffled").permutation(fitness)
             tokens = int(sum(e.lengths.sum() for e in evaluations))
             core += sum(e.core_seconds for e in evaluations)
             counts = {name: sum(e.scored.counts[name] for e in evaluations) for name in KINDS}
             if self.args.log_completions:
                 self._completions = completions.of_step(evaluations, fitness, step, self.args.log_unique_prompts)
             log = self._logged(evaluations) | {name: n for name, n in self.engine.repairs.items() if n}
+        log |= weights.metrics()
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
         self._coefficients(fitness)  # rewards that give no coefficients are an error before they are recorded
@@ -867,8 +897,7 @@ class ESTrainer:
     def _record(self, record: ledger.Step, digest: str | None) -> None:
         """Add a step to the ledger, which the first one begins; digest: of the weights before the step, where due."""
         if self.ledger is None:
-            header = ledger.header(self._settings(), self.run_key, self.model, self.engine.layout, digest)
-            run = ledger.Ledger.create(self._ledger_path, header)
+            run = ledger.Ledger.create(self._ledger_path, self._header(digest))
             if _adapters.is_adapted(self.model):  # drawn at random, perhaps: no other file has it
                 _checkpoints.write_start(Path(self.args.output_dir), self.engine.weights, self.save_model)
             self.ledger, digest = run, None
@@ -895,6 +924,7 @@ class ESTrainer:
         return coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
 
     def _indices(self, step: int) -> np.ndarray:
+        """Return the rows of the training set that a step uses, (prompts,), or (members, prompts), each its own."""
         return step_indices(len(self.train_prompts), self.prompts_per_step, self.args.seed, step)
 
     def _at_step(self, name: str, step: int) -> float:
@@ -982,6 +1012,8 @@ class ESTrainer:
         else:
             _checkpoints.check_settings(self.ledger, self._settings())
             self.ledger.check_file()  # another run may have gone on with it
+        if self.ledger is None:
+            self._begin()
         self._check_continuity()
         self.rewards.load_state(self._reward_state)  # not what an interrupted step left
         self.state.max_steps, self.state.num_train_epochs = max_steps, math.ceil(self._epochs(max_steps))
@@ -1056,7 +1088,7 @@ class ESTrainer:
     def _show_completions(self, table: completions.Table, what: str) -> None:
         """Print, send and write completions; what: "step", or the prefix of an evaluation."""
         step = self.state.global_step
-        drawn = _generator(self.args.seed, step, "shown")
+        drawn = generator(self.args.seed, step, "shown")
         shown = completions.sample(table, self.args.num_completions_to_print, drawn)
         completions.show(shown, self.rewards.names, str(step) if what == "step" else f"{step}, {what}")
         completions.send(table, self.callback_handler.callbacks, step)
@@ -1385,7 +1417,7 @@ class ESTrainer:
                 for name in callback.state()["attributes"].keys() & attributes.keys():
                     setattr(callback, name, attributes[name])
             self.state, self.budget, self.counts = found.state, found.budget, self.counts | found.counts
-            self.engine.follow(ledger.updates(run, self.state.global_step))
+            self._catch_up(run)
         self._reward_state = states[self.state.global_step]
         self.ledger, self._replayed, self._parted, self._due = run, len(run.steps), False, []
 
@@ -1428,10 +1460,10 @@ class ESTrainer:
 
     def _count(self, record: ledger.Step) -> None:
         if self.args.fitness != "random":
-            prompts = int(self.train_prompts.lengths[self._indices(record.step)].sum())
-            each = self.args.population_size * self.args.num_generations
-            self.budget["completions"] += each * self.prompts_per_step
-            self.budget["prompt_tokens"] += each * prompts
+            shape = self.args.population_size, self.prompts_per_step
+            rows = np.broadcast_to(self._indices(record.step), shape)
+            self.budget["completions"] += self.args.num_generations * rows.size
+            self.budget["prompt_tokens"] += self.args.num_generations * int(self.train_prompts.lengths[rows].sum())
         self.budget["generated_tokens"] += record.tokens
         self.budget["core_seconds"] = record.core
         for name, count in record.counts.items():

@@ -9,8 +9,8 @@ setting `precision` names: the float32 master; with "inplace" the values in the 
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
 # = 0 .. n - 1. The number of the format tells which readers know all settings that decide how rewards become weights:
-that of a new run is 4, or 5 where its noise has a low `rank` or its update another `update_scaling`, which a header
-names only then. Those of older runs are
+that of a new run is 4; 5 where its noise has a low `rank` or its update another `update_scaling`, which a header names
+only then; 6 for a `search` (see below). Those of older runs are
 read, continued and replayed to the same bits; they have `prev` instead of `hash`: 1; 2 for precision, noise, antithetic
 pairs, fitness shaping and schedules; 3 for anchored weight decay, which a header names only where it is on.
 
@@ -18,6 +18,12 @@ Of a run that moves a part of its model (an adapter over its base, or a model of
 and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
 share. With an adapter (PEFT) `adapter` in `model` names the folder beside the ledger that holds the adapter as it was
 at the start.
+
+Of a run that searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`) the settings name `search`, what
+decides it (`_singular.SearchSettings`), its `dimension`, whether the members of a step share their prompts
+(`shared_batch`), and the `machine`: CMA-ES decomposes matrices by LAPACK, so the bits of such a run are those of one
+machine. On another one a replay compares no digests but `search/sigma` and `search/distance` of the log of every step,
+which may differ by `_singular.TOLERANCE`. `warm_start` beside the settings is what fine-tuning before the run cost.
 
 Then one line per step, synced to disk before the weights move:
 
@@ -55,6 +61,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -68,13 +75,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import _adapters, models, noise, tiny, update_rules
+from evoalign_lib import _adapters, _singular, models, noise, tiny, update_rules
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
-FORMATS = (1, 2, 3, 4, 5)
+logger = logging.getLogger(__name__)
+
+FORMATS = (1, 2, 3, 4, 5, 6)
 NAME = "ledger.jsonl"
 START = "start"
 """folder beside the ledger of an adapter's run: the adapter as it was at the start"""
@@ -104,6 +113,8 @@ _LATER_3 = {"anchor_decay": 0.0}
 _LATER_4 = {"frozen": None}
 # And of format 4; 0: noise of full rank.
 _LATER_5 = {"rank": 0, "update_scaling": "mean"}
+# And of format 5; None: members are noise around the weights. The search of `_singular` has settings of its own.
+_LATER_6 = {"search": None}
 # The same for settings that enter the weights through the rewards alone.
 _LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
 # And for those that a header names only where they differ from this.
@@ -153,12 +164,16 @@ class Report:
     """whether all of them were computed again"""
     weights: str | None
     """digest of the last weights, if ledger or replay gave it"""
+    within: float | None = None
+    """of a search that was made on another machine, the tolerance within which a replay agrees; no digest does"""
 
     def text(self) -> str:
         """Return the report in a few lines."""
         torn = f", and a torn last line of {self.torn} bytes, which does not count" if self.torn else ""
         chain = f"{self.steps} steps, chain intact, {'closed' if self.ended else 'not closed'}{torn}"
         done = "all computed again, equal" if self.recomputed else "not computed again: give the model"
+        if self.within is not None:
+            done = f"of another machine: here every step's sigma and distance agree within {self.within:g}"
         return f"{chain}\n{self.digests} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
 
 
@@ -186,6 +201,11 @@ class Ledger:
     def settings(self) -> dict[str, Any]:
         """Settings of the run; where an older header does not name one, the only value there was."""
         return with_defaults(self.header["settings"])
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the bits of the run are those of another machine than this."""
+        return self.settings["search"] is not None and self.settings["machine"] != _singular.machine()
 
     @property
     def _hashed(self) -> bool:
@@ -311,7 +331,7 @@ class Ledger:
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _LATER | _LATER_3 | _LATER_4 | _LATER_5 | _LATER_EVALUATION | _LATER_OPTIONS | settings
+    return _LATER | _LATER_3 | _LATER_4 | _LATER_5 | _LATER_6 | _LATER_EVALUATION | _LATER_OPTIONS | settings
 
 
 def _format(settings: Mapping[str, Any]) -> int:
@@ -320,6 +340,8 @@ def _format(settings: Mapping[str, Any]) -> int:
     def names(later: Mapping[str, Any]) -> bool:
         return any(settings.get(name, value) != value for name, value in later.items())
 
+    if names(_LATER_6):
+        return 6
     return 5 if names(_LATER_5) else 4 if names(_LATER_4) else 3 if names(_LATER_3) else 2 if names(_LATER) else 1
 
 
@@ -448,7 +470,9 @@ def _check_header(line: Any) -> None:
     for name, least in whole + [("max_steps", 1)] * bool(scheduled):
         if not _is_whole(settings[name], least):
             raise _edited(name, settings[name])
-    largest = {"sigma": sys.float_info.max, "alpha": sys.float_info.max}
+    if settings["search"] is not None:
+        _check_search(settings)
+    largest = dict.fromkeys(["sigma"] if settings["search"] else ["sigma", "alpha"], sys.float_info.max)
     largest |= {f"{name}_final_fraction": 1 for name in scheduled}
     for name, most in largest.items():
         value = settings[name]
@@ -489,6 +513,21 @@ def _check_header(line: Any) -> None:
     if model["dtype"] not in _DTYPES:
         raise _edited("dtype", model["dtype"])
     _check_parameters(model["parameters"])
+
+
+def _check_search(settings: Mapping[str, Any]) -> None:
+    """Raise LedgerError unless a header names a search that `_singular` can make."""
+    choices: dict[str, Any] = {"search": (_singular.SEARCH,), "precision": ("master",), "noise": ("gaussian",)}
+    choices |= {"antithetic": (False,), "anchor_decay": (0.0,), "rank": (0,), "sigma_schedule": ("constant",)}
+    for name, known in choices.items():
+        if settings[name] not in known:
+            raise _edited(name, settings[name])
+    if not isinstance(settings["machine"], str):
+        raise _edited("machine", settings["machine"])
+    try:
+        _singular.SearchSettings.of(settings).check()
+    except ValueError as error:
+        raise LedgerError(f"{error!s:.400} The header was edited.") from error
 
 
 def _edited(name: str, value: Any) -> LedgerError:
@@ -606,13 +645,32 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
             f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
         )
     laws = {"distribution": ledger.settings["noise"]} | {n: ledger.settings[n] for n in ("anchor_decay", "rank")}
-    weights = open_weights(model, _layout(ledger, model), precision, **laws)
+    if ledger.settings["search"] is None:
+        weights = open_weights(model, _layout(ledger, model), precision, **laws)
+    else:
+        weights = _searched(ledger, model)
     check_model(ledger, weights)
     for record in ledger.steps[:n]:
         check_weights(ledger, record.step, weights)
         _move(ledger, record, weights)
     check_weights(ledger, n, weights)
     return weights
+
+
+def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
+    """Return the weights of a search at its start."""
+    key, search = int(ledger.header["run_key"], 16), _singular.SearchSettings.of(ledger.settings)
+    if ledger.elsewhere:
+        logger.warning(
+            "%s was made on another machine (%s): its bits are not promised here (%s). Sigma and distance of the "
+            "search are compared at every step instead, within %g.",
+            ledger.path,
+            ledger.settings["machine"],
+            _singular.machine(),
+            _singular.TOLERANCE,
+        )
+    _adapters.check_movable(model)
+    return _singular.SingularWeights(model, _layout(ledger, model), key, search)
 
 
 def _layout(ledger: Ledger, model: Any) -> noise.Layout:
@@ -657,8 +715,9 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
         ended=ledger.ended,
         torn=len(ledger.torn),
         digests=len(ledger.weights),
-        recomputed=model is not None,
+        recomputed=model is not None and not ledger.elsewhere,
         weights=last,
+        within=_singular.TOLERANCE if model is not None and ledger.elsewhere else None,
     )
 
 
@@ -698,7 +757,8 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
     Args:
         settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
             `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay, frozen,
-            rank and update_scaling if on.
+            rank and update_scaling if on; of a search those of `SearchSettings` and machine instead of alpha and
+            `_LATER`.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of those of its parameters that move.
@@ -752,12 +812,26 @@ def _other_start(ledger: Ledger, found: str) -> LedgerError:
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
     """Raise LedgerError if these weights do not have the digest that the ledger notes after this many steps, if any."""
+    if ledger.elsewhere and step:
+        _check_near(ledger, step, weights)
+        return
     expected = ledger.weights.get(step)
     if expected is not None and (found := digest(weights.layout, *weights.planes)) != expected:
         raise LedgerError(
             f"after {step} steps the weights have the digest {found:.16}..., in {ledger.path} it is {expected:.16}...: "
             "rewards or digest were edited, or this machine computes the noise differently (its tests tell)."
         )
+
+
+def _check_near(ledger: Ledger, step: int, weights: Weights) -> None:
+    """Raise LedgerError unless a search has nearly the sigma and distance that the log of the next step names."""
+    recorded = ledger.steps[step].log if step < len(ledger.steps) else {}
+    for name, value in weights.metrics().items():
+        if recorded and not math.isclose(value, recorded.get(name, math.nan), rel_tol=_singular.TOLERANCE):
+            raise LedgerError(
+                f"after {step} steps {name} is {value:.10g}, in {ledger.path} it is {recorded.get(name)}: the run was "
+                "made on another machine, but that moves digits beyond the sixth only. Rewards or log were edited."
+            )
 
 
 def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -785,6 +859,10 @@ def _update(ledger: Ledger, record: Step, members: Sequence) -> tuple[np.ndarray
 
 
 def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
+    if isinstance(weights, _singular.SingularWeights):
+        weights.ask(record.step)
+        weights.tell(record.rewards)
+        return
     members = _members(ledger, record)
     weights.retrace(members, update_rules.at_step(ledger.settings, "sigma", record.step))
     update = _update(ledger, record, members)

@@ -101,6 +101,10 @@ class Weights:
         """
         raise NotImplementedError
 
+    def metrics(self) -> dict[str, float]:
+        """Return what a step logs of the state that the weights are in before it."""
+        return {}
+
     def float32(self) -> np.ndarray:
         """Return the weights that the state stands for, float32 (layout.size,): the master; in other modes a copy."""
         raise NotImplementedError
@@ -339,8 +343,13 @@ def open_weights(
     choose("distribution", distribution, noise.DISTRIBUTIONS)
     anchor_decay, rank = check_decay(anchor_decay, precision), noise.check_rank(rank)
     check_movable(model)
-    layout = layout or noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in moved(model).items())
+    layout = layout or layout_of(model)
     return _MODES[precision](model, layout, distribution, rank, bind, threads, anchor_decay)
+
+
+def layout_of(model: Any) -> noise.Layout:
+    """Return the layout of what moves of a model."""
+    return noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in moved(model).items())
 
 
 def copy_to(model: Any, layout: noise.Layout, flat: np.ndarray | Tensor) -> None:

@@ -10,6 +10,7 @@ from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
     from evoalign_lib.engines.base import Engine, Options
+    from evoalign_lib.precision import Weights
 
 ENGINES = ("local", "vllm", "ray")
 # arguments of from_pretrained that say which files, and what vLLM calls them
@@ -37,6 +38,7 @@ def open_engine(
     engine_kwargs: Mapping[str, Any] | None = None,
     folder: str | None = None,
     load: Mapping[str, Any] | None = None,
+    weights: Weights | None = None,
 ) -> Engine:
     """Return an engine; what it needs is imported here alone.
 
@@ -52,6 +54,7 @@ def open_engine(
         engine_kwargs: further arguments of `vllm.LLM`.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
         load: the arguments of from_pretrained it was loaded with.
+        weights: of the run, with engine "local", where they exist already (of `engines.base.Engine`).
 
     Raises:
         ValueError: no such engine, GPUs that do not fall into copies of the model, frozen parameters with another
@@ -68,6 +71,7 @@ def open_engine(
         if workers is None:
             workers = processes.default_workers() if precision == "master" else 1
         common |= {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "workers": workers}
+        common |= {"weights": weights}
         return local.LocalEngine(model, tokenizer, rewards, prompts, **common)
     check_nothing_frozen(model, engine)
     common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": engine_kwargs}

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import noise
-from evoalign_lib._adapters import moved
 from evoalign_lib._model_checks import check_padding, check_prompts
-from evoalign_lib.precision import Weights, copy_to, open_weights
+from evoalign_lib.precision import Weights, copy_to, layout_of, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
 from evoalign_lib.update_rules import Member
 
@@ -281,8 +280,7 @@ class Engine(Scorer):
         check_padding(model, tokenizer)
         for name, each in prompts.items():
             check_prompts(model, name, each, max_completion_length)
-        shapes = ((name, tuple(p.shape)) for name, p in moved(model).items())
-        self.layout = noise.Layout.from_shapes(shapes)
+        self.layout = layout_of(model)
         self.weights = weights or open_weights(
             model, self.layout, precision, distribution, True, threads=threads, anchor_decay=anchor_decay, rank=rank
         )
@@ -308,13 +306,14 @@ class Engine(Scorer):
         trainer_state: Any = None,
         sampling: tuple[int, int] | None = None,
     ) -> list[Evaluation]:
-        """Evaluate a population; every member decodes the same prompts under one perturbation.
+        """Evaluate a population; every member decodes its prompts under one perturbation.
 
         Args:
             members: (members,) keys and signs.
             sigma: standard deviation of the perturbation, weight units.
             name: which prompts.
-            indices: rows of them.
+            indices: rows of them, (prompts,), the same for all members; or (members, prompts), each its own (with
+                engine "local").
             trainer_state: passed to the reward functions, pickled with every member where other processes score; its
                 `reward_state`, if any, is what reward functions with a state take over first.
             sampling: None for greedy decoding; else the key of the random numbers, which all members share (see

@@ -41,7 +41,7 @@ from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompt
 from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
-from evoalign_lib.precision import copy_to
+from evoalign_lib.precision import Weights, copy_to
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
@@ -70,7 +70,7 @@ class LocalEngine(Engine):
         decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model, and there are
             no generation_kwargs.
         options: of `Engine`.
-        precision, distribution, anchor_decay, rank: of `Engine`.
+        precision, distribution, anchor_decay, rank, weights: of `Engine`.
 
     Raises:
         ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
@@ -93,6 +93,7 @@ class LocalEngine(Engine):
         distribution: str = "gaussian",
         anchor_decay: float = 0.0,
         rank: int = 0,
+        weights: Weights | None = None,
     ):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
@@ -116,6 +117,7 @@ class LocalEngine(Engine):
             distribution=distribution,
             anchor_decay=anchor_decay,
             rank=rank,
+            weights=weights,
         )
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None
@@ -160,10 +162,12 @@ class LocalEngine(Engine):
         return plan | ({"least_members": LEAST_MEMBERS} if self._joins else {})
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
-        rest = sigma, name, indices, trainer_state, sampling
-        together = self.chunk_rows // (len(indices) * (sampling[1] if sampling else 1))
-        if not self._joins or together < LEAST_MEMBERS:
-            return self._run([(_evaluate, (i, m, *rest)) for i, m in enumerate(members)])
+        rows, rest = np.shape(indices)[-1], (trainer_state, sampling)
+        together = self.chunk_rows // (rows * (sampling[1] if sampling else 1))
+        if not self._joins or together < LEAST_MEMBERS or np.ndim(indices) > 1:
+            each = np.broadcast_to(indices, (len(members), rows))
+            return self._run([(_evaluate, (i, m, sigma, name, each[i], *rest)) for i, m in enumerate(members)])
+        rest = sigma, name, indices, *rest
         starts = range(0, len(members), together)
         done = self._run([(_evaluate_together, (i, members[i : i + together], together, *rest)) for i in starts])
         return [evaluation for several in done for evaluation in several]

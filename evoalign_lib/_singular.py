@@ -1,0 +1,443 @@
+"""The singular values of an adapter and their search by CMA-ES: what `evoalign_lib.essa` and a ledger's replay share.
+
+`decompose` makes of an adapter a list of directions: adding delta_i to the i-th singular value adds delta_i u_i w_i^T
+to one of the adapter's tensors. `SingularWeights` are the weights of a run, those at the mean of a search distribution
+over delta, and `Search` is CMA-ES (`cma`), whose normals come from the noise law.
+
+What CMA-ES does next is a function of the rewards so far: its state is never stored but computed again, from a ledger
+or for a checkpoint, which takes no evaluation. Tensors are written with sums in one order, elementwise, so they depend
+on delta alone; decompositions of matrices are LAPACK's, with one thread, and their bits are those of one machine
+(`machine`). Signs of eigenvectors are fixed, so that another LAPACK draws nearly the same candidates and not others:
+there a replay checks the search's sigma and distance at every step, within `TOLERANCE`, and no digests.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from evoalign_lib import noise
+from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib.checks import choose, nearest, whole_number
+from evoalign_lib.precision import MasterWeights
+from evoalign_lib.update_rules import Member, population, standardise
+
+DECOMPOSITIONS = ("separate", "product")
+CMA_OPTIONS = {
+    "CMA_active": bool,
+    "CMA_cmean": float,
+    "CMA_mu": int,
+    "CMA_on": float,
+    "CMA_rankmu": float,
+    "CMA_rankone": float,
+    "CSA_dampfac": float,
+    "maxstd": float,
+    "minstd": float,
+}
+"""options of `cma.CMAOptions` that change what ask and tell do, and their types. A text is none of them: cma would
+execute it"""
+TOLERANCE = 1e-6
+"""relative difference of sigma and distance that a replay on another machine may have at any step"""
+SIGMA, DISTANCE = "search/sigma", "search/distance"
+"""metrics of each step: the step size before it, and the length of the mean of delta"""
+_NORMALS = noise.parameter_id("the singular values of an adapter")  # of the noise law; no parameter has this name
+SEARCH = "cma-es"
+"""the setting `search` of such a run"""
+
+
+# ---- settings
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What decides how rewards become weights in a search; part of the ledger's header."""
+
+    population_size: int
+    """N, candidates per step"""
+    sigma: float
+    """initial standard deviation, in units of the adapter's singular values"""
+    leading_share: float
+    """of the singular values of each matrix, the largest ones, that are searched"""
+    decomposition: str
+    """"separate" (version 3): of A and of B; "product" (version 1): of B A"""
+    cma_options: Mapping[str, float]
+    """further options of cma"""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> SearchSettings:
+        """Return those that a run's settings name."""
+        return cls(**{f.name: settings[f.name] for f in fields(cls)})
+
+    def check(self) -> None:
+        """Raise ValueError, naming the value and the remedy, for settings that no search can have."""
+        whole_number("population_size", self.population_size, 4, why="CMA-ES selects the better half")
+        if not _is_number(self.sigma) or not self.sigma > 0:
+            raise ValueError(f"sigma={self.sigma!r} must be a positive number, for example 0.32.")
+        if not _is_number(self.leading_share) or not 0 < self.leading_share <= 1:
+            raise ValueError(f"leading_share={self.leading_share!r} must be a number above 0 and at most 1.")
+        choose("decomposition", self.decomposition, DECOMPOSITIONS)
+        check_options(self.cma_options, self.population_size)
+
+
+def check_options(options: Mapping[str, Any], population_size: int) -> None:
+    """Raise ValueError for options of cma that it would ignore here, or that are of another type or range."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"cma_options={options!r} must be a dict.")
+    for name, value in options.items():
+        if name not in CMA_OPTIONS:
+            why = nearest(name, CMA_OPTIONS, 0.6)
+            raise ValueError(
+                f"cma_options: {name!r} is set elsewhere or has no effect here, where a run ends after max_steps."
+                f"{why} Options that act are {sorted(CMA_OPTIONS)}."
+            )
+        kind = CMA_OPTIONS[name]
+        fits = isinstance(value, bool) if kind is bool else _is_number(value) and value > 0
+        if kind is int:
+            fits = fits and isinstance(value, int) and 1 <= value <= population_size // 2
+        if not fits:
+            bounds = f" from 1 to {population_size // 2}" if kind is int else " above 0" if kind is float else ""
+            raise ValueError(f"cma_options: {name}={value!r} must be a {kind.__name__}{bounds}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def leading(rank: int, share: float) -> int:
+    """Return how many of a matrix's singular values are searched: floor(rank * share), of the share as it is written.
+
+    >>> leading(8, 0.1), leading(100, 0.29), leading(8, 1.0)
+    (0, 29, 8)
+    """
+    return int(rank * Fraction(str(share)))
+
+
+# ---- decompositions
+
+
+class Part(NamedTuple):
+    """Directions in which one tensor of an adapter moves."""
+
+    name: str
+    """of the tensor"""
+    first: int
+    """coordinate of the first direction"""
+    u: np.ndarray
+    """float64 (k, rows)"""
+    w: np.ndarray
+    """float64 (k, columns)"""
+
+
+class Decomposition(NamedTuple):
+    """An adapter's singular values and the directions that belong to them."""
+
+    parts: list[Part]
+    values: np.ndarray
+    """float64 (dimension,): singular values at the start, matrix by matrix, the largest of each first"""
+    undetermined: str | None
+    """why some directions are arbitrary; None: none is"""
+
+
+def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names of the matrices A and B of each adapted matrix.
+
+    Args:
+        names: of all that moves.
+
+    Raises:
+        ValueError: something else moves than the A and B of LoRA layers.
+    """
+    found = [(name, name.replace(".lora_A.", ".lora_B.")) for name in names if ".lora_A." in name]
+    others = [name for name in names if name not in {each for pair in found for each in pair}]
+    if others or not found:
+        raise ValueError(
+            f"{(others or list(names))[0]!r} is to be trained, but only singular values of the two matrices A and B of "
+            "LoRA layers are searched: give a LoraConfig of plain layers, without bias, DoRA and modules_to_save."
+        )
+    return found
+
+
+def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposition: str) -> Decomposition:
+    """Return the directions in which the leading singular values of an adapter change it.
+
+    "separate" (ESSA version 3, arXiv 2507.04453v3): A = U_A S_A V_A^T and B = U_B S_B V_B^T, each by itself, so that
+    delta gives U (S + diag(delta)) V^T = A + sum_i delta_i u_i v_i^T. "product" (version 1): B A = U S V^T, and
+    u_i v_i^T = (u_i u_i^T B / s_i) A moves B by delta_i u_i w_i^T with w_i = B^T u_i / s_i while A stays.
+
+    Args:
+        tensors: name -> float32 matrix, A of (rank, inputs) and B of (outputs, rank) for each adapted matrix.
+        leading_share: of each one's singular values.
+        decomposition: "separate" or "product".
+
+    Returns:
+        Directions of unit length with "separate", parts in the order of `pairs`, A before B; the dimension is the
+        number of adapted matrices * floor(rank * leading_share), with "separate" twice that.
+
+    Raises:
+        ValueError: what moves is no LoRA, no matrix, or has no singular value in that share.
+    """
+    parts, values, undetermined, first = [], [], None, 0
+    for name_a, name_b in pairs(list(tensors)):
+        a, b = tensors[name_a], tensors[name_b]
+        if a.ndim != 2 or b.ndim != 2:
+            raise ValueError(f"{name_a!r} has the shape {a.shape}: only adapters of linear layers are searched.")
+        rank = len(a)
+        if not (k := leading(rank, leading_share)):
+            raise ValueError(
+                f"leading_share={leading_share} of the {rank} singular values of {name_a!r} is none, rounded down: use "
+                f"a leading_share of at least {1 / rank:.3g}, or an adapter of a higher rank."
+            )
+        found = [(name_a, *_svd(a)), (name_b, *_svd(b))] if decomposition == "separate" else [(name_b, *_of_b(a, b))]
+        for name, u, s, w in found:
+            if len(s) < k or s[k - 1] <= s[0] * max(a.shape + b.shape) * np.finfo(np.float64).eps:
+                rest = "is zero" if not s[0] else f"has fewer than {k} singular values that are not zero"
+                undetermined = undetermined or f"{name!r} {rest}"
+            parts.append(Part(name, first, u[:k], w[:k]))
+            values.append(s[:k])
+            first += len(values[-1])
+    return Decomposition(parts, np.concatenate(values), undetermined)
+
+
+def _svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return u (k, rows), singular values (k,) and w (k, columns) of a matrix, float64."""
+    with _one_thread():
+        u, s, w = torch.linalg.svd(torch.from_numpy(matrix.astype(np.float64)), full_matrices=False)
+    return np.ascontiguousarray(u.numpy().T), s.numpy(), np.ascontiguousarray(w.numpy())
+
+
+def _of_b(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the singular values of B A, and u and w by which B moves when they change; as of `_svd`."""
+    with _one_thread():  # a product of thin matrices: its singular values are those of a small one
+        a, b = (torch.from_numpy(matrix.astype(np.float64)) for matrix in (a, b))
+        q, r = torch.linalg.qr(b)
+        u, s, _ = torch.linalg.svd(r @ torch.linalg.qr(a.T)[1].T, full_matrices=False)
+        u = (q @ u).T
+        w = u @ b / torch.where(s > 0, s, 1.0)[:, None]  # of a zero, which `decompose` reports
+    return np.ascontiguousarray(u.numpy()), s.numpy(), np.ascontiguousarray(w.numpy())
+
+
+def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return eigenvalues and eigenvectors, of which each one's largest component is positive."""
+    with _one_thread():
+        values, vectors = (found.numpy() for found in torch.linalg.eigh(torch.from_numpy(matrix)))
+    largest = vectors[np.abs(vectors).argmax(0), np.arange(len(matrix))]
+    return values, vectors * np.where(largest < 0, -1.0, 1.0)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch's LAPACK compute with one thread: with several its bits are others."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def machine() -> str:
+    """Return what the bits of decompositions depend on: processor and versions of the libraries.
+
+    (And the threads of NumPy's BLAS, OMP_NUM_THREADS, in searches of some hundred dimensions.)
+    """
+    cpu, path = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if path.is_file():
+        named = [line.split(":", 1)[1].strip() for line in path.read_text().splitlines() if "model name" in line]
+        cpu = named[0] if named else cpu
+    return f"{cpu}, numpy {np.__version__}, torch {torch.__version__}, cma {_cma().__version__}"
+
+
+def _cma() -> Any:
+    try:
+        import cma
+    except ImportError as error:
+        raise ImportError("ESSA searches by CMA-ES of the package cma: pip install 'evoalign[adapters]'.") from error
+    return cma
+
+
+# ---- the search
+
+
+class Search:
+    """CMA-ES over delta, by ask and tell, from 0; it maximises, and knows rewards by their ranks alone.
+
+    Step sizes are adapted by cumulative path length (CSA) in any dimension; cma would take another rule (TPA) from 300
+    on, whose first two candidates are no draws. Candidates are not mirrored.
+
+    Args:
+        dimension: of delta.
+        settings: of the search.
+    """
+
+    def __init__(self, dimension: int, settings: SearchSettings):
+        cma = _cma()
+        self.population_size = settings.population_size
+        own = {"popsize": settings.population_size, "randn": self._drawn, "seed": np.nan, "CMA_eigenmethod": _eigh}
+        own |= {"AdaptSigma": cma.sigma_adaptation.CMAAdaptSigmaCSA, "CMA_mirrors": 0}
+        quiet = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
+        options = {**settings.cma_options, **own, **quiet}
+        self._es = cma.CMAEvolutionStrategy(np.zeros(dimension), settings.sigma, options)
+        self._normals: np.ndarray | None = None
+        self._asked: list[np.ndarray] = []
+
+    def _drawn(self, *shape: int) -> np.ndarray:
+        if self._normals is None or self._normals.shape != shape:
+            raise RuntimeError(f"cma asks for normals of shape {shape}, which this search does not draw.")
+        return self._normals.copy()  # cma may change them
+
+    def ask(self, keys: Sequence[int]) -> np.ndarray:
+        """Return the candidates, float64 (members, dimension), that the normals of these keys make."""
+        shape = (self._es.N,)
+        normals = [noise.normals(key, _NORMALS, shape).astype(np.float64) for key in keys]
+        with interrupts_wait():  # it may decompose the covariance first
+            self._normals = np.stack(normals)
+            self._asked = self._es.ask()
+            self._normals = None
+        return np.stack(self._asked)
+
+    def tell(self, fitness: np.ndarray) -> bool:
+        """Move the distribution by the rewards, (members,), of the candidates that were asked for last.
+
+        cma orders candidates by their values, ties as its sort leaves them, and lets the first ones weigh most: of a
+        tied population it would move mean, covariance and sigma by the order of the members alone. Here such a
+        population is not told, and nothing moves; among others ties are ordered by member index.
+
+        Returns:
+            Whether the distribution moved.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            tied = not standardise(fitness).any()
+        if tied:
+            return False
+        ranks = np.empty(len(fitness))
+        ranks[np.argsort(-fitness, kind="stable")] = np.arange(len(fitness))
+        with interrupts_wait():
+            self._es.tell(self._asked, ranks.tolist())
+        return True
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Of the distribution of delta, float64 (dimension,)."""
+        return self._es.mean
+
+    @property
+    def sigma(self) -> float:
+        """Overall step size, in units of singular values."""
+        return float(self._es.sigma)
+
+
+class SingularWeights(MasterWeights):
+    """The weights of a search: the adapter at the mean of the distribution; members are its candidates.
+
+    Args:
+        model: with the adapter.
+        layout: of what moves.
+        run_key: of the noise.
+        settings: of the search.
+        threads: of `MasterWeights`.
+
+    Raises:
+        ValueError: settings that no search can have, or an adapter that is none of plain LoRA layers.
+        ImportError: cma is not installed.
+    """
+
+    def __init__(self, model: Any, layout: noise.Layout, run_key: int, settings: SearchSettings, threads: int = 1):
+        settings.check()
+        self.run_key, self.settings = run_key, settings
+        super().__init__(model, layout, "gaussian", 0, bind=False, threads=threads, anchor_decay=0.0)
+        self._table: tuple[np.ndarray, np.ndarray] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin the search at the present weights."""
+        self.start = self.flat.copy()
+        self.start.flags.writeable = False
+        shares = self.settings.leading_share, self.settings.decomposition
+        self.decomposition = decompose(self.layout.views(self.start), *shares)
+        self.search = Search(self.dimension, self.settings)
+        self._step: int | None = None  # that was asked for and not told
+
+    @property
+    def dimension(self) -> int:
+        """Of delta: the singular values that are searched."""
+        return len(self.decomposition.values)
+
+    def share(self) -> None:
+        """Let candidates lie in memory that processes forked later see."""
+        n, dimension = self.settings.population_size, self.dimension
+        keys = np.frombuffer(mmap.mmap(-1, 8 * n), np.uint64)
+        candidates = np.frombuffer(mmap.mmap(-1, 8 * n * dimension), np.float64)
+        self._table = keys, candidates.reshape(n, dimension)
+
+    def begin(self, tensors):
+        super().begin(tensors)
+        self._restart()
+
+    def check(self) -> None:
+        """Raise ValueError where directions of the adapter are arbitrary: what a search found in them would be, too."""
+        if why := self.decomposition.undetermined:
+            raise ValueError(
+                f"{why}, so that its singular vectors are arbitrary: warm-start the adapter (sft_dataset), give a "
+                "trained one, or draw it by LoraConfig(init_lora_weights=False)."
+            )
+
+    def ask(self, step: int) -> list[Member]:
+        """Return the members of a step, whose candidates `member` gives then. Errors as for `check`."""
+        self.check()
+        members = population(self.run_key, step, self.settings.population_size)
+        if self._step != step:  # else an evaluation was interrupted: the same candidates
+            candidates = self.search.ask([member.key for member in members])
+            if self._table is None:
+                self._table = np.empty(len(members), np.uint64), np.empty_like(candidates)
+            self._table[0][:] = [member.key for member in members]
+            self._table[1][:] = candidates
+            self._step = step
+        return members
+
+    def tell(self, fitness: np.ndarray) -> bool:
+        """Move the search by the rewards, (members,), of the members asked for last, and the weights to its mean.
+
+        Returns:
+            Whether anything moved: a tied population moves nothing.
+        """
+        moved, self._step = self.search.tell(fitness), None
+        if moved:
+            self._write(self.flat, self.search.mean)
+        return moved
+
+    @contextmanager
+    def member(self, key, sigma, sign=1):
+        if self.working is None:
+            self.working = np.empty_like(self.flat)
+        keys, candidates = self._table
+        (row,) = np.flatnonzero(keys == np.uint64(key))
+        self._write(self.working, candidates[row])
+        yield self.working
+
+    def update(self, keys, coefficients):
+        raise TypeError("a search moves by tell(), with the rewards of a step.")
+
+    def metrics(self):
+        return {SIGMA: self.search.sigma, DISTANCE: float(np.sqrt(np.square(self.search.mean).sum()))}
+
+    def _write(self, flat: np.ndarray, delta: np.ndarray) -> None:
+        """Write the adapter whose leading singular values have changed by delta; zeros give the bits of the start."""
+        flat[:] = self.start
+        starts, views = self.layout.views(self.start), self.layout.views(flat)
+        for part in self.decomposition.parts:
+            total = starts[part.name].astype(np.float64)
+            for i, (u, w) in enumerate(zip(part.u, part.w, strict=True), part.first):
+                total += np.multiply.outer(delta[i] * u, w)  # elementwise: no thread or batch changes a sum
+            views[part.name][...] = total
