@@ -231,6 +231,7 @@ class ESSATrainer(ESTrainer):
             **others,
         )
         self._use_cache = _adapters.base_of(self.model).config.use_cache
+        self._dtypes = {name: p.dtype for name, p in _adapters.moved(self.model).items()}
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.budget |= {"sft_tokens": 0, "forward_flops": 0}
 
@@ -380,7 +381,11 @@ class ESSATrainer(ESTrainer):
 
     def _to_rest(self) -> None:
         """Undo what training does to a model beside its weights."""
-        self.model.to("cpu").eval()
+        for name, parameter in _adapters.moved(self.model).items():
+            parameter.data = parameter.data.to(self._dtypes[name])  # TRL rounds adapters of quantised bases
+        if self.model.device.type != "cpu":
+            self.model.to("cpu")
+        self.model.eval()
         self.model.zero_grad(set_to_none=True)
         _adapters.base_of(self.model).config.use_cache = self._use_cache
 
