@@ -19,7 +19,6 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,13 +100,16 @@ def check_options(options: Mapping[str, Any], population_size: int) -> None:
                 f"cma_options: {name!r} is set elsewhere or has no effect here, where a run ends after max_steps."
                 f"{why} Options that act are {sorted(CMA_OPTIONS)}."
             )
-        kind = CMA_OPTIONS[name]
-        fits = isinstance(value, bool) if kind is bool else _is_number(value) and value > 0
-        if kind is int:
-            fits = fits and isinstance(value, int) and 1 <= value <= population_size // 2
+        kind, most = CMA_OPTIONS[name], population_size // 2
+        if kind is bool:
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif kind is int:
+            fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+            wanted = f"a whole number from 1 to {most}"
+        else:
+            fits, wanted = _is_number(value) and value > 0, "a number above 0"
         if not fits:
-            bounds = f" from 1 to {population_size // 2}" if kind is int else " above 0" if kind is float else ""
-            raise ValueError(f"cma_options: {name}={value!r} must be a {kind.__name__}{bounds}.")
+            raise ValueError(f"cma_options: {name}={value!r} must be {wanted}.")
 
 
 def _is_number(value: Any) -> bool:
@@ -115,12 +117,12 @@ def _is_number(value: Any) -> bool:
 
 
 def leading(rank: int, share: float) -> int:
-    """Return how many of a matrix's singular values are searched: floor(rank * share), of the share as it is written.
+    """Return how many of a matrix's singular values are searched: floor(rank * share), but for errors of rounding.
 
-    >>> leading(8, 0.1), leading(100, 0.29), leading(8, 1.0)
-    (0, 29, 8)
+    >>> leading(8, 0.1), leading(100, 0.29), leading(3, 1 / 3)
+    (0, 29, 1)
     """
-    return int(rank * Fraction(str(share)))
+    return math.floor(round(rank * share, 9))
 
 
 # ---- decompositions
@@ -196,7 +198,7 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
         if not (k := leading(rank, leading_share)):
             raise ValueError(
                 f"leading_share={leading_share} of the {rank} singular values of {name_a!r} is none, rounded down: use "
-                f"a leading_share of at least {1 / rank:.3g}, or an adapter of a higher rank."
+                f"a leading_share of at least {math.ceil(1000 / rank) / 1000:g}, or an adapter of a higher rank."
             )
         found = [(name_a, *_svd(a)), (name_b, *_svd(b))] if decomposition == "separate" else [(name_b, *_of_b(a, b))]
         for name, u, s, w in found:

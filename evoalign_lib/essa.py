@@ -54,7 +54,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from evoalign_lib import _adapters, ledger, precision
 from evoalign_lib._singular import DECOMPOSITIONS, SEARCH, SearchSettings, SingularWeights, check_options, machine
@@ -356,13 +356,15 @@ class ESSATrainer(ESTrainer):
             tokens += int(named["input_ids"].numel() if mask is None else mask.sum())
 
         started, cpu = time.perf_counter(), time.process_time()
-        with _own_random_state():
+        with _own_random_state(), _quiet(self.args.disable_tqdm):
             tuner = SFTTrainer(
                 self.model,
                 given,
                 train_dataset=Dataset.from_list(self._sft_rows),
                 processing_class=copy.deepcopy(self.processing_class),
             )
+            if self._sft_args is None:
+                tuner.remove_callback(PrinterCallback)  # which stands where a bar would
             hook = self.model.register_forward_pre_hook(count, with_kwargs=True)
             try:
                 tuner.train()
@@ -481,6 +483,21 @@ def _digest(rows: Sequence[Mapping[str, Any]], given: Any) -> str:
     """Return 16 hexadecimal digits of what the adapter is fine-tuned on, and how, for the settings of the run."""
     how = {} if given is None else {k: v for k, v in given.to_dict().items() if k not in _PLACES}
     return hashlib.sha256(json.dumps([rows, how], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Let `datasets` show no bars while the context lasts, if wanted."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    if wanted and shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if wanted and shown:
+            datasets.enable_progress_bars()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, chained, random_model, tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib import _singular, ledger
@@ -104,8 +104,9 @@ def test_product_changes_the_singular_values_of_b_a(case):
 
 
 @given(st.integers(1, 128), st.integers(1, 1000))
-def test_the_leading_share_is_rounded_down_from_its_decimals(rank, thousandths):
+def test_the_leading_share_is_rounded_down(rank, thousandths):
     assert leading(rank, thousandths / 1000) == rank * thousandths // 1000
+    assert leading(rank, min(thousandths, rank) / rank) == min(thousandths, rank)
 
 
 @pytest.mark.parametrize(("rank", "share", "k"), [(2, 1.0, 2), (4, 0.5, 2), (3, 0.67, 2)])
@@ -176,9 +177,9 @@ def test_the_defaults_are_those_of_the_paper():
         ("shared_batch", "yes", "shared_batch='yes' must be True or False"),
         ("cma_options", {"maxiter": 3}, "'maxiter' is set elsewhere or has no effect here.*max_steps"),
         ("cma_options", {"CMA_activ": True}, "Did you mean 'CMA_active'"),
-        ("cma_options", {"CMA_active": "__import__('os')"}, "must be a bool"),
-        ("cma_options", {"CMA_mu": 60}, "CMA_mu=60 must be a int from 1 to 48"),
-        ("cma_options", {"CMA_cmean": 0}, "must be a float above 0"),
+        ("cma_options", {"CMA_active": "__import__('os')"}, "must be True or False"),
+        ("cma_options", {"CMA_mu": 60}, "CMA_mu=60 must be a whole number from 1 to 48"),
+        ("cma_options", {"CMA_cmean": 0}, "must be a number above 0"),
         ("cma_options", '{"seed": 3}', "'seed' is set elsewhere"),
         ("learning_rate", 1e-6, "has no effect on ES"),
     ],
@@ -246,15 +247,18 @@ def test_options_of_cma_act():
         assert (run(search(cma_options={name: value}), 3) != plain).any(), name
 
 
+@settings(max_examples=20)
 @given(st.floats(-1e6, 1e6), st.integers(0, 3))
 def test_a_tied_population_moves_nothing(reward, steps):
     tested = search()
     run(tested, steps)
     before, sigma, covariance = tested.mean.copy(), tested.sigma, tested._es.sm.C.copy()
     run(tested, 2, lambda x: np.full(len(x), reward), first=10)
-    assert (tested.mean == before).all() and tested.sigma == sigma and (tested._es.sm.C == covariance).all()
+    assert (tested.mean == before).all() and tested.sigma == sigma
+    np.testing.assert_allclose(tested._es.sm.C, covariance, rtol=1e-12)  # cma makes it symmetric to the last bit
 
 
+@settings(max_examples=20)
 @given(st.permutations(range(8)))
 def test_only_ranks_count(order):
     values = np.array(order, dtype=float)
@@ -415,7 +419,7 @@ def test_a_replay_on_another_machine(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("cma_options", {"CMA_active": "print(1)"}, "must be a bool.* The header was edited"),
+        ("cma_options", {"CMA_active": "print(1)"}, "must be True or False.* The header was edited"),
         ("search", "random", "search is 'random': the header was edited"),
         ("leading_share", 3, "leading_share=3 must be"),
         ("machine", 3, "machine is 3: the header was edited"),
