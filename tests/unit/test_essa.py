@@ -416,6 +416,20 @@ def test_a_replay_on_another_machine(tmp_path, caplog):
         ledger.verify(path, model)
 
 
+def test_the_ledger_writes_the_adapter_of_any_step(tmp_path):
+    random_model().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    tested = trainer(tmp_path / "run", model=str(tmp_path / "base"), save_strategy="steps", save_steps=2)
+    tested.train()
+    tested.save_model()
+    path = tmp_path / "run" / ledger.NAME
+    assert ledger.write_model(path, tmp_path / "again") == tested.engine.weights.digest()
+    ledger.write_model(path, tmp_path / "two", step=2)
+    for one, other in (("run", "again"), ("run/checkpoint-2", "two")):
+        name = "adapter_model.safetensors"
+        assert (tmp_path / one / name).read_bytes() == (tmp_path / other / name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -458,7 +472,7 @@ def letters_of_classes(n: int) -> list[dict[str, str]]:
 def guessing_base(rows):
     """A model of one layer that writes one of the four digits, and the end, and knows nothing of classes."""
     model, tok = random_model(num_hidden_layers=1), tokenizer()
-    ids = torch.tensor([tok(row["prompt"] + "0")["input_ids"] for row in rows])
+    ids = torch.tensor([tok(row["prompt"] + str(i % CLASSES))["input_ids"] for i, row in enumerate(rows)])
     digits = [tok(str(label))["input_ids"][0] for label in range(CLASSES)]
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(40):
@@ -487,7 +501,7 @@ def test_the_search_improves_a_warm_start_and_a_random_one_does_not(tmp_path):
         )  # fmt: skip
 
     sft_args = SFTConfig(
-        output_dir=str(tmp_path / "sft"), learning_rate=4e-2, num_train_epochs=2, per_device_train_batch_size=16,
+        output_dir=str(tmp_path / "sft"), learning_rate=2e-2, num_train_epochs=2, per_device_train_batch_size=16,
         gradient_checkpointing=False, bf16=False, use_cpu=True, seed=0, save_strategy="no", report_to="none",
         disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
@@ -503,5 +517,5 @@ def test_the_search_improves_a_warm_start_and_a_random_one_does_not(tmp_path):
         random_search = toy(f"null{seed}", copy.deepcopy(warm_model), fitness="random", seed=seed)
         random_search.train()
         null.append(random_search.evaluate()["eval_reward"] - warm)
-    # 128 texts: the standard error of a difference is at most 0.06
-    assert 0.4 < warm < 0.9 and gain > 0.12 and max(null) < 0.05, (warm, gain, null)
+    error = (2 * 0.25 / len(held_out)) ** 0.5  # the standard error of a difference of accuracies, at most
+    assert 0.35 < warm < 0.75 and gain > 4 * error and max(null) < 2 * error, (warm, gain, null)
