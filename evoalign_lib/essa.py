@@ -69,7 +69,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """the attention projections, which the paper adapts"""
 # settings of ES that CMA-ES has no use for -> why
 _OF_ES = dict.fromkeys(
-    ("sigma_schedule", "alpha_schedule", "sigma_final_fraction", "alpha_final_fraction"),
+    ("sigma_schedule", "alpha_schedule", "sigma_final_fraction", "alpha_final_fraction", "update_scaling"),
     "CMA-ES adapts its step size",
 )
 _OF_ES |= {
