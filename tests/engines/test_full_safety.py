@@ -165,7 +165,7 @@ def same(one: dict, other: dict) -> None:
 def test_a_run_on_gpus_serves_the_scorers_that_it_loads_as_long_as_it_trains(place):
     """Each in a process of its own; their scores are those of the same models here, to the bit."""
     settings = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "validation_problems": 2}
-    settings |= {"test_problems": 3, "reward_text": "continued", "cost_text": "continued", "kl_problems": 1}
+    settings |= {"test_problems": 3, "reward_text": "continued", "cost_text": "continued", "kl_requests": 1}
     settings |= {"reward_model": str(place / "reward"), "cost_model": str(place / "cost")}
     settings |= {"requests": str(place / "asked.jsonl"), "tensor_parallel": 1}
     made = [base_specs([str(place / "policy")], settings | {"engine": e}, "full")[0] for e in ("vllm", "local")]
