@@ -46,8 +46,6 @@ MODULES = [
     import_module(f"evoalign_lib.study.notebooks.{f.stem}") for f in FILES if f.stem not in ("__init__", "loading")
 ]
 MODULES.sort(key=lambda module: module.NOTEBOOK)
-UNFINISHED = {"04_safety_judges": ("es_noise", "grpo_noise", "es_sizes", "grpo_sizes")}
-"""Groups that a notebook declares and does not load, since not all of their runs are there yet."""
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 pytestmark = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
@@ -72,7 +70,7 @@ def hashes(specs):
 def loaded(module):
     """The loader of a notebook at scale tiny, with the committed records of every group."""
     load = loader_of(module, dry_run=True)
-    load(*(name for name in load.names if name not in UNFINISHED.get(module.NOTEBOOK, ())))
+    load(*load.names)
     return load
 
 
@@ -114,9 +112,6 @@ def test_the_groups_are_the_committed_records():
     for module in MODULES:
         load = loaded(module)
         specs = hashes(load.specs())  # the records of the sweeps are there: nothing is a stand-in
-        for name in UNFINISHED.get(module.NOTEBOOK, ()):
-            assert not committed.keys() > (found := set(specs.pop(name))), f"{name} is all there: load it"
-            declared |= found & committed.keys()
         assert specs == {name: [r["spec_hash"] for r in load.records[name]] for name in specs}
         own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
         declared |= {h for each in specs.values() for h in each}

@@ -151,6 +151,7 @@ SAID = {
     "C28": "contradicted",
     "C33": "not evidence",
     "C33b": "supported",
+    "C35": "depends on decoding",
     "C37": "not evidence",
     "C37b": "supported",
 }

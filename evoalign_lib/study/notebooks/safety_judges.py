@@ -31,13 +31,16 @@ TRUE = "true"
 """The curve of the true reward."""
 GAIN = 0.75
 """Spreads by which the training judge's score has risen where the claims compare the arms."""
-SHOWN = ("base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "tournaments")
-"""Groups that the notebook loads. Those on worse judges are for claim C35, which has not all of its runs."""
+SHOWN = ("base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "es_noise", "grpo_noise")
+SHOWN += ("es_random_noise", "es_sizes", "grpo_sizes", "tournaments")
+"""Groups that the notebook loads for sections 2 to 11."""
 TINY = {
     "task": "safety",
     "bases": ["C0"],
     "retrain": [],  # groups that `force` makes anew; none: all
     "training_judges": list(scorers.PROXIES),
+    "turned_judges": list(scorers.NOISY),  # of turned comparisons
+    "sized_judges": list(scorers.SIZES),  # of another width
     "cost_weight": 2.0,  # lambda of reward - lambda * cost
     "max_completion_length": 32,
     "validation_problems": 160,  # split A
@@ -67,6 +70,8 @@ TINY = {
 }
 SMOKE = TINY | {
     "training_judges": ["length 1", "praise 1"],
+    "turned_judges": ["flipped 0", "flipped 0.3"],
+    "sized_judges": ["width 8"],
     "validation_problems": 8,
     "test_problems": 8,
     "curve_points": 3,
@@ -198,7 +203,7 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         return Group(arm, run.bases, seeds, settings, [{"judge": judge} for judge in judges], after=(name,))
 
     rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]
-    proxies, noisy, sizes = run.training_judges, list(scorers.NOISY), list(scorers.SIZES)
+    proxies, noisy, sizes = run.training_judges, run.turned_judges, run.sized_judges
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         "es_sweep": sweep("es"),
@@ -353,6 +358,25 @@ def difference(of: Records, quantity: str, decoding: str, gain: float | None, le
     return stats.stratified_bootstrap(*sides)
 
 
+def on_noisy(of: Records, arm: str, judge: str, decoding: str) -> np.ndarray:
+    """Return the true reward of the runs on a judge of turned comparisons that gain `GAIN` spreads, there."""
+    runs = on_judge(of[f"{arm}_noise"], judge)
+    return np.array([x for run in runs if (x := at(of, run, TRUE, decoding, GAIN)) is not None], float)
+
+
+def turned(of: Records, decoding: str, arms: Sequence[str] = ARMS) -> Interval | None:
+    """Return by how much true reward changes from the judge without turned comparisons to that with the most.
+
+    arms: of one arm; of two the first's change - the second's, as claim C35 compares them. None with too few runs.
+    """
+    last, first = list(scorers.NOISY)[-1], next(iter(scorers.NOISY))
+    sides = [[on_noisy(of, arm, last, decoding), -on_noisy(of, arm, first, decoding)] for arm in arms]
+    if min(len(values) for side in sides for values in side) < 2:
+        return None
+    found = stats.stratified_bootstrap(*sides)  # means over the two judges
+    return Interval(2 * found.value, 2 * found.low, 2 * found.high, found.n, found.level)
+
+
 _Points = tuple[np.ndarray, np.ndarray]
 
 
@@ -383,6 +407,7 @@ def numbers(of: Records) -> _Numbers:
     """Return macro -> value and format, of the notebook's own models."""
     found: _Numbers = {"SafetySeeds": (min(map(len, cells(of["es"]).values())), "d"), "SafetyGain": (GAIN, "g")}
     found["SafetyProxies"] = (len(cells(of["es"])), "d")
+    found["SafetyTurnedMost"] = (round(100 * list(scorers.NOISY.values())[-1].annotators.flips), "d")
     for decoding, name in _DECODINGS.items():
         found[f"SafetyTrue{name}Difference"] = (_stated(difference(of, TRUE, decoding, GAIN), 1, 2), "")
         for arm in ARMS:
@@ -391,6 +416,9 @@ def numbers(of: Records) -> _Numbers:
             words = f"Safety{judge.title().replace('2', 'Two')}{name}"
             found[words] = (_stated(difference(of, judge, decoding, GAIN), 100, 1), "")
             found[f"{words}Less"] = (_stated(difference(of, judge, decoding, GAIN, TRAINING), 100, 1), "")
+        found[f"SafetyTurned{name}Difference"] = (_stated(turned(of, decoding), 1, 2), "")
+        for arm in ARMS:
+            found[f"SafetyTurned{name}{arm.title()}"] = (_stated(turned(of, decoding, [arm]), 1, 2), "")
     for quantity in ("template", "alternative"):
         found[f"Safety{quantity.title()}"] = (_stated(difference(of, quantity, "greedy", GAIN), 100, 1), "")
     for arm in ARMS:

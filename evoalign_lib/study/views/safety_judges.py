@@ -35,6 +35,8 @@ def answers(of: Records) -> dict[str, str]:
         "Do replies become boilerplate, or helpful refusals?": _replies_in_words(of),
         "Does a law of over-optimisation hold for ES?": _laws_in_words(of),
     }
+    if turned := _turned_in_words(of):
+        found["What do turned comparisons cost?"] = turned
     if of["tournaments"]:
         found["Who wins where training ends?"] = _ends_in_words(of)
     return found
@@ -98,6 +100,26 @@ def _laws_in_words(of: Records) -> str:
             f"straight line {100 * np.mean(line):.0f} %"
         )
     return f"{_first_up('; '.join(each))}, mean over {len(study.cells(of['es']))} training judges."
+
+
+def _turned_in_words(of: Records) -> str:
+    each, most = [], list(scorers.NOISY.values())[-1].annotators.flips
+    for decoding in DECODINGS:
+        changes = [study.turned(of, decoding, [arm]) for arm in study.ARMS]
+        found = study.turned(of, decoding)
+        if found is None or None in changes:
+            continue
+        values = " and ".join(
+            f"{c.value:+.2f} with {style.ARMS[arm].label}" for arm, c in zip(study.ARMS, changes, strict=True)
+        )
+        each.append(f"{_under(decoding)} {values}, ES - GRPO {found.format(percent=False, digits=2)}")
+    if not each:
+        return ""
+    n = min(len(study.on_judge(of[f"{arm}_noise"], judge)) for arm in study.ARMS for judge in scorers.NOISY)
+    return (
+        f"From a judge without turned comparisons to one of which {100 * most:g} % were turned, true reward where the "
+        f"judge is equally content changes {'; '.join(each)} (n = {n} seeds on each)."
+    )
 
 
 def _ends_in_words(of: Records) -> str:

@@ -118,9 +118,10 @@ def replies(of: Records) -> tuple[Figure, DataFrame]:
 
 
 def laws(of: Records) -> tuple[Figure, DataFrame]:
-    """Draw gains against the distance from the base, with the laws fitted to even seeds, a panel per training judge.
+    """Draw gains of held-out runs against the distance from the base, with the laws, a panel per training judge.
 
-    Returns the figure and what it plots: every point of every run of ES and of GRPO, at temperature 1.
+    Returns the figure and what it plots: every point of the runs of odd seeds, at temperature 1. The laws are fitted to
+    even seeds.
     """
     from matplotlib import pyplot as plt
 
@@ -129,17 +130,12 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
     for ax, judge in zip(axes.flat, study.cells(of["es"]), strict=False):
         for arm in study.ARMS:
             halves, look = study.law_points(of, study.on_judge(of[arm], judge), study.TRUE), style.ARMS[arm]
-            for parity, runs in enumerate(halves):
-                for d, gain in runs:
-                    inside = look.color if parity == 0 else "none"
-                    ax.scatter(
-                        d, gain, s=6, marker=look.marker, facecolors=inside, edgecolors=look.color, linewidths=0.5
-                    )
-                    own = {"judge": judge, "arm": arm, "half": ("even", "odd")[parity]}
-                    rows += [
-                        own | {"d": round(float(a), 3), "gain": round(float(b), 3)}
-                        for a, b in zip(d, gain, strict=True)
-                    ]
+            for d, gain in halves[1]:
+                ax.scatter(d, gain, s=6, marker=look.marker, facecolors="none", edgecolors=look.color, linewidths=0.5)
+                rows += [
+                    {"judge": judge, "arm": arm, "d": round(float(a), 3), "gain": round(float(b), 3)}
+                    for a, b in zip(d, gain, strict=True)
+                ]
             if not halves[0]:
                 continue
             d, gain = (np.concatenate([run[i] for run in halves[0]]) for i in (0, 1))
@@ -152,43 +148,37 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
     for ax in axes[:, 0]:
         ax.set_ylabel("gain in true reward")
     axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
-    handles = [_line(arm, lw=1.1, ls="-" if arm == "es" else "--", marker=style.ARMS[arm].marker) for arm in study.ARMS]
-    handles += [_handle("even seeds, to which the line is fitted", marker="o", ls="", color="#555555", ms=4)]
-    handles += [_handle("odd seeds", marker="o", ls="", mfc="none", color="#555555", ms=4)]
-    _key(fig, handles)
+    looks = {arm: {"ls": "-" if arm == "es" else "--", "marker": style.ARMS[arm].marker} for arm in study.ARMS}
+    _key(fig, [_line(arm, lw=1.1, mfc="none", **look) for arm, look in looks.items()])
     return fig, view.frame(rows)
 
 
 def noise(of: Records) -> tuple[Figure, DataFrame]:
-    """Draw the true reward where the claim compares it, by the share of turned comparisons and by the judge's width.
+    """Draw the true reward where the claim compares it, on judges of turned comparisons and on narrower ones.
 
     Returns the figure and what it plots: every run that gets there.
     """
     from matplotlib import pyplot as plt
 
-    base = of["base"][0]["test"]
-    fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 3.7), sharey="row", width_ratios=(1.35, 1))
-    rows = []
-    widest = next(iter(scorers.NOISY))
-    groups = (
-        (scorers.NOISY, "comparisons turned, %", [f"{100 * s.annotators.flips:g}" for s in scorers.NOISY.values()]),
-        ([*scorers.SIZES, widest], "width of the training judge", ["8", "16", "32"]),
-    )
-    for row, decoding in zip(axes, DECODINGS, strict=True):
-        for ax, (judges, label, names) in zip(row, groups, strict=True):
-            for i, judge in enumerate(judges):
-                for arm, offset in zip(study.ARMS, (-0.17, 0.17), strict=True):
-                    runs = view.noisy_runs(of, arm, judge)
-                    values = [x for r in runs if (x := study.at(of, r, study.TRUE, decoding, study.GAIN)) is not None]
-                    if values:
-                        style.dots(ax, i + offset, values, [False] * len(values), arm, 0.2)
-                    rows += [{"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)} for x in values]
-            ax.axhline(base[decoding]["score"][-1], color=style.ARMS["base"].color, lw=1.2, ls=":")
-            ax.set(xticks=range(len(names)), xticklabels=names)
-            ax.grid(axis="x", visible=False)
-            if decoding == DECODINGS[-1]:
-                ax.set_xlabel(label)
-        row[0].set_ylabel(f"true reward,\n{style.STROKES[decoding].label}")
+    base, narrower = of["base"][0]["test"], list(scorers.SIZES)[::-1]
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.3))
+    rows, judges = [], [*scorers.NOISY, *narrower]
+    names = [f"{100 * judge.annotators.flips:g} %" for judge in scorers.NOISY.values()]
+    names += [f"width\n{scorers.SIZES[name].hidden}" for name in narrower]
+    places = [*range(len(scorers.NOISY)), *(len(scorers.NOISY) + 0.5 + i for i in range(len(narrower)))]
+    for ax, decoding in zip(axes, DECODINGS, strict=True):
+        for place, judge in zip(places, judges, strict=True):
+            for arm, offset in zip(study.ARMS, (-0.17, 0.17), strict=True):
+                runs = view.noisy_runs(of, arm, judge)
+                values = [x for r in runs if (x := study.at(of, r, study.TRUE, decoding, study.GAIN)) is not None]
+                if values:
+                    style.dots(ax, place + offset, values, [False] * len(values), arm, 0.2)
+                rows += [{"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)} for x in values]
+        ax.axhline(base[decoding]["score"][-1], color=style.ARMS["base"].color, lw=1.2, ls=":")
+        ax.set(xticks=places, xticklabels=names, title=style.STROKES[decoding].label)
+        ax.set_xlabel("turned comparisons, or a narrower judge")
+        ax.grid(axis="x", visible=False)
+    axes[0].set_ylabel("true reward")
     handles = [_line(arm, marker=style.ARMS[arm].marker, ls="") for arm in study.ARMS]
     _key(fig, [*handles, _handle("the untrained base", color=style.ARMS["base"].color, lw=1.2, ls=":")])
     return fig, view.frame(rows)
