@@ -94,7 +94,7 @@ def _differences(ax: Axes, of: Records) -> list[dict[str, Any]]:
     return rows
 
 
-REPLIES = ("template", "alternative", "complied", "refused_lawful")
+REPLIES = ("template", "alternative", "complied")
 """Quantities that `replies` draws, a panel each."""
 
 
@@ -105,7 +105,7 @@ def replies(of: Records) -> tuple[Figure, DataFrame]:
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(1, len(REPLIES), figsize=(style.PAGE, 2.1))
+    fig, axes = plt.subplots(1, len(REPLIES), figsize=(style.PAGE, 2.0))
     rows = []
     for ax, quantity in zip(axes, REPLIES, strict=True):
         for decoding in ("greedy",) if quantity == "template" else DECODINGS:
@@ -125,13 +125,13 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
     """
     from matplotlib import pyplot as plt
 
-    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 2.8), sharey=True)
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 2.5), sharex=True, sharey=True)
     rows = []
     for ax, judge in zip(axes.flat, study.cells(of["es"]), strict=False):
         for arm in study.ARMS:
             halves, look = study.law_points(of, study.on_judge(of[arm], judge), study.TRUE), style.ARMS[arm]
             for d, gain in halves[1]:
-                ax.scatter(d, gain, s=6, marker=look.marker, facecolors="none", edgecolors=look.color, linewidths=0.5)
+                ax.scatter(d, gain, s=5, marker=look.marker, color=look.color, linewidths=0)
                 rows += [
                     {"judge": judge, "arm": arm, "d": round(float(a), 3), "gain": round(float(b), 3)}
                     for a, b in zip(d, gain, strict=True)
@@ -146,10 +146,10 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
         ax.axhline(0, **_ZERO)
         ax.set_ylim(bottom=-4.2)
     for ax in axes[:, 0]:
-        ax.set_ylabel("gain in true reward")
+        ax.set_ylabel("gain in\ntrue reward")
     axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
     looks = {arm: {"ls": "-" if arm == "es" else "--", "marker": style.ARMS[arm].marker} for arm in study.ARMS}
-    _key(fig, [_line(arm, lw=1.1, mfc="none", **look) for arm, look in looks.items()])
+    _key(fig, [_line(arm, lw=1.1, **look) for arm, look in looks.items()])
     return fig, view.frame(rows)
 
 
@@ -161,7 +161,7 @@ def noise(of: Records) -> tuple[Figure, DataFrame]:
     from matplotlib import pyplot as plt
 
     base, narrower = of["base"][0]["test"], list(scorers.SIZES)[::-1]
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.3))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.1))
     rows, judges = [], [*scorers.NOISY, *narrower]
     names = [f"{100 * judge.annotators.flips:g} %" for judge in scorers.NOISY.values()]
     names += [f"width\n{scorers.SIZES[name].hidden}" for name in narrower]
