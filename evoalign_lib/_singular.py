@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import mmap
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -29,6 +29,7 @@ import torch
 from evoalign_lib import noise
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose, nearest, whole_number
+from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights
 from evoalign_lib.update_rules import Member, population, standardise
 
@@ -213,14 +214,14 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
 
 def _svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return u (k, rows), singular values (k,) and w (k, columns) of a matrix, float64."""
-    with _one_thread():
+    with one_thread():  # with several LAPACK gives other bits
         u, s, w = torch.linalg.svd(torch.from_numpy(matrix.astype(np.float64)), full_matrices=False)
     return np.ascontiguousarray(u.numpy().T), s.numpy(), np.ascontiguousarray(w.numpy())
 
 
 def _of_b(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the singular values of B A, and u and w by which B moves when they change; as of `_svd`."""
-    with _one_thread():  # a product of thin matrices: its singular values are those of a small one
+    with one_thread():  # a product of thin matrices: its singular values are those of a small one
         a, b = (torch.from_numpy(matrix.astype(np.float64)) for matrix in (a, b))
         q, r = torch.linalg.qr(b)
         u, s, _ = torch.linalg.svd(r @ torch.linalg.qr(a.T)[1].T, full_matrices=False)
@@ -231,21 +232,10 @@ def _of_b(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return eigenvalues and eigenvectors, of which each one's largest component is positive."""
-    with _one_thread():
+    with one_thread():
         values, vectors = (found.numpy() for found in torch.linalg.eigh(torch.from_numpy(matrix)))
     largest = vectors[np.abs(vectors).argmax(0), np.arange(len(matrix))]
     return values, vectors * np.where(largest < 0, -1.0, 1.0)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch's LAPACK compute with one thread: with several its bits are others."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @cache
