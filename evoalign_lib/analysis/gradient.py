@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from evoalign_lib import noise, update_rules
 
@@ -88,6 +87,8 @@ def enumerate_completions(
     Raises:
         ValueError: no prompt, an empty prompt, or a number out of range.
     """
+    from transformers import DynamicCache
+
     prompts = [list(map(int, ids)) for ids in prompts_ids]
     if not prompts or not all(prompts):
         raise ValueError(f"every prompt needs at least one token, got {len(prompts)} prompts: {prompts[:3]}")

@@ -42,7 +42,8 @@ def base_digest(base: str) -> str:
     Of a folder without weights `models.NO_WEIGHTS`: specs of it can be planned, and `check_base` refuses to run them.
     """
     if base not in _DIGESTS:
-        found = models.base_digest(tiny.load(base)[0]) if base in tiny.SHIPPED else models.plan_digest(base)
+        file = tiny.bases_folder() / base / "model.safetensors"
+        found = models.stored_digest(file) if base in tiny.SHIPPED else models.plan_digest(base)
         if found == models.NO_WEIGHTS:
             return found  # until there are weights
         _DIGESTS[base] = found

@@ -225,6 +225,16 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert not loaded & {"torch", "numpy", "numba", "transformers", "trl", "pandas", "matplotlib"}
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_plans_without_transformers(path: Path) -> None:
+    """Its first cells import what its specs need: seconds for everyone who opens it."""
+    (name,) = re.findall(r"from evoalign_lib.study.notebooks import (\w+) as study", path.read_text())
+    script = f"import evoalign_lib.study.notebooks.{name}, evoalign_lib.study.parameters, sys; "
+    script += "print('transformers' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", script], cwd=paths.ROOT, capture_output=True, text=True, check=True)
+    assert output.stdout.split() == ["False"]
+
+
 def test_the_trainer_is_an_attribute_of_the_package() -> None:
     from evoalign_lib import ESConfig, ESTrainer, es
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import arms, noise, precision
-from evoalign_lib.es import ESTrainer, coefficients
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import evolution, measures, specs, training, worlds
+from evoalign_lib.study import measures, specs, training, worlds
 
 
 def audit_specs(
@@ -58,6 +57,9 @@ def run(spec: Spec) -> Record:
     displacements of two layers' tensors of equal name, which independent noise leaves near 0.
     """
     import torch
+
+    from evoalign_lib.es import ESTrainer, coefficients
+    from evoalign_lib.study import evolution
 
     model, tokenizer, sets = training.world(spec)
     updates: list[tuple[float, float]] = []

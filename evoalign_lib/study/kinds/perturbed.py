@@ -18,7 +18,6 @@ from evoalign_lib.records import Record, Spec, pack_integers
 from evoalign_lib.study import measures, specs, training
 from evoalign_lib.study.kinds.coverage import summary, vote_is_right
 from evoalign_lib.study.measures.base import Measures
-from evoalign_lib.study.rollouts import greedy_answers
 
 _SIZES = ("max_completion_length", "perturbed_members", "perturbed_problems", "perturbed_validation")
 BEST = (1, 16, 64)
@@ -62,6 +61,8 @@ def run(spec: Spec) -> Record:
     solve each validation problem; `member`, mean and standard deviation over copies of the test accuracy; and `best`,
     number of copies chosen on the validation set -> their mean test accuracy and that of their vote.
     """
+    from evoalign_lib.study.rollouts import greedy_answers
+
     measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)
     run_key = noise.run_key("perturbed", spec["repeat"])

@@ -63,7 +63,7 @@ def scorer_digest(name: str) -> str:
     """Return what identifies a shipped scorer: the digests of its two models, 16 digits."""
     import hashlib
 
-    both = "".join(models.base_digest(side.model) for side in loaded(name))
+    both = "".join(models.stored_digest(scorers.folder(name) / side / "model.safetensors") for side in scorers.SIDES)
     return hashlib.sha256(both.encode()).hexdigest()[:16]
 
 

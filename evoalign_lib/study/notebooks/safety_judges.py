@@ -31,9 +31,9 @@ TRUE = "true"
 """The curve of the true reward."""
 GAIN = 0.75
 """Spreads by which the training judge's score has risen where the claims compare the arms."""
-SHOWN = ("base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "es_noise", "grpo_noise")
-SHOWN += ("es_random_noise", "es_sizes", "grpo_sizes", "tournaments")
-"""Groups that the notebook loads for sections 2 to 11."""
+SHOWN = ("tournaments", "base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "es_noise")
+SHOWN += ("grpo_noise", "es_random_noise", "es_sizes", "grpo_sizes")
+"""Groups that the notebook loads for sections 2 to 11; a tournament takes longest, so that it begins first."""
 TINY = {
     "task": "safety",
     "bases": ["C0"],
@@ -69,9 +69,9 @@ TINY = {
     "sft_learning_rate": [1e-4, 3e-4, 1e-3],  # that its sweep tries
 }
 SMOKE = TINY | {
-    "training_judges": ["length 1", "praise 1"],
+    "training_judges": ["length 1"],
     "turned_judges": ["flipped 0", "flipped 0.3"],
-    "sized_judges": ["width 8"],
+    "sized_judges": [],
     "validation_problems": 8,
     "test_problems": 8,
     "curve_points": 3,
@@ -80,7 +80,7 @@ SMOKE = TINY | {
     "seeds_noise": 1,
     "seeds_null": 2,
     "seeds_size": 1,
-    "sweep_size": 2,
+    "sweep_size": 1,
     "sweep_points": 3,
     "es_population_size": 4,
     "es_prompts_per_step": 4,

@@ -1,0 +1,176 @@
+"""What watches a gradient arm's trainer: the budget that it spends, and weights that are kept in bfloat16.
+
+Apart from `grpo`, since these are classes of transformers': importing it takes seconds, which specs of runs do without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from evoalign_lib.engines.processes import rank
+from evoalign_lib.rewards import KINDS, Rewards
+
+
+class RoundedWeights(TrainerCallback):
+    """Rounds the weights of a model to the nearest bfloat16 before the first step and after every one.
+
+    Callbacks that come later see rounded weights.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Round the weights that the run starts from, or goes on with."""
+        self.apply(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Round what the optimiser has just updated."""
+        self.apply(model)
+
+    @staticmethod
+    def apply(model: Any) -> None:
+        """Round the weights of a model in place."""
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.bfloat16())
+
+
+_SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds", "counts")
+
+
+class Budget(TrainerCallback, ExportableState):
+    """What a gradient arm spends, on the axes of ES: completions, tokens, FLOPs, core-seconds.
+
+    A forward pass costs 2 floating-point operations per parameter and token (attention products are left out, as for
+    ES), a backward pass twice that. All passes are over the prompts and completions of the step, without padding: one
+    for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
+    log-probabilities before the update where TRL computes them, two for importance ratios where rollouts are those of
+    others. Checkpoints hold the budget, and a resumed run goes on with it. After each step it is that of all processes
+    of the launch. The state of reward functions (`rewards`) is kept in the same way.
+
+    Attributes:
+        completions, generated_tokens, prompt_tokens: so far; a prompt counts once per completion of it.
+        core_seconds: CPU time in training steps; evaluation in other callbacks is left out.
+        counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
+    """
+
+    def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool, ratios: int = 0):
+        self._score = rewards
+        self.completions = self.generated_tokens = self.prompt_tokens = 0
+        self.core_seconds = 0.0
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.passes = 4 + int(old_logprobs) + int(reference) + ratios
+        self.model: Any = None
+        self._before = self._own()
+        self._started, self._seen = 0.0, 0
+        self._logged: list[dict[str, list[float]]] = []  # metrics of what this process scored since the last step
+
+    @property
+    def reward(self) -> Callable[..., list[float | None]]:
+        """Reward function that TRL calls: all functions in one, scored and counted."""
+
+        def reward(
+            prompts, completions, completion_ids, trainer_state=None, log_metric=None, log_extra=None, **columns
+        ):
+            scored = self._score(prompts, completions, completion_ids, columns, trainer_state)
+            if self.model is None or self.model.training:
+                self.completions += len(completions)
+                self.generated_tokens += sum(map(len, completion_ids))
+                for kind, count in scored.counts.items():
+                    self.counts[kind] += count
+                if self._score.stateful:
+                    self._logged.append(scored.metrics)
+            if log_metric is not None:
+                for name, values in scored.metrics.items():
+                    log_metric(name, float(np.mean(values)))
+            if log_extra is not None:
+                known = {"prompt", "completion", *self._score.names}
+                for column in scored.table.keys() - known:
+                    log_extra(column, scored.table[column])
+            return [None if np.isnan(r) else float(r) for r in scored.rewards]
+
+        reward.__name__ = "+".join(self._score.names)
+        return reward
+
+    def state(self) -> dict[str, Any]:
+        """Return what transformers writes into a checkpoint."""
+        attributes = {name: getattr(self, name) for name in _SPENT}
+        if self._score.stateful:
+            attributes["reward_state"] = self._score.state()
+        return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Go on with the budget and the state of reward functions of the checkpoint, if the run resumes from one.
+
+        Raises:
+            ValueError: a checkpoint without a budget, or a state that is not of these reward functions.
+        """
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is None:
+            raise ValueError("the checkpoint holds no budget: it is of a run that grpo.trainer() did not make.")
+        for name in _SPENT:
+            setattr(self, name, saved["attributes"][name])
+        self._score.load_state(saved["attributes"].get("reward_state", {}))
+        self._share_state(args)
+        self._logged.clear()  # of a step that was interrupted
+
+    def _own(self) -> dict[str, int]:
+        """Return what the reward function counts, in this process."""
+        return self.counts | {"completions": self.completions, "generated_tokens": self.generated_tokens}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Start the clock."""
+        self._started, self._seen, self._before = time.process_time(), int(state.num_input_tokens_seen), self._own()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Stop the clock, read the tokens that TRL has seen (in all processes), and add what other processes did."""
+        seconds = time.process_time() - self._started
+        step = {name: count - self._before[name] for name, count in self._own().items()}
+        if args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            everywhere = gather_object([step | {"seconds": seconds}])
+            seconds = sum(one["seconds"] for one in everywhere)
+            step = {name: sum(one[name] for one in everywhere) for name in step}
+            self.completions = self._before["completions"] + step["completions"]
+            self.generated_tokens = self._before["generated_tokens"] + step["generated_tokens"]
+            self.counts = {name: self._before[name] + step[name] for name in self.counts}
+        self.core_seconds += seconds
+        self.prompt_tokens += int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
+        if self._score.stateful:
+            self._move_state(args)
+
+    def _move_state(self, args) -> None:
+        """Move the state of reward functions, in the first process, and give it to all."""
+        logged, self._logged = self._logged, []
+        if args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            logged = gather_object(logged)  # the lists of all processes in one
+        if not logged:  # an earlier step's completions served this one, too
+            return
+        if rank() == 0:
+            self._score.end_of_step(logged)
+        self._share_state(args)
+
+    def _share_state(self, args) -> None:
+        """Let reward functions have the state that they have in the first process."""
+        states = [self._score.state()]
+        if args.world_size > 1 and self._score.stateful:
+            from accelerate.utils import gather_object
+
+            states = gather_object(states)
+        self._score.load_state(states[0])
+
+    def spent(self, d: int) -> dict[str, Any]:
+        """Return the budget of a model of d parameters so far, for a record."""
+        return {
+            "completions": self.completions,
+            "generated_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "forward_flops": 2 * d * self.passes * (self.prompt_tokens + self.generated_tokens),
+            "core_seconds": round(self.core_seconds, 2),
+        }
