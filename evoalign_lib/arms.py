@@ -113,6 +113,18 @@ ARMS: dict[str, Arm] = {
         sweep="es_weighted",
         rollouts="unperturbed",
     ),
+    # noise of low rank on each matrix; its own draws of noise
+    "es_low_rank": replace(
+        _es(
+            "#009E73",
+            (8, 1, 0),
+            "ES, low rank",
+            {"fitness": "reward", "perturbation": "low_rank", "arm": "es_low_rank"},
+        ),
+        settings=(*_ES, "rank"),
+        optional=_CURVED,
+        sweep="es_low_rank",
+    ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     # rollouts at temperature 1 from perturbed weights, as ES has them
     "grpo_perturbed": replace(
@@ -173,6 +185,7 @@ SWEEP: dict[str, list[dict[str, float]]] = {
     "es": _OF_ES,
     "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
     "es_weighted": _OF_ES,
+    "es_low_rank": _OF_ES,
     "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }
 """Twelve settings from which an arm's is chosen: for ES sigma and alpha, as published; for GRPO learning rate and

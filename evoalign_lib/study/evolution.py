@@ -87,7 +87,7 @@ def trainer(
         max_completion_length=spec["max_completion_length"],
         disable_tqdm=True,
         **where,
-        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step")},
+        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step", "rank") if k in spec},
         anchor_decay=spec.get("anchor_decay", 0.0),
         **general,
     )

@@ -1,0 +1,98 @@
+"""Notebook 06, low rank and cost: its presets and its groups of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from evoalign_lib import arms, tiny
+from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.train import sweep_specs
+from evoalign_lib.study.notebooks import loading
+from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
+
+NOTEBOOK = "06_low_rank_and_cost"
+TINY = {
+    "bases": ["A0"],
+    "retrain": [],  # groups that `force` makes anew; none: all
+    "ranks": [1, 4, 16],  # of the noise
+    "seeds_match": 16,  # of full rank and of the first rank, which may match
+    "seeds_compare": 8,  # of all others
+    "sweep_size": 12,  # settings an arm, and a rank
+    "sweep_factors": {},
+    "es_population_size": 30,
+    "es_prompts_per_step": 128,
+    "es_steps": 208,
+    "grpo_num_generations": 16,
+    "grpo_prompts_per_step": 16,
+    "grpo_steps": 250,
+    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
+    "validation_problems": 512,
+    "test_problems": 2000,
+    "curve_points": 25,
+    "curve_spacing": "log",
+}
+SMOKE = TINY | {
+    "ranks": [1, 2],
+    "seeds_match": 2,
+    "seeds_compare": 2,
+    "sweep_size": 2,
+    "es_population_size": 4,
+    "es_prompts_per_step": 8,
+    "es_steps": 4,
+    "grpo_num_generations": 4,
+    "grpo_prompts_per_step": 4,
+    "grpo_steps": 4,
+    "validation_problems": 16,
+    "test_problems": 32,
+    "curve_points": 3,
+}
+FULL = TINY | {
+    "sweep_factors": {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1},
+    "max_completion_length": 1024,
+    "micro_batch": 16,  # completions in a backward pass
+    "tensor_parallel": 1,  # GPUs that share a copy of the model
+}
+
+
+def presets(model: str = "") -> dict[str, dict[str, Any]]:
+    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
+    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+
+
+def groups(run: SimpleNamespace, of: Records) -> Groups:
+    """Return the runs by name. Each arm, and each rank, comes after the sweep that chooses its settings."""
+
+    def sweep(arm: str, **changes: Any) -> list[Any]:
+        own = own_settings(run, _like(arm)) | changes
+        return sweep_specs(arm, run.bases[0], own, run.scale, loading.swept_choices(run, arms.get(arm).sweep))
+
+    def train(arm: str, seeds: int, after: str, **changes: Any) -> Group:
+        best = loading.ranked_choices(run, arms.get(arm).sweep, of.get(after))[0]
+        return Group(arm, run.bases, seeds, own_settings(run, _like(arm)) | best, [changes], after=(after,))
+
+    found: dict[str, Any] = {
+        "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
+        "sweep es": sweep("es"),
+        "es": train("es", run.seeds_match, "sweep es"),
+        "es_random": train("es_random", run.seeds_compare, "sweep es"),
+        "sweep grpo": sweep("grpo"),
+        "grpo": train("grpo", run.seeds_match, "sweep grpo"),
+    }
+    for i, rank in enumerate(run.ranks):
+        found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
+        seeds = run.seeds_compare if i else run.seeds_match
+        found[f"rank {rank}"] = train("es_low_rank", seeds, f"sweep rank {rank}", rank=rank)
+    return found
+
+
+def _like(arm: str) -> str:
+    """Return the arm whose sizes are an arm's own: that of its family."""
+    return {"es": "es", "gradient": "grpo"}[arms.get(arm).family]
+
+
+def ranks(of: Mapping[str, Any]) -> list[int]:
+    """Return the ranks of the noise among groups of runs."""
+    return [int(name.split()[1]) for name in of if name.startswith("rank ")]
