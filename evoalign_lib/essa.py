@@ -363,7 +363,7 @@ class ESSATrainer(ESTrainer):
                 train_dataset=Dataset.from_list(self._sft_rows),
                 processing_class=copy.deepcopy(self.processing_class),
             )
-            if self._sft_args is None:
+            if given.logging_strategy == "no" or self._sft_args is None:
                 tuner.remove_callback(PrinterCallback)  # which stands where a bar would
             hook = self.model.register_forward_pre_hook(count, with_kwargs=True)
             try:

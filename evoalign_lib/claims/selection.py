@@ -130,7 +130,7 @@ class Evidence:
     ) -> Runs:
         """Return the runs of the null that take the place of a favoured arm's.
 
-        A null arm's runs must have the spec of the arm of its own family, but for the hyper-parameters, which nobody
+        A null arm's runs must have the spec of an arm of its own family, but for the hyper-parameters, which nobody
         tunes for a null; of several settings that with most runs stands in. The untrained base stands in for as many
         runs as the favoured arm has: with the results of its own record, and a curve that stays at its first point.
 
@@ -152,8 +152,7 @@ class Evidence:
         for record in self.having("arm", self.null) if alike else ():
             if not judges(record, seeds):
                 continue
-            names = (record["spec"].keys() | alike[0]["spec"].keys()) - set(varied)
-            if blocks <= record.keys() and all(record["spec"].get(k) == alike[0]["spec"].get(k) for k in names):
+            if blocks <= record.keys() and any(_same(record["spec"], run["spec"], varied) for run in alike):
                 setting = tuple(record["spec"][name] for name in arms.swept(self.null))
                 by_setting.setdefault(setting, []).append(record)
         chosen = max((by_setting[setting] for setting in sorted(by_setting)), key=len, default=[])
@@ -255,6 +254,11 @@ def join_decodings(records: Iterable[Record]) -> list[Record]:
         if record["spec"]["kind"] != "decoding":
             joined.append(record)
     return joined
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any], apart: Iterable[str]) -> bool:
+    """Return whether two specs are the same but for some settings."""
+    return all(one.get(name) == other.get(name) for name in (one.keys() | other.keys()) - set(apart))
 
 
 def _family(record: Record) -> str:

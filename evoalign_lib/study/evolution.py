@@ -1,8 +1,14 @@
-"""Runs of ES: one trainer for every arm of the family, its budget, and the ledger that may be kept with its record."""
+"""Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
+
+An arm over an adapter (`lora_rank` in its spec) starts from one that was fine-tuned on right answers, `warm_rows` of
+them, if that is not 0: what this costs is in its budget from the first step on. Its record's `d`, digest and distance
+are those of the adapter's parameters.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,6 +18,7 @@ import numpy as np
 
 from evoalign_lib import arms, ledger
 from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 from evoalign_lib.records import Spec
 from evoalign_lib.study import measures, training, worlds
 from evoalign_lib.study.rollouts import WeightedTrainer
@@ -19,7 +26,7 @@ from evoalign_lib.study.rollouts import WeightedTrainer
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Train by an ES arm, and yield the model.
+    """Train by an arm of ES or ESSA, and yield the model.
 
     Args:
         spec: of kind "train".
@@ -32,7 +39,8 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     weighted = arms.get(spec["arm"]).rollouts == "unperturbed"
     if weighted:
         told["num_generations"] = spec["num_generations"]
-    es, progress = trainer(spec, model, tokenizer, sets, place, WeightedTrainer if weighted else ESTrainer, **told)
+    kind = ESSATrainer if arms.get(spec["arm"]).family == "cma" else WeightedTrainer if weighted else ESTrainer
+    es, progress = trainer(spec, model, tokenizer, sets, place, kind, **told)
     with closing(es.engine) as engine:
         # with anchor_decay the weights keep a copy of their start, which is never written
         start = engine.master.copy() if engine.weights.start is None else engine.weights.start
@@ -47,12 +55,14 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 
 
 def spent(es: Any) -> dict[str, Any]:
-    """Return the budget of an ES run so far."""
+    """Return the budget of a run so far."""
     budget = dict(es.budget)
+    if isinstance(es, ESSATrainer):  # which counts its FLOPs, those of the warm start among them
+        return budget
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
     tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
-    return budget | {"forward_flops": 2 * es.engine.layout.d * tokens}
+    return budget | {"forward_flops": 2 * sum(p.numel() for p in es.model.parameters()) * tokens}
 
 
 def trainer(
@@ -67,11 +77,11 @@ def trainer(
     """Return an ES trainer for a spec, and the progress that its training fills in.
 
     Args:
-        spec: with the settings of an ES arm.
+        spec: with the settings of an arm of ES or ESSA.
         model, tokenizer, sets: of `training.world`.
         folder: for checkpoints, where they are kept, and the progress beside them.
         kind: the trainer, or a subclass that watches its own steps.
-        **changed: of `ESConfig`.
+        **changed: of the trainer's configuration.
     """
     measure = measures.get(spec["task"])
     general = {"report_to": "none", "save_strategy": "no"} | changed
@@ -80,22 +90,64 @@ def trainer(
     where: dict[str, Any] = {"workers": 1}
     if not worlds.is_local(spec):
         where = {k: spec[k] for k in worlds.ENGINE_FIELDS if k in spec} | {"model_init_kwargs": {"dtype": "bfloat16"}}
-    config = ESConfig(
+    essa = issubclass(kind, ESSATrainer)
+    named = ("population_size", "sigma", "prompts_per_step")
+    named += ("leading_share",) if essa else ("alpha", "rank")
+    if not essa:
+        general["anchor_decay"] = spec.get("anchor_decay", 0.0)
+    config = (ESSAConfig if essa else ESConfig)(
         output_dir=str(folder),
         seed=spec["seed"],
         max_steps=spec["steps"],
         max_completion_length=spec["max_completion_length"],
         disable_tqdm=True,
         **where,
-        **{k: spec[k] for k in ("population_size", "sigma", "alpha", "prompts_per_step", "rank") if k in spec},
-        anchor_decay=spec.get("anchor_decay", 0.0),
+        **{name: spec[name] for name in named if name in spec},
         **general,
     )
     asked = measure.rows(spec, tokenizer, sets["train"])
-    made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve])
+    adapter: dict[str, Any] = {}
+    if "lora_rank" in spec:
+        adapter["peft_config"] = lora_config(spec["lora_rank"])
+        if spec["warm_rows"]:
+            adapter |= _warm_start(spec, tokenizer, folder)
+    made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
     for name in sets.keys() - {"train"}:
         made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
     return made, progress
+
+
+def _warm_start(spec: Spec, tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Return right answers to training problems of their own, and how an adapter is fine-tuned on them."""
+    from trl import SFTConfig
+
+    measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
+    asked = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
+    problems = measure.sets(asked | {"seed": spec["seed"] + _WARM})["train"]
+    rows = [
+        {"prompt": row["prompt"], "completion": measure.right_answer(problem, rng)}
+        for problem, row in zip(problems, measure.rows(spec, tokenizer, problems), strict=True)
+    ]
+    args = SFTConfig(
+        output_dir=str(folder / "sft"),
+        learning_rate=spec["warm_learning_rate"],
+        lr_scheduler_type="constant",
+        num_train_epochs=spec["warm_epochs"],
+        per_device_train_batch_size=16,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        seed=spec["seed"],
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    return {"sft_dataset": rows, "sft_args": args}
+
+
+_WARM = 1 << 20
+"""What seeds of training problems for warm starts are apart from those of the runs."""
 
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     "es": Family("evoalign_lib.study.evolution", ("steps", "population_size", "prompts_per_step"), has_members=True),
+    "cma": Family("evoalign_lib.study.evolution", ("steps", "population_size", "prompts_per_step"), has_members=True),
     "gradient": Family("evoalign_lib.study.gradients", ("steps", "prompts_per_step", "num_generations")),
     "sft": Family("evoalign_lib.study.baselines", ("prompts", "num_generations"), samples_first=True),
 }

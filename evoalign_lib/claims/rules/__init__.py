@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from evoalign_lib.claims.checks import check_arms, check_keys
-from evoalign_lib.claims.rules import bounds, comparisons, factorial, judged, maps, over_cells, regimes, weights
+from evoalign_lib.claims.rules import (
+    bounds,
+    comparisons,
+    factorial,
+    judged,
+    maps,
+    optimum,
+    over_cells,
+    regimes,
+    weights,
+)
 from evoalign_lib.claims.rules.rule import Rule
 from evoalign_lib.claims.selection import Claim
 
@@ -23,6 +33,7 @@ RULES: dict[str, Rule] = {
     "judged": judged.JUDGED,
     "laws": judged.LAWS,
     "regimes": regimes.REGIMES,
+    "optimum": optimum.OPTIMUM,
     "open": Rule(lambda claim, evidence: []),
 }
 """The kinds of rule; "open" is a claim without one."""

@@ -17,8 +17,11 @@ TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
     "ranks": [1, 4, 16],  # of the noise
+    "adapter_ranks": [2, 4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
+    "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
     "seeds_match": 16,  # of full rank and of the first rank, which may match
     "seeds_compare": 8,  # of all others
+    "seeds_null": 4,  # of random fitness where ESSA has it
     "sweep_size": 12,  # settings an arm, and a rank
     "sweep_factors": {},
     "es_population_size": 30,
@@ -27,6 +30,14 @@ TINY = {
     "grpo_num_generations": 16,
     "grpo_prompts_per_step": 16,
     "grpo_steps": 250,
+    "essa_population_size": 32,
+    "essa_prompts_per_step": 50,
+    "essa_steps": 90,
+    "essa_lora_rank": 8,
+    "essa_warm_rows": 64,  # right answers that an adapter is fine-tuned on before the search
+    "essa_warm_epochs": 3,
+    "essa_warm_learning_rate": 1e-3,
+    "essa_curve_points": 13,
     "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
     "validation_problems": 512,
@@ -36,8 +47,11 @@ TINY = {
 }
 SMOKE = TINY | {
     "ranks": [1, 2],
+    "adapter_ranks": [2, 4],
+    "populations": [4, 8],
     "seeds_match": 2,
     "seeds_compare": 2,
+    "seeds_null": 2,
     "sweep_size": 2,
     "es_population_size": 4,
     "es_prompts_per_step": 8,
@@ -45,6 +59,12 @@ SMOKE = TINY | {
     "grpo_num_generations": 4,
     "grpo_prompts_per_step": 4,
     "grpo_steps": 4,
+    "essa_population_size": 4,
+    "essa_prompts_per_step": 8,
+    "essa_steps": 4,
+    "essa_lora_rank": 4,
+    "essa_warm_rows": 16,
+    "essa_curve_points": 3,
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
@@ -85,12 +105,23 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
         seeds = run.seeds_compare if i else run.seeds_match
         found[f"rank {rank}"] = train("es_low_rank", seeds, f"sweep rank {rank}", rank=rank)
+    for rank in run.adapter_ranks:
+        found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank)
+        change = {"lora_rank": rank, "sampled_at": run.temperatures}
+        found[f"adapter {rank}"] = train("essa", run.seeds_compare, f"sweep adapter {rank}", **change)
+        found[f"random adapter {rank}"] = train("essa_random", run.seeds_null, f"sweep adapter {rank}", **change)
+    tuned = f"sweep adapter {run.essa_lora_rank}"
+    evaluated = run.essa_population_size * run.essa_steps
+    for N in run.populations:  # of which curves are compared
+        change = {"population_size": N, "steps": evaluated // N, "test_problems": 0}
+        found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
+        found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
     return found
 
 
 def _like(arm: str) -> str:
     """Return the arm whose sizes are an arm's own: that of its family."""
-    return {"es": "es", "gradient": "grpo"}[arms.get(arm).family]
+    return {"es": "es", "cma": "essa", "gradient": "grpo"}[arms.get(arm).family]
 
 
 def ranks(of: Mapping[str, Any]) -> list[int]:
