@@ -30,7 +30,7 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     selected = [(where, evidence.select(claim, "searched", where)) for _, where in cells(claim)]
     groups = [found.records for _, found in selected]
     if evidence.null:
-        groups = [evidence.stand_in([records], claim["unit"]).records for records in groups]
+        groups = [evidence.stand_in([records], claim["unit"], apart=("curve_points",)).records for records in groups]
         groups = [records for records in groups if records]
     sizes = list(map(len, groups))
     n, have = min(sizes, default=0), ", ".join(found.have for _, found in selected)

@@ -37,7 +37,10 @@ TINY = {
     "essa_warm_rows": 64,  # right answers that an adapter is fine-tuned on before the search
     "essa_warm_epochs": 3,
     "essa_warm_learning_rate": 1e-3,
-    "essa_curve_points": 13,
+    "essa_curve_points": 7,
+    "essa_sweep_points": 4,
+    "essa_population_points": 13,
+    "null_points": 3,  # of the curves of random fitness
     "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
     "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
     "validation_problems": 512,
@@ -65,6 +68,8 @@ SMOKE = TINY | {
     "essa_lora_rank": 4,
     "essa_warm_rows": 16,
     "essa_curve_points": 3,
+    "essa_sweep_points": 3,
+    "essa_population_points": 3,
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
@@ -106,15 +111,18 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         seeds = run.seeds_compare if i else run.seeds_match
         found[f"rank {rank}"] = train("es_low_rank", seeds, f"sweep rank {rank}", rank=rank)
     for rank in run.adapter_ranks:
-        found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank)
+        found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)
         change = {"lora_rank": rank, "sampled_at": run.temperatures}
         found[f"adapter {rank}"] = train("essa", run.seeds_compare, f"sweep adapter {rank}", **change)
+        change |= {"curve_points": run.null_points}
         found[f"random adapter {rank}"] = train("essa_random", run.seeds_null, f"sweep adapter {rank}", **change)
     tuned = f"sweep adapter {run.essa_lora_rank}"
     evaluated = run.essa_population_size * run.essa_steps
     for N in run.populations:  # of which curves are compared
         change = {"population_size": N, "steps": evaluated // N, "test_problems": 0}
+        change |= {"curve_points": run.essa_population_points}
         found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
+        change |= {"curve_points": run.null_points}
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
     return found
 
