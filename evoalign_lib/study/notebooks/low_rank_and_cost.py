@@ -114,7 +114,6 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)
         change = {"lora_rank": rank, "sampled_at": run.temperatures}
         found[f"adapter {rank}"] = train("essa", run.seeds_compare, f"sweep adapter {rank}", **change)
-        change |= {"curve_points": run.null_points}
         found[f"random adapter {rank}"] = train("essa_random", run.seeds_null, f"sweep adapter {rank}", **change)
     tuned = f"sweep adapter {run.essa_lora_rank}"
     evaluated = run.essa_population_size * run.essa_steps
