@@ -53,7 +53,8 @@ class Arm:
 _PERTURBED = ("sigma",)
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
-_ADAPTER = ("lora_rank", "warm_rows", "warm_epochs", "warm_learning_rate")
+_CMA = ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points")
+_CMA += ("lora_rank", "warm_rows", "warm_epochs", "warm_learning_rate")
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
 _CURVED = (*_OPTIONAL, "reach_at")
@@ -126,30 +127,14 @@ ARMS: dict[str, Arm] = {
         optional=_CURVED,
         sweep="es_low_rank",
     ),
-    # over the two matrices of a LoRA adapter, which were warm-started; its own draws of noise
-    "es_lora": replace(
-        _es("#CC79A7", (5, 1, 0), "ES, LoRA", {"fitness": "reward", "arm": "es_lora"}),
-        settings=(*_ES, *_ADAPTER),
-        optional=_CURVED,
-        sweep="es_lora",
-    ),
-    # CMA-ES over the singular values of such an adapter
-    "essa": Arm(
-        "cma",
-        "#E69F00",
-        (10, 1, 0),
-        "ESSA",
-        ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points", *_ADAPTER),
-        _CURVED,
-        {"fitness": "reward"},
-        sweep="essa",
-    ),
+    # CMA-ES over the singular values of a LoRA adapter that was warm-started
+    "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", _CMA, _CURVED, {"fitness": "reward"}, sweep="essa"),
     "essa_random": Arm(
         "cma",
         "#999999",
         (9, 1, 0),
         "ESSA, random fitness",
-        ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points", *_ADAPTER),
+        _CMA,
         _CURVED,
         {"fitness": "random", "arm": "essa_random"},
         sweep="essa",
@@ -216,7 +201,6 @@ SWEEP: dict[str, list[dict[str, float]]] = {
     "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
     "es_weighted": _OF_ES,
     "es_low_rank": _OF_ES,
-    "es_lora": [{"sigma": s, "alpha": a} for s in (1e-2, 3e-2, 1e-1) for a in (5e-3, 1e-2, 2e-2, 4e-2)],
     "essa": [{"sigma": s, "leading_share": a} for s in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0) for a in (0.5, 1.0)],
     "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }

@@ -1,8 +1,7 @@
 """Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
 
-An arm over an adapter (`lora_rank` in its spec) starts from one that was fine-tuned on right answers, `warm_rows` of
-them, if that is not 0: what this costs is in its budget from the first step on. Its record's `d`, digest and distance
-are those of the adapter's parameters.
+ESSA searches an adapter of rank `lora_rank` that was fine-tuned on right answers, `warm_rows` of them: what this costs
+is in its budget from the first step on. Its record's `d`, digest and distance are those of the adapter's parameters.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def spent(es: Any) -> dict[str, Any]:
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
     tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
-    return budget | {"forward_flops": 2 * sum(p.numel() for p in es.model.parameters()) * tokens}
+    return budget | {"forward_flops": 2 * es.engine.layout.d * tokens}
 
 
 def trainer(
@@ -106,11 +105,7 @@ def trainer(
         **general,
     )
     asked = measure.rows(spec, tokenizer, sets["train"])
-    adapter: dict[str, Any] = {}
-    if "lora_rank" in spec:
-        adapter["peft_config"] = lora_config(spec["lora_rank"])
-        if spec["warm_rows"]:
-            adapter |= _warm_start(spec, tokenizer, folder)
+    adapter = _warm_start(spec, tokenizer, folder) if essa else {}
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
     for name in sets.keys() - {"train"}:
         made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
@@ -118,7 +113,7 @@ def trainer(
 
 
 def _warm_start(spec: Spec, tokenizer: Any, folder: Path) -> dict[str, Any]:
-    """Return right answers to training problems of their own, and how an adapter is fine-tuned on them."""
+    """Return the adapter, right answers to training problems of their own, and how it is fine-tuned on them."""
     from trl import SFTConfig
 
     measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
@@ -143,7 +138,7 @@ def _warm_start(spec: Spec, tokenizer: Any, folder: Path) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
     )
-    return {"sft_dataset": rows, "sft_args": args}
+    return {"peft_config": lora_config(spec["lora_rank"]), "sft_dataset": rows, "sft_args": args}
 
 
 _WARM = 1 << 20

@@ -15,7 +15,8 @@ from evoalign_lib.study.measures.base import Measures
 
 SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10}
 SETTINGS |= {"steps": 6, "prompts_per_step": 4, "curve_points": 4, "curve_spacing": "log"}
-SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01}
+SETTINGS |= {"leading_share": 1.0, "lora_rank": 2, "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3}
+SETTINGS |= {"population_size": 4, "sigma": 0.03, "alpha": 0.01}
 SETTINGS |= {"num_generations": 4, "learning_rate": 1e-3, "beta": 0.01}
 
 
@@ -48,7 +49,7 @@ def killed(spec, folder, step: int) -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("arm", ["es", "es_weighted", "grpo", "grpo_perturbed"])
+@pytest.mark.parametrize("arm", ["es", "es_weighted", "essa", "grpo", "grpo_perturbed"])
 def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
     rollouts = {"beta": 0.0} if arms.get(arm).rollouts != "own" else {}
     (spec,) = train_specs(arm, ["A0"], [0], SETTINGS | rollouts, "smoke")

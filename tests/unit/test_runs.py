@@ -51,13 +51,16 @@ SETTINGS = {
 }
 SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01}
 SETTINGS |= {"num_generations": 4, "learning_rate": 1e-3, "beta": 0.0}
+SETTINGS |= {"rank": 1, "leading_share": 1.0, "lora_rank": 2, "warm_rows": 8, "warm_epochs": 1}
+SETTINGS |= {"warm_learning_rate": 1e-3}
 SETTINGS |= {"prompts": 24, "batch_size": 4, "epochs": 2}
 AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
 def spec_of(arm: str, seed: int = 0, **changed):
-    anchored = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
-    [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | anchored | changed, "smoke")
+    own = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
+    own |= {"population_size": 4} if arms.get(arm).family == "cma" else {}  # the least that CMA-ES takes
+    [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | own | changed, "smoke")
     return spec
 
 
@@ -71,14 +74,18 @@ def test_the_record_of_every_arm(arm, tmp_path):
     r = record_of(arm)
     append_record(tmp_path / "x.jsonl", r)
     assert read_records(tmp_path / "x.jsonl") == [r] == json.loads(f"[{json.dumps(r, allow_nan=False)}]")
-    assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec_of(arm)) and r["d"] == 140_928
+    assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec_of(arm))
+    adapter = arms.get(arm).family == "cma"
+    assert r["d"] == (1_792 if adapter else 140_928)
     assert r["update_norm"] > 0 and r["test"]["n"] == 10 and len(r["digest"]) == 16
     budget = r["budget"]
-    assert budget["forward_flops"] % (2 * r["d"]) == 0 and budget["core_seconds"] <= budget["core_seconds_total"]
-    if arm == "es_random":  # generates nothing
-        assert [budget[axis] for axis in AXES[:3]] == [0, 0, 0]
+    whole = 140_928 + (r["d"] if adapter else 0)
+    assert budget["forward_flops"] % (2 * whole) == 0 and budget["core_seconds"] <= budget["core_seconds_total"]
+    warm = 3 * 2 * whole * budget["sft_tokens"] if adapter else 0
+    if arm in ("es_random", "essa_random"):  # generates nothing
+        assert [budget[axis] for axis in AXES[:3]] == [0, 0, warm]
         return
-    by_family = {"es": 3 * 16, "sft": 4 * 24}.get(arms.get(arm).family, 4 * 16)
+    by_family = {"es": 3 * 16, "cma": 4 * 16, "sft": 4 * 24}.get(arms.get(arm).family, 4 * 16)
     assert budget["completions"] == (4 * 16 if arm == "es_weighted" else by_family)  # whose members write nothing
     assert 0 < budget["generated_tokens"] <= 16 * budget["completions"] < budget["forward_flops"]
     assert ("trl" in r) == (not arm.startswith("es")) and ("plan" in r) == arm.startswith("es")
@@ -92,7 +99,8 @@ def test_the_record_of_every_arm(arm, tmp_path):
     for axis in AXES:
         # a step may take less than the hundredth of a second to which times are rounded
         grows = np.diff(curve[axis]) >= 0 if axis == "core_seconds" else np.diff(curve[axis]) > 0
-        assert curve[axis][0] == 0 and grows.all()
+        before = {"forward_flops": warm, "core_seconds": curve[axis][0] if adapter else 0}.get(axis, 0)
+        assert curve[axis][0] == before and grows.all()
         assert curve[axis][-1] == pytest.approx(budget[axis], abs=0.01)
     assert curve["reward"][0] is None and all(0 <= reward <= 1.1 for reward in curve["reward"][1:])
     assert {len(values) for values in curve.values()} == {4}
@@ -352,6 +360,8 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("es_anchored", {"anchor_decay": 0.0}, "anchor_decay=0.0: arm 'es_anchored' needs one above 0"),
         ("es", {"anchor_decay": 1.5}, "anchor_decay=1.5 must be 0 .off. or a number above 0 and below 1"),
         ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
+        ("es_low_rank", {"rank": 0}, "rank=0: arm 'es_low_rank' takes at least 1"),
+        ("essa", {"warm_rows": 0}, "warm_rows=0: arm 'essa' takes at least 1"),
         ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
         ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
     ],

@@ -80,6 +80,13 @@ def train_specs(
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
+    for name in ("rank", "lora_rank", "warm_rows"):
+        if wanted.get(name, 1) < 1:
+            raise ValueError(f"{name}={wanted[name]}: arm {arm!r} takes at least 1.")
+    if entry.family == "cma" and not worlds.is_local(settings):
+        raise ValueError(
+            f"engine={settings['engine']!r}: candidates of arm {arm!r} are evaluated by the local engine alone."
+        )
     if "scale_rewards" in wanted:
         grpo.check_scale(arm, wanted["scale_rewards"])
     _check_curve(wanted)

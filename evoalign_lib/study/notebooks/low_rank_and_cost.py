@@ -134,3 +134,13 @@ def _like(arm: str) -> str:
 def ranks(of: Mapping[str, Any]) -> list[int]:
     """Return the ranks of the noise among groups of runs."""
     return [int(name.split()[1]) for name in of if name.startswith("rank ")]
+
+
+def dimension(record: Mapping[str, Any]) -> int:
+    """Return how many singular values a run of ESSA searches: of two matrices for each of four projections a layer.
+
+    Raises KeyError for a run over no adapter.
+    """
+    spec = record["spec"]
+    layers = {"A0": 2, "A1": 2, "A2": 2}[spec["base"]]
+    return layers * 4 * 2 * int(round(spec["lora_rank"] * spec["leading_share"], 9))

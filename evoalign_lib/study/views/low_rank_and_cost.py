@@ -1,0 +1,175 @@
+"""What notebook 06 says and tabulates: ends of training, what they cost, ranks and populations of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evoalign_lib import style
+from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.claims.rules.optimum import completions_to
+from evoalign_lib.claims.verdicts import Verdict
+from evoalign_lib.records import Record, accuracy_matrix
+from evoalign_lib.study.measures.base import label
+from evoalign_lib.study.notebooks import low_rank_and_cost as study
+from evoalign_lib.study.notebooks.loading import DECODINGS, Records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+AXES = {"completions": 1e3, "forward_flops": 1e12, "core_seconds": 1.0}
+HEADS = {
+    "completions": "completions, thousands",
+    "forward_flops": "forward FLOPs, 1e12",
+    "core_seconds": "core-seconds",
+}
+_RESAMPLES = 2000
+
+
+def name(of: Records, group: str) -> str:
+    """Return what a group of runs is called in tables and legends."""
+    arm, *rest = style.ARMS[of[group][0]["spec"]["arm"]].label.split(", ")
+    spec = of[group][0]["spec"]
+    if "rank" in spec:
+        return f"{arm}, rank {spec['rank']}"
+    if "lora_rank" in spec:
+        return ", ".join([arm, *rest, f"adapter of rank {spec['lora_rank']}"])
+    return ", ".join([arm, *rest, *(["full rank"] if spec["arm"] == "es" else [])])
+
+
+def gains(of: Records, group: str, decoding: str) -> Interval:
+    """Return test accuracy of a group - that of the base, over seeds and problems."""
+    after, before = (accuracy_matrix(of[each], decoding) for each in (group, "base"))
+    return stats.crossed_bootstrap(after, before[0], n_resamples=_RESAMPLES)
+
+
+def ends_table(of: Records, groups: Sequence[str]) -> DataFrame:
+    """Return test accuracy of each group and its gain over the base, under two decodings, as text."""
+    from pandas import DataFrame
+
+    rows = [{"arm": "base"} | {f"{label_of(d)}, %": _percent(of["base"], d) for d in DECODINGS} | {"seeds": ""}]
+    for group in groups:
+        row: dict[str, Any] = {"arm": name(of, group)}
+        for decoding in DECODINGS:
+            row[f"{label_of(decoding)}, %"] = _percent(of[group], decoding)
+            row[f"gain, {label_of(decoding)} [95 %]"] = gains(of, group, decoding).format()
+        rows.append(row | {"seeds": str(len(of[group]))})
+    return DataFrame(rows).fillna("")
+
+
+def label_of(decoding: str) -> str:
+    """Return a decoding in words."""
+    return style.DECODINGS[decoding].label
+
+
+def _percent(found: Sequence[Record], decoding: str) -> str:
+    return f"{100 * accuracy_matrix(found, decoding).mean():.1f}"
+
+
+def costs_table(of: Records, groups: Sequence[str]) -> DataFrame:
+    """Return what a run of each group spends on training, the warm start included, mean over runs, as text."""
+    from pandas import DataFrame
+
+    rows = []
+    for group in groups:
+        budgets = [record["budget"] for record in of[group]]
+        row = {"arm": name(of, group), "parameters moved": f"{of[group][0]['d']:,d}"}
+        for axis, head in HEADS.items():
+            row[head] = _figure(np.mean([budget[axis] for budget in budgets]) / AXES[axis])
+        tokens = np.mean([budget.get("sft_tokens", 0) for budget in budgets])
+        rows.append(row | {"tokens of the warm start": f"{tokens:,.0f}", "runs": len(budgets)})
+    return DataFrame(rows)
+
+
+def _figure(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def settings_table(of: Records, groups: Sequence[str]) -> DataFrame:
+    """Return the tuned settings of each group, and how many its sweep tried."""
+    from pandas import DataFrame
+
+    rows = []
+    for group in groups:
+        spec = of[group][0]["spec"]
+        tuned = {key: spec[key] for key in ("sigma", "alpha", "leading_share", "learning_rate", "beta") if key in spec}
+        rows.append({"arm": name(of, group), "setting": ", ".join(f"{key} {value:g}" for key, value in tuned.items())})
+    return DataFrame(rows)
+
+
+def adapters_table(of: Records, run: SimpleNamespace) -> DataFrame:
+    """Return accuracy after ESSA by rank of the adapter, under three decodings, beside where the search began."""
+    from pandas import DataFrame
+
+    rows = []
+    for rank in run.adapter_ranks:
+        found = of[f"adapter {rank}"]
+        row: dict[str, Any] = {
+            "rank": rank,
+            "dimension": study.dimension(found[0]),
+            "parameters": f"{found[0]['d']:,d}",
+        }
+        row["validation at the start, %"] = f"{100 * np.mean([r['curve']['validation_greedy'][0] for r in found]):.1f}"
+        for decoding in ("greedy", *(label(t) for t in run.temperatures), "t1"):
+            matrix = accuracy_matrix(found, decoding)
+            interval = stats.crossed_bootstrap(matrix, n_resamples=_RESAMPLES)
+            row[f"test, {decoding}, %"] = interval.format()
+        rows.append(row | {"seeds": len(found)})
+    return DataFrame(rows)
+
+
+def target(of: Records, run: SimpleNamespace, share: float = 0.95) -> float:
+    """Return a share of the best mean greedy validation accuracy at the end, over populations."""
+    return share * max(_final(of[f"population {N}"]).mean() for N in run.populations)
+
+
+def _final(found: Sequence[Record]) -> np.ndarray:
+    return np.array([record["curve"]["validation_greedy"][-1] for record in found])
+
+
+def populations_table(of: Records, run: SimpleNamespace) -> DataFrame:
+    """Return, by population, accuracy at the end and completions to the target, and how many runs get there."""
+    from pandas import DataFrame
+
+    aim, rows = target(of, run), []
+    for N in run.populations:
+        found = of[f"population {N}"]
+        reached = sum(max(record["curve"]["validation_greedy"]) >= aim for record in found)
+        needed = np.array([completions_to(record, aim) for record in found])
+        row = {"population": N, "generations": found[0]["spec"]["steps"]}
+        row["validation at the end, %"] = stats.bootstrap_mean(_final(found), n_resamples=_RESAMPLES).format()
+        row["thousand completions to the target, median"] = f"{np.median(needed) / 1e3:.3g}"
+        rows.append(row | {"runs that get there": f"{reached} of {len(found)}"})
+    return DataFrame(rows)
+
+
+def null_table(of: Records, run: SimpleNamespace) -> DataFrame:
+    """Return what random fitness makes of the same searches: greedy validation accuracy at their start and end."""
+    from pandas import DataFrame
+
+    rows = []
+    for N in run.populations:
+        found = of[f"random population {N}"]
+        start = 100 * np.mean([record["curve"]["validation_greedy"][0] for record in found])
+        row = {"population": N, "at the start, %": f"{start:.1f}", "at the end, %": f"{100 * _final(found).mean():.1f}"}
+        rows.append(row | {"seeds": len(found)})
+    return DataFrame(rows)
+
+
+def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
+    """Return the questions of the notebook with their answers, from records and verdicts."""
+    found: dict[str, Callable[[], str]] = {
+        "Does noise of rank 1 reach what noise of full rank reaches?": lambda: verdicts["C32"].text,
+        "Which population does ESSA need?": lambda: verdicts["C12"].text,
+        "Are moderate ranks of the adapter best?": lambda: verdicts["C13"].text,
+    }
+    return {question: f"{_state(verdicts, question)}{answer()}" for question, answer in found.items()}
+
+
+def _state(verdicts: Mapping[str, Verdict], question: str) -> str:
+    claim = {"Does": "C32", "Whic": "C12", "Are ": "C13"}[question[:4]]
+    return f"{claim} {verdicts[claim].verdict}. "
