@@ -399,7 +399,8 @@ def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "A0")
     wanted = SETS | {"max_completion_length": 24, "steps": 4, "prompts_per_step": 8, "population_size": 4}
     wanted |= {"sigma": 0.01, "alpha": 0.01, "learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
-    wanted |= {"prompts": 16, "batch_size": 8, "epochs": 2}
+    wanted |= {"prompts": 16, "batch_size": 8, "epochs": 2, "rank": 1, "leading_share": 1.0, "lora_rank": 2}
+    wanted |= {"warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3}
     config = AutoConfig.from_pretrained(tmp_path / "A0")
     for arm in arms.ARMS:
         anchored = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
