@@ -13,6 +13,8 @@ from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "06_low_rank_and_cost"
+CLAIMS = ("C12", "C13", "C32")
+"""The claims that the notebook's runs decide."""
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
@@ -106,6 +108,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "sweep grpo": sweep("grpo"),
         "grpo": train("grpo", run.seeds_match, "sweep grpo"),
     }
+    ranked = [f"rank {rank}" for rank in run.ranks]
     for i, rank in enumerate(run.ranks):
         found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
         seeds = run.seeds_compare if i else run.seeds_match
@@ -123,7 +126,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
         change |= {"curve_points": run.null_points}
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
-    return found
+    return found | {"decodings": loading.decodings(run, of, ranked)}
 
 
 def _like(arm: str) -> str:
@@ -131,9 +134,9 @@ def _like(arm: str) -> str:
     return {"es": "es", "cma": "essa", "gradient": "grpo"}[arms.get(arm).family]
 
 
-def ranks(of: Mapping[str, Any]) -> list[int]:
-    """Return the ranks of the noise among groups of runs."""
-    return [int(name.split()[1]) for name in of if name.startswith("rank ")]
+def shown(run: SimpleNamespace) -> list[str]:
+    """Return the groups whose runs are compared: full rank, each rank of the noise, ESSA and GRPO."""
+    return ["es", *(f"rank {rank}" for rank in run.ranks), f"adapter {run.essa_lora_rank}", "grpo"]
 
 
 def dimension(record: Mapping[str, Any]) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import style
+from evoalign_lib import paths, style
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.rules.optimum import completions_to
@@ -99,6 +100,36 @@ def settings_table(of: Records, groups: Sequence[str]) -> DataFrame:
         tuned = {key: spec[key] for key in ("sigma", "alpha", "leading_share", "learning_rate", "beta") if key in spec}
         rows.append({"arm": name(of, group), "setting": ", ".join(f"{key} {value:g}" for key, value in tuned.items())})
     return DataFrame(rows)
+
+
+def speed_table() -> DataFrame:
+    """Return how many times the completions a second of full rank each rank gives, of the committed benchmarks."""
+    from pandas import DataFrame
+
+    rows = []
+    for device, sections in json.loads((paths.RESULTS / "bench.json").read_text()).items():
+        for cell, found in sections["cpu"]["low_rank"]["cells"].items():
+            size, members, _, prompts, _ = cell.replace(",", "").split()
+            row = {"device": device, "parameters": size, "members": members, "prompts a member": prompts}
+            row |= {k.removeprefix("ratio, "): f"{x:.2f}" for k, x in found.items() if k.startswith("ratio, ")}
+            rows.append(row | {"equal completions": f"{100 * found['same_tokens']:.0f} %"})
+    return DataFrame(rows)
+
+
+def warm_table(of: Records, run: SimpleNamespace) -> DataFrame:
+    """Return what the warm start gives each rank of the adapter and what the search adds, by reward and by chance."""
+    from pandas import DataFrame
+
+    rows = [{"adapter": "none (the base)", "start, %": f"{100 * of['base'][0]['validation']['greedy']:.1f}"}]
+    for rank in run.adapter_ranks:
+        found, null = of[f"adapter {rank}"], of[f"random adapter {rank}"]
+        start = np.array([record["curve"]["validation_greedy"][0] for record in found])
+        row = {"adapter": f"rank {rank}", "start, %": f"{100 * start.mean():.1f}"}
+        for head, runs in (("added by the search [95 %]", found), ("added by random fitness [95 %]", null)):
+            added = _final(runs) - [record["curve"]["validation_greedy"][0] for record in runs]
+            row[head] = stats.bootstrap_mean(added, n_resamples=_RESAMPLES).format()
+        rows.append(row | {"seeds": f"{len(found)}, {len(null)}"})
+    return DataFrame(rows).fillna("")
 
 
 def adapters_table(of: Records, run: SimpleNamespace) -> DataFrame:
