@@ -1,0 +1,202 @@
+"""The simulation of GPUs keeps the laws of queues; the fitted laws of scaling find what was planted."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evoalign_lib.analysis import scaling
+from evoalign_lib.analysis.scaling import Machine, evolution_step, fit, policy_step
+
+ONE_TOKEN = Machine(slots=1, step=1.0, sequence=0.0)
+GPUS = [2**i for i in range(9)]
+
+
+def lengths(most_members: int = 9, most_prompts: int = 6) -> st.SearchStrategy[np.ndarray]:
+    shapes = st.tuples(st.integers(1, most_members), st.integers(1, most_prompts))
+    return shapes.flatmap(
+        lambda shape: st.lists(st.integers(1, 50), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]).map(
+            lambda found: np.array(found).reshape(shape)
+        )
+    )
+
+
+MACHINES = st.builds(
+    Machine,
+    slots=st.integers(1, 8),
+    step=st.floats(0.1, 5),
+    sequence=st.floats(0, 2),
+    prefill=st.floats(0, 3),
+    member=st.floats(0, 10),
+)
+
+
+@given(lengths(), st.booleans())
+def test_one_slot_of_one_gpu_takes_the_sum_of_lengths(matrix, shared):
+    for step in (evolution_step(ONE_TOKEN, matrix, 1, shared), policy_step(ONE_TOKEN, matrix, 1)):
+        assert (step.generation, step.idle, step.total) == (matrix.sum(), 0, matrix.sum())
+
+
+@settings(deadline=None)
+@given(MACHINES, lengths(), st.integers(1, 12))
+def test_no_further_gpu_makes_members_slower(machine, matrix, gpus):
+    fewer, more = (evolution_step(machine, matrix, n).generation for n in (gpus, gpus + 1))
+    assert more <= fewer * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(lengths(), st.integers(1, 8), st.integers(1, 12))
+def test_no_further_gpu_makes_requests_slower_where_steps_take_equally_long(matrix, slots, gpus):
+    machine = Machine(slots=slots, step=1.0, sequence=0.0)
+    fewer, more = (evolution_step(machine, matrix, n, shared=True).generation for n in (gpus, gpus + 1))
+    assert more <= fewer
+
+
+def test_a_deal_before_lengths_are_known_can_make_requests_slower():
+    # two GPUs have a long and a short request each; of three, one has both long ones
+    machine, matrix = Machine(slots=2, step=0.0, sequence=1.0), [[10, 1, 1, 10]]
+    assert [evolution_step(machine, matrix, n, shared=True).generation for n in (2, 3)] == [11, 20]
+
+
+@given(MACHINES, st.integers(1, 40), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5))
+def test_with_equal_lengths_that_divide_evenly_the_speed_up_is_the_number_of_gpus(
+    machine, length, waves, gpus, prompts
+):
+    matrix = np.full((waves * gpus, prompts), length)
+    one, many = (evolution_step(machine, matrix, n) for n in (1, gpus))
+    assert one.generation / many.generation == pytest.approx(gpus)
+    assert many.idle == pytest.approx(0, abs=1e-9)
+
+
+@given(MACHINES, lengths(), st.integers(1, 12))
+def test_the_time_lies_between_the_bounds_of_list_scheduling(machine, matrix, gpus):
+    each = [evolution_step(machine, row[None], 1).generation for row in matrix]
+    work, longest = sum(each), max(each)
+    step = evolution_step(machine, matrix, gpus)
+    assert max(work / gpus, longest) <= step.generation * (1 + 1e-9)
+    assert step.generation <= (work / gpus + (1 - 1 / gpus) * longest) * (1 + 1e-9)  # Graham 1966
+    assert step.idle == pytest.approx(1 - work / (gpus * step.generation), abs=1e-9)
+
+
+def test_a_small_batch_as_a_reader_counts_it():
+    machine = Machine(slots=2, step=10, sequence=1, prefill=100, member=1000)
+    # 2 and 5 begin; 2 steps of two, then 3 takes the place of 2: 3 steps of two end both; 1 has a step alone
+    member = 1000 + 200 + 2 * 12 + 100 + 3 * 12 + 100 + 1 * 11
+    step = evolution_step(machine, [[2, 5, 3, 1]], 1)
+    assert (step.generation, step.total) == (member, member)
+    # requests 2 and 3 go to one GPU, 5 and 1 to the other
+    shared = evolution_step(machine, [[2, 5, 3, 1]], 2, shared=True)
+    first, second = 200 + 2 * 12 + 1 * 11, 200 + 1 * 12 + 4 * 11
+    assert shared.generation == second
+    assert shared.idle == pytest.approx(1 - (first + second) / (2 * second))
+
+
+def test_updates_and_messages_as_a_reader_counts_them():
+    machine = Machine(
+        1, 1, 0, update=3, train_token=2, optimizer=7, parameters=100, latency=0.5, bandwidth=10, overhead=1
+    )
+    es = evolution_step(machine, [[1], [1], [1]], 4)
+    assert es.update == 3 * 3 + 1
+    assert es.communication == pytest.approx(2 * 0.5 + 3 * 8 * 3 / 4 / 10)
+    grpo = policy_step(machine, [[4, 3], [2, 1], [5, 6]], 4, prompt_tokens=10)
+    assert grpo.update == (4 + 10 + 5 + 10) * 2 + 7 + 1  # the first GPU has the first and the fifth completion
+    assert grpo.communication == pytest.approx(6 * (0.5 + 200 / 4 / 10) + 2 * 0.5 + 200 / 10)
+    alone = policy_step(machine, [[4, 3]], 1)
+    assert (alone.communication, evolution_step(machine, [[1]], 1).communication) == (0, 0)
+
+
+def test_stragglers_of_one_wave_are_those_of_the_longest_of_n():
+    histogram, n = {1: 5, 4: 3, 10: 2}, 6
+    machine = Machine(slots=n, step=1, sequence=0)
+    rng = np.random.default_rng(0)
+    drawn = [scaling.draw_lengths(histogram, (1, n), rng) for _ in range(4000)]
+    longest = [evolution_step(machine, each, 1).generation for each in drawn]
+    assert np.mean(longest) == pytest.approx(
+        scaling.expected_longest(histogram, n), abs=4 * np.std(longest) / 4000**0.5
+    )
+    for each, found in zip(drawn[:50], longest, strict=False):
+        lost = scaling.stragglers(lambda m: evolution_step(machine, m, 1), each)
+        assert lost == pytest.approx(1 - each.mean() / found)
+    assert scaling.stragglers(lambda m: policy_step(machine, m, 2), [[7, 7], [7, 7]]) == 0
+
+
+def test_draws_are_those_of_the_seed_and_of_the_histogram():
+    def draw(seed):
+        return scaling.draw_lengths({3: 1, 9: 3}, (40, 50), np.random.default_rng(seed))
+
+    assert np.array_equal(draw(1), draw(1)) and not np.array_equal(draw(1), draw(2))
+    assert set(draw(1).flat) == {3, 9}
+    assert np.mean(draw(1) == 9) == pytest.approx(0.75, abs=0.05)
+
+
+@given(st.floats(0, 1), st.floats(0, 0.1), st.floats(0.01, 1e4), st.sampled_from([GPUS, GPUS[4:], [3, 5, 128]]))
+def test_fits_recover_planted_parameters(serial, kappa, one, gpus):
+    found = fit("amdahl", gpus, one / scaling.amdahl(gpus, serial))
+    assert found.parameters["serial"].value == pytest.approx(serial, abs=1e-6)
+    assert found.one == pytest.approx(one, rel=1e-6) and found.error < 1e-6
+    found = fit("usl", gpus, one / scaling.usl(gpus, serial, kappa))
+    assert found.parameters["sigma"].value == pytest.approx(serial, abs=1e-5)
+    assert found.parameters["kappa"].value == pytest.approx(kappa, abs=1e-5)
+    assert found.speed_up(gpus) == pytest.approx(scaling.usl(gpus, serial, kappa), rel=1e-4)
+
+
+def test_intervals_hold_a_planted_share_and_come_from_the_draws():
+    rng, serial = np.random.default_rng(0), 0.03
+    held, gpus = 0, GPUS[:6]
+    for _ in range(40):
+        times = 50 / scaling.amdahl(gpus, serial) * rng.lognormal(0, 0.05, (16, len(gpus)))
+        found = fit("amdahl", gpus, times, n_resamples=200).parameters["serial"]
+        held += found.low <= serial <= found.high
+        assert found.n == 16
+    assert held >= 32
+    again = fit("amdahl", gpus, times, n_resamples=200).parameters["serial"]
+    assert again == found
+    alone = fit("amdahl", gpus, times[0]).parameters["serial"]
+    assert np.isnan([alone.low, alone.high]).all()
+
+
+def test_scaling_beyond_the_ideal_leaves_no_serial_share_and_an_error():
+    found = fit("amdahl", [16, 128], [200, 20])  # 10 times with 8 times the GPUs
+    assert found.parameters["serial"].value == 0
+    assert found.error > 0.1
+    # nobody's speed-up falls short of 1 for ever: the share is at most 1
+    assert fit("amdahl", [1, 2], [1, 3]).parameters["serial"].value == pytest.approx(1)
+
+
+def test_an_overhead_is_found_that_was_planted_and_none_below_0():
+    simulated = np.array([40.0, 6.0])
+    assert scaling.fit_overhead(simulated, 0.5 * (simulated + 3)) == pytest.approx((0.5, 3, 0), abs=1e-9)
+    scale, overhead, error = scaling.fit_overhead(simulated, simulated - 3)
+    assert overhead == 0 and error > 0.1 and scale > 0
+    with pytest.raises(ValueError, match="the same on any number of GPUs"):
+        scaling.fit_overhead([40, 6], [5, 6])
+
+
+@given(st.integers(2, 256), st.floats(0.1, 10), st.floats(1, 1e3), st.floats(0, 1))
+def test_at_break_even_both_arms_spend_equally_long(gpus, update, bandwidth, latency):
+    machine = Machine(1, 1, 0, update=update, optimizer=2, parameters=10**6, bandwidth=bandwidth, latency=latency)
+    n = scaling.break_even_members(machine, gpus)
+    ours = n * update + machine.rewards(0, gpus) + n * (machine.rewards(1, gpus) - machine.rewards(0, gpus))
+    assert ours == pytest.approx(machine.gradients(gpus) + machine.optimizer + machine.weights(gpus))
+    assert scaling.break_even_members(Machine(1, 1, 0, latency=1.0, update=1.0), 2) == pytest.approx(2)
+    assert scaling.break_even_members(Machine(1, 1, 0), 2) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: evolution_step(ONE_TOKEN, [[1, 0]], 1), "least 0: give a matrix above 0"),
+        (lambda: evolution_step(ONE_TOKEN, [1, 2], 1), r"lengths of shape \(2,\)"),
+        (lambda: policy_step(ONE_TOKEN, np.zeros((0, 3)), 1), "give a matrix above 0"),
+        (lambda: evolution_step(ONE_TOKEN, [[1]], 0), "gpus=0: give at least 1"),
+        (lambda: scaling.break_even_members(ONE_TOKEN, 0), "gpus=0: give at least 1"),
+        (lambda: fit("gustafson", [1, 2], [2, 1]), "unknown law 'gustafson': use one of amdahl, usl"),
+        (lambda: fit("usl", [1, 2], [[2, 1, 1]]), "times of shape"),
+        (lambda: fit("usl", [2, 2], [2, 1]), "2 or more"),
+        (lambda: fit("usl", [1, 2], [2, 0]), "above 0"),
+        (lambda: scaling.fit_overhead([1], [1]), "2 or more"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
