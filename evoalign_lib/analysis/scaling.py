@@ -57,8 +57,6 @@ class Machine:
     """Time of a message without content."""
     bandwidth: float = inf
     """Bytes per unit of time that a GPU sends."""
-    overhead: float = 0.0
-    """Time of every step that no further GPU shortens."""
 
     def rewards(self, members: int, gpus: int) -> float:
         """Return the time until every GPU has `MESSAGE` bytes of every member: an all-gather."""
@@ -87,7 +85,7 @@ class Step:
     generation: float
     """Until the last completion ends."""
     update: float
-    """Of the weights, with a machine's overhead."""
+    """Of the weights, with the backward pass of GRPO."""
     communication: float
     """Messages that all GPUs wait for."""
     idle: float
@@ -136,7 +134,7 @@ def evolution_step(machine: Machine, lengths: ArrayLike, gpus: int, shared: bool
     matrix = _checked(lengths, gpus)
     members = len(matrix)
     generation, idle = _generation(machine, matrix.ravel() if shared else matrix, gpus)
-    update = members * machine.update + machine.overhead
+    update = members * machine.update
     return Step(generation, update, machine.rewards(members, gpus), idle)
 
 
@@ -158,7 +156,7 @@ def policy_step(machine: Machine, lengths: ArrayLike, gpus: int, prompt_tokens: 
     flat = _checked(lengths, gpus).ravel()
     generation, idle = _generation(machine, flat, gpus)
     most = max(float((flat[i::gpus] + prompt_tokens).sum()) for i in range(gpus))
-    update = most * machine.train_token + machine.optimizer + machine.overhead
+    update = most * machine.train_token + machine.optimizer
     return Step(generation, update, machine.gradients(gpus) + machine.weights(gpus), idle)
 
 
@@ -332,28 +330,49 @@ def _fit(law: str, g: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[
     return one, [float(value) / one for value in x[1:]], error
 
 
-def fit_overhead(simulated: ArrayLike, published: ArrayLike) -> tuple[float, float, float]:
-    """Fit simulated times to published ones: published = scale (simulated + overhead), both at least 0.
+@dataclass(frozen=True)
+class Overlay:
+    """Published times as a simulated step and what it lacks; all but the error in the unit of the published times."""
+
+    scale: float
+    """Published time per simulated time: how many steps it takes to the target, and units."""
+    overhead: float
+    """Time that is the same on any number of GPUs."""
+    work: float
+    """Time on one GPU that divides evenly: what the simulation counts too low of computing."""
+    error: float
+    """Root mean square of fitted / published - 1."""
+
+    def times(self, gpus: ArrayLike, simulated: ArrayLike) -> NDArray[np.float64]:
+        """Return scale x simulated + overhead + work / gpus, (counts,)."""
+        return self.scale * np.asarray(simulated) + self.overhead + self.work / np.asarray(gpus)
+
+
+def fit_published(gpus: ArrayLike, simulated: ArrayLike, published: ArrayLike) -> Overlay:
+    """Fit simulated times to published ones, by non-negative least squares of fitted / published - 1.
+
+    Two parameters are free: the scale and, where the published times scale worse than the simulated ones, an overhead;
+    where they scale better, work that divides evenly. Of two points nothing is left that could contradict the fit,
+    unless the scale comes to 0: the published times then scale at least as well as work that divides evenly.
 
     Args:
+        gpus: (counts,).
         simulated: (counts,), times of a step.
         published: (counts,), times to a target, in any unit.
 
-    Returns:
-        Two free parameters: scale (published time per simulated), overhead (in the unit of the simulation); and the
-        root mean square of fitted / published - 1. Of two points nothing is left that could contradict the fit, unless
-        the overhead has come to 0.
-
     Raises:
-        ValueError: other shapes, or times that are not above 0.
+        ValueError: other shapes, fewer than two counts, or times that are not above 0.
     """
-    model, goal = np.asarray(simulated, np.float64), np.asarray(published, np.float64)
-    if model.shape != goal.shape or model.ndim != 1 or len(model) < 2 or not (min(model.min(), goal.min()) > 0):
-        raise ValueError(f"times of shapes {model.shape} and {goal.shape}: give as many of each, 2 or more, above 0.")
-    x, error = _least_squares([model, np.ones_like(model)], goal)
-    if not x[0]:
-        raise ValueError("the published times are the same on any number of GPUs: no simulated step has such times.")
-    return float(x[0]), float(x[1] / x[0]), error
+    g, model, goal = (np.asarray(values, np.float64) for values in (gpus, simulated, published))
+    if not (g.shape == model.shape == goal.shape and g.ndim == 1 and g.size > 1 and min(model.min(), goal.min()) > 0):
+        raise ValueError(
+            f"times of shapes {model.shape} and {goal.shape} at {g.shape}: give 2 or more above 0 of each."
+        )
+    (scale, overhead), error = _least_squares([model, np.ones_like(g)], goal)
+    if overhead > 0:
+        return Overlay(float(scale), float(overhead), 0.0, error)
+    (scale, work), error = _least_squares([model, 1 / g], goal)
+    return Overlay(float(scale), 0.0, float(work), error)
 
 
 def _least_squares(columns: list[NDArray[np.float64]], goal: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
