@@ -1,6 +1,7 @@
 """What stands behind the notebooks: presets, groups of runs, their loader, and the numbers that the paper quotes."""
 
 import json
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -46,6 +47,9 @@ MODULES = [
     import_module(f"evoalign_lib.study.notebooks.{f.stem}") for f in FILES if f.stem not in ("__init__", "loading")
 ]
 MODULES.sort(key=lambda module: module.NOTEBOOK)
+AHEAD = [module for module in MODULES if not (paths.NOTEBOOKS / f"{module.NOTEBOOK}.ipynb").is_file()]
+"""Whose runs come before their notebook."""
+MODULES = [module for module in MODULES if module not in AHEAD]
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 pytestmark = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
@@ -88,6 +92,7 @@ def model_folder(tmp_path_factory):
 
 def test_there_is_a_module_for_every_notebook():
     assert [module.NOTEBOOK for module in MODULES] == sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
+    assert [module.NOTEBOOK for module in AHEAD] == ["06_low_rank_and_cost"]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.NOTEBOOK)
@@ -116,6 +121,13 @@ def test_the_groups_are_the_committed_records():
         own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
         declared |= {h for each in specs.values() for h in each}
         assert own <= declared, module.NOTEBOOK
+    for module in AHEAD:  # not all of their runs are there yet
+        load = loader_of(module, dry_run=True)
+        for name in load.names:
+            with suppress(sweep.DryRun):
+                load(name)
+        specs = {h for each in hashes(load.specs()).values() for h in each}
+        declared |= {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK and h in specs}
     assert declared == committed.keys()
 
 

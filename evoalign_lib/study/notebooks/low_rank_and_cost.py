@@ -144,6 +144,9 @@ def dimension(record: Mapping[str, Any]) -> int:
 
     Raises KeyError for a run over no adapter.
     """
+    from transformers import AutoConfig
+
     spec = record["spec"]
-    layers = {"A0": 2, "A1": 2, "A2": 2}[spec["base"]]
+    place = tiny.bases_folder() / spec["base"] if spec["base"] in tiny.SHIPPED else spec["base"]
+    layers = AutoConfig.from_pretrained(place).num_hidden_layers
     return layers * 4 * 2 * int(round(spec["lora_rank"] * spec["leading_share"], 9))
