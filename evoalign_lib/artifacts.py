@@ -25,7 +25,7 @@ from evoalign_lib import _render, claims, execution, paths, style
 from evoalign_lib.checks import choose
 from evoalign_lib.claims import Verdict
 from evoalign_lib.files import canonical_json, locked, replace_text
-from evoalign_lib.records import SCALES, seal_problems
+from evoalign_lib.records import SCALES, record_files, seal_problems, stored_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -317,7 +317,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     Yields one line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
     Raises FileNotFoundError for a named notebook without committed records.
     """
-    committed = sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl"))
+    committed = [path.parent.name for path in record_files("tiny")]
     missing = sorted(set(notebooks or []) - set(committed))
     if missing:
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
@@ -375,7 +375,7 @@ def redraw(notebook: str) -> str | None:
 
 def unsealed() -> list[str]:
     """Return what `records.seal_problems` finds in all committed records, of every scale, and in the benchmark's."""
-    files = {path.with_suffix(".jsonl") for suffix in ("jsonl", "seal") for path in paths.RESULTS.glob(f"*/*.{suffix}")}
+    files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.seal"))}
     problems = [problem for path in sorted(files) for problem in seal_problems(path)]
     bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
     if bench.exists() or kept.exists():
@@ -395,7 +395,7 @@ def _unlocked() -> list[str]:
 
 def _verdicts() -> list[Verdict]:
     """Return the verdicts on the committed records of scale tiny, judged once as long as records and claims stay."""
-    files = [paths.PAPER / "claims.yaml", *sorted(paths.RESULTS.glob("*/tiny.jsonl"))]
+    files = [paths.PAPER / "claims.yaml", *(file for path in record_files("tiny") for file in stored_files(path))]
     key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
     if key not in _JUDGED:
         _JUDGED[key] = claims.evaluate_all("tiny")
@@ -412,7 +412,7 @@ def undrawn() -> list[str]:
     """
     artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
     drawn = {entry["notebook"] for entry in artefacts.values()}
-    names = {path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")}
+    names = {path.parent.name for path in record_files("tiny")}
     return sorted(name for name in names - drawn if not (paths.NOTEBOOKS / f"{name}.ipynb").exists())
 
 
@@ -474,7 +474,7 @@ def _unaccounted(compared: Sequence[str]) -> list[str]:
         notebook, scale = entry["notebook"], entry["scale"]
         if scale == "tiny" and notebook in compared:
             continue
-        if not (paths.RESULTS / notebook / f"{scale}.jsonl").exists():
+        if paths.RESULTS / notebook / f"{scale}.jsonl" not in record_files(scale):
             problems.append(f"manifest.json: {name} is of {notebook} at {scale}, which has no records: delete it")
         for file in entry["files"]:
             kept = manifest.get("pictures", {}).get(file)

@@ -77,9 +77,9 @@ def _named(what: str, given: str, known: Sequence[str]) -> str:
 
 def _notebooks(given: Sequence[str]) -> list[str]:
     """Return the names of notebooks, and of notebooks that have records alone, that are meant."""
-    from evoalign_lib import paths
+    from evoalign_lib import paths, records
 
-    places = [*paths.NOTEBOOKS.glob("*.ipynb"), *(file.parent for file in paths.RESULTS.glob("*/tiny.jsonl"))]
+    places = [*paths.NOTEBOOKS.glob("*.ipynb"), *(file.parent for file in records.record_files("tiny"))]
     known = sorted({place.stem for place in places})
     return [_named("notebook", name, known) for name in given]
 
@@ -140,12 +140,15 @@ def execute(
 
 
 @app.command()
-def seal() -> None:
+def seal(
+    pack: Annotated[list[str] | None, typer.Option(help="Compress this notebook's records; may be repeated.")] = None,
+) -> None:
     """Seal the committed records that a killed writer or a merge left without seal."""
     _need_checkout("seal")
-    from evoalign_lib import artifacts, paths, records
+    from evoalign_lib import artifacts, records
 
-    for path in sorted(paths.RESULTS.glob("*/*.jsonl")):
+    chosen = _notebooks(pack or ())
+    for path in records.record_files():
         try:
             if number := records.seal(path):
                 typer.echo(f"{path}: {number} records sealed")
@@ -155,6 +158,10 @@ def seal() -> None:
     typer.echo("\n".join(problems) or "every record is sealed")
     if problems:
         raise typer.Exit(1)
+    for path in records.record_files():
+        if path.parent.name in chosen:
+            with _refusals():
+                typer.echo(f"{path}.gz: {records.pack(path)} records packed")
 
 
 @app.command()

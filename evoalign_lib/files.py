@@ -1,9 +1,12 @@
-"""Files that several processes use: locks, writing in one piece, and the one JSON text of a value."""
+"""Files that several processes use: locks, writing in one piece, compression, and the one JSON text of a value."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +81,35 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def compressed(data: bytes) -> bytes:
+    """Return data compressed with gzip: a function of the data alone, without name or time of a file."""
+    out = io.BytesIO()
+    with gzip.GzipFile("", "wb", 9, out, mtime=0) as file:
+        file.write(data)
+    return out.getvalue()
+
+
+def decompressed(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the data of a file that is compressed with gzip.
+
+    Args:
+        path: of the file.
+        most: bytes that it may unpack to: a few kB can unpack to gigabytes.
+
+    Raises:
+        ValueError: the file is damaged, or its end is missing.
+        OverflowError: it unpacks to more than `most` bytes.
+    """
+    try:
+        with gzip.open(path) as file:
+            data = file.read(most + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+    if len(data) > most:
+        raise OverflowError(f"{path} unpacks to more than {most // 10**6} MB")
+    return data
 
 
 def canonical_json(value: Any) -> str:

@@ -57,16 +57,13 @@ Of the models that it may name only a shipped base is loaded without the user's 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
-import io
 import json
 import logging
 import math
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,10 +72,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import _adapters, _singular, models, noise, tiny, update_rules
+from evoalign_lib import _adapters, _singular, files, models, noise, tiny, update_rules
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.files import sync_folder
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
 
 logger = logging.getLogger(__name__)
@@ -231,7 +227,7 @@ class Ledger:
         except OSError:
             path.unlink()
             raise
-        sync_folder(path.parent)  # the new name
+        files.sync_folder(path.parent)  # the new name
         return cls(path, header, line)
 
     @classmethod
@@ -413,16 +409,14 @@ def read(path: str | os.PathLike) -> Ledger:
 
 def _unpacked(path: Path) -> bytes:
     try:
-        with gzip.open(path) as file:
-            data = file.read(_MOST_UNPACKED + 1)  # a few kB can unpack to gigabytes
-    except (OSError, EOFError, zlib.error) as error:
-        raise LedgerError(f"{path} is damaged ({error}): restore it from a copy.") from error
-    if len(data) > _MOST_UNPACKED:
+        return files.decompressed(path, _MOST_UNPACKED)
+    except ValueError as error:
+        raise LedgerError(f"{error}: restore it from a copy.") from error
+    except OverflowError as error:
         raise LedgerError(
-            f"{path} unpacks to more than {_MOST_UNPACKED // 10**6} MB, unlike any usual ledger (500 steps at N = 30 "
-            "are 0.25 MB): if you trust it, unpack it (gunzip) and give the .jsonl."
-        )
-    return data
+            f"{error}, unlike any usual ledger (500 steps at N = 30 are 0.25 MB): if you trust it, unpack it (gunzip) "
+            "and give the .jsonl."
+        ) from error
 
 
 def pack(path: str | os.PathLike) -> bytes:
@@ -434,10 +428,7 @@ def pack(path: str | os.PathLike) -> bytes:
     run = read(path)
     if not run.ended or run.torn:
         raise LedgerError(f"{path} is not closed after step {len(run.steps)}: let train() finish the run first.")
-    packed = io.BytesIO()
-    with gzip.GzipFile("", "wb", 9, packed, mtime=0) as file:
-        file.write(run.path.read_bytes())
-    return packed.getvalue()
+    return files.compressed(run.path.read_bytes())
 
 
 def _damaged(path: Path, number: int, what: str) -> LedgerError:

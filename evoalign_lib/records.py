@@ -4,6 +4,10 @@ A run is a spec: a flat dictionary of everything that decides its result. The ha
 run is one JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. `ENGINE_VERSION` is part of every
 spec and is raised when a change of the library changes results.
 
+The records of a complete notebook may be packed: `pack` moves the lines of <scale>.jsonl to <scale>.jsonl.gz. A record
+file goes by the name <scale>.jsonl in either case: what reads it reads the packed lines first, then those of the plain
+file, to which later records go. Seals know nothing of it: they are of the lines, in this order.
+
 The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
 record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
 
@@ -21,7 +25,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,7 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib import paths
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
+from evoalign_lib.files import canonical_json, compressed, decompressed, locked, replace_bytes, sync_folder
 
 ENGINE_VERSION = 2
 FINISHED = "finished"
@@ -53,15 +57,32 @@ def spec_hash(spec: Spec) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, in file order; a torn last line (of a killed run) is left out.
+    """Return the records of a file, packed ones first, in file order; a torn last line (of a killed run) is left out.
 
     Raises:
         ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
+            Or the packed file is damaged, or unpacks to what no records are.
     """
-    if not path.is_file():
-        return []
-    records = []
-    lines = path.read_bytes().split(b"\n")
+    return [record for file, data in _contents(path) for record in _records_of(file, data)]
+
+
+def record_files(scale: str = "*") -> list[Path]:
+    """Return the committed record files, of one scale or of all, notebook by notebook, as paths of <scale>.jsonl.
+
+    A file that is packed has no plain file of this name until there are later records: give the path to `read_records`.
+    """
+    found = [path for name in (f"{scale}.jsonl", f"{scale}.jsonl.gz") for path in paths.RESULTS.glob(f"*/{name}")]
+    return sorted({path.with_name(path.name.removesuffix(".gz")) for path in found})
+
+
+def stored_files(path: Path) -> list[Path]:
+    """Return the files that hold the lines of a record file, in their order: the packed one, the plain one, or both."""
+    return [file for file in (_packed_file(path), path) if file.is_file()]
+
+
+def _records_of(path: Path, data: bytes) -> Iterator[Record]:
+    """Yield the records in the bytes of a file; errors as for `read_records`."""
+    lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -70,7 +91,7 @@ def read_records(path: Path) -> list[Record]:
             record = _parsed(line)
         except ValueError as error:
             if number == len(lines):  # no newline at its end: the writer was killed
-                break
+                return
             raise ValueError(f"{where} {error}. Restore the file from git.") from error
         if not _is_record(record):
             raise ValueError(f"{where} is not a record: {line.decode():.80}. Restore the file from git.")
@@ -84,8 +105,7 @@ def read_records(path: Path) -> list[Record]:
                 f"{where} ({run_name(record['spec'])}): status {record['status']!r:.80}, but only runs that "
                 f"{FINISHED} are stored: it was edited. Restore the file from git."
             )
-        records.append(record)
-    return records
+        yield record
 
 
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
@@ -93,7 +113,8 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
 
     Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both are written. What
     a killed writer left is mended first: a torn last line is cut off, and records without seal at the end are sealed,
-    which is printed. Of two records of one spec the first stays.
+    which is printed. Of two records of one spec the first stays. Where records are packed, the line goes to the plain
+    file beside them.
 
     Args:
         path: of the file, made with its folder if need be.
@@ -104,7 +125,8 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         The record of this spec that the file holds now; if it is another one, that is printed.
 
     Raises:
-        ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite.
+        ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite; or a packed
+            file that cannot be read (see `read_records`).
     """
     line, own = record_line(record).encode(), record["spec_hash"]
     with locked(path), interrupts_wait():
@@ -188,7 +210,7 @@ class _Seal(NamedTuple):
 
 
 _SEAL = re.compile(rb"[0-9a-f]{16} [0-9a-f]{64} (- -|[0-9a-f]{64} [0-9a-f]{64}) [0-9a-f]{64}")
-_RESTORE = "restore it from git"
+_RESTORE, _SEAL_IT = "restore it from git", "run `evoalign seal`"
 _LEDGER_DIGESTS = ("sha256", "weights")
 _ROUNDED = 1e-6  # means are stored with six decimals
 
@@ -198,11 +220,36 @@ def seal(path: Path) -> int:
 
     They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
     where the records before them do not match the seal: see `seal_problems`. Raises ValueError for a line without seal
-    that is not a record.
+    that is not a record, or a packed file that cannot be read (see `read_records`).
     """
     with locked(path), interrupts_wait():
         lines, seals = _whole_lines(path)
         return _append_seals(path, _unsealed(lines, seals), seals)
+
+
+def pack(path: Path) -> int:
+    """Move the lines of a record file behind the packed ones, in <scale>.jsonl.gz; return how many were moved.
+
+    The packed file is a function of the lines alone: no name, no time. The seal stays as it is. `gunzip` takes it back,
+    where there is no plain file.
+
+    Raises:
+        ValueError: records and seal do not match (see `seal_problems`), or there are more lines than can be read again.
+    """
+    with locked(path), interrupts_wait():
+        lines, _ = _whole_lines(path)
+        if problems := seal_problems(path):
+            more = f" And {len(problems) - 1} more." if len(problems) > 1 else ""
+            raise ValueError(f"nothing was packed: {problems[0]}.{more}")
+        if not lines or not path.is_file():
+            return 0
+        moved, data = len(_numbered(path)), b"".join(line + b"\n" for line in lines)
+        if fault := _unlike_records(data):
+            raise ValueError(f"nothing was packed: {path} {fault}. Leave it as it is.")
+        replace_bytes(_packed_file(path), compressed(data), sync=True)
+        path.unlink()
+        sync_folder(path.parent)
+        return moved
 
 
 def seal_problems(path: Path) -> list[str]:
@@ -212,17 +259,30 @@ def seal_problems(path: Path) -> list[str]:
     or not those that were sealed, and sealed records that contradict themselves: an accuracy is the mean of the results
     that stand beside it. A problem names file, line and spec, and the remedy.
     """
-    seal_file, numbered = _seal_file(path), _numbered(path)
+    seal_file = _seal_file(path)
+    try:
+        contents = _contents(path)
+    except ValueError as error:
+        return [str(error)]
+    repeated = _repeated(*(data for _, data in contents))
+    numbered = [
+        (f"{file}, line {number}", line)
+        for file, data in contents
+        for number, line in _split(data)
+        if file != path or line not in repeated
+    ]
     if numbered and not seal_file.is_file():
         return [f"{path} has no seal: restore {seal_file} from git, or make it by `evoalign seal`"]
     if not numbered and seal_file.is_file():
         return [f"{path} holds no records, but has a seal: {_RESTORE}"]
     seals, problems = _read_seals(seal_file)
+    if repeated:
+        problems.append(f"{path} repeats {len(repeated)} packed lines, left by a killed `pack` or a merge: {_SEAL_IT}")
     sealed = {line.spec: line for line in reversed(seals)}
     new = _unsealed([text for _, text in numbered], seals)
     specs: list[str] = []
-    for number, text in numbered:
-        where, record = f"{path}, line {number}", _record(text)
+    for where, text in numbered:
+        record = _record(text)
         if record is None:
             problems.append(f"{where} is not a record: {_RESTORE}, or delete the line if it is the last and torn")
             continue
@@ -231,7 +291,7 @@ def seal_problems(path: Path) -> list[str]:
         if spec in specs:
             problems.append(f"{where} is a second record of its spec: delete one of the two")
         elif spec not in sealed:
-            remedy = "if its writer was killed, or it was merged, run `evoalign seal`" if text in new else _RESTORE
+            remedy = f"if its writer was killed, or it was merged, {_SEAL_IT}" if text in new else _RESTORE
             problems.append(f"{where} has no seal: {remedy}")
         elif _sha(text) != sealed[spec].record:
             problems.append(f"{where} is not the record that was sealed, it was edited: {_RESTORE}")
@@ -255,7 +315,7 @@ def _read_seals(path: Path) -> tuple[list[_Seal], list[str]]:
     numbered, problems, seals = _numbered(path), [], []
     if numbered and not path.read_bytes().endswith(b"\n") and not _is_seal(numbered[-1][1]):
         number, _ = numbered.pop()
-        problems.append(f"{path}, line {number} is torn, its writer was killed: run `evoalign seal`")
+        problems.append(f"{path}, line {number} is torn, its writer was killed: {_SEAL_IT}")
     for number, text in numbered:
         line = _Seal.read(text)
         if line.chain != _chained(seals, line[:-1]):
@@ -363,14 +423,27 @@ def _contradictions(record: Record) -> list[str]:
 
 def _numbered(path: Path) -> list[tuple[int, bytes]]:
     """Return the lines of a file that are not empty, with their numbers from 1; none where there is no file."""
-    data = path.read_bytes() if path.is_file() else b""
+    return _split(path.read_bytes() if path.is_file() else b"")
+
+
+def _split(data: bytes) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line]
 
 
 def _whole_lines(path: Path) -> tuple[list[bytes], list[_Seal]]:
-    """Return the lines of a record file and of its seal, after mending the ends of both."""
+    """Return the lines of a record file and of its seal, after mending the ends of both, and what a killed `pack` left.
+
+    Raises ValueError for a packed file that cannot be read.
+    """
+    (_, first), _ = _contents(path)
     seals = _mended(_seal_file(path), _is_seal)
-    return _mended(path, _is_json), [_Seal.read(text) for text in seals]
+    lines = _mended(path, _is_json)
+    if repeated := _repeated(first, b"\n".join(lines)):
+        lines = [line for line in lines if line not in repeated]
+        replace_bytes(path, b"".join(line + b"\n" for line in lines), sync=True)
+        if not lines:
+            path.unlink()
+    return [line for _, line in _split(first)] + lines, [_Seal.read(text) for text in seals]
 
 
 def _mended(path: Path, is_whole: Callable[[bytes], bool]) -> list[bytes]:
@@ -414,6 +487,49 @@ def _write(file: BinaryIO, data: bytes) -> None:
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
+
+
+# ---- packed records
+
+_MOST_UNPACKED, _MOST_LINES = 64_000_000, 100_000
+"""Bytes and lines of a packed file: the committed records of all notebooks together are fewer."""
+
+
+def _packed_file(path: Path) -> Path:
+    return path.with_name(path.name + ".gz")
+
+
+def _contents(path: Path) -> list[tuple[Path, bytes]]:
+    """Return the two files of a record file, each with its bytes, none where there is no file: packed, then plain.
+
+    Raises ValueError, with the remedy, for a packed file that cannot be read.
+    """
+    plain = path.read_bytes() if path.is_file() else b""  # read first: `pack` removes it last
+    file, data = _packed_file(path), b""
+    if file.is_file():
+        try:
+            data = decompressed(file, _MOST_UNPACKED)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{error}: {_RESTORE}") from error
+        if fault := _unlike_records(data):
+            raise ValueError(f"{file} {fault}: {_RESTORE}")
+    return [(file, data), (path, plain)]
+
+
+def _unlike_records(data: bytes) -> str | None:
+    """Return what is wrong with the bytes that are packed, before memory is spent on their lines; None: nothing."""
+    if len(data) > _MOST_UNPACKED or data.count(b"\n") > _MOST_LINES:
+        return f"holds more than {_MOST_UNPACKED // 10**6} MB or {_MOST_LINES} lines"
+    if not data.endswith(b"\n"):
+        return "does not end with a whole line"
+    if max(map(len, data.split(b"\n"))) >= MAX_RECORD:
+        return f"has a line of more than {MAX_RECORD} bytes"
+    return None
+
+
+def _repeated(first: bytes, plain: bytes) -> set[bytes]:
+    """Return the lines that the packed and the plain file share."""
+    return {line for _, line in _split(first)} & {line for _, line in _split(plain)}
 
 
 def run_folder(notebook: str, scale: str) -> Path:

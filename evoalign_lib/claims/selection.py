@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from evoalign_lib import arms, paths
-from evoalign_lib.records import canonical_json, read_records
+from evoalign_lib import arms
+from evoalign_lib.records import canonical_json, read_records, record_files
 
 Record = dict[str, Any]
 Claim = dict[str, Any]
@@ -366,13 +366,13 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
 
 
 def committed_records(scale: str = "tiny") -> list[Record]:
-    """Return the records in paper/results/*/<scale>.jsonl, notebook by notebook, without a torn last line.
+    """Return the committed records of a scale, notebook by notebook, without a torn last line.
 
     Raises ValueError for a damaged or edited line (`records.read_records`), for a spec that has two records, and for
     one that does not say its kind and scale.
     """
     records, files = [], {}
-    for file in sorted(paths.RESULTS.glob(f"*/{scale}.jsonl")):
+    for file in record_files(scale):
         for record in read_records(file):
             name, lacking = record["spec_hash"], " and no ".join(sorted({"kind", "scale"} - record["spec"].keys()))
             if lacking:

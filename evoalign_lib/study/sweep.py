@@ -30,6 +30,7 @@ from evoalign_lib.records import (
     append_record,
     ledger_file,
     read_records,
+    record_files,
     record_line,
     run_folder,
     run_name,
@@ -104,7 +105,7 @@ def load_or_run(
         if h not in hashes or spec["kind"] != "train" or not families.of(spec["arm"]).has_members:
             raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
     beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
-    files = [] if force or scale == "smoke" else sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
+    files = [] if force or scale == "smoke" else record_files(scale)
     target = paths.RESULTS / notebook / f"{scale}.jsonl"
     if force or aside or scale == "smoke":
         files, target = [*files, beside], beside
@@ -141,7 +142,7 @@ def load_or_run(
         raise
     print(f"loaded {len(specs) - len(missing)} records, ran {len(missing)}")
     if force:
-        committed = {r["spec_hash"]: r for f in paths.RESULTS.glob(f"*/{scale}.jsonl") for r in read_records(f)}
+        committed = {r["spec_hash"]: r for file in record_files(scale) for r in read_records(file)}
         print(compare([found[h] for h in hashes], committed))
     return [found[h] for h in hashes]
 

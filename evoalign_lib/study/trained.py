@@ -19,7 +19,7 @@ import numpy as np
 
 from evoalign_lib import files, ledger, models, noise, paths, precision, tiny
 from evoalign_lib.analysis import geometry
-from evoalign_lib.records import Record, Spec, ledger_file, read_records, spec_hash
+from evoalign_lib.records import Record, Spec, ledger_file, read_records, record_files, spec_hash
 from evoalign_lib.study import families
 
 
@@ -95,7 +95,7 @@ def kept_ledger(spec: Spec, digest: str) -> Path | None:
     committed one, whose ledger is then not its own.
     """
     wanted = spec_hash(spec)
-    for path in sorted(paths.RESULTS.glob(f"*/{spec['scale']}.jsonl")):
+    for path in record_files(spec["scale"]):
         for record in read_records(path):
             if record["spec_hash"] == wanted and record.get("digest") == digest and "ledger" in record:
                 return ledger_file(record)

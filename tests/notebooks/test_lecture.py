@@ -17,7 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from PIL import Image
 
 from evoalign_lib import execution, paths, style
-from evoalign_lib.records import read_records
+from evoalign_lib.records import read_records, record_files
 
 TO_DO: set[str] = set()
 """Notebooks that are not written by these rules yet; one that `evoalign execute` has written is."""
@@ -291,7 +291,7 @@ def test_numbers_in_prose_are_those_of_the_outputs(notebook):
 
 
 def test_numbers_in_the_readme_are_those_of_the_notebooks():
-    sizes = {r["d"] for path in paths.RESULTS.glob("*/tiny.jsonl") for r in read_records(path) if "d" in r}
+    sizes = {r["d"] for path in record_files("tiny") for r in read_records(path) if "d" in r}
     outputs = {path.name: shown(read(path)) for path in FILES}
     outputs["records"] = ", ".join(f"{size / 1e6:.2f}" for size in sizes)
     readme, claims, log = (

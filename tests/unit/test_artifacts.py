@@ -495,6 +495,16 @@ def test_verify_reports_a_forged_record(agreeing: Path) -> None:
     assert any("is not the record that was sealed, it was edited" in problem for problem in _forged(agreeing))
 
 
+def test_verify_of_packed_records(agreeing: Path) -> None:
+    file = agreeing / "paper/results/01_toy/tiny.jsonl"
+    assert CliRunner().invoke(cli.app, ["seal", "--pack", "01"]).output.endswith(f"{file}.gz: 2 records packed\n")
+    assert not file.exists() and _forged(agreeing) == []
+    packed = file.with_name("tiny.jsonl.gz")
+    packed.write_bytes(packed.read_bytes()[:-5])
+    found = [problem for problem in _forged(agreeing) if str(packed) in problem]
+    assert found and all(f"{packed} is damaged (" in problem for problem in found)
+
+
 def test_verify_reports_a_forged_lock(agreeing: Path) -> None:
     """Rule and line changed together: found by the history of git. And lines that were deleted, or written by hand."""
     git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]

@@ -2,7 +2,6 @@
 
 import ast
 import faulthandler
-import fnmatch
 import functools
 import importlib.metadata
 import json
@@ -22,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 import evoalign_lib
 from evoalign_lib import paths
+from evoalign_lib.records import record_files, stored_files
 
 PYPROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -341,13 +341,26 @@ def test_no_file_names_a_machine_or_a_package_registry() -> None:
     assert found == []
 
 
+RECORDS = r"paper/results/[^/]+/\w+\.jsonl(\.gz)?"  # plain and packed
+
+
 @pytest.mark.parametrize(
     ("pattern", "limit"),
-    [("*.safetensors", 6_000_000), ("*.jsonl.gz", 2_500_000), ("paper/results/*.jsonl", 12 * 2**20)],
+    [
+        (r".*\.safetensors", 6_000_000),
+        (rf"(?!{RECORDS}$).*\.jsonl\.gz", 2_500_000),  # ledgers
+        (RECORDS, 12 * 2**20),
+    ],
+    ids=["weights", "ledgers", "records"],
 )
 def test_weights_ledgers_and_records_stay_small(pattern: str, limit: int) -> None:
-    kept = [path for path in _tracked() if fnmatch.fnmatch(path.relative_to(paths.ROOT).as_posix(), pattern)]
-    assert sum(path.stat().st_size for path in kept) <= limit
+    kept = [path for path in _tracked() if re.fullmatch(pattern, path.relative_to(paths.ROOT).as_posix())]
+    assert 0 < sum(path.stat().st_size for path in kept) <= limit
+
+
+def test_the_limits_tell_records_from_ledgers() -> None:
+    found = {path for path in _tracked() if re.fullmatch(RECORDS, path.relative_to(paths.ROOT).as_posix())}
+    assert found == {file for path in record_files() for file in stored_files(path)}
 
 
 def test_no_single_notebook_is_large() -> None:

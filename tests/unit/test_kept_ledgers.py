@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from evoalign_lib import ledger, paths
 from evoalign_lib.cli import app
-from evoalign_lib.records import read_records, seal_problems, spec_hash
+from evoalign_lib.records import read_records, record_files, seal_problems, spec_hash, stored_files
 from evoalign_lib.study import measures, sweep, training
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.train import train_specs
@@ -247,7 +247,7 @@ def test_the_command_replays_a_kept_ledger(folder):
 
 NAMED = [
     (file.parent / "ledgers" / f"{r['spec_hash']}.jsonl.gz", r)
-    for file in sorted(paths.RESULTS.glob("*/*.jsonl"))
+    for file in record_files()
     for r in read_records(file)
     if "ledger" in r
 ]
@@ -256,7 +256,8 @@ NAMED = [
 def test_records_and_ledgers_that_are_committed_name_one_another():
     there = sorted(path for path in paths.RESULTS.rglob("*") if path.is_file() and path.parent.name == "ledgers")
     assert there == sorted(path for path, _ in NAMED)
-    assert not [path for path in paths.RESULTS.rglob("*.gz") if path.parent.name != "ledgers"]
+    others = {path for path in paths.RESULTS.rglob("*.gz") if path.parent.name != "ledgers"}
+    assert others == {file for path in record_files() for file in stored_files(path) if file.suffix == ".gz"}
 
 
 def _replays() -> Iterator[Any]:

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from evoalign_lib import paths, style, tiny
 from evoalign_lib._render import csv_text
 from evoalign_lib.analysis import stats
-from evoalign_lib.records import pack_probabilities, read_records, spec_hash
+from evoalign_lib.records import pack_probabilities, read_records, record_files, spec_hash
 from evoalign_lib.study import parameters, sweep
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.notebooks import (
@@ -112,7 +112,7 @@ def test_scales_have_the_same_settings(module):
 
 def test_the_groups_are_the_committed_records():
     """Every committed record is one of a declared group, and every declared run has its record."""
-    committed = {r["spec_hash"]: r for file in paths.RESULTS.glob("*/tiny.jsonl") for r in read_records(file)}
+    committed = {r["spec_hash"]: r for file in record_files("tiny") for r in read_records(file)}
     declared = set()
     for module in MODULES:
         load = loaded(module)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from evoalign_lib import arms, grpo, ledger, models, paths, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.records import MAX_CURVE, accuracy_matrix, append_record, ledger_file, read_records, spec_hash
+from evoalign_lib.records import (
+    MAX_CURVE,
+    accuracy_matrix,
+    append_record,
+    ledger_file,
+    read_records,
+    record_files,
+    spec_hash,
+)
 from evoalign_lib.study import sweep, trained, training, worlds
 from evoalign_lib.study.kinds import train
 from evoalign_lib.study.kinds.answers import answers_spec
@@ -333,7 +341,7 @@ def remade_perturbed(s):
     return perturbed_specs(s["base"], [s["sigma"]], s["repeat"] + 1, settings, s["scale"])[-1:]
 
 
-@pytest.mark.parametrize("notebook", sorted(path.parent.name for path in paths.RESULTS.glob("*/tiny.jsonl")))
+@pytest.mark.parametrize("notebook", [path.parent.name for path in record_files("tiny")])
 def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
     """A spec that changes, or gets a new entry, would orphan every record: hours of runs."""
     records = read_records(paths.RESULTS / notebook / "tiny.jsonl")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from evoalign_lib import paths
-from evoalign_lib.records import append_record, read_records, run_name, seal, seal_problems, spec_hash
+from evoalign_lib.records import append_record, read_records, record_files, run_name, seal, seal_problems, spec_hash
 
-FILES = sorted(paths.RESULTS.glob("*/*.jsonl"))
+FILES = record_files()
 
 
 @pytest.fixture
