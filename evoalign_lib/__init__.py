@@ -6,6 +6,7 @@ own name (`from evoalign_lib import paths`); importing the package itself loads 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["ESConfig", "ESTrainer"]
+
+# Where torchao is installed transformers imports it with every model. What it then says is of no use to anyone here: of
+# kernels that a CPU build of torch cannot load, and no quantised base uses; and of an old way to declare enums.
+logging.getLogger("torchao").addFilter(lambda record: not str(record.msg).startswith("Failed to load "))
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:

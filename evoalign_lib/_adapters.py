@@ -20,6 +20,9 @@ from torch import Tensor
 
 from evoalign_lib._model_checks import check_decoder, check_parameter, check_plain
 
+QUANTISATION = "evoalign_quantisation"
+"""attribute of a model whose weights `quantisation.quantise` has made codes of"""
+
 
 def moved(model: Any) -> dict[str, torch.nn.Parameter]:
     """Return by name the parameters with requires_grad, or all where none has it (such a model is only decoded)."""
@@ -36,6 +39,11 @@ def is_adapted(model: Any) -> bool:
 def base_of(model: Any) -> Any:
     """Return the network itself, with the adapter's layers in it if there are any."""
     return model.get_base_model() if is_adapted(model) else model
+
+
+def quantisation_of(model: Any) -> dict[str, Any] | None:
+    """Return how `quantisation.quantise` made the base of a model, as a ledger's header has it; None: it did not."""
+    return getattr(base_of(model), QUANTISATION, None)
 
 
 # ---- checks
@@ -206,26 +214,38 @@ def open_peft() -> Any:
 
 
 def not_dense(model: Any) -> str | None:
-    """Return None if `dense` can write a model's weights as matrices without adapter, else why not."""
+    """Return None if `dense` can write a model's weights as matrices without adapter, else why not.
+
+    Of quantised bases those of `quantisation.quantise` can: others may round activations, too.
+    """
     if not is_adapted(model):
         return None
     from peft.tuners.lora import Linear
+    from peft.tuners.lora.torchao import TorchaoLoraLinear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    quantised = quantisation_of(model) is not None
+    known = (Linear, TorchaoLoraLinear) if quantised else (Linear,)
     for name, module in base_of(model).named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            if type(module) is not Linear or module.lora_variant or any(module.lora_bias.values()):
+            if type(module) not in known or module.lora_variant or any(module.lora_bias.values()):
                 return f"{name!r} is more than a product of two matrices beside a linear layer"
     # in half precision the sum would lose what is small beside W
-    plain = ((name, p.dtype == torch.float32 and type(p.data) is Tensor) for name, p in model.named_parameters())
+    plain = (
+        (name, p.dtype == torch.float32 and (quantised or type(p.data) is Tensor))
+        for name, p in model.named_parameters()
+    )
     other = next((name for name, fits in plain if not fits), None)
     return f"parameter {other!r} is not plain float32, and the adapter would be rounded with it" if other else None
 
 
 @torch.inference_mode()
 def dense(model: Any) -> dict[str, Tensor]:
-    """Return weights by the names of the model without adapter: W + scaling * B A, float32, where one changes W."""
+    """Return weights by the names of the model without adapter: W + scaling * B A, float32, where one changes W.
+
+    A quantised W is what its codes and scales stand for.
+    """
     layers: dict[int, Any] = {}
     if is_adapted(model):
         from peft.tuners.lora import Linear
@@ -235,7 +255,8 @@ def dense(model: Any) -> dict[str, Tensor]:
     found = {}
     for name, parameter in base_of(model).named_parameters():
         if ".lora_" not in name:
-            layer, weight = layers.get(id(parameter)), parameter.detach()
+            layer, plain = layers.get(id(parameter)), type(parameter) is torch.nn.Parameter
+            weight = parameter.detach() if plain else parameter.dequantize()
             changed = weight if layer is None else weight.float() + layer.get_delta_weight(active).float()
             found[name.replace(".base_layer.", ".")] = changed
     return found

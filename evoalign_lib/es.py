@@ -611,7 +611,8 @@ class ESTrainer:
         callbacks: `transformers.TrainerCallback`s.
         reward_processing_classes: the tokenizers of reward models, one or a list as long as reward_funcs (default:
             those saved with them); None for a function.
-        quantization_config: how a model given by name is quantised as it is loaded; needs an adapter (peft_config).
+        quantization_config: how a model given by name is quantised as it is loaded; needs an adapter (peft_config). A
+            model object is quantised by `evoalign_lib.quantisation.quantise`, which the ledger's header then says.
         peft_config: a `peft.PeftConfig`, such as LoraConfig: the model, which may be quantised, is frozen and gets a
             new adapter, drawn from args.seed. save_model() writes the adapter, for PEFT; the one that the run began
             with lies in output_dir/start, from where a resumed run and a replay take it.
@@ -1398,6 +1399,7 @@ class ESTrainer:
         run, folder = _checkpoints.find_run(resume_from, self.args.output_dir)
         if run is None:
             return
+        ledger.check_quantisation(run, self.model)
         _checkpoints.check_settings(run, self._settings())
         states = [self._first_reward_state, *(step.reward_state for step in run.steps)]
         try:

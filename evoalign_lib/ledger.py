@@ -17,7 +17,9 @@ pairs, fitness shaping and schedules; 3 for anchored weight decay, which a heade
 Of a run that moves a part of its model (an adapter over its base, or a model of which a part is frozen) `parameters`
 and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
 share. With an adapter (PEFT) `adapter` in `model` names the folder beside the ledger that holds the adapter as it was
-at the start.
+at the start. Over a base that `evoalign_lib.quantisation` made codes of, `quantisation` in `model` says how: `mode`,
+`group_size`, the version of `torchao`, and the digest of the plain weights, `base`. It decides rewards, but not how
+they become weights, so the number of the format does not change.
 
 Of a run that searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`) the settings name `search`, what
 decides it (`_singular.SearchSettings`), its `dimension`, whether the members of a step share their prompts
@@ -72,7 +74,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import _adapters, _singular, files, models, noise, tiny, update_rules
+from evoalign_lib import _adapters, _singular, files, models, noise, quantisation, tiny, update_rules
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
@@ -503,7 +505,18 @@ def _check_header(line: Any) -> None:
         raise _edited("the model's name", model["name"])
     if model["dtype"] not in _DTYPES:
         raise _edited("dtype", model["dtype"])
+    if "quantisation" in model:
+        _check_quantised(model["quantisation"])
     _check_parameters(model["parameters"])
+
+
+def _check_quantised(how: Any) -> None:
+    """Raise LedgerError unless a header says how `quantisation.quantise` made its base."""
+    fits = isinstance(how, dict) and how.keys() == {"mode", "group_size", "torchao", "base"}
+    fits = fits and how["mode"] in quantisation.QUANTISED and isinstance(how["torchao"], str)
+    fits = fits and (_is_whole(how["group_size"], 1) if how["mode"] == "int4" else how["group_size"] is None)
+    if not (fits and isinstance(how["base"], str) and re.fullmatch("[0-9a-f]{16}", how["base"])):
+        raise _edited("quantisation", how)
 
 
 def _check_search(settings: Mapping[str, Any]) -> None:
@@ -767,7 +780,8 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
             "digest": weights,
             "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
         }
-        | ({"adapter": START} if _adapters.is_adapted(model) else {}),
+        | ({"adapter": START} if _adapters.is_adapted(model) else {})
+        | ({"quantisation": how} if (how := _adapters.quantisation_of(model)) else {}),
     }
 
 
@@ -785,6 +799,23 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
         )
     if (found := digest(layout, *weights.planes)) != model["digest"]:
         raise _other_start(ledger, found)
+
+
+def check_quantisation(ledger: Ledger, model: Any) -> None:
+    """Raise LedgerError unless a model's base is quantised as that of the run, whatever the version of torchao.
+
+    Versions may make other codes of the same weights: the setting `frozen` tells.
+    """
+    recorded, found = ledger.header["model"].get("quantisation"), _adapters.quantisation_of(model)
+    if recorded is None:  # by transformers, perhaps
+        return
+    for name in ("mode", "group_size", "base"):
+        if (found or {}).get(name) != recorded[name]:
+            raise LedgerError(
+                f"the run of {ledger.path} has a base of mode {recorded['mode']!r} with group_size="
+                f"{recorded['group_size']} of weights with the digest {recorded['base']}, this one {found or 'none'}: "
+                "make its base by evoalign_lib.quantisation.quantise from the same model."
+            )
 
 
 def check_start(ledger: Ledger, weights: Weights) -> None:
@@ -892,7 +923,29 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
 
 
 def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
-    return models.load(name, None, {"dtype": getattr(torch, ledger.header["model"]["dtype"])}, adapters=True)
+    """Return model and tokenizer of a folder or a name; an adapter over a base that is quantised as that of the run."""
+    how, folder = ledger.header["model"].get("quantisation"), Path(name)
+    keywords = {"dtype": getattr(torch, ledger.header["model"]["dtype"])}
+    if how is None or not (folder / "adapter_config.json").is_file():
+        return models.load(name, None, keywords, adapters=True)
+    tokenizer = models.tokenizer_of(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
+    base, tokenizer = models.load(_adapters.base_name(folder), tokenizer, keywords)
+    if (found := models.base_digest(base)) != how["base"]:
+        raise LedgerError(
+            f"{_adapters.base_name(folder)!r}, the base of the adapter {str(folder)!r}, has weights with the digest "
+            f"{found}, in {ledger.path} it is {how['base']}: restore the model that the run started from."
+        )
+    quantisation.quantise(base, how["mode"], how["group_size"])
+    model = _adapters.open_adapter(base, folder).eval()
+    names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
+    if names <= dict(model.named_parameters()).keys():  # else `_layout` says what is missing
+        if _adapters.frozen_digest(model, names) != ledger.settings["frozen"]:
+            made = _adapters.quantisation_of(model)["torchao"]
+            raise LedgerError(
+                f"torchao {made} makes other codes of the base than torchao {how['torchao']} of the run in "
+                f"{ledger.path}: pip install torchao=={how['torchao']}."
+            )
+    return model, tokenizer
 
 
 # ---- size

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
-from evoalign_lib._adapters import base_of, dense, not_dense
+from evoalign_lib._adapters import base_of, dense, not_dense, quantisation_of
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, check_temperature
@@ -60,7 +60,8 @@ class LocalEngine(Engine):
     Args:
         model: a Hugging Face decoder-only model; its parameters become the master at the start, those with
             requires_grad where a part is frozen. The loop decodes with W + scaling * B A where a plain LoRA adapter
-            lies over a float32 base; with any other adapter or base transformers decodes.
+            lies over a float32 base, or over one that `quantisation.quantise` made, with the weights that its codes
+            stand for; with any other adapter or base transformers decodes.
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in the workers.
         prompts: name -> prompts (for example "train" and "eval").
@@ -132,6 +133,9 @@ class LocalEngine(Engine):
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
+        self._dequantised = self.decoder == "loop" and quantisation_of(model) is not None
+        if self._dequantised:
+            logger.info("The base is quantised: the loop multiplies by the float32 weights that its codes stand for.")
         with one_thread():
             self._drop_rows = self.decoder == "loop" and rows_are_exact(
                 model.config, self._views(self.weights.flat), chunk_rows
@@ -159,6 +163,7 @@ class LocalEngine(Engine):
         if self.decoder == "loop":
             products = str(product_dtype(self.model.dtype)).removeprefix("torch.")
             plan |= {"prefix": len(prompts.prefix), "products": products, "drop_rows": self._drop_rows}
+            plan |= {"weights": "dequantised"} if self._dequantised else {}
         return plan | ({"least_members": LEAST_MEMBERS} if self._joins else {})
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
