@@ -1,4 +1,4 @@
-"""Quantised bases: the codes, what stays as it is, and ES and ESSA of an adapter over them."""
+"""Quantised bases: the codes, what stays as it is, what is refused, and what a ledger says of them."""
 
 import copy
 import json
@@ -15,17 +15,13 @@ from transformers import AutoModelForCausalLM
 from evoalign_lib import _adapters, ledger, models
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.essa import ESSAConfig, ESSATrainer
-from evoalign_lib.precision import copy_to
 from evoalign_lib.quantisation import quantise, weight_error
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("cma")
 pytest.importorskip("torchao")
 
 ROWS = [{"prompt": p} for p in PROMPTS]
 CODES = pytest.mark.parametrize("mode", ["int8", "int4"])
-TRAINERS = pytest.mark.parametrize("search", [False, True], ids=["ES", "ESSA"])
 HIGHEST = {"int8": 127, "int4": 7}
 
 
@@ -47,32 +43,12 @@ def base(folder):
     return models.load(str(folder))[0]
 
 
-def trainer(folder, model, search=False, peft_config=None, score=token_sum, **changed):
-    spread = {"sigma": 2.0} if search else {"sigma": 0.1, "alpha": 0.2}
-    given = {
-        "output_dir": str(folder), "population_size": 4, "max_steps": 3, "prompts_per_step": 4, "workers": 1,
-        "max_completion_length": 6, "disable_tqdm": True, "save_strategy": "no", "report_to": "none",
-    } | spread | changed  # fmt: skip
-    config, kind = (ESSAConfig, ESSATrainer) if search else (ESConfig, ESTrainer)
-    tok = None if isinstance(model, str) else tokenizer()
-    return kind(model, score, config(**given), ROWS, ROWS, tok, peft_config=peft_config)
-
-
-def greedy(model, length: int = 6) -> list[list[int]]:
-    """Tokens of transformers' generate, one prompt at a time."""
-    tok, found = tokenizer(), []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tok(prompt)["input_ids"]])
-        ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
-        new = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, **ends
-        )
-        found.append(new[0, ids.shape[1] :].tolist())
-    return found
-
-
-def own(tested) -> list[list[int]]:
-    return [ids for _, ids in tested.engine.generate("train")[0]]
+def trainer(folder, model, **changed) -> ESTrainer:
+    args = ESConfig(
+        str(folder), population_size=2, workers=1, max_completion_length=2, disable_tqdm=True, save_strategy="no",
+        report_to="none", **{"max_steps": 1} | changed,
+    )  # fmt: skip
+    return ESTrainer(model, token_sum, args, ROWS, None, tokenizer(), peft_config=lora())
 
 
 def frozen(model) -> dict[str, bytes]:
@@ -184,74 +160,21 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch):
 @CODES
 def test_all_weights_of_a_quantised_model_are_refused(tmp_path, mode):
     with pytest.raises(ValueError, match=r"quantised.*torchao.*peft_config=LoraConfig\(...\)"):
-        trainer(tmp_path / "run", quantise(base(tmp_path / "base"), mode))
+        args = ESConfig(str(tmp_path / "run"), report_to="none")
+        ESTrainer(quantise(base(tmp_path / "base"), mode), token_sum, args, ROWS, None, tokenizer())
 
 
-# ---- an adapter over it
-
-
-@TRAINERS
-@CODES
-@pytest.mark.parametrize("decoder", ["loop", "generate"])
-def test_an_adapter_moves_over_codes_that_do_not(tmp_path, mode, decoder, search):
-    model = quantise(base(tmp_path / "base"), mode)
-    tested = trainer(tmp_path / "run", model, search, lora(), decoder=decoder)
-    before, weights = frozen(tested.model), tested.engine.weights.digest()
-    first = greedy(tested.model)
-    assert own(tested) == first
-    tested.train()
-    assert frozen(tested.model) == before and tested.engine.weights.digest() != weights
-    assert own(tested) == greedy(tested.model) != first
-    # members write what transformers writes with their weights
-    member = tested.ask(tested.state.global_step)[1]
-    with tested.engine.weights.member(member.key, 0.5, member.sign) as flat:
-        written = tested.engine.until_end(tested.engine._decode(flat, "train", np.arange(len(ROWS)), None))
-        copy_to(tested.model, tested.engine.layout, flat)
-        assert [list(ids) for ids in written] == greedy(tested.model)
-    head = json.loads((tmp_path / "run" / ledger.NAME).read_bytes().splitlines()[0])
-    assert head["evoalign_ledger"] == (6 if search else 4)
-    assert head["model"]["quantisation"] == _adapters.quantisation_of(model)
-    assert head["model"]["quantisation"]["base"] == models.base_digest(base(tmp_path / "base"))
-    assert head["settings"]["decoder"] == decoder
-    assert head["settings"].get("weights") == ("dequantised" if decoder == "loop" else None)
-
-
-@TRAINERS
-@CODES
-def test_saved_replayed_and_gone_on_with(tmp_path, mode, search):
-    def made():
-        return quantise(base(tmp_path / "base"), mode)
-
-    tested = trainer(tmp_path / "run", made(), search, lora())
-    tested.train()
-    tested.save_model()
-    saved = {path.name for path in (tmp_path / "run").iterdir()}
-    assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
-    again = peft.PeftModel.from_pretrained(made(), tmp_path / "run").eval()
-    assert greedy(again) == greedy(tested.model)
-    # a replay makes the base anew from the plain weights that the adapter names
-    path, digest = tmp_path / "run" / ledger.NAME, tested.engine.weights.digest()
-    loaded, _ = ledger._load(ledger.read(path), tmp_path / "run" / "start")
-    assert frozen(loaded) == frozen(tested.model)
-    assert ledger.verify(path, tmp_path / "run" / "start").weights == digest
-    assert ledger.write_model(path, tmp_path / "again") == digest
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
-    longer = trainer(tmp_path / "run", made(), search, lora(), max_steps=5)
-    longer.train(resume_from_checkpoint=True)
-    whole = trainer(tmp_path / "whole", made(), search, lora(), max_steps=5, workers=2)
-    whole.train()
-    assert longer.engine.weights.digest() == whole.engine.weights.digest() != digest
+# ---- what a ledger says
 
 
 def test_another_base_is_refused(tmp_path):
-    trainer(tmp_path / "run", quantise(base(tmp_path / "base"), "int4"), peft_config=lora()).train()
+    trainer(tmp_path / "run", quantise(base(tmp_path / "base"), "int4")).train()
     for other in ("int8", "float32"):
         model = quantise(base(tmp_path / "base"), other)
         with pytest.raises(
             ledger.LedgerError, match="a base of mode 'int4' with group_size=32 .*quantisation.quantise"
         ):
-            trainer(tmp_path / "run", model, peft_config=lora(), max_steps=4).train(resume_from_checkpoint=True)
+            trainer(tmp_path / "run", model, max_steps=2).train(resume_from_checkpoint=True)
     path = tmp_path / "run" / ledger.NAME
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     for changed, message in (
@@ -271,61 +194,10 @@ def test_another_base_is_refused(tmp_path):
 
 
 def test_a_ledger_without_codes_names_none(tmp_path):
-    trainer(tmp_path / "run", quantise(base(tmp_path / "base"), "bfloat16"), peft_config=lora(), max_steps=1).train()
+    trainer(tmp_path / "run", quantise(base(tmp_path / "base"), "bfloat16")).train()
     head = json.loads((tmp_path / "run" / ledger.NAME).read_bytes().splitlines()[0])
     assert "quantisation" not in head["model"] and "weights" not in head["settings"]
     assert head["model"]["dtype"] == "bfloat16" and head["settings"]["decoder"] == "generate"
-
-
-@CODES
-def test_an_adapter_is_evaluated_over_the_quantised_and_over_the_plain_base(tmp_path, mode):
-    """As the page on one's own model says: the folder of the adapter names the plain base."""
-    tested = trainer(tmp_path / "run", quantise(base(tmp_path / "base"), mode), peft_config=lora())
-    tested.train()
-    tested.save_model()
-    plain = trainer(tmp_path / "plain", str(tmp_path / "run"))
-    over_plain = peft.PeftModel.from_pretrained(base(tmp_path / "base"), tmp_path / "run").eval()
-    assert plain.engine.weights.digest() == tested.engine.weights.digest()
-    tokens = {"quantised": own(tested), "plain": own(plain)}
-    assert tokens == {"quantised": greedy(tested.model), "plain": greedy(over_plain)}
-    for one, name in ((tested, "quantised"), (plain, "plain")):
-        assert one.evaluate()["eval_reward"] == np.mean([sum(ids) for ids in tokens[name]])
-    if mode == "int4":
-        assert tokens["quantised"] != tokens["plain"]
-
-
-@CODES
-def test_essa_fine_tunes_over_codes_and_goes_on(tmp_path, mode):
-    rows = [{"prompt": p, "completion": str(i)} for i, p in enumerate(PROMPTS)]
-
-    def made(steps):
-        args = ESSAConfig(
-            str(tmp_path / "run"), population_size=4, max_steps=steps, prompts_per_step=4, workers=1, report_to="none",
-            max_completion_length=3, disable_tqdm=True, save_strategy="no",
-        )  # fmt: skip
-        model = quantise(base(tmp_path / "base"), mode)
-        return ESSATrainer(model, token_sum, args, ROWS, None, tokenizer(), sft_dataset=rows)
-
-    tested = made(1)
-    before = frozen(tested.model)
-    tested.train()
-    assert frozen(tested.model) == before
-    assert all(p.dtype == torch.float32 and p.abs().sum() > 0 for p in _adapters.moved(tested.model).values())
-    again = made(2)
-    again.train(resume_from_checkpoint=True)
-    assert ledger.verify(tmp_path / "run" / ledger.NAME, tmp_path / "run" / "start").recomputed
-
-
-def test_low_rank_noise_and_a_new_adapter_are_the_base_itself(tmp_path):
-    """A new adapter's B is zero: with it the engine decodes the quantised base."""
-    model = quantise(base(tmp_path / "base"), "int4")
-    alone = greedy(model)
-    tested = trainer(
-        tmp_path / "run", model, peft_config=peft.LoraConfig(task_type="CAUSAL_LM"), perturbation="low_rank"
-    )
-    assert own(tested) == alone
-    tested.train()
-    assert ledger.verify(tmp_path / "run" / ledger.NAME, tmp_path / "run" / "start").recomputed
 
 
 def test_codes_that_others_made_are_decoded_by_transformers(tmp_path):

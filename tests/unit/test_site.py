@@ -362,14 +362,14 @@ def test_quoted_errors_are_those_of_the_code():
 def test_the_examples_run(tmp_path):
     blocks = [
         block
-        for page in ("records.md", "own_task.md", "own_reward.md")
+        for page in ("records.md", "own_task.md", "own_reward.md", "own_model.md")
         for block in re.findall(r"^```python\n(.*?)^```$", text_of(SITE, page), re.S | re.M)
     ]
     for number, block in enumerate(blocks):
         (tmp_path / f"{number}.py").write_text(block, encoding="utf-8")
         done = subprocess.run([sys.executable, f"{number}.py"], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    assert len(blocks) == 3
+    assert len(blocks) == 4
 
 
 def test_the_settings_execute_and_fetch_nothing():
