@@ -141,6 +141,11 @@ ARMS: dict[str, Arm] = {
         null=True,
     ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
+    # an adapter over the frozen base
+    "grpo_lora": replace(
+        _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS),
+        settings=(*_GRADIENT, "lora_rank"),
+    ),
     # rollouts at temperature 1 from perturbed weights, as ES has them
     "grpo_perturbed": replace(
         _gradient("#D55E00", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, rollouts="perturbed"),
