@@ -48,13 +48,19 @@ class Budget(TrainerCallback, ExportableState):
     ES), a backward pass twice that. All passes are over the prompts and completions of the step, without padding: one
     for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
     log-probabilities before the update where TRL computes them, two for importance ratios where rollouts are those of
-    others. Checkpoints hold the budget, and a resumed run goes on with it. After each step it is that of all processes
-    of the launch. The state of reward functions (`rewards`) is kept in the same way.
+    others. One of these passes is that for the gradient of weights. Of an adapter (PEFT) it is over the adapter alone,
+    since no gradient of the frozen base is computed; the gradient with respect to activations passes through base and
+    adapter and counts in full (the first layer's inputs need none, which is not taken off). Where the reference is the
+    model with its adapter disabled, its pass is over the base alone. Checkpoints hold the budget, and a resumed run
+    goes on with it. After each step it is that of all processes of the launch. The state of reward functions
+    (`rewards`) is kept in the same way.
 
     Attributes:
         completions, generated_tokens, prompt_tokens: so far; a prompt counts once per completion of it.
         core_seconds: CPU time in training steps; evaluation in other callbacks is left out.
         counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
+        adapter: parameters of the adapter that is trained over a frozen base; 0: all weights are trained.
+        reference_adapted: whether the reference has an adapter of its own.
     """
 
     def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool, ratios: int = 0):
@@ -64,6 +70,8 @@ class Budget(TrainerCallback, ExportableState):
         self.counts = dict.fromkeys(KINDS, 0)
         self.passes = 4 + int(old_logprobs) + int(reference) + ratios
         self.model: Any = None
+        self.adapter, self.reference_adapted = 0, False
+        self._reference = reference
         self._before = self._own()
         self._started, self._seen = 0.0, 0
         self._logged: list[dict[str, list[float]]] = []  # metrics of what this process scored since the last step
@@ -166,11 +174,15 @@ class Budget(TrainerCallback, ExportableState):
         self._score.load_state(states[0])
 
     def spent(self, d: int) -> dict[str, Any]:
-        """Return the budget of a model of d parameters so far, for a record."""
+        """Return the budget so far, for a record, of a model of d parameters, those of an adapter left out."""
+        passed = self.passes * d
+        if self.adapter:
+            without = int(self._reference and not self.reference_adapted)
+            passed = (self.passes - 1) * d + (self.passes - without) * self.adapter
         return {
             "completions": self.completions,
             "generated_tokens": self.generated_tokens,
             "prompt_tokens": self.prompt_tokens,
-            "forward_flops": 2 * d * self.passes * (self.prompt_tokens + self.generated_tokens),
+            "forward_flops": 2 * passed * (self.prompt_tokens + self.generated_tokens),
             "core_seconds": round(self.core_seconds, 2),
         }

@@ -63,6 +63,16 @@ Two variations of `grpo` tell the optimiser and rounding from the loss (`grpo_sg
    nearest bfloat16 before the first step and after every one (`_grpo_callbacks.RoundedWeights`). Gradients, moments
    and activations stay float32, so that nothing but the storage of weights differs.
 
+With an adapter (PEFT) over a frozen base, `peft_config` of `trainer` or a model that has one, the adapter alone is
+trained, in float32 as everything else:
+
+18. The reference is what the run starts from, as in 6, and as TRL has it: of a new adapter, whose B is zero, the model
+   with the adapter disabled; of a model that came with an adapter a copy of that, which TRL calls "ref" and which lies
+   in checkpoints and saved models beside it.
+19. The budget counts what is computed: forward passes are over base and adapter; the gradient with respect to
+   activations passes through both, once more; gradients of weights are the adapter's alone. A full model's backward
+   pass costs two forward passes, an adapter's a little more than one (`_grpo_callbacks.Budget`).
+
 PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
 """
 
@@ -317,6 +327,27 @@ def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
 
 def _check_model(model: Any) -> None:
     check_plain(model)
+    _check_float32(model)
+
+
+def _check_trainable(model: Any) -> None:
+    """Raise ValueError unless a model, or its adapter over a frozen base, can be trained in float32."""
+    from evoalign_lib import _adapters
+
+    if not _adapters.is_adapted(model):
+        _check_model(model)
+        return
+    _adapters.check_something_moves(model)
+    _adapters.check_movable(model)
+    if model.active_adapters != ["default"]:
+        raise ValueError(
+            f"the active adapter is {model.active_adapters[0]!r}: TRL compares with the start of one named 'default', "
+            "and resumes that one. Load the adapter under that name, which PEFT gives it by itself."
+        )
+    _check_float32(model)
+
+
+def _check_float32(model: Any) -> None:
     other = {str(p.dtype) for p in model.parameters()} - {"torch.float32"}
     if other:
         raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
@@ -334,6 +365,7 @@ def trainer(
     reward_floor: float | None = None,
     reward_timeout: float | None = None,
     rollouts: Any = None,
+    peft_config: Any = None,
 ) -> tuple[Any, Budget]:
     """Return TRL's trainer of an arm, and its budget.
 
@@ -341,8 +373,9 @@ def trainer(
     of an uninterrupted run.
 
     Args:
-        model: a float32 model, or a folder or name (TRL loads it in float32). Its generation settings become plain
-            ones: generate() would fill in whatever TRL leaves open, such as a ban on repeated n-grams.
+        model: a float32 model, or a folder or name (TRL loads it in float32), or a float32 PeftModel whose base is
+            frozen and whose adapter is named "default" (PEFT's name for it). Its generation settings become plain ones:
+            generate() would fill in whatever TRL leaves open, such as a ban on repeated n-grams.
         reward_funcs: as for `ESTrainer`, called through the same wrapper (`rewards.Rewards`): a failure scores the
             floor or stops the run, and None is left out. The state of one that has any moves at the end of an optimiser
             step, in the first process, from what was logged in all of them since the last; a generation that served
@@ -356,13 +389,18 @@ def trainer(
         reward_weights, reward_floor, reward_timeout: as in `ESConfig`.
         rollouts: who writes the completions instead of the model, of GRPO's trainer: TRL's `rollout_func`, which
             returns besides, as `importance_ratio`, by how much each completion's advantage is multiplied; a callback.
+        peft_config: of a new adapter, a `peft.LoraConfig` for example, drawn from the seed of args: the base is frozen,
+            and the adapter alone is trained (the module's 18 and 19). None: what the model has is trained.
 
     Returns:
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
-        ValueError: args that `config` did not make; a model that is not float32, has PEFT adapters or quantised
-            weights, or has no name though beta is not 0; or fewer rows than a step takes prompts.
+        ValueError: args that `config` did not make; a model that is not float32 or has quantised weights, or, without
+            an adapter, has no name though beta is not 0; an adapter over a base that is not frozen, of another name, or
+            beside vLLM; peft_config for a model that has an adapter; or fewer rows than a step takes prompts.
+        TypeError: a peft_config that is none.
+        ImportError: PEFT is not installed.
     """
     if args.use_vllm:  # first: TRL imports vLLM
         from evoalign_lib.engines.vllm import prepare_process
@@ -373,6 +411,7 @@ def trainer(
     from transformers import GenerationConfig
     from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
+    from evoalign_lib import _adapters
     from evoalign_lib._grpo_callbacks import Budget, RoundedWeights
 
     rows = [dict(row) for row in train_dataset]
@@ -381,9 +420,15 @@ def trainer(
         raise ValueError("args do not say all that `grpo.config` said (a copy?): make them by `grpo.config` again.")
     if len(rows) < prompts:
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
+    adapted = peft_config is not None or _adapters.is_adapted(model)
+    if adapted and args.use_vllm:
+        raise ValueError(
+            "vLLM beside an adapter: TRL would merge it into the base and take it out again before each generation, "
+            "which rounds the base. Let the model itself generate (vllm=None)."
+        )
     if not isinstance(model, str):
-        _check_model(model)
-        if args.beta > 0 and not model.config._name_or_path:
+        _check_trainable(model)
+        if args.beta > 0 and not adapted and not model.config._name_or_path:
             raise ValueError(
                 f"beta={args.beta}: TRL loads the reference model by name, and this model has none. Save it by "
                 "save_pretrained(folder), and give the folder or the model loaded from there."
@@ -391,12 +436,15 @@ def trainer(
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {}
+    if adapted:
+        kind = _resuming_adapter(kind)
+        given["peft_config"] = peft_config
     if rollouts is not None:
-        if kind is RLOOTrainer:
+        if issubclass(kind, RLOOTrainer):
             raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
-        kind, given = _reweighted(kind), {"rollout_func": rollouts}
+        kind, given["rollout_func"] = _reweighted(kind), rollouts
     ratios = 2 if rollouts is not None else 0
-    budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
+    budget = Budget(rewards, old_logprobs=issubclass(kind, RLOOTrainer), reference=args.beta > 0, ratios=ratios)
     if rewards.stateful:
         kind = _logging_state(kind, rewards)
     with warnings.catch_warnings():
@@ -416,14 +464,18 @@ def trainer(
             ],
             **given,
         )
-    _check_model(built.model)
+    _check_trainable(built.model)
     budget.model = built.model
-    own = built.model.generation_config
+    if adapted:
+        budget.adapter = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
+        budget.reference_adapted = "ref" in built.model.peft_config
+    network = _adapters.base_of(built.model)
+    own = network.generation_config
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    built.model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
+    network.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
     if getattr(args, _ROUNDED):  # before the reference is made, which has the weights that the run starts from
         RoundedWeights.apply(built.model)
-    if args.beta > 0:
+    if args.beta > 0 and not adapted:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
@@ -455,6 +507,23 @@ def _reweighted(kind: type) -> type:
 
     Reweighted.__name__ = kind.__name__  # TRL names its cards and logs by it
     return Reweighted
+
+
+def _resuming_adapter(kind: type) -> type:
+    """Return a trainer of TRL's that resumes the adapter which it trains, whatever lies beside it.
+
+    PEFT saves the adapter "default" in the folder of a checkpoint, and TRL's "ref" in a folder below. Where
+    transformers (5.17) finds such a folder, it loads what lies in folders alone, and training would go on from the
+    adapter of the start without a word.
+    """
+
+    class Resuming(kind):
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            (self.model if model is None else model).load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+    Resuming.__name__ = kind.__name__
+    return Resuming
 
 
 def _logging_state(kind: type, rewards: Rewards) -> type:

@@ -1,7 +1,12 @@
-"""Runs of the arms that TRL trains, measured by an engine of ours along the way."""
+"""Runs of the arms that TRL trains, measured by an engine of ours along the way.
+
+An arm with `lora_rank` trains an adapter over the frozen base, where ESSA adapts it (`essa.lora_config`), with first
+weights drawn from the seed of the run. Everything is measured of the merged model (`training.take_weights`).
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +27,18 @@ from evoalign_lib.study import measures, preflight, rollouts, training, worlds
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
     """Train by one of TRL's trainers in this process (see `grpo`), and yield the model.
 
-    Arguments as `evolution.train`; keep: gradient arms have no ledger. With `lasting` the model stays in the folder.
+    Arguments as `evolution.train`; keep: gradient arms have no ledger. With `lasting` the model stays in the folder, or
+    its adapter alone.
     """
     import trl
 
     model, tokenizer, sets = training.world(spec)
-    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+    # an adapter's layers come into the model itself, and the engine measures one without them
+    measured = copy.deepcopy(model) if "lora_rank" in spec else model
+    with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
         training.take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
         result, diverged = _train(spec, place, lasting, model, tokenizer, sets, engine)
-        training.take_weights(engine, model)
         del model  # and with it the trainer's optimiser, which may have filled a GPU
         gc.collect()
         yield training.Trained(engine, start, sets, result | {"trl": trl.__version__}, diverged)
@@ -40,7 +47,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 def _train(
     spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any
 ) -> tuple[Record, list[int]]:
-    """Train a model by one of TRL's trainers, and measure it by an engine along the way.
+    """Train a model by one of TRL's trainers, and measure it by an engine along the way, which has it at the end.
 
     Returns:
         Budget, counts, curve and, of another engine than the local one, its plan; and the steps after which the model
@@ -48,8 +55,11 @@ def _train(
     """
     from transformers import PrinterCallback
 
+    def take() -> None:
+        training.take_weights(engine, trainer.model)
+
     def look() -> tuple[Any, Mapping[str, Any]]:
-        training.take_weights(engine, model)
+        take()
         return engine, budget.spent(engine.layout.d)
 
     progress = training.Progress(place if lasting else None)
@@ -62,8 +72,9 @@ def _train(
         settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
     general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
-    written = _rollouts(spec, engine, lambda: training.take_weights(engine, model))
-    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve], rollouts=written)
+    written = _rollouts(spec, engine, take)
+    given = {"rollouts": written, "peft_config": _adapter(spec)}
+    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve], **given)
     if colocated:
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
@@ -73,11 +84,21 @@ def _train(
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
         counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
+    take()
     if lasting:
         trainer.save_model(str(place / "model"))
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
     result |= {} if written is None else {"rollouts": written.summary()}
     return result | worlds.plan(spec, engine), progress.diverged
+
+
+def _adapter(spec: Spec) -> Any:
+    """The configuration of the adapter that an arm trains; None: it trains all weights."""
+    if "lora_rank" not in spec:
+        return None
+    from evoalign_lib.essa import lora_config
+
+    return lora_config(spec["lora_rank"])
 
 
 def _rollouts(spec: Spec, engine: Any, take: Callable[[], None]) -> rollouts.PerturbedRollouts | None:

@@ -131,8 +131,14 @@ def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int, anchor
     )
 
 
+def adapter_parameters(model: Shape, rank: int) -> int:
+    """Parameters of the adapter that a gradient arm trains (`essa.lora_config`): A and B of q, k, v and o."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return 2 * model.layers * rank * (2 * model.hidden + queries + keys)
+
+
 def gradient_memory(
-    model: Shape, gpus: int, rows: int, length: int, micro_batch: int, reference: bool = False
+    model: Shape, gpus: int, rows: int, length: int, micro_batch: int, reference: bool = False, adapter: int = 0
 ) -> Memory:
     """Memory of each GPU that trains by gradients, with vLLM beside it; or of the process that does on a CPU.
 
@@ -143,18 +149,21 @@ def gradient_memory(
         length: tokens of a completion and its prompt.
         micro_batch: completions in a backward pass.
         reference: whether there is a reference model.
+        adapter: parameters of the adapter that is trained over the frozen base, which is the reference, too, and is
+            measured in a copy; 0: all weights are trained.
     """
-    d = model.d
+    d, moved = model.d, adapter or model.d
     tokens = micro_batch * length
     tile = min(tokens, _TILE[0]) * min(model.vocabulary, _TILE[1])
     # besides: a tile of logits and one of its exponentials, and the gradient of the head before it is added
     activations = activation_bytes(model, tokens) + 4 * (2 * tile + model.vocabulary * model.hidden)
     if gpus:  # when no activations are left, AdamW's loop over tensors makes one more copy of them all
-        activations = max(activations, 4 * d)
+        activations = max(activations, 4 * moved)
     caches = rows * length * kv_bytes(model, width=model.width if gpus else 4)
-    trained = [("weights", 4 * d), ("gradients", 4 * d), ("AdamW's moments", 8 * d)]
-    trained += [("reference model", 4 * d)] if reference else []
-    trained += [("buckets of gradients", 4 * d)] if gpus > 1 else []
+    trained = [("weights", 4 * (d + adapter)), ("gradients", 4 * moved), ("AdamW's moments", 8 * moved)]
+    trained += [("reference model", 4 * d)] if reference and not adapter else []
+    trained += [("merged model", 4 * d)] if adapter else []
+    trained += [("buckets of gradients", 4 * moved)] if gpus > 1 else []
     parts = [Part(f"{name}, float32", size) for name, size in trained]
     stored = f"activations of {micro_batch} x {length} tokens, or AdamW's temporaries, float32"
     parts.append(Part(stored, activations, of_micro_batch=True))
@@ -404,7 +413,8 @@ def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int,
     micro = min(mine, spec["batch_size"] if sft else spec.get("micro_batch", rollouts))
 
     def memory(rows: int, micro: int, gpus: int = gpus) -> Memory:
-        return gradient_memory(model, gpus, rows, length, micro, spec.get("beta", 0) > 0)
+        adapter = adapter_parameters(model, spec["lora_rank"]) if "lora_rank" in spec else 0
+        return gradient_memory(model, gpus, rows, length, micro, spec.get("beta", 0) > 0, adapter)
 
     if not gpus:
         return Placement(1, 1, wanted, wanted, (), memory(wanted, micro) + _held(model), 1, "")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib import files, models
+from evoalign_lib import _adapters, files, models
 from evoalign_lib.precision import copy_to
 from evoalign_lib.records import Record, Spec
 from evoalign_lib.study import measures, progress_bar, trained, worlds
@@ -53,10 +53,14 @@ def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str,
 
 
 def take_weights(engine: Any, model: Any) -> None:
-    """Copy a model's weights into an engine's."""
-    parameters = dict(model.named_parameters())
+    """Copy a model's weights into an engine's; of a model with an adapter those of the merged one, W + scaling * B A.
+
+    What is measured of an adapter is thus measured of a full model: its digest, and its distance from the base, are
+    those of the merged float32 weights.
+    """
+    found = _adapters.dense(model)
     for name, tensor in engine.weights.tensors().items():
-        tensor.copy_(parameters[name].detach())
+        tensor.copy_(found[name])
 
 
 class Trained(NamedTuple):

@@ -135,7 +135,8 @@ def test_what_the_arms_differ_in():
         "dr_grpo": ("dr_grpo", "none", None),
         "dapo": ("dapo", "group", 0.28),
         **dict.fromkeys(
-            ("grpo_random", "grpo_perturbed", "grpo_sgd", "grpo_rounded", "grpo_sgd_rounded"), ("grpo", "group", None)
+            ("grpo_random", "grpo_lora", "grpo_perturbed", "grpo_sgd", "grpo_rounded", "grpo_sgd_rounded"),
+            ("grpo", "group", None),
         ),
     }
     assert {arm for arm, a in args.items() if a.optim == "sgd"} == {"grpo_sgd", "grpo_sgd_rounded"}
@@ -152,7 +153,7 @@ def test_what_the_arms_differ_in():
 @pytest.mark.parametrize(
     ("arm", "changed", "message"),
     [
-        ("ppo", {}, "arm 'ppo' is not one of grpo, grpo_perturbed, dr_grpo, dapo, rloo"),
+        ("ppo", {}, "arm 'ppo' is not one of grpo, grpo_lora, grpo_perturbed, dr_grpo, dapo, rloo"),
         ("grpo", {"num_generations": 1}, "num_generations=1: a group needs at least 2 completions to compare"),
         ("grpo", {"beta": -0.01}, "beta=-0.01 must not be negative; 0 leaves the KL penalty out"),
         ("grpo", {"beta": float("nan")}, "beta=nan must not be negative"),

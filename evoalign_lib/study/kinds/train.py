@@ -51,8 +51,9 @@ def train_specs(
             have vLLM beside the model (see `specs.engine_fields`).
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing or that no run reads, fewer curve points than hold the
-            first step and the last or more than a record holds, an unknown curve_spacing, an anchor_decay out of range,
+        ValueError: an unknown arm, a setting that is missing or that no run reads, a lora_rank below 1 or with another
+            engine than the local one, fewer curve points than hold the first step and the last or more than a record
+            holds, an unknown curve_spacing, an anchor_decay out of range,
             temperatures that are none, a reach_at where no answers are listed, no prompts or more than there are, a
             step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
@@ -76,6 +77,8 @@ def train_specs(
         raise ValueError(
             f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are drawn by the local engine alone."
         )
+    if "lora_rank" in wanted:
+        _check_adapter(arm, wanted["lora_rank"], settings)
     wanted |= specs.engine_fields(bases, settings, families.of(arm))
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
@@ -97,6 +100,16 @@ def train_specs(
         for base in bases
         for seed in seeds
     ]
+
+
+def _check_adapter(arm: str, rank: int, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for an adapter that has no rank, or that would be trained with vLLM beside it."""
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"lora_rank={rank!r}: an adapter has a whole rank of at least 1, for example 8.")
+    if not worlds.is_local(settings):
+        raise ValueError(
+            f"engine={settings['engine']!r}: the adapter of arm {arm!r} is trained by the local engine alone."
+        )
 
 
 def _check_listed(given: Sequence[float], task: str, bases: Sequence[str]) -> None:
