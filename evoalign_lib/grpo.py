@@ -104,7 +104,11 @@ ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "g
 SCALES = ("group", "batch", "none")
 """By what an arm may scale its advantages."""
 
+DECODERS = ("generate", "loop")
+"""Who decodes where the model itself writes completions: transformers, or the loop of `engines.decode`."""
+
 _ROUNDED = "evoalign_rounds_weights"
+_DECODER = "evoalign_decoder"
 """What `config` tells `trainer` of an arm beside TRL's fields."""
 
 # settings of the configurations of all trainers in `_OWN`
@@ -195,6 +199,7 @@ def config(
     scale_rewards: str | None = None,
     micro_batch: int | None = None,
     vllm: Mapping[str, Any] | None = None,
+    decoder: str = "generate",
     **others: Any,
 ) -> Any:
     """Return TRL's configuration of an arm, with every setting that changes the mathematics stated.
@@ -217,6 +222,8 @@ def config(
         vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, with eos_ids
             (token ids that end a completion), max_model_length (tokens of a prompt and its completion at most) and
             gpu_memory (its share of the GPU's memory). See the module's 14.
+        decoder: who decodes where the model itself generates: "generate", transformers; or "loop", our loop for small
+            models on a CPU (`LoopRollouts`), of arms of TRL's GRPO trainer.
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
@@ -226,7 +233,8 @@ def config(
     Raises:
         ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
             of fewer than two, a learning rate that is not positive, a negative beta, a micro batch that does not divide
-            a process's share of a step, processes that do not divide the step, or a setting that this module fixes.
+            a process's share of a step, processes that do not divide the step, an unknown decoder, the loop beside vLLM
+            or for an arm of another trainer, or a setting that this module fixes.
     """
     if arm not in ARMS:
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
@@ -246,6 +254,10 @@ def config(
         maths["scale_rewards"] = scale_rewards
     share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
     trainer_name = arms.get(arm).trl
+    choose("decoder", decoder, DECODERS)
+    if decoder == "loop" and (vllm is not None or trainer_name != "GRPO"):
+        why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer takes no other's completions"
+        raise ValueError(f"decoder='loop': {why}. Use decoder='generate'.")
     stated = _COMMON | _OPTIMISER | maths | _OWN[trainer_name]
     if vllm is not None:
         stated |= _VLLM | {
@@ -277,6 +289,7 @@ def config(
             "its own on its part of every step. On a machine without GPUs set use_cpu=True."
         )
     setattr(args, _ROUNDED, arms.get(arm).weights == "bfloat16")  # noqa: B010
+    setattr(args, _DECODER, decoder)  # noqa: B010
     return args
 
 
@@ -439,6 +452,12 @@ def trainer(
     if adapted:
         kind = _resuming_adapter(kind)
         given["peft_config"] = peft_config
+    if getattr(args, _DECODER) == "loop":
+        if rollouts is not None:
+            raise ValueError(
+                "decoder='loop', and rollouts of others: they decode as they like. Use decoder='generate'."
+            )
+        given["rollout_func"] = LoopRollouts()
     if rollouts is not None:
         if issubclass(kind, RLOOTrainer):
             raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
@@ -482,6 +501,55 @@ def trainer(
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
     built.args = _masked(built.args)
     return built, budget
+
+
+class LoopRollouts:
+    """What writes the completions of a policy gradient by the decoding loop: TRL's `rollout_func`.
+
+    The tokens are those that transformers' generate draws from the same random state, one float32 sample at temperature
+    1 of the whole batch after the other, and the random state is afterwards the same. Logits differ from those of
+    transformers in their last digits, by the loop's other order of sums, so that a token of which two are almost
+    equally near to be drawn may be the other one. Then that run differs from there on, as it does on another CPU.
+
+    Attributes:
+        drop_rows: whether rows that have ended are left out, where this CPU computes the others alike without them.
+    """
+
+    def __init__(self):
+        self.drop_rows: bool | None = None
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Return the ids of prompts and completions.
+
+        Raises:
+            ValueError: a model that the loop does not cover, or one that is not on the CPU.
+        """
+        import torch
+
+        from evoalign_lib import _adapters
+        from evoalign_lib.engines.base import Prompts
+        from evoalign_lib.engines.decode import Decoder, rows_are_exact, supports
+
+        model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+        reason = supports(model.config) or _adapters.not_dense(model)
+        if not reason and trainer.accelerator.device.type != "cpu":
+            reason = f"it is on {trainer.accelerator.device}"
+        if reason:
+            raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
+        found, weights = Prompts([{"prompt": prompt} for prompt in prompts], tokenizer), _adapters.dense(model)
+        if self.drop_rows is None:
+            self.drop_rows = rows_are_exact(model.config, weights, len(found))
+        ends, pad, prefix = list(trainer.eos_token_ids), tokenizer.pad_token_id, torch.from_numpy(found.prefix)
+        decoder = Decoder(model.config, weights, ends, pad, prefix, self.drop_rows)
+        ids, mask = torch.from_numpy(found.ids), torch.from_numpy(found.mask)
+        written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial=True).numpy()
+        ended = np.isin(written, ends)
+        lengths = np.where(ended.any(1), ended.argmax(1) + 1, written.shape[1])
+        return {
+            "prompt_ids": [row[known == 1].tolist() for row, known in zip(found.ids, found.mask, strict=True)],
+            "completion_ids": [row[:n].tolist() for row, n in zip(written, lengths, strict=True)],
+            "logprobs": None,  # TRL reads them for vLLM alone
+        }
 
 
 def _masked(args: Any) -> Any:

@@ -50,8 +50,8 @@ def _train(
     """Train a model by one of TRL's trainers, and measure it by an engine along the way, which has it at the end.
 
     Returns:
-        Budget, counts, curve and, of another engine than the local one, its plan; and the steps after which the model
-        had weights that were not finite.
+        Budget, counts, curve, who decoded the samples (`grpo.DECODERS`, or "vllm") and, of another engine than the
+        local one, its plan; and the steps after which the model had weights that were not finite.
     """
     from transformers import PrinterCallback
 
@@ -68,6 +68,7 @@ def _train(
     settings = {name: spec[name] for name in names}
     settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
     rows = training.rows(spec, tokenizer, sets["train"])
+    settings |= {"decoder": spec["decoder"]} if "decoder" in spec else {}
     if colocated := not worlds.is_local(spec):
         settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
     general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
@@ -88,7 +89,9 @@ def _train(
     if lasting:
         trainer.save_model(str(place / "model"))
     result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
-    result |= {} if written is None else {"rollouts": written.summary()}
+    result |= {"decoder": "vllm" if colocated else spec.get("decoder", "generate")}  # of the samples that it trains on
+    if written is not None:
+        result |= {"decoder": engine.decoder, "rollouts": written.summary()}
     return result | worlds.plan(spec, engine), progress.diverged
 
 

@@ -88,7 +88,9 @@ def test_the_record_of_every_arm(arm, tmp_path):
     assert r["update_norm"] > 0 and r["test"]["n"] == 10 and len(r["digest"]) == 16
     budget = r["budget"]
     whole = 140_928 + (r["d"] if adapter else 0)
-    assert budget["forward_flops"] % (2 * whole) == 0 and budget["core_seconds"] <= budget["core_seconds_total"]
+    assert budget["core_seconds"] <= budget["core_seconds_total"]
+    # those of GRPO over an adapter are no multiple (`test_grpo_adapters`)
+    assert budget["forward_flops"] % (2 * whole) == 0 or arm == "grpo_lora"
     warm = 3 * 2 * whole * budget["sft_tokens"] if adapter else 0
     if arm in ("es_random", "essa_random"):  # generates nothing
         assert [budget[axis] for axis in AXES[:3]] == [0, 0, warm]
