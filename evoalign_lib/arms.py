@@ -145,6 +145,7 @@ ARMS: dict[str, Arm] = {
     "grpo_lora": replace(
         _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS),
         settings=(*_GRADIENT, "lora_rank"),
+        sweep="grpo_lora",
     ),
     # rollouts at temperature 1 from perturbed weights, as ES has them
     "grpo_perturbed": replace(
@@ -204,6 +205,7 @@ _OF_ES = [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3,
 SWEEP: dict[str, list[dict[str, float]]] = {
     "es": _OF_ES,
     "grpo": [{"learning_rate": r, "beta": b} for r in (3e-5, 1e-4, 3e-4, 1e-3) for b in (0.0, 0.01, 0.04)],
+    "grpo_lora": [{"learning_rate": r, "beta": b} for r in (3e-4, 1e-3, 3e-3, 1e-2) for b in (0.0, 0.01, 0.04)],
     "es_weighted": _OF_ES,
     "es_low_rank": _OF_ES,
     "essa": [{"sigma": s, "leading_share": a} for s in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0) for a in (0.5, 1.0)],

@@ -97,6 +97,46 @@ def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
     return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
 
 
+def spent_until(x: ArrayLike, score: ArrayLike, target: float) -> float:
+    """Return what a run had spent when its score first came to a target, read between points in the logarithm of x.
+
+    All that it spent, if it never did. A first point at x = 0, which has no logarithm, counts as 1.
+
+    x, score: (points,), x rising; target: in the unit of the scores.
+
+    >>> round(spent_until([0, 100, 10_000], [0.1, 0.1, 0.3], 0.2))
+    1000
+    """
+    spent, scores = np.maximum(np.asarray(x, np.float64), 1), np.asarray(score, np.float64)
+    reached = np.flatnonzero(scores >= target)
+    if not len(reached):
+        return float(spent[-1])
+    i = reached[0]
+    if i == 0:
+        return float(spent[0])
+    share = (target - scores[i - 1]) / (scores[i] - scores[i - 1])
+    return float(2 ** (np.log2(spent[i - 1]) + share * np.log2(spent[i] / spent[i - 1])))
+
+
+def minimum(levels: ArrayLike, needed: Sequence[ArrayLike]) -> float:
+    """Return the level at which a quadratic over the logarithm of levels has its minimum, within the levels tried.
+
+    At an edge, where the parabola has no minimum inside.
+
+    levels: (k,) of a setting, three at least, above 0. needed: k arrays, what the runs of each level needed, above 0.
+
+    >>> round(minimum([8, 16, 32, 64], [[4], [2], [2], [4]]), 1)
+    22.6
+    """
+    x = np.log2(np.repeat(np.asarray(levels, np.float64), [len(each) for each in needed]))
+    a, b, c = np.polyfit(x, np.log2(np.concatenate([np.asarray(each, np.float64) for each in needed])), 2)
+    ends = x.min(), x.max()
+    inside = -b / (2 * a) if a > 0 else inf
+    if ends[0] <= inside <= ends[1]:
+        return float(2**inside)
+    return float(2 ** min(ends, key=lambda end: (a * end + b) * end + c))
+
+
 def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.float64]]:
     """Return the first point at which an arm's mean over seeds reaches a target, and the scores (seeds,) there.
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evoalign_lib.analysis.curves import minimum, spent_until
 from evoalign_lib.claims import placebos
 from evoalign_lib.claims.judgement import decide
 from evoalign_lib.claims.rules import RULES, check_rule
-from evoalign_lib.claims.rules.optimum import completions_to, minimum
 from evoalign_lib.claims.selection import Evidence
 
 LEVELS = [8, 16, 32, 64, 128, 256]
@@ -89,9 +89,9 @@ def test_without_a_minimum_inside_the_better_edge_is_it():
 
 
 def test_completions_to_a_target_are_read_in_the_logarithm():
-    run = {"curve": {"completions": [0, 100, 10_000], "validation_greedy": [0.1, 0.1, 0.3]}}
-    assert completions_to(run, 0.2) == pytest.approx(1_000)
-    assert completions_to(run, 0.05) == 1 and completions_to(run, 0.4) == 10_000
+    run = [0, 100, 10_000], [0.1, 0.1, 0.3]
+    assert spent_until(*run, 0.2) == pytest.approx(1_000)
+    assert spent_until(*run, 0.05) == 1 and spent_until(*run, 0.4) == 10_000
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib.analysis import stats
+from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.claims.findings import Finding
 from evoalign_lib.claims.rules.rule import Rule
@@ -46,7 +46,7 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
         return [learned]
     levels = np.array([next(iter(where.values())) for where, _ in selected], float)
     target = rule["share"] * max(np.mean([_greedy(record)[-1] for record in records]) for records in groups)
-    needed = [np.array([completions_to(record, target) for record in records]) for records in groups]
+    needed = [np.array([_completions_to(record, target) for record in records]) for records in groups]
     interval = _interval(levels, needed, evidence.resamples)
     never = sum(_greedy(record).max() < target for records in groups for record in records)
     context = f"(target {100 * target:.1f} %, n = {n} a level, {never} of {sum(sizes)} runs never get there)"
@@ -59,46 +59,15 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     ]
 
 
-def completions_to(record: Record, target: float) -> float:
-    """Return how many completions a run drew until its greedy validation accuracy first came to a target.
-
-    All that it drew, if it never did; at the least 1.
-    """
-    drawn, accuracy = np.maximum(record["curve"]["completions"], 1).astype(float), _greedy(record)
-    reached = np.flatnonzero(accuracy >= target)
-    if not len(reached):
-        return float(drawn[-1])
-    i = reached[0]
-    if i == 0:
-        return float(drawn[0])
-    share = (target - accuracy[i - 1]) / (accuracy[i] - accuracy[i - 1])
-    return float(2 ** (np.log2(drawn[i - 1]) + share * np.log2(drawn[i] / drawn[i - 1])))
-
-
-def minimum(levels: NDArray[np.float64], needed: Sequence[NDArray[np.float64]]) -> float:
-    """Return the level at which a quadratic over the logarithm of levels has its minimum, within the levels tried.
-
-    Args:
-        levels: (k,) of a setting, three at least.
-        needed: k arrays, what the runs of a level needed, above 0.
-
-    >>> round(minimum(np.array([8.0, 16, 32, 64]), [np.array([x]) for x in (4.0, 2.0, 2.0, 4.0)]), 1)
-    22.6
-    """
-    x = np.log2(np.repeat(levels, list(map(len, needed))))
-    a, b, c = np.polyfit(x, np.log2(np.concatenate(needed)), 2)
-    ends = np.log2([levels.min(), levels.max()])
-    inside = -b / (2 * a) if a > 0 else np.inf
-    if ends[0] <= inside <= ends[1]:
-        return float(2**inside)
-    return float(2 ** min(ends, key=lambda end: (a * end + b) * end + c))
+def _completions_to(record: Record, target: float) -> float:
+    return curves.spent_until(record["curve"]["completions"], _greedy(record), target)
 
 
 def _interval(levels: NDArray[np.float64], needed: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
     rng = np.random.default_rng(0)
-    drawn = [minimum(levels, [rng.choice(each, len(each)) for each in needed]) for _ in range(resamples)]
+    drawn = [curves.minimum(levels, [rng.choice(each, len(each)) for each in needed]) for _ in range(resamples)]
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return Interval(minimum(levels, needed), float(low), float(high), min(map(len, needed)))
+    return Interval(curves.minimum(levels, needed), float(low), float(high), min(map(len, needed)))
 
 
 def _greedy(record: Record) -> NDArray[np.float64]:

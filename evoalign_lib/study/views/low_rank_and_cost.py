@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign_lib import paths, style
-from evoalign_lib.analysis import stats
+from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_lib.claims.rules.optimum import completions_to
-from evoalign_lib.claims.verdicts import Verdict
 from evoalign_lib.records import Record, accuracy_matrix
 from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import low_rank_and_cost as study
@@ -158,6 +156,11 @@ def target(of: Records, run: SimpleNamespace, share: float = 0.95) -> float:
     return share * max(_final(of[f"population {N}"]).mean() for N in run.populations)
 
 
+def completions_to(record: Record, aim: float) -> float:
+    """Return the completions that a run drew until its greedy validation accuracy came to a target, or all of them."""
+    return curves.spent_until(record["curve"]["completions"], record["curve"]["validation_greedy"], aim)
+
+
 def _final(found: Sequence[Record]) -> np.ndarray:
     return np.array([record["curve"]["validation_greedy"][-1] for record in found])
 
@@ -191,7 +194,7 @@ def null_table(of: Records, run: SimpleNamespace) -> DataFrame:
     return DataFrame(rows)
 
 
-def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
+def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any]) -> dict[str, str]:
     """Return the questions of the notebook with their answers, from records and verdicts."""
     found: dict[str, Callable[[], str]] = {
         "Does noise of rank 1 reach what noise of full rank reaches?": lambda: verdicts["C32"].text,
@@ -201,6 +204,6 @@ def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Verdict]) 
     return {question: f"{_state(verdicts, question)}{answer()}" for question, answer in found.items()}
 
 
-def _state(verdicts: Mapping[str, Verdict], question: str) -> str:
+def _state(verdicts: Mapping[str, Any], question: str) -> str:
     claim = {"Does": "C32", "Whic": "C12", "Are ": "C13"}[question[:4]]
     return f"{claim} {verdicts[claim].verdict}. "

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evoalign_lib import style
+from evoalign_lib.analysis import curves as analysis_curves
 from evoalign_lib.analysis import stats
-from evoalign_lib.claims.rules.optimum import completions_to, minimum
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
 from evoalign_lib.study.views import low_rank_and_cost as view
 
@@ -68,7 +68,7 @@ def populations(of: Records, run: SimpleNamespace) -> tuple[Figure, DataFrame]:
         for record in of[f"population {N}"]:
             accuracy = record["curve"]["validation_greedy"]
             row: dict[str, Any] = {"population": N, "seed": record["spec"]["seed"]}
-            row |= {"completions": completions_to(record, aim), "reached": max(accuracy) >= aim}
+            row |= {"completions": view.completions_to(record, aim), "reached": max(accuracy) >= aim}
             rows.append(row | {"at the end": 100 * accuracy[-1]})
     points = pd.DataFrame(rows)
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8))
@@ -82,7 +82,7 @@ def populations(of: Records, run: SimpleNamespace) -> tuple[Figure, DataFrame]:
     x = np.linspace(np.log2(levels[0]), np.log2(levels[-1]), 60)
     fitted = np.polyfit(np.log2(points["population"].astype(float)), np.log2(points["completions"]), 2)
     left.plot(2**x, 2 ** np.polyval(fitted, x), color=look.color, lw=1.2)
-    left.axvline(minimum(levels, needed), color="0.5", lw=0.8, ls=":")
+    left.axvline(analysis_curves.minimum(levels, needed), color="0.5", lw=0.8, ls=":")
     left.set(xscale="log", yscale="log", xlabel="population", ylabel=f"completions to {100 * aim:.1f} %")
     right.scatter(
         2.0 ** style.jitter(len(points), 0.12) * points["population"],
