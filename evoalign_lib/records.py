@@ -291,7 +291,7 @@ def seal_problems(path: Path) -> list[str]:
         if spec in specs:
             problems.append(f"{where} is a second record of its spec: delete one of the two")
         elif spec not in sealed:
-            remedy = f"if its writer was killed, or it was merged, {_SEAL_IT}" if text in new else _RESTORE
+            remedy = "if its writer was killed, or it was merged, run `evoalign seal`" if text in new else _RESTORE
             problems.append(f"{where} has no seal: {remedy}")
         elif _sha(text) != sealed[spec].record:
             problems.append(f"{where} is not the record that was sealed, it was edited: {_RESTORE}")

@@ -212,7 +212,7 @@ def checkout(tmp_path_factory) -> Path:
         assert text.count(line) == 1, name
         (package / name).write_text(text.replace(line, line + added), encoding="utf-8")
     rules = package / "claims/rules/__init__.py"
-    rules.write_text(rules.read_text(encoding="utf-8").replace("import bounds,", "import bounds, longer,"))
+    rules.write_text(rules.read_text(encoding="utf-8").replace("    bounds,\n", "    bounds,\n    longer,\n", 1))
     (root / "paper/generated").mkdir(parents=True)
     (root / "paper/claims.yaml").write_text(json.dumps([CLAIM]))  # JSON is YAML
     return root
