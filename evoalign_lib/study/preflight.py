@@ -46,6 +46,7 @@ from evoalign_lib.engines.memory import (
     shape,
     tensor_parallel_sizes,
 )
+from evoalign_lib.footprint import TRAINED
 from evoalign_lib.study import companions, families, measures, worlds
 
 GIB = 2**30
@@ -160,7 +161,8 @@ def gradient_memory(
     if gpus:  # when no activations are left, AdamW's loop over tensors makes one more copy of them all
         activations = max(activations, 4 * moved)
     caches = rows * length * kv_bytes(model, width=model.width if gpus else 4)
-    trained = [("weights", 4 * (d + adapter)), ("gradients", 4 * moved), ("AdamW's moments", 8 * moved)]
+    trained = [("weights", TRAINED["weights"] * (d + adapter)), ("gradients", TRAINED["gradients"] * moved)]
+    trained += [("AdamW's moments", TRAINED["moments"] * moved)]
     trained += [("reference model", 4 * d)] if reference and not adapter else []
     trained += [("merged model", 4 * d)] if adapter else []
     trained += [("buckets of gradients", 4 * moved)] if gpus > 1 else []

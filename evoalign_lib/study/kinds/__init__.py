@@ -20,6 +20,7 @@ KINDS: dict[str, str] = {
     "kl": "evoalign_lib.study.kinds.kl",
     "coverage": "evoalign_lib.study.kinds.coverage",
     "decoding": "evoalign_lib.study.kinds.decoding",
+    "memory": "evoalign_lib.study.kinds.memory",
     "merge": "evoalign_lib.study.kinds.merge",
     "noise": "evoalign_lib.study.kinds.noise",
     "path": "evoalign_lib.study.kinds.path",

@@ -1,0 +1,315 @@
+"""Bytes of memory, by component, of a step of each method at its peak: a formula of a model's shape.
+
+A peak is the larger of a method's phases: generating and, for gradients, going backward or moving the weights. Counted
+are tensors and arrays that a method keeps, and what a pass over the model has beside them. `study.kinds.memory` holds
+the formula against real steps on a CPU, where transformers generates; with `gpus` it counts what differs there:
+
+1. vLLM generates. Its cache has a row of full length for each completion and stays, its temporaries are not counted,
+   and a method of gradients has a copy of the weights for it in the model's dtype (TRL's "colocate").
+2. TRL's log-probabilities come from one tile of logits, in which Triton's kernel works in place; on a CPU PyTorch makes
+   seven more of the size of the vocabulary.
+3. AdamW moves all tensors at once, with a copy of the gradients, where a CPU takes one after the other.
+
+What autograd keeps for a token and a layer of a Qwen2 (h: hidden size, q: heads times their size, k: the same of key
+heads, i: intermediate size): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and
+keep their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a linear
+layer keeps no input but that of its factors, which PEFT casts to float32 for each of q, k, v and o: 20 h + 8 q + 4 k +
+6 i + 16 r bytes. (Where a batch is padded, transformers repeats keys and values for all heads: 2 (q - k) numbers more.)
+Gradients are there when a backward pass begins, as with several micro-batches a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evoalign_lib.engines.memory import Shape, kv_bytes
+
+COMPONENTS = (
+    "weights",
+    "working copy",
+    "master",
+    "compensation",
+    "adapter",
+    "gradients",
+    "moments",
+    "reference model",
+    "rollout copy",
+    "saved activations",
+    "logits",
+    "KV cache",
+    "noise or factors",
+    "search",
+    "temporaries",
+)
+"""What memory is counted by: "working copy" is what a member is written into, "search" the state of CMA-ES with the
+singular directions, "rollout copy" vLLM's weights beside the trained ones."""
+TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
+"""Bytes a parameter that training by AdamW in float32 keeps."""
+TILE = 4096, 32768
+"""Tokens and vocabulary of TRL's tiles of logits (TRL 1.16, `kernels.chunked_logprob`)."""
+ADAPTER_RANK = 8
+"""Of adapters, on the projections q, k, v and o (`essa.lora_config`)."""
+_LEAST_EIGHT_BITS = 4096  # numbers of a tensor whose moments have 8 bits (torchao.optim, as bitsandbytes)
+_BLOCK = 1 << 18  # weights whose noise is in memory at once (`precision`)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step has in memory at once."""
+
+    rows: int
+    """completions that a member, or a micro-batch, has"""
+    prompt: int
+    """tokens of a prompt, padding included"""
+    new: int
+    """tokens of a completion"""
+    generated: int
+    """completions decoded at once, of all members of a batch"""
+    members: int = 1
+    """of low rank, decoded in one batch"""
+    rank: int = 1
+    """of their noise"""
+    population: int = 96
+    """candidates of a search"""
+    prefix: int = 0
+    """tokens that all prompts begin with, which the decoding loop computes once"""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train, as far as memory depends on it."""
+
+    label: str
+    gradients: bool
+    dtype: str
+    """of the weights that products read: "float32", or "bfloat16" """
+    adapter: bool = False
+
+
+METHODS: dict[str, Method] = {
+    "es": Method("ES, float32 master", False, "bfloat16"),
+    "es_kahan": Method("ES, compensated pair", False, "bfloat16"),
+    "es_inplace": Method("ES, in place", False, "bfloat16"),
+    "es_loop": Method("ES, this project's CPU engine", False, "float32"),
+    "es_low_rank": Method("ES, low-rank members in a batch", False, "float32"),
+    "es_lora": Method("ES over LoRA", False, "bfloat16", adapter=True),
+    "essa": Method("ESSA", False, "bfloat16", adapter=True),
+    "grpo": Method("GRPO", True, "float32"),
+    "grpo_reference": Method("GRPO, reference model", True, "float32"),
+    "grpo_mixed": Method("GRPO, bfloat16 and master", True, "bfloat16"),
+    "grpo_adam8bit": Method("GRPO, 8-bit Adam", True, "float32"),
+    "grpo_adam8bit_bfloat16": Method("GRPO, 8-bit Adam, bfloat16", True, "bfloat16"),
+    "grpo_lora": Method("GRPO over LoRA", True, "bfloat16", adapter=True),
+}
+"""Name -> method. The master of "es" lies beside weights in bfloat16, as on GPUs; "grpo" is trained as this project
+trains it, "grpo_mixed" as clusters do."""
+
+
+def bytes_of(method: str, model: Shape, work: Work, gpus: bool = False) -> dict[str, int]:
+    """Return the bytes of each component that is there at the peak, in the order of `COMPONENTS`.
+
+    Args:
+        method: a key of `METHODS`.
+        model: its shape; the dtype is the method's, and of a rollout copy the model's own.
+        work: what is in memory at once.
+        gpus: as on GPUs, see the module's text.
+
+    Raises:
+        KeyError: no such method.
+    """
+    state = _state(method, model, work, gpus)
+    phases = [state | extra for extra in _phases(method, model, work, gpus)]
+    peak = max(phases, key=lambda phase: sum(phase.values()))
+    return {name: round(peak[name]) for name in COMPONENTS if peak.get(name)}
+
+
+def adapter_parameters(model: Shape, rank: int = ADAPTER_RANK) -> int:
+    """Return the parameters of a LoRA adapter on q, k, v and o."""
+    return sum(rank * (rows + cols) for rows, cols in _adapted(model))
+
+
+def _adapted(model: Shape) -> list[tuple[int, int]]:
+    """Return (outputs, inputs) of each adapted matrix."""
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    layer = [(q, model.hidden), (kv, model.hidden), (kv, model.hidden), (model.hidden, q)]
+    return layer * model.layers
+
+
+def _matrices(model: Shape) -> list[tuple[int, int]]:
+    """Return (rows, columns) of each matrix of the model."""
+    head = [(model.vocabulary, model.hidden)] * (2 if model.head else 1)
+    layer = [(model.intermediate, model.hidden)] * 2 + [(model.hidden, model.intermediate)]
+    return head + _adapted(model) + layer * model.layers
+
+
+def _vectors(model: Shape) -> list[int]:
+    """Return the size of each bias and norm of the model; other norms than those of the stream as one vector."""
+    q, kv, h, layers = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden, model.layers
+    biases = [q, kv, kv] * layers if model.queries > layers * h * q else []
+    found = [h] * (2 * layers + 1) + biases
+    rest = model.d - sum(found) - sum(rows * cols for rows, cols in _matrices(model))
+    return [*found, rest] if rest else found
+
+
+def _in_eight_bits(n: int, width: int) -> float:
+    """Return the bytes of a moment of a tensor: a byte a number, a float32 for each block of 256, a table of 256."""
+    small = n < _LEAST_EIGHT_BITS or n % 256
+    return width * n if small else n + 4 * n / 256 + 4 * 256
+
+
+def _largest(model: Shape) -> int:
+    return max(rows * cols for rows, cols in _matrices(model))
+
+
+# ---- what stays
+
+
+def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
+    """Return what a method keeps from step to step."""
+    d, adapter = model.d, adapter_parameters(model)
+    if method in ("grpo", "grpo_reference", "grpo_adam8bit", "grpo_adam8bit_bfloat16", "grpo_mixed"):
+        width = _width(method)
+        found = {"weights": width * d, "gradients": width * d, "moments": TRAINED["moments"] * d}
+        if method == "grpo_mixed":
+            found["master"] = 4 * d
+        if method == "grpo_reference":
+            found["reference model"] = width * d
+        if method.startswith("grpo_adam8bit"):
+            sizes = [*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)]
+            found["moments"] = 2 * sum(_in_eight_bits(n, width) for n in sizes)
+    elif method == "grpo_lora":
+        found = {"weights": 2 * d, "adapter": 4 * adapter, "gradients": 4 * adapter, "moments": 8 * adapter}
+    elif method == "es":
+        found = {"working copy": 2 * d, "master": 4 * d}
+    elif method == "es_kahan":
+        found = {"weights": 2 * d, "compensation": 2 * d}
+    elif method == "es_inplace":
+        found = {"weights": 2 * d}
+    elif method == "es_loop":
+        found = {"weights": 4 * d, "master": 4 * d, "working copy": 4 * d + 4 * _joined(model)}
+    elif method == "es_low_rank":
+        factors = sum(work.rank * (rows + cols) for rows, cols in _matrices(model))
+        found = {"master": 4 * d, "noise or factors": 4 * work.members * (factors + sum(_vectors(model)))}
+        # products read a copy in bfloat16 on a GPU; the CPU's engine reads the master itself, and joins matrices
+        found |= {"working copy": 2 * d} if gpus else {"weights": 4 * d, "working copy": 4 * _joined(model)}
+    elif method == "es_lora":
+        found = {"weights": 2 * d, "adapter": 4 * adapter, "master": 4 * adapter, "working copy": 4 * adapter}
+    elif method == "essa":
+        n = 2 * ADAPTER_RANK * len(_adapted(model))
+        directions = sum(ADAPTER_RANK * (rows + cols + 2 * ADAPTER_RANK) for rows, cols in _adapted(model))
+        # the start; in float64 directions, candidates in their table and twice within cma, C and its eigenvectors
+        search = 4 * adapter + 8 * (directions + (3 * work.population + _CMA_VECTORS) * n + 2 * n * n)
+        found = {"weights": 2 * d, "adapter": 4 * adapter, "master": 4 * adapter, "working copy": 4 * adapter}
+        found["search"] = search
+    else:
+        raise KeyError(method)
+    if gpus and METHODS[method].gradients:
+        found["rollout copy"] = model.width * d
+    return found
+
+
+_CMA_VECTORS = 14  # mean, paths, scales and the like (cma 4.5)
+
+
+def _width(method: str) -> int:
+    return 2 if METHODS[method].dtype == "bfloat16" else 4
+
+
+def _joined(model: Shape) -> int:
+    """Return the numbers of the matrices and biases that the decoding loop joins: queries, keys, values; gate, up."""
+    return model.queries + model.keys_values + 2 * model.layers * model.hidden * model.intermediate
+
+
+# ---- what comes and goes
+
+
+def _phases(method: str, model: Shape, work: Work, gpus: bool) -> list[Mapping[str, float]]:
+    """Return what a method has beside its state in each phase; a component of the state is replaced."""
+    generating = _generating(method, model, work, gpus)
+    if not METHODS[method].gradients:
+        return [generating] if gpus else [generating, _perturbing(method, model)]
+    stays = generating if gpus else {}
+    trained = _backward(method, model, work, gpus), _moving(method, model, gpus)
+    return [generating | {"gradients": 0}, *(stays | phase for phase in trained)]
+
+
+def _generating(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
+    """Return caches and temporaries of decoding: of the prompts' pass, or of the last token."""
+    width, rows, h = _width(method), work.generated, model.hidden
+    length = work.prompt + work.new
+    if gpus:
+        return {"KV cache": rows * length * kv_bytes(model, width=model.width)}
+    if method in ("es_loop", "es_low_rank"):
+        tokens = rows * (work.prompt - work.prefix)
+        cached = (rows * length + work.members * work.prefix) * kv_bytes(model, width=4)
+        heads, i = 2 * (model.heads + model.kv_heads) * model.head_dim, model.intermediate
+        # of a layer the stream, its change and a normed copy, beside attention and the MLP's results; the layer before
+        # leaves its own until they are made anew, and the last one's MLP has the last tokens alone
+        wide = max(2 * heads + 3 * i, (heads + 5 * i) * (model.layers > 2))
+        return {"KV cache": cached, "temporaries": 4 * tokens * (3 * h + wide)}
+    tokens = rows * work.prompt
+    # of the prompts' pass: embeddings, a layer's input, the stream, a normed copy, and three of the MLP's width;
+    # cosines and sines of the positions, and three integers
+    prompts = tokens * (width * (4 * h + 3 * model.intermediate + 2 * model.head_dim) + 24)
+    first = {"KV cache": tokens * kv_bytes(model, width=width), "temporaries": prompts}
+    # a layer's cache is there twice while it grows by a token
+    cached = rows * (length - 1) * kv_bytes(model, width=width)
+    last = {"KV cache": cached, "temporaries": cached / model.layers / 2}
+    return max(first, last, key=lambda phase: sum(phase.values()))
+
+
+def _perturbing(method: str, model: Shape) -> dict[str, float]:
+    """Return what it takes on a CPU to write a member into the weights: noise, and sums of a tensor or a block."""
+    block = min(_BLOCK, _largest(model))
+    if method == "es":  # a member in float32, one tensor after the other
+        return {"noise or factors": 4 * _largest(model)}
+    if method == "es_kahan":
+        return {"temporaries": 18 * block}
+    return {"noise or factors": 4 * block, "temporaries": 4 * block} if method == "es_inplace" else {}
+
+
+def activation_bytes(method: str, model: Shape, tokens: int) -> int:
+    """Return what autograd keeps of a forward pass of this many tokens, the head's input included."""
+    h, i = model.hidden, model.intermediate
+    q, k = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if METHODS[method].adapter:  # the first layer's input is the frozen embedding's
+        layer, ends = 20 * h + 8 * q + 4 * k + 6 * i + 16 * ADAPTER_RANK, 8 * h - 4 * h
+    elif METHODS[method].dtype == "bfloat16":
+        layer, ends = 16 * h + 2 * (2 * q + 2 * k + 4 * i), 8 * h + 2 * h
+    else:
+        layer, ends = 4 * (6 * h + 2 * q + 2 * k + 4 * i), 12 * h + 4 * h
+    small = 4 * (2 + model.heads)  # of each norm a root, of attention the logarithm of a sum
+    return tokens * (model.layers * (layer + small) + ends)
+
+
+def _backward(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
+    """Return what there is when a backward pass has come to the logits."""
+    tokens, width = work.rows * (work.prompt + work.new), _width(method)
+    scored = work.rows * (work.new if gpus else work.prompt + work.new - 1)
+    tile = min(scored, TILE[0])
+    logits = width * tile * TILE[1]
+    if not gpus:
+        logits += 4 * 7.25 * tile * min(model.vocabulary, TILE[1])
+    head = 0 if METHODS[method].adapter else 4 * model.vocabulary * model.hidden
+    return {
+        "saved activations": activation_bytes(method, model, tokens),
+        "logits": logits,
+        "temporaries": head + 4 * scored * model.hidden,
+    }
+
+
+def _moving(method: str, model: Shape, gpus: bool) -> dict[str, float]:
+    """Return the temporaries of AdamW: of all tensors on GPUs, of one after the other on a CPU."""
+    if method == "grpo_lora":
+        moved, largest = adapter_parameters(model), ADAPTER_RANK * max(model.hidden, model.heads * model.head_dim)
+    else:
+        moved, largest = model.d, _largest(model)
+    if method.startswith("grpo_adam8bit"):
+        return {"temporaries": 0 if gpus else _EIGHT_BIT_TEMPORARIES * largest}
+    if gpus:
+        return {"temporaries": 4 * moved}
+    return {"temporaries": (12 if method == "grpo_mixed" else 8) * largest}
+
+
+_EIGHT_BIT_TEMPORARIES = 40  # bytes a number: in eager mode codes are int64 for a while

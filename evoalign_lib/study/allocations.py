@@ -1,0 +1,149 @@
+"""What lies in memory while a step runs: every tensor's storage by component, at the instant of the peak.
+
+`Allocations` is a mode of PyTorch that sees each operation, forward and backward, and counts storages from their first
+tensor to their last. Each has a component: what an owner names (weights, moments), what autograd keeps (saved
+activations), gradients as they are accumulated, keys and values as attention caches them. NumPy's arrays that an
+operation reads are noise, if nobody holds them; the rest are temporaries. What one operation takes and gives back
+inside of itself is not seen: the resident memory of the process has it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+NOISE = "noise or factors"
+TEMPORARIES = "temporaries"
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the storages alive, by component, while its context lasts.
+
+    Args:
+        named: component of a new tensor by the operation's name and the tensor; None: a temporary one.
+    """
+
+    def __init__(self, named: Callable[[str, torch.Tensor], str | None] = lambda operation, tensor: None):
+        super().__init__()
+        self._named = named
+        self._storages: dict[int, tuple[int, str, int]] = {}  # size, component, address
+        self._arrays: list[tuple[int, int]] = []
+        self.now: dict[str, int] = {}
+        """component -> bytes alive"""
+        self.at_peak: dict[str, int] = {}
+        """component -> bytes at the peak"""
+        self._peak = 0
+        self._context = ExitStack()
+
+    def __enter__(self):
+        self._context.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor))
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        self._context.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(map(is_traceable_wrapper_subclass, given)):
+            return NotImplemented  # it is made of plain tensors, whose operations come here
+        for tensor in given:
+            if _key(tensor) not in self._storages and not self._is_held(tensor):
+                self._count(tensor, NOISE)
+        out = func(*args, **(kwargs or {}))
+        known = set(map(_key, given))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in known and _key(tensor) not in self._storages:
+                self._count(tensor, self._named(str(func), tensor) or TEMPORARIES)
+        self._look()
+        return out
+
+    # ---- components
+
+    def name(self, component: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Give tensors a component, those that were made before the context began among them."""
+        for tensor in tensors:
+            key = _key(tensor)
+            if key not in self._storages:
+                self._count(tensor, component)
+                continue
+            size, before, start = self._storages[key]
+            self.now[before] -= size
+            self._storages[key] = size, component, start
+            self.now[component] = self.now.get(component, 0) + size
+
+    def hold(self, component: str, array: np.ndarray) -> None:
+        """Count a NumPy array from here on; one that lies in a tensor's storage gives that the component."""
+        first = array.__array_interface__["data"][0]
+        for key, (size, before, start) in self._storages.items():
+            if start <= first < start + size:
+                self._storages[key] = size, component, start
+                self.now[before] -= size
+                self.now[component] = self.now.get(component, 0) + size
+                return
+        self._arrays.append((first, first + array.nbytes))
+        self.now[component] = self.now.get(component, 0) + array.nbytes
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Name a model's gradients when they are accumulated, and the keys and values that its layers cache."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: self.name("gradients", [p.grad]))
+        for name, module in model.named_modules():
+            if name.endswith("self_attn"):
+                module.register_forward_hook(self._cached, with_kwargs=True)
+
+    def _cached(self, module: Any, given: Any, named: Mapping[str, Any], output: Any) -> None:
+        if (cache := named.get("past_key_values")) is not None:
+            layer = cache.layers[module.layer_idx]
+            self.name("KV cache", [layer.keys, layer.values])
+
+    def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._storages.get(_key(tensor), (0, TEMPORARIES, 0))[1] == TEMPORARIES:
+            self.name("saved activations", [tensor])
+        return tensor.detach()
+
+    # ---- the peak
+
+    def begin(self) -> None:
+        """Forget the peak so far."""
+        self._peak, self.at_peak = 0, {}
+        self._look()
+
+    def _look(self) -> None:
+        if (total := sum(self.now.values())) > self._peak:
+            self._peak, self.at_peak = total, {name: size for name, size in self.now.items() if size}
+
+    def _count(self, tensor: torch.Tensor, component: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = _key(tensor), storage.nbytes()
+        self._storages[key] = size, component, storage.data_ptr()
+        self.now[component] = self.now.get(component, 0) + size
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        size, component, _ = self._storages.pop(key)
+        self.now[component] -= size
+
+    def _is_held(self, tensor: torch.Tensor) -> bool:
+        return any(first <= tensor.data_ptr() < last for first, last in self._arrays)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def resident(field: str) -> int:
+    """Return a line of this process's /proc/self/status, bytes. Raises RuntimeError where there is none."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}: measure on Linux")

@@ -1,0 +1,100 @@
+"""What the records of memory say: tables of bytes by component, and of ratios of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from evoalign_lib import footprint
+from evoalign_lib.records import Record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+LESS = ("es", "es_kahan", "es_inplace", "es_low_rank", "es_lora", "essa")
+MORE = ("grpo", "grpo_reference", "grpo_mixed", "grpo_lora", "grpo_adam8bit", "grpo_adam8bit_bfloat16")
+"""Methods whose ratio is given: MORE over LESS."""
+KEPT = tuple(name for name in footprint.COMPONENTS if name not in ("saved activations", "logits", "KV cache"))
+"""Components that do not grow with the tokens of a step, but for temporaries of the CPU."""
+
+
+def cells(records: Sequence[Record]) -> DataFrame:
+    """Return a row for each component of each measured step.
+
+    Columns: method, model, rows, component ("in all" for the sum), predicted and measured (bytes), error, the
+    difference as a share of all that was measured.
+    """
+    import pandas as pd
+
+    return pd.DataFrame(
+        _cells(records), columns=["method", "model", "rows", "component", "predicted", "measured", "error"]
+    )
+
+
+def _cells(records: Sequence[Record]) -> Iterator[tuple]:
+    for record in records:
+        label, size = footprint.METHODS[record["spec"]["method"]].label, record["spec"]["size"]
+        for rows, cell in record["cells"].items():
+            predicted, measured = cell["predicted"], cell["measured"]
+            total = sum(measured.values())
+            for name in footprint.COMPONENTS:
+                if name in predicted or name in measured:
+                    p, m = predicted.get(name, 0), measured.get(name, 0)
+                    yield label, size, int(rows), name, p, m, (p - m) / total
+            yield label, size, int(rows), "in all", sum(predicted.values()), total, sum(predicted.values()) / total - 1
+
+
+def errors(records: Sequence[Record]) -> DataFrame:
+    """Return a row for each method: steps measured, and the largest error in all, of either sign."""
+    found = cells(records)
+    found = found[found.component == "in all"]
+    named = [method.label for method in footprint.METHODS.values()]
+    rows = found.groupby("method").error.agg(steps="size", largest=lambda e: e.loc[e.abs().idxmax()])
+    return rows.reindex([name for name in named if name in rows.index]).reset_index()
+
+
+def bytes_a_parameter(records: Sequence[Record], size: str) -> DataFrame:
+    """Return what the formula gives for a model on a GPU: a row for each method, a column for each component.
+
+    size: a key of `kinds.memory.PUBLISHED`.
+    """
+    import pandas as pd
+
+    rows = {}
+    for method, found in _published(records).items():
+        at = found[size]
+        rows[footprint.METHODS[method].label] = {
+            name: at["bytes"].get(name, 0) / at["d"] for name in footprint.COMPONENTS
+        }
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=list(footprint.COMPONENTS))
+    return frame.loc[:, frame.any()]
+
+
+def ratios(records: Sequence[Record], kept: bool = False) -> DataFrame:
+    """Return how many times the memory of each method of ES a method of GRPO needs, a row for each pair.
+
+    Columns: method, against, and the models.
+
+    Args:
+        records: of kind "memory".
+        kept: count only what does not grow with the tokens of a step (`KEPT`).
+    """
+    import pandas as pd
+
+    found = _published(records)
+
+    def total(method: str, size: str) -> float:
+        return sum(value for name, value in found[method][size]["bytes"].items() if not kept or name in KEPT)
+
+    rows = []
+    for less in (name for name in LESS if name in found):
+        for more in (name for name in MORE if name in found):
+            names = {"method": footprint.METHODS[less].label, "against": footprint.METHODS[more].label}
+            rows.append(names | {size: total(more, size) / total(less, size) for size in found[less]})
+    return pd.DataFrame(rows)
+
+
+def _published(records: Sequence[Record]) -> dict[str, dict]:
+    """Return method -> what the formula gives, in the order of `footprint.METHODS`."""
+    found = {record["spec"]["method"]: record["published"] for record in records}
+    return {method: found[method] for method in footprint.METHODS if method in found}
