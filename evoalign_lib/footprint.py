@@ -12,9 +12,10 @@ the formula against real steps on a CPU, where transformers generates; with `gpu
 
 What autograd keeps for a token and a layer of a Qwen2 (h: hidden size, q: heads times their size, k: the same of key
 heads, i: intermediate size): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and
-keep their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a linear
-layer keeps no input but that of its factors, which PEFT casts to float32 for each of q, k, v and o: 20 h + 8 q + 4 k +
-6 i + 16 r bytes. (Where a batch is padded, transformers repeats keys and values for all heads: 2 (q - k) numbers more.)
+keep their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a
+linear layer keeps no input but that of its factors, which PEFT casts to float32 for each of q, k, v and o: 20 h + 8 q +
+4 k + 6 i + 16 r bytes. (Where a batch is padded, transformers repeats keys and values for all heads: 2 (q - k) numbers
+more.)
 Gradients are there when a backward pass begins, as with several micro-batches a step.
 """
 

@@ -240,6 +240,7 @@ def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Pa
             if step == 0:
                 if getattr(weights, "working", None) is not None:
                     seen.hold("working copy", weights.working)
+                gc.collect()  # numba's first call of a kernel leaves its arguments in a circle
                 seen.begin()
     return replace(work, members=many, generated=many * rows) if method == "es_low_rank" else work
 
@@ -477,8 +478,10 @@ def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, cal
     elif method == "grpo_mixed":
         given["optimizers"] = (_master_adamw(model), None)
     else:
-        from torchao.optim import AdamW8bit
-
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ImportError("Adam in 8 bits is torchao's: pip install 'evoalign[analysis]'.") from error
         given["optimizers"] = (AdamW8bit(model.parameters(), lr=1e-5, weight_decay=0.0), None)
     return GRPOTrainer(
         model=model,

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 LESS = ("es", "es_kahan", "es_inplace", "es_low_rank", "es_lora", "essa")
 MORE = ("grpo", "grpo_reference", "grpo_mixed", "grpo_lora", "grpo_adam8bit", "grpo_adam8bit_bfloat16")
 """Methods whose ratio is given: MORE over LESS."""
-KEPT = tuple(name for name in footprint.COMPONENTS if name not in ("saved activations", "logits", "KV cache"))
-"""Components that do not grow with the tokens of a step, but for temporaries of the CPU."""
+_PASSING = ("saved activations", "logits", "KV cache", "temporaries")
+KEPT = tuple(name for name in footprint.COMPONENTS if name not in _PASSING)
+"""Components that a method keeps from step to step, however many tokens a step has."""
 
 
 def cells(records: Sequence[Record]) -> DataFrame:
@@ -54,15 +55,16 @@ def errors(records: Sequence[Record]) -> DataFrame:
 
 
 def bytes_a_parameter(records: Sequence[Record], size: str) -> DataFrame:
-    """Return what the formula gives for a model on a GPU: a row for each method, a column for each component.
+    """Return what the formula gives for a model on a GPU: a row for each of LESS and MORE, a column for each component.
 
     size: a key of `kinds.memory.PUBLISHED`.
     """
     import pandas as pd
 
     rows = {}
-    for method, found in _published(records).items():
-        at = found[size]
+    published = _published(records)
+    for method in (name for name in (*LESS, *MORE) if name in published):
+        at = published[method][size]
         rows[footprint.METHODS[method].label] = {
             name: at["bytes"].get(name, 0) / at["d"] for name in footprint.COMPONENTS
         }
@@ -77,7 +79,7 @@ def ratios(records: Sequence[Record], kept: bool = False) -> DataFrame:
 
     Args:
         records: of kind "memory".
-        kept: count only what does not grow with the tokens of a step (`KEPT`).
+        kept: count `KEPT` alone.
     """
     import pandas as pd
 
