@@ -10,12 +10,12 @@ the formula against real steps on a CPU, where transformers generates; with `gpu
    seven more of the size of the vocabulary.
 3. AdamW moves all tensors at once, with a copy of the gradients, where a CPU takes one after the other.
 
-What autograd keeps for a token and a layer of a Qwen2 (h: hidden size, q: heads times their size, k: the same of key
-heads, i: intermediate size): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and
-keep their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a
+What autograd keeps for a token and a layer of a Qwen2 (h: hidden size, q: heads times their size, k: the same for keys,
+i: intermediate size; k is q where there are several key heads, which transformers repeats for all heads, and the size of
+one where there is one): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and keep
+their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a
 linear layer keeps no input but that of its factors, which PEFT casts to float32 for each of q, k, v and o: 20 h + 8 q +
-4 k + 6 i + 16 r bytes. (Where a batch is padded, transformers repeats keys and values for all heads: 2 (q - k) numbers
-more.)
+4 k + 6 i + 16 r bytes.
 Gradients are there when a backward pass begins, as with several micro-batches a step.
 """
 
@@ -273,7 +273,8 @@ def _perturbing(method: str, model: Shape) -> dict[str, float]:
 def activation_bytes(method: str, model: Shape, tokens: int) -> int:
     """Return what autograd keeps of a forward pass of this many tokens, the head's input included."""
     h, i = model.hidden, model.intermediate
-    q, k = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    q = model.heads * model.head_dim
+    k = q if model.kv_heads > 1 else model.head_dim
     if METHODS[method].adapter:  # the first layer's input is the frozen embedding's
         layer, ends = 20 * h + 8 * q + 4 * k + 6 * i + 16 * ADAPTER_RANK, 8 * h - 4 * h
     elif METHODS[method].dtype == "bfloat16":

@@ -86,8 +86,8 @@ def test_more_work_never_takes_less(method, size, rows, new, gpus):
 def test_caches_and_activations_at_7b_by_hand():
     model, tokens = shape(qwen("7B")), 150 + 1024
     assert bytes_of("es", model, WORK, gpus=True)["KV cache"] == 64 * tokens * kv_bytes(model)
-    h, q, k, i = 3584, 28 * 128, 4 * 128, 18944
-    kept = tokens * (28 * (4 * (6 * h + 2 * q + 2 * k + 4 * i) + 4 * 30) + 16 * h)
+    h, q, i = 3584, 28 * 128, 18944
+    kept = tokens * (28 * (4 * (6 * h + 4 * q + 4 * i) + 4 * 30) + 16 * h)
     assert footprint.activation_bytes("grpo", model, tokens) == kept
     found = bytes_of("grpo", model, replace(WORK, rows=8, generated=8), gpus=True)
     assert found["saved activations"] == 8 * kept and found["logits"] == 4 * 4096 * 32768

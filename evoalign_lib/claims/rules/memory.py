@@ -45,12 +45,14 @@ def _compare(pair: tuple[Runs, Runs], label: str, size: str, error: float, most:
         return found
     more, less = (_published(runs, size) for runs in pair)
     ratio = more / less
-    words = {"value": f"{ratio:.3g}", "context": f"(formula within {100 * error:.1f} % of {n} steps)"}
     if error > most:
         off = f"(not decided: the formula misses a step by {100 * error:.1f} %, at most {100 * most:g} % is asked)"
-        return found | words | {"context": off}
+        return found | {"value": f"{ratio:.3g}", "context": off}
     spread = (1 + error) / (1 - error)
-    return found | words | {"interval": Interval(ratio, ratio / spread, ratio * spread, n)}
+    interval = Interval(ratio, ratio / spread, ratio * spread, n)
+    value = f"{ratio:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
+    within = f"(formula within {100 * error:.1f} % of every step, n = {n})"
+    return found | {"interval": interval, "value": value, "context": within}
 
 
 def _published(runs: Runs, size: str) -> float:

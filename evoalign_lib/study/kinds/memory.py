@@ -43,23 +43,10 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 """Models: what differs from the base's configuration; nothing: the base itself."""
+_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_NAMES = (*_NAMES, "vocab_size", "tie_word_embeddings")
 PUBLISHED: dict[str, dict[str, Any]] = {
-    size: dict(
-        zip(
-            (
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "vocab_size",
-                "tie_word_embeddings",
-            ),
-            numbers,
-            strict=True,
-        )
-    )
-    | {"model_type": "qwen2", "dtype": "bfloat16"}
+    size: dict(zip(_NAMES, numbers, strict=True)) | {"model_type": "qwen2", "dtype": "bfloat16"}
     for size, numbers in {
         "0.5B": (896, 4864, 24, 14, 2, 151936, True),
         "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
@@ -73,7 +60,6 @@ PUBLISHED_WORK = footprint.Work(rows=1, prompt=150, new=1024, generated=64, memb
 """What a step at full size has at once: 64 completions of 1024 tokens decoded, one of them in a backward pass."""
 SIGMA = 1e-2
 MEMBERS, CANDIDATES, LOW_RANK_MEMBERS = 2, 8, 8
-NOISE = "noise or factors"
 
 
 def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
@@ -106,8 +92,9 @@ def run(spec: Spec) -> Record:
     """Return what a step takes, with each number of rows, and what the formula says.
 
     The record has `d`, parameters; `cells`, for each number of rows `work` (`footprint.Work`), `predicted` and
-    `measured`, component -> bytes at the peak, and `resident`, by how much the process grew, bytes; and `published`,
-    what the formula gives for models on a GPU (see there).
+    `measured`, component -> bytes at the peak, and `resident`, by how many bytes the process is larger at its own peak
+    than before the model was made (pages that nobody has written are not in it, such as most of a tile of logits where
+    the vocabulary is small); and `published`, what the formula gives for models on a GPU (see there).
 
     Raises:
         RuntimeError: the process failed; the message has the end of what it wrote.
@@ -159,9 +146,8 @@ def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
 
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
     shaped = shape(_configuration(size))
-    seen = Allocations(_named(shaped))
+    seen = Allocations(_named(method, shaped))
     step = _gradient_steps if footprint.METHODS[method].gradients else _es_steps
     with tempfile.TemporaryDirectory() as folder:
         work = step(method, size, rows, new, seen, Path(folder))
@@ -171,13 +157,21 @@ def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
     return {"d": shaped.d, "work": asdict(work), "predicted": predicted, "measured": measured, "resident": grown}
 
 
-def _named(model: Shape) -> Any:
+def _begin(seen: Any) -> None:
+    """Let peaks count from here on, that of the resident memory too."""
+    gc.collect()  # numba's first call of a kernel leaves its arguments in a circle
+    Path("/proc/self/clear_refs").write_text("5")
+    seen.begin()
+
+
+def _named(method: str, model: Shape) -> Any:
     """Return what tells logits, and the caches and joined matrices of the decoding loop, by their shapes."""
+    loop = method in ("es_loop", "es_low_rank")
 
     def component(operation: str, tensor: Any) -> str | None:
-        if tensor.ndim == 5:
+        if loop and tensor.ndim == 5:
             return "KV cache"
-        if operation.startswith("aten.cat") and tensor.shape[-1:] == (model.hidden,) and len(tensor) > model.hidden:
+        if loop and operation.startswith("aten.cat") and tensor.ndim == 2 and tensor.shape[1] == model.hidden:
             return "working copy"
         if tensor.ndim > 1 and tensor.shape[-1] in (model.vocabulary, footprint.TILE[1]):
             return "logits"
@@ -240,8 +234,7 @@ def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Pa
             if step == 0:
                 if getattr(weights, "working", None) is not None:
                     seen.hold("working copy", weights.working)
-                gc.collect()  # numba's first call of a kernel leaves its arguments in a circle
-                seen.begin()
+                _begin(seen)
     return replace(work, members=many, generated=many * rows) if method == "es_low_rank" else work
 
 
@@ -317,6 +310,7 @@ def _decode_together(engine: Any, members: Sequence[Any], seen: Any) -> None:
 
     from evoalign_lib.engines.decode import Decoder
     from evoalign_lib.low_rank import Population
+    from evoalign_lib.study.allocations import NOISE
 
     prompts, model = engine.prompts["train"], engine.model
     population = Population(engine.master, engine.layout, members, SIGMA, rank=1)
@@ -368,7 +362,7 @@ def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, fol
             seen.hold("working copy", weights.working)
             for array in _arrays(weights, {id(weights.flat), id(weights.working)}):
                 seen.hold("search", array)
-            seen.begin()
+            _begin(seen)
     return footprint.Work(len(data), 0, new, len(data), population=CANDIDATES)
 
 
@@ -415,7 +409,7 @@ def _gradient_steps(method: str, size: str, rows: int, new: int, seen: Any, fold
                 inner = getattr(optimizer, "optimizer", optimizer)
                 seen.name("master", getattr(inner, "masters", []))
                 seen.name("moments", _plain(inner.state))
-                seen.begin()
+                _begin(seen)
 
     model, tokenizer = build(size, footprint.METHODS[method].dtype)
     data = countdown.dataset(tiny.problems("train", 4), tokenizer)
