@@ -11,8 +11,8 @@ the formula against real steps on a CPU, where transformers generates; with `gpu
 3. AdamW moves all tensors at once, with a copy of the gradients, where a CPU takes one after the other.
 
 What autograd keeps for a token and a layer of a Qwen2 (h: hidden size, q: heads times their size, k: the same for keys,
-i: intermediate size; k is q where there are several key heads, which transformers repeats for all heads, and the size of
-one where there is one): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and keep
+i: intermediate size; k is q where there are several key heads, which transformers repeats for all heads, and the size
+of one where there is one): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and keep
 their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a
 linear layer keeps no input but that of its factors, which PEFT casts to float32 for each of q, k, v and o: 20 h + 8 q +
 4 k + 6 i + 16 r bytes.
