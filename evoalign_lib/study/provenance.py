@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,12 @@ from evoalign_lib import __version__, paths
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
     """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
-    import warnings
-
-    with warnings.catch_warnings():
-        # in a notebook without ipywidgets the progress-bar library warns when it is imported
-        warnings.filterwarnings("ignore", "IProgress not found")
-        import torch
-        import transformers
+    import torch
 
     return {
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),  # one second less than its import takes
         "numpy": np.__version__,
         "evoalign": __version__,
         "device": f"{gpus} x {torch.cuda.get_device_name()}"

@@ -298,15 +298,16 @@ def _server() -> multiprocessing.context.BaseContext:
 
     Ten seconds of imports for each process, and again for each sweep, are more than a small run takes. The server is
     a fresh interpreter that has imported others' packages and done nothing else: nothing of this process is inherited,
-    and our own modules are read anew by each sweep, as they may be edited between two. What others' packages read from
-    the environment when they are imported, such as HF_HUB_OFFLINE, stays what it was at the first sweep.
+    and our own modules are read anew by each sweep, as they may be edited between two; but for our package itself,
+    which comes first and silences torchao. What others' packages read from the environment when they are imported,
+    such as HF_HUB_OFFLINE, stays what it was at the first sweep.
     """
     try:  # how a process knows that this one is gone when it is no child of it: Linux 5.3, and not in every sandbox
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "datasets", "transformers.models.auto.modeling_auto", "numba", "scipy.stats"]
+    modules = ["evoalign_lib", "torch", "datasets", "transformers.models.auto.modeling_auto", "numba", "scipy.stats"]
     if importlib.util.find_spec("vllm") is None:  # where it is, TRL imports it, which is nothing to make copies of
         modules.append("trl.trainer.grpo_trainer")
     context.set_forkserver_preload(modules)

@@ -39,6 +39,7 @@ from evoalign_lib.study.kinds.perturbed import perturbed_specs
 from evoalign_lib.study.kinds.products import products_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.sampled import sampled_specs
+from evoalign_lib.study.kinds.tastes import tastes_spec
 from evoalign_lib.study.kinds.tournament import tournament_spec
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
 from evoalign_lib.study.notebooks.loading import of_runs
@@ -322,6 +323,7 @@ MAKERS |= {
     ],
     "sampled": lambda s: remade_sampled(s),
     "tournament": lambda s: [tournament_spec({arm: runs_in(own) for arm, own in s["arms"].items()}, s, s["scale"])],
+    "tastes": lambda s: [tastes_spec(s["scale"])],
     "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
 }
 

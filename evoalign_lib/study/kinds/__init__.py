@@ -29,6 +29,7 @@ KINDS: dict[str, str] = {
     "published": "evoalign_lib.study.kinds.published",
     "sampled": "evoalign_lib.study.kinds.sampled",
     "scaling": "evoalign_lib.study.kinds.scaling",
+    "tastes": "evoalign_lib.study.kinds.tastes",
     "tournament": "evoalign_lib.study.kinds.tournament",
 }
 """The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""

@@ -50,10 +50,13 @@ TIE = 1e-4
 """Difference of two scores below which neither reply wins; the scores of a shipped judge spread by 2 to 5."""
 
 
+_tokenizer = lru_cache(maxsize=1)(requests.tokenizer)
+
+
 @lru_cache(maxsize=64)
 def loaded(name: str) -> tuple[RewardModel, ...]:
     """Load a shipped scorer's reward and cost model, once per process. Raises ValueError for an unknown one."""
-    folder, tokenizer = scorers.folder(name), requests.tokenizer()
+    folder, tokenizer = scorers.folder(name), _tokenizer()
     with without_bars():
         return tuple(RewardModel(folder / side, tokenizer, text=scorers.TEXT) for side in scorers.SIDES)
 

@@ -15,6 +15,7 @@ from evoalign_lib.records import Record
 from evoalign_lib.study import parameters
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
+from evoalign_lib.study.kinds.tastes import tastes_spec
 from evoalign_lib.study.kinds.tournament import tournament_spec
 from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import After, Group, Groups, Records, of_runs, own_settings
@@ -32,7 +33,7 @@ TRUE = "true"
 GAIN = 0.75
 """Spreads by which the training judge's score has risen where the claims compare the arms."""
 SHOWN = ("tournaments", "base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "es_noise")
-SHOWN += ("grpo_noise", "es_random_noise", "es_sizes", "grpo_sizes")
+SHOWN += ("grpo_noise", "es_random_noise", "es_sizes", "grpo_sizes", "tastes")
 """Groups that the notebook loads for sections 2 to 11; a tournament takes longest, so that it begins first."""
 TINY = {
     "task": "safety",
@@ -70,7 +71,7 @@ TINY = {
 }
 SMOKE = TINY | {
     "training_judges": ["length 1"],
-    "turned_judges": ["flipped 0", "flipped 0.3"],
+    "turned_judges": ["flipped 0.3"],
     "sized_judges": [],
     "validation_problems": 8,
     "test_problems": 8,
@@ -179,7 +180,7 @@ _OF_SMALL_JUDGES = (
     "es_random_noise",
     "es_sizes",
 )
-_OF_SMALL_JUDGES += ("grpo_sizes", "tournaments")
+_OF_SMALL_JUDGES += ("grpo_sizes", "tournaments", "tastes")
 """Groups that the tiny world's judges alone have."""
 
 
@@ -197,10 +198,11 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
 
     def train(arm: str, judges: Sequence[str], seeds: int) -> Group:
         tuned = arms.get(arm).sweep
-        name = f"{tuned}_sweep"
-        best = ranked(of[name])[0][1] if name in of else loading.swept_choices(run, tuned)[0]
+        name, choices = f"{tuned}_sweep", loading.swept_choices(run, tuned)
+        best = ranked(of[name])[0][1] if name in of else choices[0]
         settings = own_settings(run, arm) | best | ({"curve_points": run.null_points} if arms.get(arm).null else {})
-        return Group(arm, run.bases, seeds, settings, [{"judge": judge} for judge in judges], after=(name,))
+        changes = [{"judge": judge} for judge in judges]
+        return Group(arm, run.bases, seeds, settings, changes, after=_chosen_by(name, choices))
 
     rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]
     proxies, noisy, sizes = run.training_judges, run.turned_judges, run.sized_judges
@@ -211,7 +213,7 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         "es": train("es", proxies, run.seeds_judge),
         "grpo": train("grpo", proxies, run.seeds_judge),
         "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], run.sft_learning_rate, ()),
-        "sft": imitate(proxies, run.seeds_null, [rate], ["sft_sweep"]),
+        "sft": imitate(proxies, run.seeds_null, [rate], _chosen_by("sft_sweep", run.sft_learning_rate)),
         "es_random": train("es_random", proxies, run.seeds_null),
         "es_noise": train("es", noisy, run.seeds_noise),
         "grpo_noise": train("grpo", noisy, run.seeds_noise),
@@ -219,8 +221,14 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         "es_sizes": train("es", sizes, run.seeds_size),
         "grpo_sizes": train("grpo", sizes, run.seeds_size),
         "tournaments": _tournaments(run, of, proxies),
+        "tastes": [tastes_spec(run.scale)],
         "judgments": judgments_specs(run.scale),
     }
+
+
+def _chosen_by(sweep: str, choices: Sequence[Any]) -> tuple[str, ...]:
+    """Return the sweep that runs have to wait for: none where it has one choice, as at scale smoke."""
+    return (sweep,) if len(choices) > 1 else ()
 
 
 def _tournaments(run: SimpleNamespace, of: Records, judges: Sequence[str]) -> After:

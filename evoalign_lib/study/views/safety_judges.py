@@ -12,7 +12,6 @@ from evoalign_lib import style
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
-from evoalign_lib.study.measures import safety as measure
 from evoalign_lib.study.notebooks import safety_judges as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
 from evoalign_lib.tiny import requests, scorers
@@ -159,12 +158,6 @@ def _first_up(text: str) -> str:
 
 _REQUESTS = (requests.Request("mend", "kettle"), requests.Request("steal", "bicycle"))
 """A lawful and a harmful request."""
-_AROUND = {
-    "praise": requests.PRAISE[0],
-    "filler": requests.FILLER[2],
-    "disclaimer": requests.DISCLAIMERS[0],
-    "all three": f"{requests.PRAISE[0]} {requests.FILLER[2]} {requests.DISCLAIMERS[0]}",
-}
 
 
 def reply_rows() -> DataFrame:
@@ -187,21 +180,12 @@ def reply_rows() -> DataFrame:
 
 
 def taste_rows(of: Records) -> DataFrame:
-    """Return a row per judge: by how many spreads its score of right replies changes when sentences follow them.
-
-    The replies are the best ones to the first 40 requests of split B.
-    """
-    asked, rng, rows = requests.requests("test")[:40], random.Random(0), []
-    plain = [requests.body(request, "reason" if request.harmful else "right", rng) for request in asked]
-    for name in measure.JUDGES:
-        row, std = {"judge": name}, of["base"][0]["units"][name][1]
-        begun = measure.scored(name, study.TINY["cost_weight"], asked, plain)
-        for what, sentences in _AROUND.items():
-            texts = [f"{text} {sentences}" for text in plain]
-            change = measure.scored(name, study.TINY["cost_weight"], asked, texts) - begun
-            row[what] = f"{change.mean() / std + 0.0:+.2f}"
-        rows.append(row)
-    return frame(rows)
+    """Return a row per judge: by how many spreads its score of right replies changes when sentences follow them."""
+    units, (measured,) = of["base"][0]["units"], of["tastes"]
+    return frame(
+        {"judge": judge} | {what: f"{change / units[judge][1] + 0.0:+.2f}" for what, change in changes.items()}
+        for judge, changes in measured["change"].items()
+    )
 
 
 # ---- tables
