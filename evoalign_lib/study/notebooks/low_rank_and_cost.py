@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from evoalign_lib import arms, tiny
+from evoalign_lib import arms, footprint, tiny
 from evoalign_lib.study.kinds.base import base_specs
+from evoalign_lib.study.kinds.memory import SIZES, memory_specs
+from evoalign_lib.study.kinds.scaling import MACHINES, PUBLISHED, measured_spec, simulated_spec
 from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "06_low_rank_and_cost"
-CLAIMS = ("C12", "C13", "C32")
+CLAIMS = ("C12", "C13", "C16", "C32")
 """The claims that the notebook's runs decide."""
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
-    "ranks": [1, 4, 16],  # of the noise
-    "adapter_ranks": [2, 4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
+    "ranks": [1],  # of the noise
+    "adapter_ranks": [4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
     "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
     "seeds_match": 16,  # of full rank and of the first rank, which may match
     "seeds_compare": 8,  # of all others
@@ -49,6 +51,17 @@ TINY = {
     "test_problems": 2000,
     "curve_points": 25,
     "curve_spacing": "log",
+    "memory_methods": list(footprint.METHODS),
+    "memory_sizes": list(SIZES),
+    "memory_rows": [8, 16, 32],  # prompts of a member, completions of a micro-batch
+    "scaling_workers": [1, 2],
+    "scaling_members": 30,
+    "scaling_prompts": 128,
+    "scaling_rounds": 7,  # of which the first starts the processes
+    "scaling_gpus": [1, 2, 4, 8, 16, 32, 64, 128, 256],
+    "scaling_lengths": ["released", "tiny"],  # whose lengths are simulated; published times are fitted by the first
+    "scaling_tokens": 256,  # their mean, to which they are stretched
+    "scaling_draws": 20,
 }
 SMOKE = TINY | {
     "ranks": [1, 2],
@@ -75,6 +88,15 @@ SMOKE = TINY | {
     "validation_problems": 16,
     "test_problems": 32,
     "curve_points": 3,
+    "memory_methods": ["es", "grpo"],
+    "memory_sizes": ["0.14M"],
+    "memory_rows": [2, 4],
+    "scaling_members": 4,
+    "scaling_prompts": 8,
+    "scaling_rounds": 2,
+    "scaling_gpus": [1, 4],
+    "scaling_lengths": ["tiny"],
+    "scaling_draws": 2,
 }
 FULL = TINY | {
     "sweep_factors": {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1},
@@ -126,6 +148,17 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
         change |= {"curve_points": run.null_points}
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
+    scale, exact = loading.of_tiny_world(run, TINY)
+    found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
+    base, exact = exact["bases"][0], exact | {"sigma": 0.01}  # no time depends on sigma
+    found["scaling"] = [
+        measured_spec(base, exact, scale),
+        *(simulated_spec(what, lengths, exact, scale) for lengths in exact["scaling_lengths"] for what in MACHINES),
+        *(
+            simulated_spec(of_times.simulated, exact["scaling_lengths"][0], exact, scale, fitted_to=name)
+            for name, of_times in PUBLISHED.items()
+        ),
+    ]
     return found | {"decodings": loading.decodings(run, of, ranked)}
 
 
