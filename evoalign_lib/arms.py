@@ -54,7 +54,8 @@ _PERTURBED = ("sigma",)
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _CMA = ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points")
-_CMA += ("lora_rank", "warm_rows", "warm_epochs", "warm_learning_rate")
+_WARM = ("warm_rows", "warm_epochs", "warm_learning_rate")
+_CMA += ("lora_rank", *_WARM)
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
 _CURVED = (*_OPTIONAL, "reach_at")
@@ -127,6 +128,13 @@ ARMS: dict[str, Arm] = {
         optional=_CURVED,
         sweep="es_low_rank",
     ),
+    # noise on an adapter over the frozen base, which may be warm-started; its own draws of noise
+    "es_lora": replace(
+        _es("#0072B2", (7, 1, 0), "ES, LoRA", {"fitness": "reward", "arm": "es_lora"}),
+        settings=(*_ES, "lora_rank"),
+        optional=(*_CURVED, *_WARM),
+        sweep="es_lora",
+    ),
     # CMA-ES over the singular values of a LoRA adapter that was warm-started
     "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", _CMA, _CURVED, {"fitness": "reward"}, sweep="essa"),
     "essa_random": Arm(
@@ -141,10 +149,11 @@ ARMS: dict[str, Arm] = {
         null=True,
     ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
-    # an adapter over the frozen base
+    # an adapter over the frozen base, which may be warm-started
     "grpo_lora": replace(
         _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS),
         settings=(*_GRADIENT, "lora_rank"),
+        optional=(*_CURVED, "scale_rewards", "micro_batch", *_WARM),
         sweep="grpo_lora",
     ),
     # rollouts at temperature 1 from perturbed weights, as ES has them
@@ -208,6 +217,7 @@ SWEEP: dict[str, list[dict[str, float]]] = {
     "grpo_lora": [{"learning_rate": r, "beta": b} for r in (3e-4, 1e-3, 3e-3, 1e-2) for b in (0.0, 0.01, 0.04)],
     "es_weighted": _OF_ES,
     "es_low_rank": _OF_ES,
+    "es_lora": [{"sigma": s, "alpha": a} for s in (2e-2, 4e-2, 8e-2) for a in (1e-2, 2e-2, 4e-2, 8e-2)],
     "essa": [{"sigma": s, "leading_share": a} for s in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0) for a in (0.5, 1.0)],
     "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }

@@ -63,7 +63,7 @@ from evoalign_lib.es import ESConfig, ESTrainer, failures, generator, with_setti
 from evoalign_lib.rewards import RewardFunction
 from evoalign_lib.update_rules import Member
 
-__all__ = ["ESSAConfig", "ESSATrainer", "lora_config"]
+__all__ = ["ESSAConfig", "ESSATrainer", "fine_tune", "lora_config"]
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """the attention projections, which the paper adapts"""
@@ -230,8 +230,6 @@ class ESSATrainer(ESTrainer):
             peft_config,
             **others,
         )
-        self._use_cache = _adapters.base_of(self.model).config.use_cache
-        self._dtypes = {name: p.dtype for name, p in _adapters.moved(self.model).items()}
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.budget |= {"sft_tokens": 0, "forward_flops": 0}
 
@@ -318,10 +316,8 @@ class ESSATrainer(ESTrainer):
         try:
             cost = self._fine_tune()
         except BaseException:
-            self._to_rest()
             self.engine.write_model()  # as if nothing had happened
             raise
-        self._to_rest()
         moved = _adapters.moved(self.model)
         self.engine.weights.begin({name: p.detach().float() for name, p in moved.items()})
         self.engine.weights.check()
@@ -330,8 +326,7 @@ class ESSATrainer(ESTrainer):
 
     def _fine_tune(self) -> dict[str, Any]:
         """Fine-tune the adapter in the model; return what it took."""
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
+        from trl import SFTConfig
 
         given = self._sft_args
         if given is None:
@@ -348,48 +343,9 @@ class ESSATrainer(ESTrainer):
                 report_to="none",
                 disable_tqdm=self.args.disable_tqdm,
             )
-        tokens = 0
-
-        def count(module: Any, positional: Any, named: Mapping[str, Any]) -> None:
-            nonlocal tokens
-            mask = named.get("attention_mask")
-            tokens += int(named["input_ids"].numel() if mask is None else mask.sum())
-
-        started, cpu = time.perf_counter(), time.process_time()
-        with _own_random_state(), _quiet(self.args.disable_tqdm):
-            tuner = SFTTrainer(
-                self.model,
-                given,
-                train_dataset=Dataset.from_list(self._sft_rows),
-                processing_class=copy.deepcopy(self.processing_class),
-            )
-            if given.logging_strategy == "no" or self._sft_args is None:
-                tuner.remove_callback(PrinterCallback)  # which stands where a bar would
-            hook = self.model.register_forward_pre_hook(count, with_kwargs=True)
-            try:
-                tuner.train()
-            finally:
-                hook.remove()
-        passes = _PASSES + bool(given.gradient_checkpointing)  # which goes forward once more
-        return {
-            "completions": 0,
-            "tokens": tokens,
-            "steps": tuner.state.global_step,
-            "forward_flops": _FORWARD * passes * self._parameters * tokens,
-            "core_seconds": round(time.process_time() - cpu, 3),
-            "seconds": round(time.perf_counter() - started, 3),
-            "device": str(given.device.type),
-        }
-
-    def _to_rest(self) -> None:
-        """Undo what training does to a model beside its weights."""
-        for name, parameter in _adapters.moved(self.model).items():
-            parameter.data = parameter.data.to(self._dtypes[name])  # TRL rounds adapters of quantised bases
-        if self.model.device.type != "cpu":
-            self.model.to("cpu")
-        self.model.eval()
-        self.model.zero_grad(set_to_none=True)
-        _adapters.base_of(self.model).config.use_cache = self._use_cache
+        bar_alone = given.logging_strategy == "no" or self._sft_args is None
+        rows, quiet = self._sft_rows, self.args.disable_tqdm
+        return fine_tune(self.model, self.processing_class, rows, given, quiet=quiet, bar_alone=bar_alone)
 
     def _account(self, cost: dict[str, Any] | None) -> None:
         """Let the budget begin with what fine-tuning took."""
@@ -449,6 +405,72 @@ class ESSATrainer(ESTrainer):
         metrics = super()._metrics(record, tied, seconds)
         spent = {name: self.budget[name] for name in ("sft_tokens", "forward_flops")}
         return metrics | spent | {"num_tokens": metrics["num_tokens"] + spent["sft_tokens"]}
+
+
+def fine_tune(
+    model: Any,
+    processing_class: Any,
+    rows: Sequence[Mapping[str, Any]],
+    args: Any,
+    *,
+    quiet: bool = True,
+    bar_alone: bool = True,
+) -> dict[str, Any]:
+    """Fine-tune a model's adapter by TRL's SFTTrainer, in place, and leave the model on the CPU, in its own dtypes.
+
+    The global random state is left alone.
+
+    Args:
+        model: a model with an adapter over a frozen base.
+        processing_class: its tokenizer.
+        rows: in a form of SFTTrainer.
+        args: a `trl.SFTConfig`.
+        quiet: whether `datasets` shows no bars.
+        bar_alone: whether nothing is printed of the losses.
+
+    Returns:
+        What it took: completions, 0; tokens; steps; forward_flops (backward counts twice); core_seconds; seconds;
+        device.
+    """
+    from datasets import Dataset
+    from trl import SFTTrainer
+
+    tokens, network = 0, _adapters.base_of(model)
+    dtypes, use_cache = {name: p.dtype for name, p in _adapters.moved(model).items()}, network.config.use_cache
+
+    def count(module: Any, positional: Any, named: Mapping[str, Any]) -> None:
+        nonlocal tokens
+        mask = named.get("attention_mask")
+        tokens += int(named["input_ids"].numel() if mask is None else mask.sum())
+
+    started, cpu = time.perf_counter(), time.process_time()
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        with _own_random_state(), _quiet(quiet):
+            dataset, tokenizer = Dataset.from_list([dict(row) for row in rows]), copy.deepcopy(processing_class)
+            tuner = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+            if bar_alone:
+                tuner.remove_callback(PrinterCallback)  # which stands where a bar would
+            tuner.train()
+    finally:
+        hook.remove()
+        for name, parameter in _adapters.moved(model).items():
+            parameter.data = parameter.data.to(dtypes[name])  # TRL rounds adapters of quantised bases
+        if model.device.type != "cpu":
+            model.to("cpu")
+        model.eval()
+        model.zero_grad(set_to_none=True)
+        network.config.use_cache = use_cache
+    passes = _PASSES + bool(args.gradient_checkpointing)  # which goes forward once more
+    return {
+        "completions": 0,
+        "tokens": tokens,
+        "steps": tuner.state.global_step,
+        "forward_flops": _FORWARD * passes * sum(p.numel() for p in model.parameters()) * tokens,
+        "core_seconds": round(time.process_time() - cpu, 3),
+        "seconds": round(time.perf_counter() - started, 3),
+        "device": str(args.device.type),
+    }
 
 
 def _rows(dataset: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -1,13 +1,12 @@
 """Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
 
-ESSA searches an adapter of rank `lora_rank` that was fine-tuned on right answers, `warm_rows` of them: what this costs
-is in its budget from the first step on. Its record's `d`, digest and distance are those of the adapter's parameters.
+Arms with `lora_rank` search an adapter over the frozen base, which may be fine-tuned on right answers before
+(`warm_starts`). The `d`, digest and distance of their records are those of the adapter's parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import arms, ledger
+from evoalign_lib import _adapters, arms, ledger
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 from evoalign_lib.records import Spec
-from evoalign_lib.study import measures, training, worlds
+from evoalign_lib.study import measures, training, warm_starts, worlds
 from evoalign_lib.study.rollouts import WeightedTrainer
 
 
@@ -54,14 +53,17 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 
 
 def spent(es: Any) -> dict[str, Any]:
-    """Return the budget of a run so far."""
+    """Return the budget of a run so far, what its adapter was fine-tuned with included."""
     budget = dict(es.budget)
     if isinstance(es, ESSATrainer):  # which counts its FLOPs, those of the warm start among them
         return budget
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
     tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
-    return budget | {"forward_flops": 2 * es.engine.layout.d * tokens}
+    d = es.engine.layout.d
+    if _adapters.is_adapted(es.model):  # of which the frozen base computes, too
+        d = sum(p.numel() for p in es.model.parameters())
+    return warm_starts.added(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
 
 
 def trainer(
@@ -105,44 +107,18 @@ def trainer(
         **general,
     )
     asked = measure.rows(spec, tokenizer, sets["train"])
-    adapter = _warm_start(spec, tokenizer, folder) if essa else {}
+    adapter, warm = {}, None
+    if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
+        adapter["peft_config"] = lora_config(spec["lora_rank"])
+        adapter |= {"sft_dataset": warm_starts.rows(spec, tokenizer), "sft_args": warm_starts.arguments(spec, folder)}
+    elif "lora_rank" in spec:
+        model, warm = warm_starts.adapted(spec, model, tokenizer, folder)
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
+    if not essa:
+        made.warm_start_cost = warm
     for name in sets.keys() - {"train"}:
         made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
     return made, progress
-
-
-def _warm_start(spec: Spec, tokenizer: Any, folder: Path) -> dict[str, Any]:
-    """Return the adapter, right answers to training problems of their own, and how it is fine-tuned on them."""
-    from trl import SFTConfig
-
-    measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
-    asked = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
-    problems = measure.sets(asked | {"seed": spec["seed"] + _WARM})["train"]
-    rows = [
-        {"prompt": row["prompt"], "completion": measure.right_answer(problem, rng)}
-        for problem, row in zip(problems, measure.rows(spec, tokenizer, problems), strict=True)
-    ]
-    args = SFTConfig(
-        output_dir=str(folder / "sft"),
-        learning_rate=spec["warm_learning_rate"],
-        lr_scheduler_type="constant",
-        num_train_epochs=spec["warm_epochs"],
-        per_device_train_batch_size=16,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        seed=spec["seed"],
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    return {"peft_config": lora_config(spec["lora_rank"]), "sft_dataset": rows, "sft_args": args}
-
-
-_WARM = 1 << 20
-"""What seeds of training problems for warm starts are apart from those of the runs."""
 
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Runs of the arms that TRL trains, measured by an engine of ours along the way.
 
 An arm with `lora_rank` trains an adapter over the frozen base, where ESSA adapts it (`essa.lora_config`), with first
-weights drawn from the seed of the run. Everything is measured of the merged model (`training.take_weights`).
+weights drawn from the seed of the run, which may be fine-tuned on right answers before (`warm_starts`). Everything is
+measured of the merged model (`training.take_weights`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from evoalign_lib import arms, grpo
 from evoalign_lib.engines import processes
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.records import Record, Spec
-from evoalign_lib.study import measures, preflight, rollouts, training, worlds
+from evoalign_lib.study import measures, preflight, rollouts, training, warm_starts, worlds
 
 
 @contextmanager
@@ -34,20 +35,31 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 
     model, tokenizer, sets = training.world(spec)
     # an adapter's layers come into the model itself, and the engine measures one without them
-    measured = copy.deepcopy(model) if "lora_rank" in spec else model
+    measured, warm = copy.deepcopy(model) if "lora_rank" in spec else model, None
+    if "warm_rows" in spec:
+        model, warm = warm_starts.adapted(spec, model, tokenizer, place)
     with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
         training.take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
-        result, diverged = _train(spec, place, lasting, model, tokenizer, sets, engine)
+        result, diverged = _train(spec, place, lasting, model, tokenizer, sets, engine, warm)
         del model  # and with it the trainer's optimiser, which may have filled a GPU
         gc.collect()
         yield training.Trained(engine, start, sets, result | {"trl": trl.__version__}, diverged)
 
 
 def _train(
-    spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any
+    spec: Spec,
+    place: Path,
+    lasting: bool,
+    model: Any,
+    tokenizer: Any,
+    sets: Mapping[str, list],
+    engine: Any,
+    warm: Mapping[str, Any] | None,
 ) -> tuple[Record, list[int]]:
     """Train a model by one of TRL's trainers, and measure it by an engine along the way, which has it at the end.
+
+    warm: what fine-tuning its adapter took.
 
     Returns:
         Budget, counts, curve, who decoded the samples (`grpo.DECODERS`, or "vllm") and, of another engine than the
@@ -60,7 +72,7 @@ def _train(
 
     def look() -> tuple[Any, Mapping[str, Any]]:
         take()
-        return engine, budget.spent(engine.layout.d)
+        return engine, warm_starts.added(budget.spent(engine.layout.d), warm)
 
     progress = training.Progress(place if lasting else None)
     curve = training.curve_callback(spec, sets, progress, look)
@@ -85,10 +97,9 @@ def _train(
     if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
         zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
         counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
-    take()
     if lasting:
         trainer.save_model(str(place / "model"))
-    result = {"budget": budget.spent(engine.layout.d), "counts": counts, "curve": progress.curve}
+    result = {"budget": look()[1], "counts": counts, "curve": progress.curve}
     result |= {"decoder": "vllm" if colocated else spec.get("decoder", "generate")}  # of the samples that it trains on
     if written is not None:
         result |= {"decoder": engine.decoder, "rollouts": written.summary()}
@@ -96,8 +107,8 @@ def _train(
 
 
 def _adapter(spec: Spec) -> Any:
-    """The configuration of the adapter that an arm trains; None: it trains all weights."""
-    if "lora_rank" not in spec:
+    """The configuration of the adapter that an arm makes; None: it trains all weights, or the adapter that is there."""
+    if "lora_rank" not in spec or "warm_rows" in spec:
         return None
     from evoalign_lib.essa import lora_config
 

@@ -49,7 +49,7 @@ def killed(spec, folder, step: int) -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("arm", ["es", "es_weighted", "essa", "grpo", "grpo_lora", "grpo_perturbed"])
+@pytest.mark.parametrize("arm", ["es", "es_weighted", "es_lora", "essa", "grpo", "grpo_lora", "grpo_perturbed"])
 def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
     rollouts = {"beta": 0.0} if arms.get(arm).rollouts != "own" else {}
     (spec,) = train_specs(arm, ["A0"], [0], SETTINGS | rollouts, "smoke")

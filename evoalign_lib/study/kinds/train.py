@@ -22,7 +22,7 @@ from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.engines.processes import end_with
 from evoalign_lib.records import MAX_CURVE, Record, Spec
-from evoalign_lib.study import families, measures, specs, training, worlds
+from evoalign_lib.study import families, measures, specs, training, warm_starts, worlds
 from evoalign_lib.study.measures.base import temperatures
 from evoalign_lib.study.trained import keep as keep_weights
 
@@ -47,6 +47,8 @@ def train_specs(
             scale_rewards, of GRPO and its relatives: instead of the arm's own.
             micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
             a step, too many for a large model.
+            warm_rows, warm_epochs, warm_learning_rate, of arms over an adapter: right answers that it is fine-tuned on
+            before, and how; all three, or none, which ESSA cannot do without.
             engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
             have vLLM beside the model (see `specs.engine_fields`).
 
@@ -83,6 +85,11 @@ def train_specs(
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
+    if lacking := [name for name in warm_starts.SETTINGS if name not in wanted]:
+        if given := [name for name in warm_starts.SETTINGS if name in wanted]:
+            raise ValueError(
+                f"{given[0]}={wanted[given[0]]} without {', '.join(lacking)}: a warm start needs them all."
+            )
     for name in ("rank", "lora_rank", "warm_rows"):
         if wanted.get(name, 1) < 1:
             raise ValueError(f"{name}={wanted[name]}: arm {arm!r} takes at least 1.")

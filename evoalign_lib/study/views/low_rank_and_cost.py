@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from evoalign_lib.records import Record, accuracy_matrix
 from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import low_rank_and_cost as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
+from evoalign_lib.study.views import scaling
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -194,16 +195,21 @@ def null_table(of: Records, run: SimpleNamespace) -> DataFrame:
     return DataFrame(rows)
 
 
-def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the questions of the notebook with their answers, from records and verdicts."""
-    found: dict[str, Callable[[], str]] = {
-        "Does noise of rank 1 reach what noise of full rank reaches?": lambda: verdicts["C32"].text,
-        "Which population does ESSA need?": lambda: verdicts["C12"].text,
-        "Are moderate ranks of the adapter best?": lambda: verdicts["C13"].text,
+QUESTIONS = {
+    "Does noise of rank 1 reach what noise of full rank reaches?": "C32",
+    "Which population does ESSA need?": "C12",
+    "Are moderate ranks of the adapter best?": "C13",
+    "Does ES need 5 to 8 times less memory?": "C16",
+}
+"""Question of the notebook -> the claim whose verdict answers it."""
+
+
+def answers(of: Records, verdicts: Mapping[str, Any], lengths: str) -> dict[str, str]:
+    """Return the questions of the notebook with their answers, from records and verdicts.
+
+    lengths: whose are simulated, a key of `views.scaling.WHOSE`.
+    """
+    found = {
+        question: f"{claim} {verdicts[claim].verdict}. {verdicts[claim].text}" for question, claim in QUESTIONS.items()
     }
-    return {question: f"{_state(verdicts, question)}{answer()}" for question, answer in found.items()}
-
-
-def _state(verdicts: Mapping[str, Any], question: str) -> str:
-    claim = {"Does": "C32", "Whic": "C12", "Are ": "C13"}[question[:4]]
-    return f"{claim} {verdicts[claim].verdict}. "
+    return found | scaling.answers(of["scaling"], lengths)
