@@ -21,7 +21,7 @@ from evoalign_lib.records import (
     spec_hash,
 )
 from evoalign_lib.study import sweep, trained, training, worlds
-from evoalign_lib.study.kinds import train
+from evoalign_lib.study.kinds import scaling, train
 from evoalign_lib.study.kinds.answers import answers_spec
 from evoalign_lib.study.kinds.audit import audit_specs
 from evoalign_lib.study.kinds.base import base_specs
@@ -32,6 +32,7 @@ from evoalign_lib.study.kinds.decoding import decoding_specs, measured_spec
 from evoalign_lib.study.kinds.estimator import estimator_specs
 from evoalign_lib.study.kinds.judgments import judgments_specs
 from evoalign_lib.study.kinds.kl import kl_specs
+from evoalign_lib.study.kinds.memory import memory_specs
 from evoalign_lib.study.kinds.merge import merge_specs
 from evoalign_lib.study.kinds.noise import noise_spec
 from evoalign_lib.study.kinds.path import path_spec
@@ -326,9 +327,17 @@ MAKERS |= {
     ],
     "sampled": lambda s: remade_sampled(s),
     "tournament": lambda s: [tournament_spec({arm: runs_in(own) for arm, own in s["arms"].items()}, s, s["scale"])],
+    "memory": lambda s: memory_specs([s["method"]], [s["size"]], s | {"memory_rows": s["rows"]}, s["scale"]),
+    "scaling": lambda s: [remade_scaling(s)],
     "tastes": lambda s: [tastes_spec(s["scale"])],
     "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
 }
+
+
+def remade_scaling(s):
+    if s["sort"] == "measured":
+        return scaling.measured_spec(s["base"], s, s["scale"])
+    return scaling.simulated_spec(s["what"], s["lengths"], s, s["scale"], fitted_to=s.get("fitted_to"))
 
 
 def remade_sampled(s):
@@ -377,6 +386,7 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
         ("es_low_rank", {"rank": 0}, "rank=0: arm 'es_low_rank' takes at least 1"),
         ("essa", {"warm_rows": 0}, "warm_rows=0: arm 'essa' takes at least 1"),
+        ("es_lora", {"warm_epochs": None}, "warm_rows=8 without warm_epochs: a warm start needs them all"),
         ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
         ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
     ],
