@@ -16,6 +16,7 @@ def records() -> list[dict]:
         predicted = {"weights": 900, "KV cache": 90}
         cells = {"4": {"predicted": predicted, "measured": {"weights": 810, "KV cache": 90, "temporaries": 100}}}
         cells["8"] = {"predicted": predicted, "measured": predicted}
+        cells = {rows: cell | {"resident": 990 + 11 * int(rows)} for rows, cell in cells.items()}
         spec = {"kind": "memory", "method": method, "size": "1M"}
         found.append({"spec": spec, "d": 225, "cells": cells, "published": memory.published(method)})
     return found[::-1]
@@ -32,6 +33,12 @@ def test_errors_are_the_largest_of_each_method_in_the_order_of_methods(records):
     frame = memory_cost.errors(records)
     assert list(frame.method) == [method.label for method in footprint.METHODS.values()]
     assert set(frame.steps) == {2} and frame.largest.tolist() == pytest.approx([-0.01] * len(frame))
+
+
+def test_the_table_has_what_the_system_says_beside_the_errors(records):
+    row = memory_cost.errors_table(records).set_index("method").loc["GRPO"]
+    assert list(row.index) == ["steps counted", "formula's largest error", "resident / counted, 1M"]
+    assert row.tolist() == [2, "-1.0%", f"{1034 / 1000:.2f} to {1078 / 990:.2f}"]
 
 
 def test_bytes_a_parameter_sum_to_the_formula(records):

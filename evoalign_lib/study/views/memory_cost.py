@@ -54,6 +54,24 @@ def errors(records: Sequence[Record]) -> DataFrame:
     return rows.reindex([name for name in named if name in rows.index]).reset_index()
 
 
+def errors_table(records: Sequence[Record]) -> DataFrame:
+    """Return, a row for each method, steps counted, how far the formula missed one, and what the system says, as text.
+
+    The last column is by how much a process grew over what was counted, the range over numbers of rows, of the largest
+    model alone: beside it the interpreter's own allocations are small.
+    """
+    largest = max(record["d"] for record in records)
+    grown = {}
+    for record in (record for record in records if record["d"] == largest):
+        ratios = [cell["resident"] / sum(cell["measured"].values()) for cell in record["cells"].values()]
+        grown[footprint.METHODS[record["spec"]["method"]].label] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    size = next(record["spec"]["size"] for record in records if record["d"] == largest)
+    found = errors(records)
+    found["largest"] = found.largest.map("{:+.1%}".format)
+    found[f"resident / counted, {size}"] = found.method.map(grown)
+    return found.rename(columns={"steps": "steps counted", "largest": "formula's largest error"})
+
+
 def bytes_a_parameter(records: Sequence[Record], size: str) -> DataFrame:
     """Return what the formula gives for a model on a GPU: a row for each of LESS and MORE, a column for each component.
 
