@@ -55,6 +55,7 @@ _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _CMA = ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points")
 _WARM = ("warm_rows", "warm_epochs", "warm_learning_rate")
+_FROZEN = ("base_precision",)  # of the frozen base that an adapter is searched over
 _CMA += ("lora_rank", *_WARM)
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
@@ -132,18 +133,18 @@ ARMS: dict[str, Arm] = {
     "es_lora": replace(
         _es("#0072B2", (7, 1, 0), "ES, LoRA", {"fitness": "reward", "arm": "es_lora"}),
         settings=(*_ES, "lora_rank"),
-        optional=(*_CURVED, *_WARM),
+        optional=(*_CURVED, *_WARM, *_FROZEN),
         sweep="es_lora",
     ),
     # CMA-ES over the singular values of a LoRA adapter that was warm-started
-    "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", _CMA, _CURVED, {"fitness": "reward"}, sweep="essa"),
+    "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", _CMA, (*_CURVED, *_FROZEN), {"fitness": "reward"}, sweep="essa"),
     "essa_random": Arm(
         "cma",
         "#999999",
         (9, 1, 0),
         "ESSA, random fitness",
         _CMA,
-        _CURVED,
+        (*_CURVED, *_FROZEN),
         {"fitness": "random", "arm": "essa_random"},
         sweep="essa",
         null=True,

@@ -6,6 +6,7 @@ Arms with `lora_rank` search an adapter over the frozen base, which may be fine-
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import _adapters, arms, ledger
+from evoalign_lib import _adapters, arms, ledger, quantisation
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 from evoalign_lib.records import Spec
@@ -49,6 +50,8 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         budget["core_seconds"] = round(budget["core_seconds"], 2)
         result = {"budget": budget, "counts": dict(es.counts), "plan": engine.plan, "curve": progress.curve}
         result |= {"rollouts": es.summary()} if weighted else {}
+        if "base_precision" in spec and spec.get("test_problems", 1):
+            result["over_loaded"] = _over_loaded_base(spec, es.model)
         yield training.Trained(engine, start, sets, result | kept, progress.diverged)
 
 
@@ -107,6 +110,8 @@ def trainer(
         **general,
     )
     asked = measure.rows(spec, tokenizer, sets["train"])
+    if "base_precision" in spec:
+        model = quantisation.quantise(model, spec["base_precision"])
     adapter, warm = {}, None
     if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
         adapter["peft_config"] = lora_config(spec["lora_rank"])
@@ -119,6 +124,25 @@ def trainer(
     for name in sets.keys() - {"train"}:
         made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
     return made, progress
+
+
+def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
+    """Return the test of an adapter that was searched over a base of another precision, over the base as it is loaded.
+
+    found: the model with the adapter.
+    """
+    import torch
+
+    model, tokenizer, sets = training.world(spec)
+    measured = copy.deepcopy(model)  # an adapter's layers come into the model itself
+    model = _adapters.attach(model, lora_config(spec["lora_rank"]), spec["seed"])
+    searched = _adapters.moved(found)
+    with torch.no_grad():
+        for name, parameter in _adapters.moved(model).items():
+            parameter.copy_(searched[name])
+    with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
+        training.take_weights(engine, model)
+        return measures.get(spec["task"]).outcome(spec, engine, sets)["test"]
 
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def watch_divergence(trainer: Any, progress: Progress) -> None:
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
-            if not all(p.isfinite().all() for p in model.parameters()):
+            if not all(p.isfinite().all() for p in _adapters.moved(model).values()):
                 progress.diverge(state.global_step)
 
     trainer.callback_handler.add_callback(Watch())

@@ -121,6 +121,17 @@ def test_the_record_of_every_arm(arm, tmp_path):
     assert {len(values) for values in curve.values()} == {4}
 
 
+@pytest.mark.parametrize(("precision", "same"), [("float32", True), ("int4", False)])
+def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too(precision, same):
+    """With the precision that the base is loaded in both tests are one; a run over it is the run without."""
+    more = {"test_problems": 400, "base_precision": precision}
+    r = sweep.run(spec_of("essa", **more), "nb", "commit")
+    assert r["over_loaded"].keys() <= r["test"].keys() and r["over_loaded"]["n"] == 400
+    assert (r["over_loaded"] == r["test"]) is same
+    plain = record_of("essa")
+    assert "over_loaded" not in plain and (r["digest"] == plain["digest"]) is same
+
+
 @pytest.mark.parametrize(
     ("arm", "changed", "step"),
     [
@@ -387,6 +398,11 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         ("es_low_rank", {"rank": 0}, "rank=0: arm 'es_low_rank' takes at least 1"),
         ("essa", {"warm_rows": 0}, "warm_rows=0: arm 'essa' takes at least 1"),
         ("es_lora", {"warm_epochs": None}, "warm_rows=8 without warm_epochs: a warm start needs them all"),
+        (
+            "essa",
+            {"base_precision": "int3"},
+            "base_precision='int3' is not one of .'float32', 'bfloat16', 'int8', 'int4'.. Did you mean 'int8'",
+        ),
         ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
         ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
     ],
@@ -405,7 +421,7 @@ def test_settings_that_are_refused_before_any_run(arm, changed, message):
         ("scale_reward", "Did you mean 'scale_rewards'"),
         ("question", "Did you mean 'questions'"),
         ("enigne", "Did you mean 'engine'"),
-        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, anchor_decay, batch_size, "),
+        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, anchor_decay, base_precision, "),
     ],
 )
 def test_a_setting_that_no_run_reads_is_refused_by_every_maker(mistyped, message):

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, files, grpo, tiny
+from evoalign_lib import arms, checks, files, grpo, quantisation, tiny
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.engines.processes import end_with
@@ -49,6 +49,8 @@ def train_specs(
             a step, too many for a large model.
             warm_rows, warm_epochs, warm_learning_rate, of arms over an adapter: right answers that it is fine-tuned on
             before, and how; all three, or none, which ESSA cannot do without.
+            base_precision, of ES and ESSA over an adapter: how the frozen base is held (`quantisation.MODES`); else as
+            it is loaded. The record then has the test over the base as it is loaded, too, `over_loaded`.
             engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
             have vLLM beside the model (see `specs.engine_fields`).
 
@@ -97,6 +99,8 @@ def train_specs(
         raise ValueError(
             f"engine={settings['engine']!r}: candidates of arm {arm!r} are evaluated by the local engine alone."
         )
+    if "base_precision" in wanted:
+        checks.choose("base_precision", wanted["base_precision"], quantisation.MODES)
     if "scale_rewards" in wanted:
         grpo.check_scale(arm, wanted["scale_rewards"])
     _check_curve(wanted)
