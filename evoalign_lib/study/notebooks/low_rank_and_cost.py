@@ -112,7 +112,10 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name. Each arm, and each rank, comes after the sweep that chooses its settings."""
+    """Return the runs by name. Each arm, and each rank, comes after the sweep that chooses its settings.
+
+    "processes" is timed: load it by itself.
+    """
 
     def sweep(arm: str, **changes: Any) -> list[Any]:
         own = own_settings(run, _like(arm)) | changes
@@ -151,8 +154,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     scale, exact = loading.of_tiny_world(run, TINY)
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
     base, exact = exact["bases"][0], exact | {"sigma": 0.01}  # no time depends on sigma
+    found["processes"] = [measured_spec(base, exact, scale)]
     found["scaling"] = [
-        measured_spec(base, exact, scale),
         *(simulated_spec(what, lengths, exact, scale) for lengths in exact["scaling_lengths"] for what in MACHINES),
         *(
             simulated_spec(of_times.simulated, exact["scaling_lengths"][0], exact, scale, fitted_to=name)
