@@ -55,9 +55,9 @@ TINY = {
     "memory_sizes": list(SIZES),
     "memory_rows": [8, 16, 32],  # prompts of a member, completions of a micro-batch
     "scaling_workers": [1, 2],
-    "scaling_members": 30,
+    "scaling_members": 60,
     "scaling_prompts": 128,
-    "scaling_rounds": 7,  # of which the first starts the processes
+    "scaling_rounds": 13,  # of which the first starts the processes
     "scaling_gpus": [1, 2, 4, 8, 16, 32, 64, 128, 256],
     "scaling_lengths": ["released", "tiny"],  # whose lengths are simulated; published times are fitted by the first
     "scaling_tokens": 256,  # their mean, to which they are stretched
