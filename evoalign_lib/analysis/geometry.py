@@ -30,17 +30,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from evoalign_lib import noise
 from evoalign_lib.analysis.stats import Interval
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:  # claims are judged, and artefacts drawn, by what stands here, without torch
+    from torch import Tensor
+
+DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes in which entries are counted that moved: as they are, and after both ends were rounded."""
 THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4)
 """Weight units; an entry moved by a threshold tau if |D| > tau. 1e-5 is that of Mukherjee et al."""
@@ -236,7 +236,7 @@ def measure(
     start: Mapping[str, Tensor] | None,
     ends: Sequence[Mapping[str, Tensor]],
     thresholds: Sequence[float] = THRESHOLDS,
-    dtypes: Sequence[str] = tuple(DTYPES),
+    dtypes: Sequence[str] = DTYPES,
 ) -> Displacements:
     """Go over the entries of all tensors once and return the sums from which everything else follows.
 
@@ -248,12 +248,14 @@ def measure(
             gradients, themselves.
         ends: K of them, with the names and shapes of the start.
         thresholds: weight units, at least 0.
-        dtypes: in which moved entries are counted, keys of `DTYPES`. Rounding is to nearest, as a cast does it.
+        dtypes: in which moved entries are counted, of `DTYPES`. Rounding is to nearest, as a cast does it.
 
     Raises:
         ValueError: no end, names or shapes that differ (the message names the first), an unknown dtype, a negative
             threshold, or weights that are not finite.
     """
+    import torch
+
     if not ends:
         raise ValueError("measure needs at least one end of training, got none")
     for dtype in dtypes:
@@ -319,13 +321,17 @@ def _parts(size: int, states: int) -> Iterator[tuple[int, int]]:
 
 def _part(state: Mapping[str, Tensor], name: str, first: int, last: int) -> Tensor:
     """Return entries of a tensor as float32; weights that can read a part of a tensor read no more."""
+    import torch
+
     read: Any = getattr(state, "part", None)
     part = read(name, first, last) if read else torch.as_tensor(state[name]).detach().reshape(-1)[first:last]
     return part.to("cpu", torch.float32)
 
 
 def _rounded_difference(end: Tensor, start: Tensor, dtype: str) -> Vector:
-    rounded = [tensor.to(DTYPES[dtype]).double().numpy() for tensor in (end, start)]
+    import torch
+
+    rounded = [tensor.to(getattr(torch, dtype)).double().numpy() for tensor in (end, start)]
     with np.errstate(invalid="ignore"):  # both beyond the dtype: no difference, and NaN is above no threshold
         return np.abs(rounded[0] - rounded[1])
 
@@ -667,7 +673,7 @@ def walk(start: Mapping[str, Tensor] | None, end: Mapping[str, Tensor], level: f
 # ---- a random direction
 
 
-class RandomDirection(Mapping[str, Tensor]):
+class RandomDirection(Mapping[str, "Tensor"]):
     """A random displacement with given norms, each tensor drawn when it is read; made by `random_like`."""
 
     def __init__(self, norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]], key: int):
@@ -677,6 +683,10 @@ class RandomDirection(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """Draw one tensor, float32 in its shape. Raises KeyError for an unknown name."""
+        import torch
+
+        from evoalign_lib import noise
+
         shape = self.shapes[name]
         # its own stream by name, so that neither order nor choice of tensors changes what is drawn
         seeds = np.random.SeedSequence(self._key, spawn_key=(noise.parameter_id(name),))

@@ -225,14 +225,17 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert not loaded & {"torch", "numpy", "numba", "transformers", "trl", "pandas", "matplotlib"}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_a_notebook_plans_without_transformers(path: Path) -> None:
-    """Its first cells import what its specs need: seconds for everyone who opens it."""
-    (name,) = re.findall(r"from evoalign_lib.study.notebooks import (\w+) as study", path.read_text())
-    script = f"import evoalign_lib.study.notebooks.{name}, evoalign_lib.study.parameters, sys; "
-    script += "print('transformers' in sys.modules)"
+def test_notebooks_plan_without_transformers_and_draw_without_torch() -> None:
+    """The first cells of each import what its specs need: seconds for everyone who opens it, or verifies artefacts."""
+    names = [
+        re.findall(r"from evoalign_lib.study.notebooks import (\w+) as study", path.read_text()) for path in NOTEBOOKS
+    ]
+    assert names and all(len(found) == 1 for found in names)
+    script = "import sys, evoalign_lib.artifacts; print('torch' in sys.modules); import evoalign_lib.study.parameters\n"
+    for (name,) in names:  # one process for all: what one imports is there for those after it
+        script += f"import evoalign_lib.study.notebooks.{name}; print('transformers' in sys.modules, {name!r})\n"
     output = subprocess.run([sys.executable, "-c", script], cwd=paths.ROOT, capture_output=True, text=True, check=True)
-    assert output.stdout.split() == ["False"]
+    assert output.stdout.splitlines() == ["False", *(f"False {name}" for (name,) in names)]
 
 
 def test_the_trainer_is_an_attribute_of_the_package() -> None:
