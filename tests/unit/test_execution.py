@@ -33,21 +33,50 @@ def git(repository: Path, *arguments: str) -> None:
     subprocess.run(["git", *user, *arguments], cwd=repository, check=True, capture_output=True)
 
 
+PLACES = {
+    "ROOT": ".", "NOTEBOOKS": "notebooks", "FIGURES": "figures", "PAPER": "paper", "RUNS": "runs",
+    "RESULTS": "paper/results", "GENERATED": "paper/generated",
+}  # fmt: skip
+
+
+def enter(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Take a folder for the repository."""
+    for name, place in PLACES.items():
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        patch.setattr(paths, name, folder / place)
+    patch.setenv("PYTHONPATH", str(REPOSITORY))
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a record, a module, and a notebook that was never executed; all committed."""
-    places = {"ROOT": ".", "NOTEBOOKS": "notebooks", "FIGURES": "figures", "PAPER": "paper", "RUNS": "runs"}
-    places |= {"RESULTS": "paper/results", "GENERATED": "paper/generated"}
-    for name, folder in places.items():
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(paths, name, tmp_path / folder)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    return committed(tmp_path, monkeypatch)
+
+
+def committed(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    enter(folder, patch)
     spec = {"scale": "tiny", "seed": 0, "kind": "toy"}
     record = {"status": "finished", "spec": spec, "spec_hash": spec_hash(spec), "commit": "c0ffee", "environment": {}}
-    append_record(tmp_path / "paper/results/01_toy/tiny.jsonl", record)
-    write(tmp_path, PRINTS, DRAWS)
-    (tmp_path / "module.py").write_text("a = 1\n")
-    git(tmp_path, "init", "-q"), git(tmp_path, "add", "."), git(tmp_path, "commit", "-qm", "A notebook")
+    append_record(folder / "paper/results/01_toy/tiny.jsonl", record)
+    write(folder, PRINTS, DRAWS)
+    (folder / "module.py").write_text("a = 1\n")
+    git(folder, "init", "-q"), git(folder, "add", "."), git(folder, "commit", "-qm", "A notebook")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[Path, tuple[int, str]]:
+    """A repository whose notebook was executed once, and what `execute` said of it. Not to be changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = committed(tmp_path_factory.mktemp("executed"), patch)
+        return folder, run("01_toy")
+
+
+@pytest.fixture
+def executed_once(first: tuple[Path, tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that repository, which is taken for the repository."""
+    shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
+    enter(tmp_path, monkeypatch)
     return tmp_path
 
 
@@ -68,10 +97,10 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_execute_in_place(repository: Path) -> None:
-    head = provenance.commit()
+def test_execute_in_place(executed_once: Path, first: tuple[Path, tuple[int, str]]) -> None:
+    repository, head = executed_once, provenance.commit()
     assert len(head) == 12
-    assert run("01_toy") == (0, f"01_toy: executed at commit {head}\n")
+    assert first[1] == (0, f"01_toy: executed at commit {head}\n")
     notebook = read(repository)
     nbformat.validate(notebook)
     prints, draws = (cell for cell in notebook.cells if cell.cell_type == "code")
@@ -87,8 +116,8 @@ def test_execute_in_place(repository: Path) -> None:
     assert (repository / "notebooks/01_toy.ipynb").read_text() == text  # outputs that changed are no change of code
 
 
-def test_a_table_that_a_notebook_no_longer_draws_goes(repository: Path) -> None:
-    run("01_toy")
+def test_a_table_that_a_notebook_no_longer_draws_goes(executed_once: Path) -> None:
+    repository = executed_once
     write(repository, DRAWS.replace('"runs"', '"other"'))
     status, said = run("01_toy")
     assert status == 0 and "The code has changes that are not committed. Commit them, and execute once more." in said
@@ -97,8 +126,8 @@ def test_a_table_that_a_notebook_no_longer_draws_goes(repository: Path) -> None:
     assert list(json.loads((repository / "paper/generated/manifest.json").read_text())["artefacts"]) == ["other"]
 
 
-def test_a_notebook_that_fails_changes_nothing(repository: Path) -> None:
-    run("01_toy")
+def test_a_notebook_that_fails_changes_nothing(executed_once: Path) -> None:
+    repository = executed_once
     write(repository, DRAWS, "raise KeyError('seed')")
     before = {path: path.read_bytes() for path in repository.rglob("*.*") if path.is_file()}
     assert run("01_toy") == (1, "notebooks/01_toy.ipynb failed: KeyError: 'seed'\n")
@@ -107,8 +136,8 @@ def test_a_notebook_that_fails_changes_nothing(repository: Path) -> None:
     assert status == 2 and "no notebook '02_toy'. Did you mean '01_toy'?" in " ".join(said.split())
 
 
-def test_what_is_stale_is_named(repository: Path) -> None:
-    run("01_toy")
+def test_what_is_stale_is_named(executed_once: Path) -> None:
+    repository = executed_once
     notebook = read(repository)
     assert execution.stale(notebook) == []
     notebook.cells[0].source = "# Another title"
