@@ -234,14 +234,22 @@ def wrong_colours(notebook):
 
 def lost(saved, embedded):
     """Colours that fill some of a picture, and are not in another of the same figure."""
-    pixels = np.asarray(saved.convert("RGB")).astype(int)
+    pixels = numbers_of(saved)
     # squares of one colour: a row of half-covered pixels along an edge is none
     corners = (pixels[1:, :-1], pixels[:-1, 1:], pixels[1:, 1:])
-    solid = np.all([(pixels[:-1, :-1] == corner).all(-1) for corner in corners], axis=0)
-    colors, counts = np.unique(pixels[:-1, :-1][solid], axis=0, return_counts=True)
-    filled = colors[counts > 10]
-    there = np.unique(np.asarray(embedded.convert("RGB")).reshape(-1, 3), axis=0).astype(int)
+    solid = np.all([pixels[:-1, :-1] == corner for corner in corners], axis=0)
+    colors, counts = np.unique(pixels[:-1, :-1][solid], return_counts=True)
+    filled, there = colors_of(colors[counts > 10]), colors_of(np.unique(numbers_of(embedded)))
     return [tuple(map(int, color)) for color in filled if abs(there - color).max(1).min() > style.FURTHEST]
+
+
+def numbers_of(picture):
+    """A number for each pixel, (height, width), which sort as their colours do, and much faster."""
+    return np.asarray(picture.convert("RGB")).astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
+
+
+def colors_of(numbers):
+    return np.stack([numbers >> 16, numbers >> 8 & 255, numbers & 255], axis=-1)
 
 
 def not_shown(notebook):
