@@ -1,21 +1,58 @@
 """Gradient arms trained on completions that depend on the place in the step alone: one process of a launch.
 
-Arguments: file for the outcomes, arms. Sampling differs with the number of processes, so the samples are given.
+Argument: folder for the outcomes, a file for each process. Sampling differs with the number of processes, so the
+samples are given.
 """
 
 import hashlib
 import json
+import os
 import sys
 import tempfile
+from pathlib import Path
 
+import numpy as np
 import torch
 import trl
 from helpers import random_model, tokenizer
+from transformers import TrainerCallback
 
 from evoalign_lib import grpo
 from evoalign_lib.engines.processes import rank
 
 GENERATIONS = 4
+ARMS = ("grpo", "rloo")
+ETA = 0.4
+KEY = "reward_state/Lagrangian/log_lambda"
+
+
+class Lagrangian:
+    """reward - lambda * cost; after a step ln lambda += eta * lambda * mean cost, with its sign (Safe-RLHF)."""
+
+    def __init__(self, log_lambda: float = 0.0):
+        self.log_lambda = log_lambda
+        self.seen = []
+
+    def __call__(self, completion_ids, log_metric, **columns):
+        costs = [(sum(ids) % 7 - 2.5) / 4 for ids in completion_ids]
+        log_metric("cost", float(np.mean(costs)))
+        return [ids[0] % 5 - np.exp(self.log_lambda) * cost for ids, cost in zip(completion_ids, costs, strict=True)]
+
+    def state(self):
+        return {"log_lambda": self.log_lambda}
+
+    def load_state(self, state):
+        if state["log_lambda"] > 9:
+            raise ValueError("too large")
+        self.log_lambda = state["log_lambda"]
+
+    def end_of_step(self, metrics):
+        self.seen.append(metrics)
+        self.log_lambda = moved(self.log_lambda, metrics["cost"])
+
+
+def moved(log_lambda: float, costs) -> float:
+    return log_lambda + ETA * float(np.exp(log_lambda)) * float(np.mean(costs))
 
 
 def given(self, prompt_ids, *images_and_more):
@@ -32,30 +69,50 @@ def reward(completion_ids, **columns):
     return [None if sum(ids) % 11 == 0 else sum(ids) % 7 / 7 for ids in completion_ids]
 
 
-def main(path: str, *arms: str) -> None:
+def main(path: str) -> None:
     torch.set_num_threads(1)
     trl.GRPOTrainer._generate_single_turn = trl.RLOOTrainer._generate_single_turn = given
     with tempfile.TemporaryDirectory() as folder:
         random_model().save_pretrained(folder)  # now: once processes are connected, only the first one writes
-        outcomes = {arm: train(arm, folder) for arm in arms}
-    if rank() == 0:
-        with open(path, "w") as file:
-            json.dump(outcomes, file)
+        outcomes = {arm: train(arm, folder) for arm in ARMS} | {"multiplier": train_with_multiplier(folder)}
+    Path(path, f"{rank()}.json").write_text(json.dumps(outcomes))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        # the outcome is written; to take gloo's threads down with the interpreter hangs or aborts now and then
+        os._exit(0)
+
+
+def trainer(arm: str, folder: str, reward, callbacks=(), **changed) -> tuple:
+    # of three groups each of two processes has one and a half
+    settings = {"steps": 3, "prompts_per_step": 3, "num_generations": GENERATIONS, "learning_rate": 1e-3}
+    settings |= {"max_completion_length": 12, "micro_batch": 3, "use_cpu": True}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    args = grpo.config(arm, output_dir=folder, seed=1, **settings | changed, **quiet)
+    rows = [{"prompt": p} for p in ("a", "bc d", "Using the numbers", "12")]
+    return grpo.trainer(folder, reward, args, rows, tokenizer(), callbacks=callbacks)
 
 
 def train(arm: str, folder: str) -> dict:
-    # of three groups each of two processes has one and a half
-    settings = {"steps": 3, "prompts_per_step": 3, "num_generations": GENERATIONS, "learning_rate": 1e-3}
-    settings |= {"max_completion_length": 12, "beta": 0.05, "micro_batch": 3, "use_cpu": True}
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-    args = grpo.config(arm, output_dir=folder, seed=1, **settings, **quiet)
-    rows = [{"prompt": p} for p in ("a", "bc d", "Using the numbers", "12")]
-    trainer, budget = grpo.trainer(folder, reward, args, rows, tokenizer())
-    trainer.train()
-    weights = {name: p.detach().flatten().tolist() for name, p in trainer.model.named_parameters()}
-    logged = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    tested, budget = trainer(arm, folder, reward, beta=0.05)
+    tested.train()
+    weights = {name: p.detach().flatten().tolist() for name, p in tested.model.named_parameters()}
+    logged = [entry["reward"] for entry in tested.state.log_history if "reward" in entry]
     return {"weights": weights, "spent": budget.spent(10), "counts": budget.counts, "rewards": logged}
 
 
+def train_with_multiplier(folder: str) -> dict:
+    """Train with a reward that has a state, which begins elsewhere in each process."""
+    multiplier, seen = Lagrangian(0.1 + rank()), []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, **keywords):
+            seen.append(multiplier.log_lambda)
+
+    tested, _ = trainer("grpo", folder, multiplier, [Note()])
+    tested.train()
+    logged = [log[KEY] for log in tested.state.log_history if KEY in log]
+    return {"log_lambda": seen, "metrics": multiplier.seen, "logged": logged}
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,14 +1,15 @@
 """A gradient arm on several processes, by the committed configuration of accelerate, is the run of one process."""
 
+import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import grpo_processes
 import numpy as np
 import pytest
-from helpers import random_model
+from helpers import in_child, random_model
 
 from evoalign_lib import grpo
 
@@ -16,29 +17,40 @@ HERE = Path(__file__).parent
 CONFIG = Path(grpo.__file__).with_name("accelerate.yaml")
 
 
-ARMS = ("grpo", "rloo")
+def launched(folder: Path, processes: int) -> list[dict]:
+    """What became of each arm in each process of one launch: starting the processes takes longer than their work.
 
+    A single process and accelerate's launcher are forks of this one, which has imported all that they need.
+    """
+    folder.mkdir()
+    log = folder / "log.txt"
 
-def outcomes(path: Path, processes: int) -> dict:
-    """What became of each arm, in one launch: starting the processes takes longer than their work."""
-    launch = ["accelerate.commands.launch", "--config_file", CONFIG, "--num_processes", processes, "-m"]
-    command = [sys.executable, "-m", *map(str, launch if processes > 1 else ()), "grpo_processes", str(path), *ARMS]
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(path.read_text())
+    def start() -> None:
+        with log.open("wb") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        if processes == 1:
+            return grpo_processes.main(str(folder))
+        from accelerate.commands import launch
+
+        os.environ |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
+        command = ["--config_file", CONFIG, "--num_processes", processes, "-m", "grpo_processes", folder]
+        sys.argv = ["accelerate-launch", *map(str, command)]
+        return launch.main()
+
+    assert in_child(start) == 0, log.read_text()[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory) -> list[dict]:
+def launches(tmp_path_factory) -> list[list[dict]]:
     folder = tmp_path_factory.mktemp("launches")
-    return [outcomes(folder / f"{n}.json", n) for n in (1, 2)]
+    return [launched(folder / str(n), n) for n in (1, 2)]
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", grpo_processes.ARMS)
 def test_two_processes_train_the_model_of_one(launches, arm):
-    one, two = (launch[arm] for launch in launches)
+    one, two = (launch[0][arm] for launch in launches)
     start = {name: p.detach().flatten().numpy() for name, p in random_model().named_parameters()}
     moved, other = (np.concatenate([np.array(r["weights"][n]) - w for n, w in start.items()]) for r in (one, two))
     # AdamW divides by the gradient's size: where it is nearly zero rounding decides
@@ -48,3 +60,17 @@ def test_two_processes_train_the_model_of_one(launches, arm):
         assert result["spent"].pop("core_seconds") > 0
     assert one["spent"] == two["spent"] and one["spent"]["completions"] == 3 * 3 * 4
     assert one["counts"] == two["counts"] and one["counts"]["none"] > 0
+
+
+def test_processes_share_one_multiplier(launches):
+    """They started with two, and what they score costs differently; the multiplier is the one of a single process."""
+    (alone,), (first, second) = ([process["multiplier"] for process in launch] for launch in launches)
+    assert first["log_lambda"] == second["log_lambda"] and len(first["log_lambda"]) == 3
+    assert second["metrics"] == []  # the first process has moved it for both
+    costs = [metrics["cost"] for metrics in first["metrics"]]
+    assert [len(c) for c in costs] == [2] * 3 and all(one != other for one, other in costs)
+    moved = itertools.accumulate(costs, grpo_processes.moved, initial=0.1)
+    assert list(moved)[1:] == first["log_lambda"] == first["logged"]
+    assert np.allclose(alone["log_lambda"], first["log_lambda"], rtol=1e-12)
+    for pair, whole in zip(costs, alone["metrics"], strict=True):
+        assert np.isclose(np.mean(pair), whole["cost"][0], rtol=1e-12)

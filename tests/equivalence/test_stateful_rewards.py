@@ -4,62 +4,28 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import types
 from pathlib import Path
 
-import grpo_processes
 import numpy as np
 import pytest
 import torch
 import trl
+from grpo_processes import Lagrangian, moved
 from helpers import PROMPTS, random_model, tokenizer
 from test_resume import TIMING, fork, wait
 from transformers import TrainerCallback, TrainerState
 
 from evoalign_lib import es, grpo, ledger, precision, tiny
 from evoalign_lib.engines import base, local
-from evoalign_lib.engines.processes import rank
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.tasks import countdown
 
-HERE = Path(__file__).parent
-ETA = 0.4
 STEPS = 7
 FATAL = (
     4  # the step in which runs are killed: after a checkpoint, and not after an evaluation, which scores in the trainer
 )
 KEY = "reward_state/Lagrangian/log_lambda"
-
-
-class Lagrangian:
-    """reward - lambda * cost; after a step ln lambda += eta * lambda * mean cost, with its sign (Safe-RLHF)."""
-
-    def __init__(self, log_lambda: float = 0.0):
-        self.log_lambda = log_lambda
-        self.seen = []
-
-    def __call__(self, completion_ids, log_metric, **columns):
-        costs = [(sum(ids) % 7 - 2.5) / 4 for ids in completion_ids]
-        log_metric("cost", float(np.mean(costs)))
-        return [ids[0] % 5 - np.exp(self.log_lambda) * cost for ids, cost in zip(completion_ids, costs, strict=True)]
-
-    def state(self):
-        return {"log_lambda": self.log_lambda}
-
-    def load_state(self, state):
-        if state["log_lambda"] > 9:
-            raise ValueError("too large")
-        self.log_lambda = state["log_lambda"]
-
-    def end_of_step(self, metrics):
-        self.seen.append(metrics)
-        self.log_lambda = moved(self.log_lambda, metrics["cost"])
-
-
-def moved(log_lambda: float, costs) -> float:
-    return log_lambda + ETA * float(np.exp(log_lambda)) * float(np.mean(costs))
 
 
 # ---- ES
@@ -494,61 +460,3 @@ def test_a_run_without_states_has_the_trainer_and_checkpoints_of_before(tmp_path
     assert type(tested) is trl.GRPOTrainer and "reward_state" not in budget.state()["attributes"]
     tested.train()
     assert not any(name.startswith("reward_state") for log in tested.state.log_history for name in log)
-
-
-# ---- several processes of a launch
-
-
-def main(path: str) -> None:
-    """One process of a launch, with completions that depend on their place in the step alone."""
-    torch.set_num_threads(1)
-    trl.GRPOTrainer._generate_single_turn = grpo_processes.given
-    reward, seen = Lagrangian(0.1 + rank()), []
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args, state, control, **keywords):
-            seen.append(reward.log_lambda)
-
-    folder = f"{path}-{rank()}"
-    args = grpo.config(
-        "grpo", output_dir=folder, seed=1, steps=3, prompts_per_step=3, num_generations=grpo_processes.GENERATIONS,
-        max_completion_length=12, learning_rate=1e-3, micro_batch=3, use_cpu=True, report_to="none",
-        save_strategy="no", disable_tqdm=True, logging_steps=1,
-    )  # fmt: skip
-    rows = [{"prompt": p} for p in ("a", "bc d", "Using the numbers", "12")]
-    tested, _ = grpo.trainer(random_model(), reward, args, rows, tokenizer(), callbacks=[Note()])
-    tested.train()
-    found = {"log_lambda": seen, "metrics": reward.seen, "logged": curve(tested)}
-    Path(f"{path}-{rank()}.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        # the outcome is written; to take gloo's threads down with the interpreter hangs or aborts now and then
-        os._exit(0)
-
-
-def launch(path: Path, processes: int) -> list[dict]:
-    accelerate = ["accelerate.commands.launch", "--config_file", Path(grpo.__file__).with_name("accelerate.yaml")]
-    accelerate += ["--num_processes", processes, "-m"]
-    command = [sys.executable, "-m", *map(str, accelerate if processes > 1 else ()), Path(__file__).stem, str(path)]
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(Path(f"{path}-{i}.json").read_text()) for i in range(processes)]
-
-
-def test_processes_share_one_multiplier(tmp_path):
-    """They started with two, and what they score costs differently; the multiplier is the one of a single process."""
-    (alone,), (first, second) = launch(tmp_path / "one", 1), launch(tmp_path / "two", 2)
-    assert first["log_lambda"] == second["log_lambda"] and len(first["log_lambda"]) == 3
-    assert second["metrics"] == []  # the first process has moved it for both
-    costs = [metrics["cost"] for metrics in first["metrics"]]
-    assert [len(c) for c in costs] == [2] * 3 and all(one != other for one, other in costs)
-    assert list(itertools.accumulate(costs, moved, initial=0.1))[1:] == first["log_lambda"] == first["logged"]
-    assert np.allclose(alone["log_lambda"], first["log_lambda"], rtol=1e-12)
-    for pair, whole in zip(costs, alone["metrics"], strict=True):
-        assert np.isclose(np.mean(pair), whole["cost"][0], rtol=1e-12)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
