@@ -25,7 +25,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -63,7 +64,15 @@ def read_records(path: Path) -> list[Record]:
         ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
             Or the packed file is damaged, or unpacks to what no records are.
     """
-    return [record for file, data in _contents(path) for record in _records_of(file, data)]
+    return [record for file, data in _contents(path) for record, _ in _checked(file, data)]
+
+
+def read_records_of(path: Path, hashes: Container[str]) -> list[Record]:
+    """Return the records of specs with these hashes, as `read_records` does, with the same errors.
+
+    Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
+    """
+    return [_parsed(line) for file, data in _contents(path) for h, line in _checked_lines(file, data) if h in hashes]
 
 
 def record_files(scale: str = "*") -> list[Path]:
@@ -80,8 +89,14 @@ def stored_files(path: Path) -> list[Path]:
     return [file for file in (_packed_file(path), path) if file.is_file()]
 
 
-def _records_of(path: Path, data: bytes) -> Iterator[Record]:
-    """Yield the records in the bytes of a file; errors as for `read_records`."""
+@lru_cache(maxsize=32)  # two files of each notebook; the committed ones hold a few megabytes together
+def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
+    """Return the spec hash and the line of each record in the bytes of a file; errors as for `read_records`."""
+    return [(record["spec_hash"], line) for record, line in _checked(path, data)]
+
+
+def _checked(path: Path, data: bytes) -> Iterator[tuple[Record, bytes]]:
+    """Yield each record in the bytes of a file, and its line; errors as for `read_records`."""
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line:
@@ -105,7 +120,7 @@ def _records_of(path: Path, data: bytes) -> Iterator[Record]:
                 f"{where} ({run_name(record['spec'])}): status {record['status']!r:.80}, but only runs that "
                 f"{FINISHED} are stored: it was edited. Restore the file from git."
             )
-        yield record
+        yield record, line
 
 
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:

@@ -30,6 +30,7 @@ from evoalign_lib.records import (
     append_record,
     ledger_file,
     read_records,
+    read_records_of,
     record_files,
     record_line,
     run_folder,
@@ -109,7 +110,7 @@ def load_or_run(
     target = paths.RESULTS / notebook / f"{scale}.jsonl"
     if force or aside or scale == "smoke":
         files, target = [*files, beside], beside
-    found = {r["spec_hash"]: r for file in files for r in read_records(file) if r["status"] == "finished"}
+    found = {r["spec_hash"]: r for file in files for r in read_records_of(file, frozenset(hashes))}
     for h in kept.keys() & found.keys():
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
