@@ -7,7 +7,6 @@ after a kill, a figure and a verdict.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,7 +143,7 @@ CLAIM = {
     "source": "a test",
 }
 SCRIPT = """
-import json, sys
+import json, os, signal, sys
 from pathlib import Path
 
 import matplotlib
@@ -170,7 +169,13 @@ if __name__ == "__main__":  # processes of a sweep import this file
 
     (spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
     assert spec["task"] == "plus" and spec["sign"] == "-" and spec["arm"] == "es_pairs"
-    record = train.run(spec, None, folder / "killed")          # the first time killed at step 2, then it goes on
+    pid = os.fork()
+    if pid == 0:                                               # killed at step 2
+        os.environ["KILLED_AT"] = "2"
+        train.run(spec, None, folder / "killed")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    record = train.run(spec, None, folder / "killed")          # goes on
     again = train.run(spec, None, folder / "whole")
     assert untimed(record) == untimed(again), (record, again)
     assert (folder / "killed" / "starts.txt").read_text().count("\\n") == 2
@@ -218,23 +223,11 @@ def checkout(tmp_path_factory) -> Path:
     return root
 
 
-def run(checkout: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Run the script in the checkout."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, script, folder],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)} | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_files_and_registry_lines_are_all_that_new_entries_need(checkout, tmp_path):
-    killed = run(checkout, tmp_path, KILLED_AT="2")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    done = run(checkout, tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command, environment = [sys.executable, script, tmp_path], os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["verdict"] == "supported" and "tokens" in found["text"] and found["test"] == 6
