@@ -25,6 +25,7 @@ from evoalign_lib.records import (
     pack_bits,
     pack_counts,
     read_records,
+    read_records_of,
     spec_hash,
     unpack_bits,
     unpack_counts,
@@ -266,6 +267,23 @@ def test_records_come_back_in_order(tmp_path):
         append_record(file, record(seed, note="ünï\nline"))
     assert read_records(file) == [record(seed, note="ünï\nline") for seed in (3, 1, 2)]
     assert file.read_bytes().isascii() and file.read_bytes().count(b"\n") == 3
+
+
+def test_records_of_some_specs_are_those_of_the_file_as_it_is_now(tmp_path):
+    """Though its bytes are checked once: neither a caller's changes nor those of the file are missed."""
+    file, asked = tmp_path / "tiny.jsonl", {record(n)["spec_hash"] for n in (1, 3, 4)}
+    for seed in (3, 1, 2):
+        append_record(file, record(seed))
+    for _ in range(2):
+        found = read_records_of(file, asked)
+        assert found == [record(3), record(1)]
+        found[0]["test"]["greedy"] = 1.0
+    append_record(file, record(4))
+    assert read_records_of(file, asked) == [record(3), record(1), record(4)]
+    file.write_bytes(file.read_bytes().replace(b'"seed":2', b'"seed":9'))  # of a record that nobody asks for
+    for _ in range(2):
+        with pytest.raises(ValueError, match="line 3: the spec does not have the hash .* it was edited"):
+            read_records_of(file, asked)
 
 
 def test_a_torn_last_line_is_left_out_and_mended_by_the_next_record(tmp_path):
