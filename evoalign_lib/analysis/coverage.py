@@ -12,10 +12,11 @@ downward, most for rare right answers: where counts are known, take `estimate_pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,6 +27,8 @@ from evoalign_lib.checks import whole_number
 SOLVED_WITHIN = 256
 """Samples within which a problem counts as solved where this project compares the support of models."""
 _CHUNK = 256
+# draws of up to 2,000 problems in 10,000 resamples are kept, as in `stats`
+_KEPT_DRAWS = 20_000_000
 _SLACK = 1e-9  # relative: a value that differs from a threshold by rounding counts as equal
 _ROUNDING = 1e-6  # by which a float32 sum of probabilities may exceed 1
 
@@ -643,16 +646,39 @@ def _resampled(
 
     groups: net and reached of each, (runs, problems). Runs are resampled in each group by itself, problems in common.
     """
-    rng, n = np.random.default_rng(seed), groups[0][0].shape[1]
     means = np.zeros((whole_number("n_resamples", n_resamples), len(groups)))
+    runs, problems = tuple(len(net) for net, _ in groups), groups[0][0].shape[1]
+    # the comparisons of a paper have the same few shapes, and drawing takes longer than what is done with it
+    drawn = _kept_draws if n_resamples * problems <= _KEPT_DRAWS else _draws
+    start = 0
+    for counts, chosen in drawn(n_resamples, problems, runs, seed):
+        counts = counts.astype(np.float64)
+        for group, ((net, reached), which) in enumerate(zip(groups, chosen, strict=True)):
+            each = _quotient(counts @ net.T, counts @ reached.T)
+            means[start : start + len(counts), group] = np.take_along_axis(each, which, axis=1).mean(axis=1)
+        start += len(counts)
+    return means
+
+
+def _draws(
+    n_resamples: int, problems: int, runs: tuple[int, ...], seed: int
+) -> Iterator[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
+    """Yield (chunk, problems), how often each problem is drawn, and for each group (chunk, runs) runs, by chunks."""
+    rng = np.random.default_rng(seed)
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
-        drawn = rng.multinomial(n, np.full(n, 1 / n), size=size).astype(np.float64)  # how often each problem
-        for group, (net, reached) in enumerate(groups):
-            each = _quotient(drawn @ net.T, drawn @ reached.T)
-            chosen = rng.integers(len(net), size=each.shape)
-            means[start : start + size, group] = np.take_along_axis(each, chosen, axis=1).mean(axis=1)
-    return means
+        counts = rng.multinomial(problems, np.full(problems, 1 / problems), size=size)
+        yield counts, [rng.integers(n, size=(size, n)) for n in runs]
+
+
+@lru_cache(maxsize=8)
+def _kept_draws(*shape: Any) -> list[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
+    """Return what `_draws` yields, the counts in as few bytes as hold them. Not to be written to."""
+    kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _draws(*shape)]
+    for counts, chosen in kept:
+        for array in (counts, *chosen):
+            array.flags.writeable = False
+    return kept
 
 
 def _net_and_reached(

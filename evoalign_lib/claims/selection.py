@@ -199,6 +199,8 @@ def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
 
 
 def _field(spec: Any, name: str) -> Any:
+    if "." not in name:  # nearly all are
+        return spec.get(name)
     for part in name.split("."):
         spec = spec.get(part) if isinstance(spec, Mapping) else None
     return spec

@@ -271,18 +271,17 @@ def _explained(of_cells: list[list[Record]], quantity: str, law: str, less: str 
     laws = (law, less) if less else (law,)
     squares = [[_squares(overoptimisation.fit(name, *_pooled(each[0])), each[1]) for name in laws] for each in points]
 
-    def mean(chosen: Sequence[Any]) -> float:
+    rng, resamples = np.random.default_rng(0), min(evidence.resamples, 1000)
+    chosen = [[rng.integers(len(each[1]), size=len(each[1])) for each in points] for _ in range(resamples)]
+
+    def mean(chosen: Sequence[Any]) -> NDArray[np.float64]:
         values = [
             [_r_squared(of_law[indices]) for of_law in each] for each, indices in zip(squares, chosen, strict=True)
         ]
-        return float(np.mean([first - sum(rest) for first, *rest in values]))
+        return np.mean([first - sum(rest) for first, *rest in values], axis=0)
 
-    rng = np.random.default_rng(0)
-    draws = [
-        mean([rng.integers(len(each[1]), size=len(each[1])) for each in points])
-        for _ in range(min(evidence.resamples, 1000))
-    ]
-    value = mean([slice(None)] * len(points))
+    draws = mean([np.array(of_cell) for of_cell in zip(*chosen, strict=True)])
+    value = float(mean([slice(None)] * len(points)))
     if not np.isfinite([value, *draws]).all():
         raise Undecided("a run has gained the same everywhere")
     low, high = np.quantile(draws, [0.025, 0.975])
@@ -300,11 +299,12 @@ def _squares(
     return np.array([[len(g), g.sum(), (g**2).sum(), ((g - law.at(d)) ** 2).sum()] for d, g in runs])
 
 
-def _r_squared(of_runs: NDArray[np.float64]) -> float:
-    """Return `overoptimisation.explained` of all points of some runs; NaN where all gains are equal."""
-    n, total, squares, left = of_runs.sum(axis=0)
+def _r_squared(of_runs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `overoptimisation.explained` of all points of some runs, (..., runs, 4); NaN where all gains are equal."""
+    n, total, squares, left = np.moveaxis(of_runs.sum(axis=-2), -1, 0)
     around = squares - total**2 / n
-    return float("nan") if around <= 1e-12 * squares or not squares else float(1 - left / around)
+    none = (around <= 1e-12 * squares) | (squares == 0)
+    return np.where(none, np.nan, 1 - left / np.where(none, 1.0, around))
 
 
 def _points(evidence: Evidence, run: Record, quantity: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
