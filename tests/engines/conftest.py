@@ -1,5 +1,11 @@
 """What several tests of engines are given."""
 
+import os
+
+# vLLM's own switch for its tests on CPUs, read once by each process: a model that is not run eagerly is traced, but not
+# compiled to C++, which takes longer than the tests. One run compiles: `test_colocated.test_a_run_and_its_record`.
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+
 import pytest
 from helpers import tokenizer
 from small_models import model
