@@ -60,6 +60,21 @@ def test_ratios_by_hand(records):
     assert (whole.iloc[:, 2:] > 0).all().all()
 
 
+def test_the_table_of_ratios_has_the_sizes_side_by_side(records):
+    found = memory_cost.ratios(records).set_index(["method", "against"]).loc[("ESSA", "GRPO over LoRA")]
+    assert list(found.index) == list(memory.PUBLISHED)
+    table = memory_cost.ratios_table(records)
+    assert table.shape == (6, 7) and list(table.method)[-1] == "ESSA"
+    cell = table.set_index("method").loc["ESSA", "GRPO over LoRA"]
+    assert cell == " / ".join(f"{found[size]:.2g}" for size in ("0.5B", "7B", "72B"))
+
+
+def test_ratios_in_words(records):
+    said = memory_cost.in_words(records)
+    found = memory_cost.ratios(records).set_index(["method", "against"])["7B"]
+    assert f"ES, in place: {found['ES, in place', 'GRPO']:.2g} (GRPO), " in said and said.count("GRPO over LoRA") == 3
+
+
 def test_the_figure_draws_every_component_and_total(records):
     fig, data = memory_cost_figures.bars(records)
     (ax,) = fig.axes

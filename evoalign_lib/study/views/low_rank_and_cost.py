@@ -16,7 +16,7 @@ from evoalign_lib.records import Record, accuracy_matrix
 from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import low_rank_and_cost as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
-from evoalign_lib.study.views import scaling
+from evoalign_lib.study.views import memory_cost, scaling
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -209,7 +209,8 @@ def answers(of: Records, verdicts: Mapping[str, Any], lengths: str) -> dict[str,
 
     lengths: whose are simulated, a key of `views.scaling.WHOSE`.
     """
-    found = {
-        question: f"{claim} {verdicts[claim].verdict}. {verdicts[claim].text}" for question, claim in QUESTIONS.items()
-    }
+    found = {}
+    for question, claim in QUESTIONS.items():
+        text = memory_cost.in_words(of["memory"]) if claim == "C16" else verdicts[claim].text
+        found[question] = f"{claim} {verdicts[claim].verdict}. {text}"
     return found | scaling.answers(of["scaling"], lengths)

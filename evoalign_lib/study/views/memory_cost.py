@@ -110,8 +110,33 @@ def ratios(records: Sequence[Record], kept: bool = False) -> DataFrame:
     for less in (name for name in LESS if name in found):
         for more in (name for name in MORE if name in found):
             names = {"method": footprint.METHODS[less].label, "against": footprint.METHODS[more].label}
-            rows.append(names | {size: total(more, size) / total(less, size) for size in found[less]})
+            sizes = sorted(found[less], key=lambda size: found[less][size]["d"])
+            rows.append(names | {size: total(more, size) / total(less, size) for size in sizes})
     return pd.DataFrame(rows)
+
+
+def ratios_table(records: Sequence[Record], sizes: Sequence[str] = ("0.5B", "7B", "72B")) -> DataFrame:
+    """Return how many times the bytes of ES gradient training takes, as text: a row for each way of ES, a column for
+    each of GRPO, in a cell the ratios at some sizes."""
+    found = ratios(records)
+    found["cell"] = [" / ".join(f"{row[size]:.2g}" for size in sizes) for _, row in found.iterrows()]
+    table = found.pivot(index="method", columns="against", values="cell")
+    order = [list(dict.fromkeys(found[name])) for name in ("method", "against")]
+    return table.loc[order[0], order[1]].rename_axis(columns=None).reset_index()
+
+
+def in_words(records: Sequence[Record], size: str = "7B") -> str:
+    """Return, for a model, how many times the bytes of ES three methods of GRPO take, and of two ways to spare them."""
+    found = ratios(records).set_index(["method", "against"])[size]
+    against = [method for method in ("grpo", "grpo_adam8bit", "grpo_lora") if method in _published(records)]
+    said = []
+    for less in (method for method in ("es", "es_inplace", "es_lora") if method in _published(records)):
+        name = footprint.METHODS[less].label
+        each = [
+            f"{found[name, footprint.METHODS[more].label]:.2g} ({footprint.METHODS[more].label})" for more in against
+        ]
+        said.append(f"{name}: {', '.join(each)}")
+    return f"By the formula at {size}, bytes of gradient training over those of {'; '.join(said)}."
 
 
 def _published(records: Sequence[Record]) -> dict[str, dict]:
