@@ -108,7 +108,7 @@ def speed_table() -> DataFrame:
     rows = []
     for device, sections in json.loads((paths.RESULTS / "bench.json").read_text()).items():
         for cell, found in sections["cpu"]["low_rank"]["cells"].items():
-            size, members, _, prompts, _ = cell.replace(",", "").split()
+            size, members, *_, prompts, _ = cell.replace(",", "").split()
             row = {"device": device, "parameters": size, "members": members, "prompts a member": prompts}
             row |= {k.removeprefix("ratio, "): f"{x:.2f}" for k, x in found.items() if k.startswith("ratio, ")}
             rows.append(row | {"equal completions": f"{100 * found['same_tokens']:.0f} %"})
