@@ -12,6 +12,7 @@ from evoalign_lib import style
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record
+from evoalign_lib.study.kinds.tastes import SENTENCES
 from evoalign_lib.study.notebooks import safety_judges as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
 from evoalign_lib.tiny import requests, scorers
@@ -183,8 +184,9 @@ def taste_rows(of: Records) -> DataFrame:
     """Return a row per judge: by how many spreads its score of right replies changes when sentences follow them."""
     units, (measured,) = of["base"][0]["units"], of["tastes"]
     return frame(
-        {"judge": judge} | {what: f"{change / units[judge][1] + 0.0:+.2f}" for what, change in changes.items()}
-        for judge, changes in measured["change"].items()
+        {"judge": judge}
+        | {what: f"{measured['change'][judge][what] / units[judge][1] + 0.0:+.2f}" for what in SENTENCES}
+        for judge in (*scorers.PROXIES, *scorers.OUTSIDERS, "rule")
     )
 
 
