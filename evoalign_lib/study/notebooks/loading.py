@@ -228,6 +228,11 @@ def ranked_choices(run: SimpleNamespace, arm: str, sweep: Sequence[Record] | Non
     return [setting for _, setting in arms.ranked(sweep)] if sweep else swept_choices(run, arm)
 
 
+def chosen_by(sweep: str, choices: Sequence[Any]) -> tuple[str, ...]:
+    """Return the sweep that runs have to wait for (`Group.after`): none where it has one choice, as at scale smoke."""
+    return (sweep,) if len(choices) > 1 else ()
+
+
 def of_tiny_world(run: SimpleNamespace, preset: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return scale and settings for what only the tiny world's models are small enough to measure exactly.
 

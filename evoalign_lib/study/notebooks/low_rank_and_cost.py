@@ -65,13 +65,13 @@ TINY = {
     "scaling_draws": 20,
 }
 SMOKE = TINY | {
-    "adapter_ranks": [2, 4],
+    "adapter_ranks": [4],
     "populations": [4, 8],
     "seeds_match": 2,
     "seeds_rank": 2,
     "seeds_compare": 2,
     "seeds_null": 2,
-    "sweep_size": 2,
+    "sweep_size": 1,
     "es_population_size": 4,
     "es_prompts_per_step": 8,
     "es_steps": 4,
@@ -123,8 +123,9 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         return sweep_specs(arm, run.bases[0], own, run.scale, loading.swept_choices(run, arms.get(arm).sweep))
 
     def train(arm: str, seeds: int, after: str, **changes: Any) -> Group:
-        best = loading.ranked_choices(run, arms.get(arm).sweep, of.get(after))[0]
-        return Group(arm, run.bases, seeds, own_settings(run, _like(arm)) | best, [changes], after=(after,))
+        choices = loading.ranked_choices(run, arms.get(arm).sweep, of.get(after))
+        settings = own_settings(run, _like(arm)) | choices[0]
+        return Group(arm, run.bases, seeds, settings, [changes], after=loading.chosen_by(after, choices))
 
     found: dict[str, Any] = {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),

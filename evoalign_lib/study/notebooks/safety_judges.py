@@ -202,7 +202,7 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         best = ranked(of[name])[0][1] if name in of else choices[0]
         settings = own_settings(run, arm) | best | ({"curve_points": run.null_points} if arms.get(arm).null else {})
         changes = [{"judge": judge} for judge in judges]
-        return Group(arm, run.bases, seeds, settings, changes, after=_chosen_by(name, choices))
+        return Group(arm, run.bases, seeds, settings, changes, after=loading.chosen_by(name, choices))
 
     rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]
     proxies, noisy, sizes = run.training_judges, run.turned_judges, run.sized_judges
@@ -213,7 +213,7 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         "es": train("es", proxies, run.seeds_judge),
         "grpo": train("grpo", proxies, run.seeds_judge),
         "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], run.sft_learning_rate, ()),
-        "sft": imitate(proxies, run.seeds_null, [rate], _chosen_by("sft_sweep", run.sft_learning_rate)),
+        "sft": imitate(proxies, run.seeds_null, [rate], loading.chosen_by("sft_sweep", run.sft_learning_rate)),
         "es_random": train("es_random", proxies, run.seeds_null),
         "es_noise": train("es", noisy, run.seeds_noise),
         "grpo_noise": train("grpo", noisy, run.seeds_noise),
@@ -224,11 +224,6 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         "tastes": [tastes_spec(run.scale)],
         "judgments": judgments_specs(run.scale),
     }
-
-
-def _chosen_by(sweep: str, choices: Sequence[Any]) -> tuple[str, ...]:
-    """Return the sweep that runs have to wait for: none where it has one choice, as at scale smoke."""
-    return (sweep,) if len(choices) > 1 else ()
 
 
 def _tournaments(run: SimpleNamespace, of: Records, judges: Sequence[str]) -> After:
