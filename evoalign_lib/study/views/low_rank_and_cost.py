@@ -204,13 +204,25 @@ QUESTIONS = {
 """Question of the notebook -> the claim whose verdict answers it."""
 
 
-def answers(of: Records, verdicts: Mapping[str, Any], lengths: str) -> dict[str, str]:
+def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any], lengths: str) -> dict[str, str]:
     """Return the questions of the notebook with their answers, from records and verdicts.
 
     lengths: whose are simulated, a key of `views.scaling.WHOSE`.
     """
-    found = {}
-    for question, claim in QUESTIONS.items():
-        text = memory_cost.in_words(of["memory"]) if claim == "C16" else verdicts[claim].text
-        found[question] = f"{claim} {verdicts[claim].verdict}. {text}"
+    said = {"C12": verdicts["C12"].text, "C13": _ranks_in_words(of, run), "C16": memory_cost.in_words(of["memory"])}
+    said["C32"] = _low_rank_in_words(of, f"rank {run.ranks[0]}")
+    found = {question: f"{claim} {verdicts[claim].verdict}. {said[claim]}" for question, claim in QUESTIONS.items()}
     return found | scaling.answers(of["scaling"], lengths)
+
+
+def _low_rank_in_words(of: Records, group: str) -> str:
+    each = [f"{_percent(of[g], 'greedy')} % ({name(of, g)}, {len(of[g])} seeds)" for g in ("es", group)]
+    return f"Greedily {' and '.join(each)}, from {_percent(of['base'], 'greedy')} %."
+
+
+def _ranks_in_words(of: Records, run: SimpleNamespace) -> str:
+    each = [
+        (rank, *(_percent(of[f"adapter {rank}"], decoding) for decoding in DECODINGS)) for rank in run.adapter_ranks
+    ]
+    words = ", ".join(f"rank {rank}: {greedy} and {sampled} %" for rank, greedy, sampled in each)
+    return f"Right after ESSA, greedily and at temperature 1: {words}."
