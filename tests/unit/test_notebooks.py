@@ -1,6 +1,7 @@
 """What stands behind the notebooks: presets, groups of runs, their loader, and the numbers that the paper quotes."""
 
 import json
+import re
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
@@ -142,9 +143,11 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
             names[scale] = names["tiny"]
             continue
         load = loader_of(module, scale=scale, model=model, dry_run=True)
-        names[scale] = {name.split("=")[0] for name in load.names}
+        names[scale] = {re.sub(r"=.*| \d+$", "", name) for name in load.names}  # of one for each rank or size
         for name, own in load.specs().items():
-            exact = name in ("estimator", "audit", "audit base", "kl") or (of_tiny_world and name != "sampled")
+            exact = name in ("estimator", "audit", "audit base", "kl", "memory", "processes", "scaling") or (
+                of_tiny_world and name != "sampled"
+            )
             assert {spec["scale"] for spec in own} <= {"tiny" if exact and model else scale}, name
     assert names["tiny"] == names["smoke"] == names["full"] | {n for n in names["tiny"] if "filler" in n}
 
