@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from evoalign_lib import _adapters
-from evoalign_lib.essa import fine_tune, lora_config
 from evoalign_lib.records import Spec
 from evoalign_lib.study import measures
 
@@ -27,6 +26,8 @@ def adapted(spec: Spec, model: Any, tokenizer: Any, folder: Path) -> tuple[Any, 
 
     A spec without `warm_rows` has a new adapter, whose B is zero, and None. folder: for TRL's files.
     """
+    from evoalign_lib.essa import fine_tune, lora_config  # and transformers, which no plan needs
+
     model = _adapters.attach(model, lora_config(spec["lora_rank"]), spec["seed"]).eval()
     if "warm_rows" not in spec:
         return model, None
