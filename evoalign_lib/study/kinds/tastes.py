@@ -45,9 +45,9 @@ def run(spec: Spec) -> Record:
     change = {}
     for judge in (*spec["judges"], safety.RULE):
         begun = safety.scored(judge, spec["cost_weight"], asked, plain)
-        change[judge] = {
-            name: round(float((safety.scored(judge, spec["cost_weight"], asked, texts) - begun).mean()), 6)
-            for name, sentence in spec["sentences"].items()
-            if (texts := [f"{text} {sentence}" for text in plain])
-        }
+        change[judge] = {}
+        for name, sentence in spec["sentences"].items():
+            texts = [f"{text} {sentence}" for text in plain]
+            changed = safety.scored(judge, spec["cost_weight"], asked, texts) - begun
+            change[judge][name] = round(float(changed.mean()), 6)
     return {"change": change}
