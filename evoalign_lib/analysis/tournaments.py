@@ -206,7 +206,9 @@ def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, s
         raise ValueError(
             f"{undefined} of {n_resamples} resamples have no finite strengths: give more prompts, or report win rates"
         )
-    found = np.array([_strengths(a, b, kinds[:, 2], row, len(games.players)) for row in weights[defined]])
+    # resamples of few prompts repeat each other
+    distinct, which = np.unique(weights[defined], axis=0, return_inverse=True)
+    found = np.array([_strengths(a, b, kinds[:, 2], row, len(games.players)) for row in distinct])[which.ravel()]
     found -= found[:, [at]]
     return Strengths(games.players, anchor, found[0], found[1:], len(table), undefined)
 

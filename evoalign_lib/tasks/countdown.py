@@ -117,7 +117,11 @@ def split_of(problem: Problem) -> str:
     Returns:
         "train", "validation" or "test"; problems that differ only in the order of the numbers share a split.
     """
-    numbers, target = problem_key(problem)
+    return _split_of(*problem_key(problem))
+
+
+def _split_of(numbers: Iterable[int], target: str) -> str:
+    """Return the split of a key."""
     key = f"{','.join(map(str, numbers))}={target}"
     bucket = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % 20
     return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
@@ -223,16 +227,17 @@ def generate(
         numerator, denominator = _random_expressions(rng, numbers)
         target = numerator // denominator
         kept = (numerator == target * denominator) & (target >= target_low) & (target <= target_high)
-        for row, value in zip(numbers[kept].tolist(), target[kept].tolist(), strict=True):
+        numbers = numbers[kept]
+        keys = np.column_stack([np.sort(numbers, axis=1), target[kept]])
+        for row, key in zip(numbers.tolist(), map(tuple, keys.tolist()), strict=True):
             if distinct:
-                key = tuple(sorted(row)), value
                 if key in seen:
                     continue
                 seen.add(key)  # of whatever split: nearly all draws of a large n are repetitions
-            problem = Problem(tuple(row), str(value))
-            if split is not None and split_of(problem) != split:
+            # the split first: a problem is slower to make than to leave out
+            if split is not None and _split_of(key[:-1], str(key[-1])) != split:
                 continue
-            problems.append(problem)
+            problems.append(Problem(tuple(row), str(key[-1])))
             if len(problems) == n:
                 break
         if size == _FULL_DRAW and len(problems) == before:

@@ -12,10 +12,12 @@ finds them. That leaves room at both ends for any method of training (`LOG.md` h
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,7 +81,15 @@ def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: 
 
 @lru_cache(maxsize=8)
 def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Problem, ...]:
-    """The draw takes half a second: once per process and fixed set."""
+    """Return all problems of a fixed set; those of seed 0 lie in a file, as their draw takes seconds a process."""
+    if seed == 0:
+        rows = json.loads((Path(__file__).parent / "countdown_fixed.json").read_text(encoding="utf-8"))[split]
+        return tuple(countdown.Problem(tuple(numbers), str(target)) for *numbers, target in rows)
+    return drawn(split, seed)
+
+
+def drawn(split: str, seed: int | np.random.SeedSequence = 0) -> tuple[countdown.Problem, ...]:
+    """Draw the problems of a fixed set."""
     return tuple(countdown.generate(FIXED, seed, split=split, **PROBLEMS))
 
 

@@ -192,6 +192,12 @@ def test_skills_are_answered_rightly():
 # ---- problems and text
 
 
+def test_the_file_of_the_fixed_sets_holds_their_draw():
+    for split in ("validation", "test"):
+        assert sorted(tiny.problems(split, tiny.FIXED), key=str) == sorted(countdown_text.drawn(split), key=str)
+    assert tiny.problems("test", 100, 1) != tiny.problems("test", 100)
+
+
 def test_splits_are_disjoint_fixed_and_solvable():
     validation, test = tiny.problems("validation", 512), tiny.problems("test", 2000)
     train = tiny.problems("train", 2000, 7)
