@@ -126,7 +126,7 @@ class Store:
         """
         from matplotlib import pyplot as plt
 
-        name = self._name(name)
+        name, optimize = self._name(name), self.scale != "smoke"
         if self.scale == "smoke":
             fig.text(0.5, 0.5, _SMOKE, ha="center", va="center", rotation=20, color="red", alpha=0.6, fontsize=11)
         files = [f"figures/{name}.{suffix}" for suffix in ("csv", "pdf", "png")] + [f"generated/{name}.tex"]
@@ -134,13 +134,13 @@ class Store:
         self.figures.mkdir(parents=True, exist_ok=True)
         # without dates the same records give the same bytes
         fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
-        (self.figures / f"{name}.png").write_bytes(style.png(fig, _PRINT_DPI))
+        (self.figures / f"{name}.png").write_bytes(style.png(fig, _PRINT_DPI, optimize))
         replace_text(self.figures / f"{name}.csv", _render.csv_text(data))
         head = rf"\centering\includegraphics{{{name}.pdf}}"
         text = self._caption(caption, of=of)
         tex = [head, rf"\caption{{{_render.tex_escape(text)}}}", rf"\label{{fig:{name}}}"]
         replace_text(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
-        picture = {"image/png": b64encode(style.embedded(fig)).decode(), "text/plain": f"<figure {name}>"}
+        picture = {"image/png": b64encode(style.embedded(fig, optimize)).decode(), "text/plain": f"<figure {name}>"}
         size = {"image/png": {"width": round(_SHOWN_WIDTH * fig.get_figwidth())}, "evoalign": {"artefact": name}}
         plt.close(fig)  # or the notebook would show it again at the end of the cell
         below = {"text/html": f"<p><i>{escape(text)}</i></p>", "text/plain": text}

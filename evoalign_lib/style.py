@@ -13,6 +13,7 @@ from evoalign_lib.arms import UNTRAINED, Arm
 
 if TYPE_CHECKING:
     import numpy as np
+    import PIL.Image
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -124,42 +125,52 @@ def use() -> None:
         shell.display_formatter.formatters["image/png"].for_type(Figure, embedded)
 
 
-def png(fig: Figure, dpi: int) -> bytes:
-    """Return a figure as PNG, of its whole size and in full colour; the same figure gives the same bytes."""
+def png(fig: Figure, dpi: int, optimize: bool = True) -> bytes:
+    """Return a figure as PNG, of its whole size and in full colour; the same figure gives the same bytes.
+
+    optimize: pack it as small as possible, which takes as long as drawing it.
+    """
+    return _packed(_picture(fig, dpi), dpi, optimize)
+
+
+def _picture(fig: Figure, dpi: int) -> PIL.Image.Image:
     from PIL import Image
 
-    drawn, packed = BytesIO(), BytesIO()
-    fig.savefig(drawn, format="png", dpi=dpi, metadata={"Software": None})
-    Image.open(drawn).convert("RGB").save(packed, "png", optimize=True, dpi=(dpi, dpi))
+    drawn = BytesIO()
+    fig.savefig(drawn, format="png", dpi=dpi, pil_kwargs={"compress_level": 1})  # read at once, and not kept
+    return Image.open(drawn).convert("RGB")
+
+
+def _packed(picture: PIL.Image.Image, dpi: int, optimize: bool) -> bytes:
+    packed = BytesIO()
+    picture.save(packed, "png", optimize=optimize, dpi=(dpi, dpi))
     return packed.getvalue()
 
 
-def embedded(fig: Figure) -> bytes:
+def embedded(fig: Figure, optimize: bool = True) -> bytes:
     """Return the PNG of a figure that a notebook embeds, `SCREEN_DPI` pixels per inch.
 
     The picture is stored with a palette of its own colours, in a quarter of the bytes. From the most frequent colour
     down, each takes the place of all that it moves by no more than `FURTHEST`: lines and areas keep theirs, and edges
-    have few. Where 256 colours do not suffice, the picture is stored in full colour.
+    have few. Where 256 colours do not suffice, the picture is stored in full colour. optimize: see `png`.
     """
     import numpy as np
     from PIL import Image
 
-    full = png(fig, SCREEN_DPI)
-    codes = np.asarray(Image.open(BytesIO(full)), np.int32) @ [1 << 16, 1 << 8, 1]
+    full = _picture(fig, SCREEN_DPI)
+    codes = np.asarray(full, np.int32) @ [1 << 16, 1 << 8, 1]
     found, places, counts = np.unique(codes.ravel(), return_inverse=True, return_counts=True)
     colors = found[:, None] >> [16, 8, 0] & 255
     entries, palette = np.full(len(found), -1), []
     for i in np.argsort(-counts, kind="stable"):
         if entries[i] < 0:
             if len(palette) == 256:
-                return full
+                return _packed(full, SCREEN_DPI, optimize)
             entries[(abs(colors - colors[i]).max(1) <= FURTHEST) & (entries < 0)] = len(palette)
             palette.append(colors[i])
     picture = Image.fromarray(entries[places].reshape(codes.shape).astype(np.uint8), "P")
     picture.putpalette(np.array(palette, np.uint8).tobytes())
-    packed = BytesIO()
-    picture.save(packed, "png", optimize=True, dpi=(SCREEN_DPI, SCREEN_DPI))
-    return packed.getvalue()
+    return _packed(picture, SCREEN_DPI, optimize)
 
 
 def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:

@@ -117,6 +117,8 @@ def announce(run: SimpleNamespace, notebook: str) -> None:
         ipython = sys.modules.get("IPython")
         if shell := ipython and ipython.get_ipython():
             shell.set_custom_exc((sweep.DryRun,), _end_of_dry_run)
+    elif run.scale == "smoke":
+        sweep.begin_imports()  # all of it is run
 
 
 def _end_of_dry_run(shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 
 from evoalign_lib import ledger, paths, tasks
@@ -221,7 +222,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
 
     if not specs:
         return
-    _set_environment(specs)
+    _set_environment(any(map(worlds.is_local, specs)))
     if not all(map(worlds.is_local, specs)):
         workers = 1  # a run has all GPUs, or the cluster
     workers = min(workers or default_workers(), len(specs))
@@ -279,7 +280,18 @@ AVX2; left to themselves all take AVX-512 where a CPU has it, whose kernels roun
 other weights, and a run of ES with others after a near-tie of two tokens."""
 
 
-def _set_environment(specs: Sequence[Spec]) -> None:
+def begin_imports() -> None:
+    """Start the server that forks the processes of local runs, where there is one; its imports go on beside us.
+
+    For a caller who knows that runs will follow and has work of its own first.
+    """
+    _set_environment(local=True)
+    context = _server()
+    if context.get_start_method() == "forkserver":
+        forkserver.ensure_running()
+
+
+def _set_environment(local: bool) -> None:
     """Set what the processes of a sweep, and the server that they are copies of, have before they import torch.
 
     One thread per process; for runs of the local engine AVX2, if the CPU has it and the user has not set another.
@@ -289,7 +301,7 @@ def _set_environment(specs: Sequence[Spec]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # asked before the variables are set: this process keeps the kernels that it has
     has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    if has_avx2 and any(map(worlds.is_local, specs)):
+    if has_avx2 and local:
         for name, value in _INSTRUCTIONS.items():
             os.environ.setdefault(name, value)
 

@@ -842,7 +842,7 @@ def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, e
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    sweep._set_environment([{"kind": "base"} | engine])
+    sweep._set_environment(local=not engine)
     assert {name: os.environ.get(name) for name in sweep._INSTRUCTIONS} == expected
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
@@ -949,10 +949,17 @@ def test_comparison_with_committed_records():
     )
 
 
-def test_what_a_notebook_announces(capsys):
+def test_what_a_notebook_announces(capsys, monkeypatch):
+    begun = []
+    monkeypatch.setattr(sweep, "begin_imports", lambda: begun.append(1))
     parameters.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
     shown = capsys.readouterr().out
     assert shown.startswith("01_x, scale tiny, engine local on ") and "torch 2." in shown and "dry run" in shown
+    parameters.announce(check_parameters(PARAMETERS, PRESETS), "01_x")
+    assert not begun and "dry run" not in capsys.readouterr().out
+    smoke = check_parameters(PARAMETERS | {"scale": "smoke"}, {"smoke": PRESETS["tiny"]})
+    parameters.announce(smoke, "01_x")
+    assert begun == [1]
 
 
 def test_the_run_folder(monkeypatch):

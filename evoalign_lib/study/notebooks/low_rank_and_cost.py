@@ -15,7 +15,7 @@ from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "06_low_rank_and_cost"
-CLAIMS = ("C12", "C13", "C16", "C32")
+CLAIMS = ("C12", "C13", "C14", "C16", "C32")
 """The claims that the notebook's runs decide."""
 TINY = {
     "bases": ["A0"],
@@ -23,8 +23,8 @@ TINY = {
     "ranks": [1],  # of the noise
     "adapter_ranks": [4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
     "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
-    "seeds_match": 16,  # of full rank and of GRPO
-    "seeds_rank": 4,  # of noise of low rank: a map that describes, claim C32 asks for 16
+    "precisions": ["float32", "int8", "int4"],  # of the base below ESSA's adapter
+    "seeds_match": 16,  # of full rank, of noise of low rank, of GRPO and of each precision
     "seeds_compare": 8,  # of all others
     "seeds_null": 4,  # of random fitness where ESSA has it
     "sweep_size": 12,  # settings an arm, and a rank
@@ -67,8 +67,8 @@ TINY = {
 SMOKE = TINY | {
     "adapter_ranks": [4],
     "populations": [4, 8],
+    "precisions": ["int8"],
     "seeds_match": 2,
-    "seeds_rank": 2,
     "seeds_compare": 2,
     "seeds_null": 2,
     "sweep_size": 1,
@@ -91,7 +91,7 @@ SMOKE = TINY | {
     "curve_points": 3,
     "memory_methods": ["es", "grpo"],
     "memory_sizes": ["0.14M"],
-    "memory_rows": [2, 4],
+    "memory_rows": [4],
     "scaling_members": 4,
     "scaling_prompts": 8,
     "scaling_rounds": 2,
@@ -135,10 +135,10 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "sweep grpo": sweep("grpo"),
         "grpo": train("grpo", run.seeds_match, "sweep grpo"),
     }
-    ranked = [f"rank {rank}" for rank in run.ranks]
     for rank in run.ranks:
         found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
-        found[f"rank {rank}"] = train("es_low_rank", run.seeds_rank, f"sweep rank {rank}", rank=rank)
+        change = {"rank": rank, "sampled_at": run.temperatures}
+        found[f"rank {rank}"] = train("es_low_rank", run.seeds_match, f"sweep rank {rank}", **change)
     for rank in run.adapter_ranks:
         found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)
         change = {"lora_rank": rank, "sampled_at": run.temperatures}
@@ -152,6 +152,10 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
         change |= {"curve_points": run.null_points}
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
+    for precision in run.precisions:  # of the frozen base, under which members are rewarded
+        change = {"base_precision": precision, "sampled_at": run.temperatures}
+        found[f"base {precision}"] = train("essa", run.seeds_match, tuned, **change)
+        found[f"random base {precision}"] = train("essa_random", run.seeds_null, tuned, **change)
     scale, exact = loading.of_tiny_world(run, TINY)
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
     base, exact = exact["bases"][0], exact | {"sigma": 0.01}  # no time depends on sigma
@@ -163,7 +167,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
             for name, of_times in PUBLISHED.items()
         ),
     ]
-    return found | {"decodings": loading.decodings(run, of, ranked)}
+    return found
 
 
 def _like(arm: str) -> str:
