@@ -100,6 +100,8 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters
+    if scale == "smoke" and "get_ipython" in namespace and not namespace["dry_run"]:
+        sweep.begin_imports()  # of the runs that the notebook's next cells make
     return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
 
 
@@ -117,8 +119,6 @@ def announce(run: SimpleNamespace, notebook: str) -> None:
         ipython = sys.modules.get("IPython")
         if shell := ipython and ipython.get_ipython():
             shell.set_custom_exc((sweep.DryRun,), _end_of_dry_run)
-    elif run.scale == "smoke":
-        sweep.begin_imports()  # all of it is run
 
 
 def _end_of_dry_run(shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:

@@ -6,6 +6,7 @@ is part of every spec, is raised when a change of the library changes results.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -350,6 +351,7 @@ def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapp
     from transformers.utils import logging
 
     start_worker(parent)
+    gc.freeze()  # what the server imported is here to stay: no collection goes over it again
     # one bar for the sweep, and none for the loading of each run's files
     logging.disable_progress_bar()
     datasets.disable_progress_bars()

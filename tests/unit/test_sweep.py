@@ -949,17 +949,27 @@ def test_comparison_with_committed_records():
     )
 
 
-def test_what_a_notebook_announces(capsys, monkeypatch):
-    begun = []
-    monkeypatch.setattr(sweep, "begin_imports", lambda: begun.append(1))
+def test_what_a_notebook_announces(capsys):
     parameters.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
     shown = capsys.readouterr().out
     assert shown.startswith("01_x, scale tiny, engine local on ") and "torch 2." in shown and "dry run" in shown
-    parameters.announce(check_parameters(PARAMETERS, PRESETS), "01_x")
-    assert not begun and "dry run" not in capsys.readouterr().out
-    smoke = check_parameters(PARAMETERS | {"scale": "smoke"}, {"smoke": PRESETS["tiny"]})
-    parameters.announce(smoke, "01_x")
-    assert begun == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "begun"),
+    [
+        ({"scale": "smoke", "get_ipython": print}, True),
+        ({"scale": "smoke"}, False),
+        ({"scale": "smoke", "get_ipython": print, "dry_run": True}, False),
+        ({"get_ipython": print}, False),
+    ],
+)
+def test_a_notebook_at_scale_smoke_begins_the_imports_of_its_runs(monkeypatch, given, begun):
+    monkeypatch.setattr(sweep, "_set_environment", lambda local: None)
+    started = []
+    monkeypatch.setattr(sweep.forkserver, "ensure_running", lambda: started.append(1))
+    check_parameters(PARAMETERS | given, PRESETS | {"smoke": PRESETS["tiny"]})
+    assert bool(started) == begun
 
 
 def test_the_run_folder(monkeypatch):

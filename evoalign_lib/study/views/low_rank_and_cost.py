@@ -152,6 +152,29 @@ def adapters_table(of: Records, run: SimpleNamespace) -> DataFrame:
     return DataFrame(rows)
 
 
+def precisions_table(of: Records, run: SimpleNamespace) -> DataFrame:
+    """Return accuracy after ESSA by the precision of the frozen base, over that base and over the one as it is loaded.
+
+    The matrices are crossed with seeds and problems; random fitness is in the last column, greedily over its own base.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for precision in run.precisions:
+        found = of[f"base {precision}"]
+        row: dict[str, Any] = {"base in": precision}
+        for decoding in ("greedy", *(label(t) for t in run.temperatures), "t1"):
+            matrix = accuracy_matrix(found, decoding)
+            row[f"test, {decoding}, %"] = stats.crossed_bootstrap(matrix, n_resamples=_RESAMPLES).format()
+        loaded = [record | {"test": record["over_loaded"]} for record in found]
+        row["greedy, over float32, %"] = _percent(loaded, "greedy")
+        null = of[f"random base {precision}"]
+        rows.append(
+            row | {"random fitness, greedy, %": _percent(null, "greedy"), "seeds": f"{len(found)}, {len(null)}"}
+        )
+    return DataFrame(rows)
+
+
 def target(of: Records, run: SimpleNamespace, share: float = 0.95) -> float:
     """Return a share of the best mean greedy validation accuracy at the end, over populations."""
     return share * max(_final(of[f"population {N}"]).mean() for N in run.populations)
@@ -199,6 +222,7 @@ QUESTIONS = {
     "Does noise of rank 1 reach what noise of full rank reaches?": "C32",
     "Which population does ESSA need?": "C12",
     "Are moderate ranks of the adapter best?": "C13",
+    "Does ESSA lose by a base in 8 or 4 bits?": "C14",
     "Does ES need 5 to 8 times less memory?": "C16",
 }
 """Question of the notebook -> the claim whose verdict answers it."""
@@ -210,6 +234,7 @@ def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any], leng
     lengths: whose are simulated, a key of `views.scaling.WHOSE`.
     """
     said = {"C12": verdicts["C12"].text, "C13": _ranks_in_words(of, run), "C16": memory_cost.in_words(of["memory"])}
+    said["C14"] = _precisions_in_words(of, run)
     said["C32"] = _low_rank_in_words(of, f"rank {run.ranks[0]}")
     found = {question: f"{claim} {verdicts[claim].verdict}. {said[claim]}" for question, claim in QUESTIONS.items()}
     return found | scaling.answers(of["scaling"], lengths)
@@ -226,3 +251,29 @@ def _ranks_in_words(of: Records, run: SimpleNamespace) -> str:
     ]
     words = ", ".join(f"rank {rank}: {greedy} and {sampled} %" for rank, greedy, sampled in each)
     return f"Right after ESSA, greedily and at temperature 1: {words}."
+
+
+def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
+    each = [(p, *(_percent(of[f"base {p}"], decoding) for decoding in DECODINGS)) for p in run.precisions]
+    words = ", ".join(f"{precision}: {greedy} and {sampled} %" for precision, greedy, sampled in each)
+    return f"Right after ESSA, greedily and at temperature 1: {words}."
+
+
+_QUOTED = {
+    "CostOptimum": ("C12", "optimum above 96", 1, ".0f"),
+    "CostRankFour": ("C13", "ESSA rank 4 - ESSA rank 32, test greedy", 100, ".1f"),
+    "CostMemoryFull": ("C16", "grpo over es at 7B, above 5", 1, ".1f"),
+    "CostMemoryAdapter": ("C16", "grpo lora over es at 7B, above 5", 1, ".2f"),
+}
+"""Stem of a macro -> claim, label of its interval in the verdict, factor and format."""
+
+
+def numbers(verdicts: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
+    """Return macro -> value and format, of the intervals that the paper quotes; none of a claim that is not judged."""
+    found = {}
+    for stem, (claim, of_interval, factor, form) in _QUOTED.items():
+        if (interval := verdicts[claim].intervals.get(of_interval)) is not None:
+            found |= {
+                f"{stem}{end.title()}": (factor * getattr(interval, end), form) for end in ("value", "low", "high")
+            }
+    return found
