@@ -145,7 +145,7 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
         load = loader_of(module, scale=scale, model=model, dry_run=True)
         names[scale] = {re.sub(r"=.*| \d+$", "", name) for name in load.names}  # of one for each rank or size
         for name, own in load.specs().items():
-            exact = name in ("estimator", "audit", "audit base", "kl", "memory", "processes", "scaling") or (
+            exact = name in ("estimator", "audit", "audit base", "kl", "memory", "processes", "scaling", "storage") or (
                 of_tiny_world and name != "sampled"
             )
             assert {spec["scale"] for spec in own} <= {"tiny" if exact and model else scale}, name

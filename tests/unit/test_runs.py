@@ -40,6 +40,7 @@ from evoalign_lib.study.kinds.perturbed import perturbed_specs
 from evoalign_lib.study.kinds.products import products_specs
 from evoalign_lib.study.kinds.published import published_specs
 from evoalign_lib.study.kinds.sampled import sampled_specs
+from evoalign_lib.study.kinds.storage import storage_specs
 from evoalign_lib.study.kinds.tastes import tastes_spec
 from evoalign_lib.study.kinds.tournament import tournament_spec
 from evoalign_lib.study.kinds.train import sweep_specs, train_specs
@@ -340,6 +341,7 @@ MAKERS |= {
     "tournament": lambda s: [tournament_spec({arm: runs_in(own) for arm, own in s["arms"].items()}, s, s["scale"])],
     "memory": lambda s: memory_specs([s["method"]], [s["size"]], s | {"memory_rows": s["rows"]}, s["scale"]),
     "scaling": lambda s: [remade_scaling(s)],
+    "storage": lambda s: storage_specs({s["arm"]: s}, s["base"], s["scale"]),
     "tastes": lambda s: [tastes_spec(s["scale"])],
     "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
 }

@@ -29,6 +29,7 @@ KINDS: dict[str, str] = {
     "published": "evoalign_lib.study.kinds.published",
     "sampled": "evoalign_lib.study.kinds.sampled",
     "scaling": "evoalign_lib.study.kinds.scaling",
+    "storage": "evoalign_lib.study.kinds.storage",
     "tastes": "evoalign_lib.study.kinds.tastes",
     "tournament": "evoalign_lib.study.kinds.tournament",
 }

@@ -11,6 +11,7 @@ from evoalign_lib import arms, footprint, tiny
 from evoalign_lib.study.kinds.base import base_specs
 from evoalign_lib.study.kinds.memory import SIZES, memory_specs
 from evoalign_lib.study.kinds.scaling import MACHINES, PUBLISHED, measured_spec, simulated_spec
+from evoalign_lib.study.kinds.storage import storage_specs
 from evoalign_lib.study.kinds.train import sweep_specs
 from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
@@ -56,6 +57,7 @@ TINY = {
     "memory_methods": list(footprint.METHODS),
     "memory_sizes": list(SIZES),
     "memory_rows": [8, 16, 32],  # prompts of a member, completions of a micro-batch
+    "stored_arms": ["es", "es_low_rank", "es_lora", "essa", "grpo", "grpo_lora"],
     "scaling_workers": [1, 2],
     "scaling_members": 60,
     "scaling_prompts": 128,
@@ -93,6 +95,7 @@ SMOKE = TINY | {
     "memory_methods": ["es", "grpo"],
     "memory_sizes": ["0.14M"],
     "memory_rows": [4],
+    "stored_arms": ["es", "grpo"],
     "scaling_members": 4,
     "scaling_prompts": 8,
     "scaling_rounds": 2,
@@ -159,6 +162,12 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"random base {precision}"] = train("essa_random", run.seeds_null, tuned, **change)
     scale, exact = loading.of_tiny_world(run, TINY)
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
+    ranks = {"rank": exact["ranks"][0], "lora_rank": exact["essa_lora_rank"]}
+    stored = {
+        arm: own_settings(SimpleNamespace(**exact), _like(arm)) | ranks | arms.SWEEP[arms.get(arm).sweep][0]
+        for arm in exact["stored_arms"]
+    }
+    found["storage"] = storage_specs(stored, exact["bases"][0], scale)
     base, exact = exact["bases"][0], exact | {"sigma": 0.01}  # no time depends on sigma
     found["processes"] = [measured_spec(base, exact, scale)]
     found["scaling"] = [

@@ -13,6 +13,7 @@ from evoalign_lib import paths, style
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record, accuracy_matrix
+from evoalign_lib.study.kinds import storage
 from evoalign_lib.study.measures.base import label
 from evoalign_lib.study.notebooks import low_rank_and_cost as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
@@ -87,6 +88,31 @@ def costs_table(of: Records, groups: Sequence[str]) -> DataFrame:
 
 def _figure(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def storage_table(records: Sequence[Record]) -> DataFrame:
+    """Return what a run of each arm leaves on disk and sends around, in kB of 1000 bytes, as text.
+
+    The last checkpoint's model and all that a killed run goes on from; and the ledger with gzip, from which with the
+    base, and an adapter that it began from, the run can be replayed.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for record in records:
+        spec, stored = record["spec"], record["bytes"]
+        whole = sum(size for what, size in stored.items() if what != "ledger")
+        row = {"arm": style.ARMS[spec["arm"]].label, "parameters": f"{record['d']:,d}"}
+        row |= {"model, kB": _kilo(stored["model"]), "checkpoint, kB": _kilo(whole)}
+        if "packed" in record:
+            row["run as ledger, kB"] = _kilo(record["packed"] + record["start"])
+            row["of which the start, kB"] = _kilo(record["start"])
+        rows.append(row | {"sent a step, kB": _kilo(storage.sent(spec, record["d"]))})
+    return DataFrame(rows).fillna("none")
+
+
+def _kilo(size: float) -> str:
+    return f"{size / 1000:,.0f}" if size >= 10_000 else f"{size / 1000:.2g}"
 
 
 def settings_table(of: Records, groups: Sequence[str]) -> DataFrame:
