@@ -253,6 +253,18 @@ class Generator:
             )
 
 
+LEAST_TEMPERATURE = 0.01
+"""Below it vLLM logs a warning and takes this one (`_MAX_TEMP` in its sampling_params.py)."""
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature={temperature}: vLLM would sample at {LEAST_TEMPERATURE}, its least. Set that or more, decode "
+            "greedily, or take another engine."
+        )
+
+
 def decode(
     llm: Any,
     eos_ids: Sequence[int],
@@ -262,9 +274,14 @@ def decode(
     temperature: float = 1.0,
     options: Options = PLAIN,
 ) -> list[list[int]]:
-    """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`."""
+    """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`.
+
+    Raises ValueError for a temperature that vLLM would replace.
+    """
     from vllm import SamplingParams
 
+    if seeds is not None:
+        _check_temperature(temperature)
     common = {
         "max_tokens": max_new_tokens,
         "stop_token_ids": list(eos_ids),
@@ -395,6 +412,7 @@ class VLLMEngine(Decoding, Engine):
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
     ):
+        _check_temperature(options.temperature)
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         super().__init__(
             model,

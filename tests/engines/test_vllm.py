@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_models import ROWS, engine, members, move
 
+from evoalign_lib.engines.base import Options
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.rewards import RewardError, Rewards
 
@@ -33,6 +34,44 @@ def test_members_are_those_of_transformers(pair):
         assert ours.scored.rewards.tolist() == theirs.scored.rewards.tolist()
         assert ours.lengths.tolist() == theirs.lengths.tolist() and ours.clipped.tolist() == theirs.clipped.tolist()
     assert len({tuple(e.scored.rewards) for e in found[0]}) == 6, "members that do alike show nothing"
+
+
+def test_options_of_decoding_are_those_of_transformers(pair, monkeypatch):
+    rows = np.arange(len(ROWS))
+
+    def under(options, sampling=None):
+        """Texts of greedy completions, or rewards of samples, by each engine."""
+        found = []
+        for one in pair:
+            monkeypatch.setattr(one, "options", options)
+            if sampling is None:
+                found.append([text for text, _ in one.generate("train")[0]])
+            else:
+                found.append(one.evaluate(members(1)[:1], 1e-6, "train", rows, sampling=sampling)[0].scored.rewards)
+            monkeypatch.undo()
+        return found
+
+    plain = under(Options())[0]
+    stop = next(text[3:5] for text in plain if len(text) > 8)
+    ours, theirs = under(Options(stop_strings=(stop,)))
+    assert ours == theirs != plain
+    assert all(
+        cut == text[: text.index(stop) + len(stop)] for cut, text in zip(ours, plain, strict=True) if stop in text
+    )
+    assert all(cut == text for cut, text in zip(ours, plain, strict=True) if stop not in text)
+
+    greedy = [float(sum(c.isalpha() for c in text)) for text in plain]
+    for options in (Options(top_k=1), Options(top_p=1e-6)):
+        ours, theirs = under(options, (5, 1))
+        assert ours.tolist() == theirs.tolist() == greedy, options
+    assert under(Options(), (5, 1))[0].tolist() != greedy
+    for refused in (lambda: under(Options(temperature=1e-3), (5, 1)), lambda: engine(options=Options(1e-3))):
+        with pytest.raises(ValueError, match=r"temperature=0.001: vLLM would sample at 0.01, its least"):
+            refused()
+    monkeypatch.undo()
+
+    ours, theirs = under(Options(generation_kwargs={"repetition_penalty": 1.3}))
+    assert ours == theirs != plain
 
 
 def test_updates_have_the_same_bits_and_the_next_tokens_are_equal(pair):
