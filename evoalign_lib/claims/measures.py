@@ -75,6 +75,8 @@ def _validation(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], ar
     budget = min(axis[-1] for arm in spent for axis in arm)
     if not budget > 0:  # random fitness generates nothing
         raise Undecided("a run spent nothing")
+    if not budget > max(axis[0] for arm in spent for axis in arm):  # of which a warm start may be all that it costs
+        raise Undecided("a run spent no more than another one had before its first step")
     return [
         np.array([curves.score_at(*curve, budget) for curve in zip(axes, scores, strict=True)])
         for axes, scores in zip(spent, found, strict=True)

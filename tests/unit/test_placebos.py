@@ -158,9 +158,13 @@ def test_a_rule_that_a_null_passes_contradicts_all_the_same() -> None:
     assert verdict.verdict == "not evidence" and "; by itself underpowered. " in verdict.text
 
 
-def test_random_fitness_spends_nothing_and_wins_nothing_at_equal_budgets() -> None:
+@pytest.mark.parametrize("warm", [0, 7])
+def test_random_fitness_spends_nothing_and_wins_nothing_at_equal_budgets(warm: int) -> None:
+    """Nothing at all, or nothing after a warm start, of which every run costs a little more or less."""
     spent = {"completions": [0, 0, 0, 0], "forward_flops": [0, 0, 0, 0]}
     random = [r | {"curve": r["curve"] | spent} for r in runs_of("es_random", 90, seeds=8)]
+    for i, record in enumerate(random):
+        record["curve"]["completions"] = [warm and warm + i] * 4
     at_equal = {"kind": "compare", "comparisons": [DECLARED["C1"]["rule"]["comparisons"][2]]}
     verdict = judge("C1", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 40), *random], rule=at_equal)
     assert (verdict.verdict, asked(verdict)) == (

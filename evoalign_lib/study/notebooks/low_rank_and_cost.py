@@ -17,7 +17,7 @@ from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "06_low_rank_and_cost"
-CLAIMS = ("C12", "C13", "C14", "C16", "C32")
+CLAIMS = ("C12", "C13", "C14", "C15b", "C16", "C32")
 """The claims that the notebook's runs decide."""
 TINY = {
     "bases": ["A0"],

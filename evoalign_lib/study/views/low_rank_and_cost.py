@@ -249,6 +249,7 @@ QUESTIONS = {
     "Which population does ESSA need?": "C12",
     "Are moderate ranks of the adapter best?": "C13",
     "Does ESSA lose by a base in 8 or 4 bits?": "C14",
+    "Does ESSA get further than GRPO with as many completions?": "C15b",
     "Does ES need 5 to 8 times less memory?": "C16",
 }
 """Question of the notebook -> the claim whose verdict answers it."""
@@ -260,6 +261,7 @@ def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any], leng
     lengths: whose are simulated, a key of `views.scaling.WHOSE`.
     """
     said = {"C12": verdicts["C12"].text, "C13": _ranks_in_words(of, run), "C16": memory_cost.in_words(of["memory"])}
+    said["C15b"] = f"{verdicts['C15b'].key}."
     said["C14"] = _precisions_in_words(of, run)
     said["C32"] = _low_rank_in_words(of, f"rank {run.ranks[0]}")
     found = {question: f"{claim} {verdicts[claim].verdict}. {said[claim]}" for question, claim in QUESTIONS.items()}
@@ -288,6 +290,7 @@ def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
 _QUOTED = {
     "CostOptimum": ("C12", "optimum above 96", 1, ".0f"),
     "CostRankFour": ("C13", "ESSA rank 4 - ESSA rank 32, test greedy", 100, ".1f"),
+    "CostEssaBehind": ("C15b", "ESSA - GRPO, validation greedy at equal completions", 100, ".1f"),
     "CostMemoryFull": ("C16", "grpo over es at 7B, above 5", 1, ".1f"),
     "CostMemoryAdapter": ("C16", "grpo lora over es at 7B, above 5", 1, ".2f"),
 }
