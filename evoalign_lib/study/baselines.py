@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from evoalign_lib import arms, grpo, noise
+from evoalign_lib.engines import processes
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.records import Spec
 from evoalign_lib.study import gradients, measures, rollouts, training, worlds
@@ -21,10 +23,10 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     Of an arm with perturbed rollouts, in the place of samples, among the greedy answers of copies of the base with
     noise on their weights, one for each of num_generations.
 
-    Arguments as `evolution.train`. It has no ledger, and starts anew after a kill.
+    Arguments as `evolution.train`. It has no ledger, and starts anew after a kill. Of a base that is never right
+    nothing passes the filter: the model stays as it is, and `counts` says that 0 were kept.
     """
     import trl
-    from transformers import PrinterCallback
 
     measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)
@@ -51,23 +53,21 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
     }
     engine.close()  # the model has the GPU for itself
-    settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
-    general = (
-        training.reports(spec, lasting)
-        | {"save_strategy": "no", "disable_tqdm": True}
-        | gradients.device_settings(spec)
-    )
-    trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=str(place), **settings, **general)
-    trainer.remove_callback(PrinterCallback)
     progress = training.Progress(None)
-    training.watch_divergence(trainer, progress)
-    cpu = time.process_time()  # importing and making a trainer is no training
-    trainer.train()
-    core_seconds += time.process_time() - cpu
-    if lasting:
-        trainer.save_model(str(place / "model"))
+    if pairs:
+        trainer = _trainer(spec, model, tokenizer, pairs, place, lasting)
+        training.watch_divergence(trainer, progress)
+        cpu = time.process_time()  # importing and making a trainer is no training
+        trainer.train()
+        core_seconds += time.process_time() - cpu
+        if lasting:
+            trainer.save_model(str(place / "model"))
+        del trainer
+    elif lasting and processes.rank() == 0:
+        for part in (model, tokenizer):
+            part.save_pretrained(place / "model")
     training.take_weights(engine, model)
-    del trainer, model
+    del model
     gc.collect()
     trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
     passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
@@ -76,3 +76,18 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
         yield training.Trained(engine, start, sets, result | worlds.plan(spec, engine), progress.diverged)
+
+
+def _trainer(spec: Spec, model: Any, tokenizer: Any, pairs: list, place: Path, lasting: bool) -> Any:
+    """Return the trainer of a spec on what passed its filter."""
+    from transformers import PrinterCallback
+
+    settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
+    general = (
+        training.reports(spec, lasting)
+        | {"save_strategy": "no", "disable_tqdm": True}
+        | gradients.device_settings(spec)
+    )
+    trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=str(place), **settings, **general)
+    trainer.remove_callback(PrinterCallback)
+    return trainer

@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 from evoalign_lib import claims, paths, style
 from evoalign_lib._render import csv_text
+from evoalign_lib.records import pack_bits, pack_counts
 from evoalign_lib.study.notebooks import grpo_countdown as study
 from evoalign_lib.study.views import grpo_countdown as view
 from evoalign_lib.study.views import grpo_countdown_figures as figures
@@ -192,3 +193,26 @@ def test_the_estimators_have_looks_of_their_own(records):
     cosines = fig.axes[2]
     assert sum(np.isfinite(line.get_ydata()).all() for line in cosines.lines) == 4  # k1 has no gradient on average
     assert list(plotted["bias / KL"]) == [interval.value for interval in frame["bias / KL"]]
+
+
+def test_models_that_are_not_measured_again_have_their_own_two_decodings():
+    """As those from outside the tiny world: the figure and the table have greedy decoding and temperature 1."""
+
+    def run(arm: str, seed: int) -> dict:
+        spec = (
+            {"kind": "train", "arm": arm, "base": "/mine", "seed": seed} if arm else {"kind": "base", "base": "/mine"}
+        )
+        test = {"n": 4, "greedy_bits": pack_bits([1, 1, 0, 0]), "t1_counts": pack_counts([16, 0, 0, 0])}
+        return {"spec": spec, "spec_hash": f"{arm} {seed}", "test": test}
+
+    of = {"base": [run("", 0)], "es": [run("es", 0), run("es", 1)], "grpo_long": [run("grpo", 9)], "decodings": []}
+    rows = pd.DataFrame(study.by_temperature(of))
+    assert rows[["group", "temperature", "accuracy", "n"]].values.tolist() == [
+        ["base", 0.0, 0.5, 1],
+        ["base", 1.0, 0.25, 1],
+        ["es", 0.0, 0.5, 2],
+        ["es", 1.0, 0.25, 2],
+    ]
+    assert list(view.temperature_table(of, rows, "/mine")) == ["arm", "greedy", "temperature 1"]
+    (ax,) = figures.draw_temperatures(rows, "/mine").axes
+    assert len(ax.lines) == 2

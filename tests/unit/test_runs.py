@@ -122,6 +122,16 @@ def test_the_record_of_every_arm(arm, tmp_path):
     assert {len(values) for values in curve.values()} == {4}
 
 
+def test_a_base_that_is_never_right_is_left_as_it_is_and_the_record_says_so(tmp_path):
+    spec = spec_of("sft", prompts=2, num_generations=1)
+    r = sweep.run(spec, "nb", "commit")
+    base = models.flat_digest(np.concatenate([p.detach().numpy().ravel() for p in tiny.load("A0")[0].parameters()]))
+    assert r["counts"] == {"kept": 0} and r["update_norm"] == 0 and r["digest"] == base[:16]
+    assert r["budget"]["completions"] == 2 and r["test"]["n"] == 10
+    with train.trained(spec, tmp_path, lasting=True):
+        assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(("precision", "same"), [("float32", True), ("int4", False)])
 def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too(precision, same):
     """With the precision that the base is loaded in both tests are one; a run over it is the run without."""

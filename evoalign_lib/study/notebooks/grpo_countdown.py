@@ -194,7 +194,8 @@ def by_temperature(of: Records) -> list[dict[str, Any]]:
     """Return test accuracy against the temperature of the samples, 0 being greedy decoding.
 
     A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
-    (of one model over problems), as fractions; and n, the runs.
+    (of one model over problems), as fractions; and n, the runs. Where no model is measured again (`loading.decodings`)
+    the arms, and the base, have their rows of greedy decoding and temperature 1.
     """
     measured: dict[str, dict[str, Any]] = {}
     for r in of["decodings"]:
@@ -203,10 +204,14 @@ def by_temperature(of: Records) -> list[dict[str, Any]]:
     rows = []
     for group in (group for group in of if group != "decodings"):
         for base in dict.fromkeys(r["spec"]["base"] for r in of[group]):
-            runs = [r for r in of[group] if r["spec"]["base"] == base and r["spec_hash"] in measured]
+            runs = [r for r in of[group] if r["spec"]["base"] == base]
+            if of["decodings"]:
+                runs = [r for r in runs if r["spec_hash"] in measured]
+            elif group not in (*arms.ARMS, "base"):
+                continue
             if not runs:
                 continue
-            again = [{"test": measured[r["spec_hash"]]} for r in runs]
+            again = [{"test": measured.get(r["spec_hash"], {})} for r in runs]
             matrices = {0.0: accuracy_matrix(runs, "greedy"), 1.0: accuracy_matrix(runs, "t1")}
             asked = sorted({t for r in of["decodings"] for t in r["spec"]["temperatures"]})
             asked = [t for t in asked if all(f"{label(t)}_counts" in r["test"] for r in again)]
