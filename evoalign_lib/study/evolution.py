@@ -129,7 +129,7 @@ def trainer(
 def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
     """Return the test of an adapter that was searched over a base of another precision, over the base as it is loaded.
 
-    found: the model with the adapter.
+    found: the model with the adapter. What each problem's samples say is left out: a record has no room for it twice.
     """
     import torch
 
@@ -142,7 +142,8 @@ def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
             parameter.copy_(searched[name])
     with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
         training.take_weights(engine, model)
-        return measures.get(spec["task"]).outcome(spec, engine, sets)["test"]
+        tested = measures.get(spec["task"]).outcome(spec, engine, sets)["test"]
+        return {name: value for name, value in tested.items() if not name.endswith("_counts")}
 
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
