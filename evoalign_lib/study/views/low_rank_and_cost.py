@@ -293,6 +293,7 @@ _QUOTED = {
     "CostEssaBehind": ("C15b", "ESSA - GRPO, validation greedy at equal completions", 100, ".1f"),
     "CostMemoryFull": ("C16", "grpo over es at 7B, above 5", 1, ".1f"),
     "CostMemoryAdapter": ("C16", "grpo lora over es at 7B, above 5", 1, ".2f"),
+    "CostLowRank": ("C32", "ES with low rank - ES full, test greedy", 100, ".1f"),
 }
 """Stem of a macro -> claim, label of its interval in the verdict, factor and format."""
 
