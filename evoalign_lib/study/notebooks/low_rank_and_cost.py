@@ -25,7 +25,7 @@ TINY = {
     "ranks": [1],  # of the noise
     "adapter_ranks": [4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
     "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
-    "precisions": ["float32", "int8", "int4"],  # of the base below ESSA's adapter
+    "precisions": ["float32", "int8"],  # of the base below ESSA's adapter
     "seeds_match": 16,  # of full rank, of noise of low rank, of GRPO and of each precision
     "seeds_compare": 8,  # of all others
     "seeds_null": 4,  # of random fitness where ESSA has it
