@@ -290,6 +290,7 @@ def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
 _QUOTED = {
     "CostOptimum": ("C12", "optimum above 96", 1, ".0f"),
     "CostRankFour": ("C13", "ESSA rank 4 - ESSA rank 32, test greedy", 100, ".1f"),
+    "CostInteger": ("C14", "ESSA int8 - ESSA float32, test greedy", 100, ".1f"),
     "CostEssaBehind": ("C15b", "ESSA - GRPO, validation greedy at equal completions", 100, ".1f"),
     "CostMemoryFull": ("C16", "grpo over es at 7B, above 5", 1, ".1f"),
     "CostMemoryAdapter": ("C16", "grpo lora over es at 7B, above 5", 1, ".2f"),
