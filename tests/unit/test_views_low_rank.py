@@ -28,7 +28,7 @@ def test_a_quantised_base_is_shown_over_itself_and_over_the_base_as_it_is_loaded
     def run(right: int, loaded: int) -> dict:
         return {"spec": {"arm": "essa"}, "test": tested(right), "over_loaded": tested(loaded)}
 
-    of = {"base int8": [run(8, 4), run(4, 0)], "random base int8": [run(1, 0)]}
+    of = {"precision=int8": [run(8, 4), run(4, 0)], "random precision=int8": [run(1, 0)]}
     (row,) = view.precisions_table(of, SimpleNamespace(precisions=["int8"], temperatures=[0.6])).to_dict("records")
     assert row["test, greedy, %"].startswith("75.0 [") and row["test, t0.6, %"] == row["test, t1, %"]
     assert (row["greedy, over float32, %"], row["random fitness, greedy, %"]) == ("25.0", "12.5")

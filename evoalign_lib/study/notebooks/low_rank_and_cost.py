@@ -158,8 +158,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
     for precision in run.precisions:  # of the frozen base, under which members are rewarded
         change = {"base_precision": precision, "sampled_at": run.temperatures}
-        found[f"base {precision}"] = train("essa", run.seeds_match, tuned, **change)
-        found[f"random base {precision}"] = train("essa_random", run.seeds_null, tuned, **change)
+        found[f"precision={precision}"] = train("essa", run.seeds_match, tuned, **change)
+        found[f"random precision={precision}"] = train("essa_random", run.seeds_null, tuned, **change)
     scale, exact = loading.of_tiny_world(run, TINY)
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
     ranks = {"rank": exact["ranks"][0], "lora_rank": exact["essa_lora_rank"]}

@@ -187,14 +187,14 @@ def precisions_table(of: Records, run: SimpleNamespace) -> DataFrame:
 
     rows = []
     for precision in run.precisions:
-        found = of[f"base {precision}"]
+        found = of[f"precision={precision}"]
         row: dict[str, Any] = {"base in": precision}
         for decoding in ("greedy", *(label(t) for t in run.temperatures), "t1"):
             matrix = accuracy_matrix(found, decoding)
             row[f"test, {decoding}, %"] = stats.crossed_bootstrap(matrix, n_resamples=_RESAMPLES).format()
         loaded = [record | {"test": record["over_loaded"]} for record in found]
         row["greedy, over float32, %"] = _percent(loaded, "greedy")
-        null = of[f"random base {precision}"]
+        null = of[f"random precision={precision}"]
         rows.append(
             row | {"random fitness, greedy, %": _percent(null, "greedy"), "seeds": f"{len(found)}, {len(null)}"}
         )
@@ -282,7 +282,7 @@ def _ranks_in_words(of: Records, run: SimpleNamespace) -> str:
 
 
 def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
-    each = [(p, *(_percent(of[f"base {p}"], decoding) for decoding in DECODINGS)) for p in run.precisions]
+    each = [(p, *(_percent(of[f"precision={p}"], decoding) for decoding in DECODINGS)) for p in run.precisions]
     words = ", ".join(f"{precision}: {greedy} and {sampled} %" for precision, greedy, sampled in each)
     return f"Right after ESSA, greedily and at temperature 1: {words}."
 
