@@ -352,7 +352,7 @@ MAKERS |= {
     "tournament": lambda s: [tournament_spec({arm: runs_in(own) for arm, own in s["arms"].items()}, s, s["scale"])],
     "memory": lambda s: memory_specs([s["method"]], [s["size"]], s | {"memory_rows": s["rows"]}, s["scale"]),
     "scaling": lambda s: [remade_scaling(s)],
-    "storage": lambda s: storage_specs({s["arm"]: s}, s["base"], s["scale"]),
+    "storage": lambda s: storage_specs({s["arm"]: of_runs(s)}, s["base"], s["scale"]),
     "tastes": lambda s: [tastes_spec(s["scale"])],
     "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
 }
