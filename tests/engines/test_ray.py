@@ -323,6 +323,28 @@ def test_an_actor_decays_toward_the_start(tmp_path):
         assert same_run(here, resumed) and not any(engine.repairs.values())
 
 
+# ---- how completions are decoded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling": "common", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "stop_strings": ["e"]},
+        {"stop_strings": ["e", "t"], "generation_kwargs": {"repetition_penalty": 1.3}, "decoder": "generate"},
+    ],
+)
+def test_actors_decode_by_the_options_of_the_run(tmp_path, options):
+    settings = {"max_steps": 3, "max_completion_length": 8, "workers": 1} | options
+    here, plain = (
+        trainer(tmp_path / name, **settings | more) for name, more in (("a", {}), ("b", {"stop_strings": None}))
+    )
+    there = on_ray(tmp_path / "there", **settings)
+    for one in (here, plain, there):
+        with closing(one.engine):
+            one.train()
+    assert same_run(here, there) and not same_run(here, plain)
+
+
 # ---- a reward with a state
 
 
