@@ -48,7 +48,7 @@ def test_a_ledger_grows_by_its_steps_and_members_and_not_by_the_model(records):
 
 def test_the_table_says_what_a_step_sends(records):
     table = view.storage_table(list(records.values())).set_index("arm")
-    assert list(table["sent a step, kB"]) == ["0.048", "0.048", "282", "3.6"]
+    assert list(table["sent a step, kB"]) == ["0.048", "none", "282", "3.6"]
     assert list(table["run as ledger, kB"])[2:] == ["none", "none"] and float(table["run as ledger, kB"].iloc[0]) < 5
     assert list(table["model, kB"])[::2] == ["566", "566"]
 

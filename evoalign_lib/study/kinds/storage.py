@@ -85,12 +85,15 @@ def _parameters(checkpoint: Path) -> int:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
 
 
-def sent(spec: Spec, d: int) -> int:
+def sent(spec: Spec, d: int) -> int | None:
     """Return the bytes that a step sends to each process that generates, where it is not the one that trains.
 
     An update of ES is a key (8 bytes) and a coefficient (4) for each member, by which every process moves its own
-    weights (`engines.ray`); a gradient step sends what it changed, in bfloat16.
+    weights (`engines.ray`); a gradient step sends what it changed, in bfloat16. None: ESSA, whose candidates the local
+    engine alone evaluates.
     """
+    if "leading_share" in spec:
+        return None
     if "population_size" in spec:
         return 12 * spec["population_size"]
     return 2 * d

@@ -107,7 +107,9 @@ def storage_table(records: Sequence[Record]) -> DataFrame:
         if "packed" in record:
             row["run as ledger, kB"] = _kilo(record["packed"] + record["start"])
             row["of which the start, kB"] = _kilo(record["start"])
-        rows.append(row | {"sent a step, kB": _kilo(storage.sent(spec, record["d"]))})
+        if (sent := storage.sent(spec, record["d"])) is not None:
+            row["sent a step, kB"] = _kilo(sent)
+        rows.append(row)
     return DataFrame(rows).fillna("none")
 
 
