@@ -129,9 +129,29 @@ ARMS: dict[str, Arm] = {
         optional=_CURVED,
         sweep="es_low_rank",
     ),
+    "es_low_rank_random": replace(
+        _es(
+            "#999999",
+            (11, 1, 0),
+            "ES, low rank, random fitness",
+            {"fitness": "random", "perturbation": "low_rank", "arm": "es_low_rank_random"},
+            null=True,
+        ),
+        settings=(*_ES, "rank"),
+        optional=_CURVED,
+        sweep="es_low_rank",
+    ),
     # noise on an adapter over the frozen base, which may be warm-started; its own draws of noise
     "es_lora": replace(
         _es("#0072B2", (7, 1, 0), "ES, LoRA", {"fitness": "reward", "arm": "es_lora"}),
+        settings=(*_ES, "lora_rank"),
+        optional=(*_CURVED, *_WARM, *_FROZEN),
+        sweep="es_lora",
+    ),
+    "es_lora_random": replace(
+        _es(
+            "#999999", (12, 1, 0), "ES, LoRA, random fitness", {"fitness": "random", "arm": "es_lora_random"}, null=True
+        ),
         settings=(*_ES, "lora_rank"),
         optional=(*_CURVED, *_WARM, *_FROZEN),
         sweep="es_lora",

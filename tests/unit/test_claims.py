@@ -372,6 +372,7 @@ def test_all_claims_of_the_field_are_declared() -> None:
     assert all("primary" not in claim and "Declared after the data of" in claim["note"] for claim in again.values())
     # declared after a look at older data, and before any of its own
     assert "before any of the runs that judge it" in DECLARED["C3c"]["note"] and "primary" not in DECLARED["C3c"]
+    assert "before any run of GRPO over an adapter" in DECLARED["C15c"]["note"] and "primary" not in DECLARED["C15c"]
     superseded = {name: claim["superseded"] for name, claim in DECLARED.items() if "superseded" in claim}
     assert superseded == {"C2": "C2b", "C3b": "C3c"}
     ruled = {name for name in first if name[0] == "C" and DECLARED[name]["rule"]["kind"] != "open"}

@@ -214,7 +214,7 @@ def test_whom_the_declared_rules_favour() -> None:
     others |= {"E9": ("anchored",), "E11": ("sampled",), "C26": ("es_large", "grpo_large")}
     others |= {"C36": ("es_then_grpo",), "E12": ("grpo_then_es",)}
     others |= {"C12": ("searched",), "C13": ("rank 4", "rank 8", "rank 16"), "C32": ("low",)}
-    others |= {"C14": ("int8", "int4"), "C15b": ("essa",)}
+    others |= {"C14": ("int8", "int4"), "C15b": ("essa",), "C15c": ("essa",)}
     assert {name: arms for name, arms in found.items() if arms and arms != ("es",)} == others
 
 
