@@ -1,0 +1,320 @@
+"""Our dense ES engine against other people's code, on one core of this machine.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.peers --qiu FOLDER --torcheggroll FOLDER --out peers.json
+
+A step evaluates 30 members on 128 Countdown prompts with 16 greedy tokens each, and moves the weights: the same
+float32 model (random weights, `tests.benchmarks.cpu`), prompts, tokenizer, sigma and number of members everywhere.
+No arm has an end token, so that every completion has 16 tokens: an arm that made another number of them is an error.
+The arms take turns within a round, in reversed order in every second one. The first round is discarded; a ratio is
+that of two steps of the same round, of wall time and of core time, which other work on the cores disturbs less. Median
+and range of the ratios are printed; nothing here passes or fails.
+
+This file holds none of the peers' code. The folders are checkouts, or a copy of the files named here:
+
+- `--qiu`: https://github.com/VsonicV/es-fine-tuning-paper, `countdown/es_fine-tuning_countdown.py` and
+  `countdown/countdown_task.py`; tried at commit 04d40759bbe9fff10b5d7b436a094ccc30c3d14f, whose second file is that of
+  1b24dd408e4f74bb168d0af69bebca80b9927cf0. Later commits keep old scripts under `archive`: give that folder. Called:
+  `main()` for one iteration with one thread, timed where it looks at the clock itself, and `evaluate_model()` for the
+  greedy tokens. Replaced in its namespace: the numbers of iterations, members and tokens, sigma and alpha, the two
+  loaders of transformers (its `device_map` asks for a GPU), the clock, and the place of its data file.
+- `--torcheggroll`: https://github.com/ai4flab/torcheggroll, also the source archive of PyPI, `src/torcheggroll/`; tried
+  at version 0.2.0. Called: `TorchEggrollES` with its own rank (4) and pairs of opposite members,
+  `prepare_population()` and `apply_fitness_scores()`. It has no generation: transformers' `generate` decodes each
+  member through `torch.func.functional_call`, and our Countdown reward scores.
+
+Two things favour the peers. Objects that exist before the first step are frozen for Python's garbage collection, which
+Qiu's script runs after each member and which would look through all imported libraries every time. And neither looks
+for an end token, which our loop does. What they were written for, GPUs and larger models, is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from evoalign_lib.tasks import countdown
+from tests.benchmarks import cpu
+from tests.benchmarks.shared import run_sections
+
+TIMES = ("wall", "core")
+
+
+def now() -> np.ndarray:
+    """(2,) seconds: of the clock, and of this process on its core."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+class Ours:
+    """LocalEngine with one worker, its default decoder and members of full rank."""
+
+    def __init__(self, model: str, plan: cpu.Plan):
+        self.rows, self.new = plan.rows[0], plan.new
+        self.members, self.keys, self.coefficients = cpu.population(plan.members)
+        self.engine = cpu.engine_of(cpu.build(model), self.rows, plan)
+        self.engine.eos_ids = [-1]  # no token
+
+    def greedy(self) -> list[list[int]]:
+        """New tokens of the unperturbed model, one list a prompt."""
+        return [raw for _, raw in self.engine.generate("train")[0]]
+
+    def step(self) -> np.ndarray:
+        """(2,) seconds of one step, as TIMES."""
+        start = now()
+        evaluations = self.engine.evaluate(self.members, cpu.SIGMA, "train", np.arange(self.rows))
+        self.engine.update(self.keys, self.coefficients)
+        seconds = now() - start
+        if not all((evaluation.lengths == self.new).all() for evaluation in evaluations):
+            raise RuntimeError(f"a completion of ours has not {self.new} tokens: the arms do not do the same work.")
+        return seconds
+
+
+class Peer:
+    """A model that transformers decodes, which keeps what it generated."""
+
+    def __init__(self, model: str, plan: cpu.Plan):
+        self.plan, self.prompts, (_, self.tokenizer) = plan, cpu.prompts(plan.rows[0]), cpu.base()
+        self.model, self.made = cpu.build(model), []
+        self.model.generation_config.eos_token_id = None
+        generate = self.model.generate
+
+        def kept(*inputs: Any, **settings: Any) -> torch.Tensor:
+            self.made.append(generate(*inputs, **settings))
+            return self.made[-1]
+
+        self.model.generate = kept
+
+    def generate(self) -> torch.Tensor:
+        """Ids of prompts and greedy completions, (prompts, width + new)."""
+        ids, mask = torch.from_numpy(self.prompts.ids), torch.from_numpy(self.prompts.mask)
+        return self.model.generate(ids, attention_mask=mask, max_new_tokens=self.plan.new, do_sample=False)
+
+    def greedy(self) -> list[list[int]]:
+        """As `Ours.greedy`."""
+        self.generate()
+        return self._taken(1)[0].tolist()
+
+    def _taken(self, members: int) -> list[torch.Tensor]:
+        """New tokens of all members since the last call, each (prompts, new); it must be so many.
+
+        Raises:
+            RuntimeError: other prompts, or another number of members, prompts or tokens.
+        """
+        made, self.made = self.made, []
+        width, prompts = self.prompts.width, torch.from_numpy(self.prompts.ids)
+        shapes = [tuple(ids.shape) for ids in made]
+        if shapes != [(len(prompts), width + self.plan.new)] * members:
+            raise RuntimeError(f"generated {shapes}, not {members} times {(len(prompts), width + self.plan.new)}.")
+        if not all(torch.equal(ids[:, :width], prompts) for ids in made):
+            raise RuntimeError("its tokenised prompts are not ours: the arms do not do the same work.")
+        return [ids[:, width:] for ids in made]
+
+
+class Qiu(Peer):
+    """The script of Qiu et al. that decodes with transformers."""
+
+    files = ("countdown/es_fine-tuning_countdown.py", "countdown/countdown_task.py")
+
+    def __init__(self, folder: Path, model: str, plan: cpu.Plan):
+        super().__init__(model, plan)
+        self.model.save_pretrained = lambda *_, **__: None  # its last act, after the step
+        self.dataset = [(p, str(t)) for p, t in zip(self.prompts.prompts, self.prompts.columns["target"], strict=True)]
+        self.scratch = tempfile.TemporaryDirectory()
+        data = Path(self.scratch.name) / "data" / "countdown.json"
+        data.parent.mkdir()
+        data.write_text(json.dumps([{"context": prompt, "target": target} for prompt, target in self.dataset]))
+        script = folder / self.files[0]
+        given = ["--precision", "fp32", "--gpu_threads", "1", "--model_name", f"{self.scratch.name}/model"]
+        with (
+            mock.patch.object(sys, "argv", [script.name, *given, "--data_sample", str(len(self.dataset))]),
+            mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            self.script = load("qiu_countdown", script)
+        changed = {
+            "NUM_ITERATIONS": 1,
+            "POPULATION_SIZE": plan.members,
+            "MAX_NEW_TOKENS": plan.new,
+            "SIGMA": cpu.SIGMA,
+            "ALPHA": cpu.ALPHA,
+            "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda *_, **__: self.model),
+            "AutoTokenizer": SimpleNamespace(from_pretrained=lambda *_, **__: self.tokenizer),
+            "time": SimpleNamespace(time=self._look),
+            "__file__": str(data.parent.with_name(script.name)),
+        }
+        if missing := [name for name in (*changed, "main", "evaluate_model") if not hasattr(self.script, name)]:
+            raise AttributeError(f"{script} has no {missing}: take the commit that the docstring names.")
+        vars(self.script).update(changed)
+
+    def greedy(self) -> list[list[int]]:
+        """As `Ours.greedy`."""
+        texts, targets = map(list, zip(*self.dataset, strict=True))
+        self.script.evaluate_model(
+            self.model, self.tokenizer, texts, targets, SimpleNamespace(device=torch.device("cpu"))
+        )
+        return self._taken(1)[0].tolist()
+
+    def step(self) -> np.ndarray:
+        """As `Ours.step`."""
+        self.looks: list[np.ndarray] = []
+        with contextlib.redirect_stdout(io.StringIO()), mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+            self.script.main()
+        self._taken(self.plan.members)
+        _, start, end, _ = self.looks  # before the first iteration, around it, after the last
+        return end - start
+
+    def _look(self) -> float:
+        self.looks.append(now())
+        return time.time()
+
+
+class TorchEggroll(Peer):
+    """Members of low rank, each of whose weights are written out before any is evaluated."""
+
+    files = ("src/torcheggroll/__init__.py", "src/torcheggroll/es.py")
+
+    def __init__(self, folder: Path, model: str, plan: cpu.Plan):
+        super().__init__(model, plan)
+        library = load("torcheggroll", folder / self.files[0])
+        if not hasattr(library.TorchEggrollES, "prepare_population"):
+            raise AttributeError(f"{folder} has no prepare_population: take version 0.2.0.")
+        self.whole = torch.nn.Module()  # its forward is a generation, so that functional_call can replace the weights
+        self.whole.model, self.whole.forward = self.model, self.generate
+        self.es = library.TorchEggrollES(self.whole, pop_size=plan.members, sigma=cpu.SIGMA, lr=cpu.ALPHA)
+
+    def step(self) -> np.ndarray:
+        """As `Ours.step`."""
+        start, rewards = now(), []
+        for weights in self.es.prepare_population():
+            new = torch.func.functional_call(self.whole, weights, ())[:, self.prompts.width :]
+            texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+            rewards.append(np.mean(countdown.reward(self.prompts.prompts, texts, **self.prompts.columns)))
+        self.es.apply_fitness_scores(torch.tensor(np.array(rewards, np.float32)))
+        seconds = now() - start
+        self._taken(self.plan.members)
+        return seconds
+
+
+PEERS: dict[str, type[Qiu] | type[TorchEggroll]] = {"qiu": Qiu, "torcheggroll": TorchEggroll}
+
+
+def load(name: str, file: Path) -> ModuleType:
+    """The module or package at this place, whatever is installed under its name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def section(model: str, folders: Mapping[str, Path], plan: cpu.Plan) -> dict[str, Any]:
+    """All arms with one model, measured in turn."""
+    arms: dict[str, Any] = {"ours": Ours(model, plan)}
+    arms |= {peer: PEERS[peer](folder, model, plan) for peer, folder in folders.items()}
+    tokens = {name: arm.greedy() for name, arm in arms.items()}
+    gc.collect()
+    gc.freeze()
+    seconds: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+    for i in range(plan.repeats + 1):
+        for name in list(arms)[:: -1 if i % 2 else 1]:
+            seconds[name].append(arms[name].step())
+    measured = {name: np.array(seen[1:]) for name, seen in seconds.items()}
+    return {"cells": summary(measured, tokens, plan.members * plan.rows[0])}
+
+
+def summary(seconds: Mapping[str, np.ndarray], tokens: Mapping[str, list[list[int]]], completions: int) -> dict:
+    """Rates and ratios of each arm.
+
+    Args:
+        seconds: arm -> (rounds, 2) as TIMES; "ours" is among the arms.
+        tokens: arm -> greedy tokens of the unperturbed model, one list a prompt.
+        completions: of a step.
+
+    Returns:
+        arm -> for each of TIMES the seconds and the median completions a second, and for a peer the ratios ours/theirs
+        of completions a second within a round, their median and range; the share of prompts with our greedy tokens.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, both in seconds.items():
+        same = [a == b for a, b in zip(tokens[name], tokens["ours"], strict=True)]
+        found[name] = {"same_tokens": sum(same) / len(same)}
+        for kind, seen, ours in zip(TIMES, both.T, seconds["ours"].T, strict=True):
+            found[name][kind] = {"seconds": seen.tolist(), "completions_a_second": float(completions / np.median(seen))}
+            if name != "ours":
+                ratios = seen / ours
+                found[name][kind] |= {"ratios": ratios.tolist(), "median": float(np.median(ratios))}
+                found[name][kind] |= {"range": [float(ratios.min()), float(ratios.max())]}
+    return found
+
+
+def show(name: str, found: dict) -> None:
+    """Print one model's rows."""
+    if "cells" not in found:
+        print(f"{name}: {found.get('error') or found}")
+    for arm, row in found.get("cells", {}).items():
+        for kind in TIMES:
+            line = f"{name:>5}  {arm:<13}{kind} time {row[kind]['completions_a_second']:>9.1f} completions/s"
+            if arm != "ours":
+                low, high = row[kind]["range"]
+                line += f"  ours/theirs {row[kind]['median']:.2f} ({low:.2f} to {high:.2f})"
+                line += f"  same greedy tokens {row['same_tokens']:.0%}"
+            print(line)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=__doc__.split("\n")[0])
+    for peer, kind in PEERS.items():
+        parser.add_argument(f"--{peer}", type=Path, metavar="FOLDER", help=f"its checkout, with {kind.files[0]}")
+    parser.add_argument("--models", nargs="+", choices=cpu.MODELS, default=["1M", "4M"])
+    parser.add_argument("--members", type=int, default=30, help="an even number; the cost is linear in it")
+    parser.add_argument("--repeats", type=int, default=3, help="measured rounds")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(argv)
+    options.folders = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
+    if not options.folders:
+        parser.error("name a peer's checkout: " + " or ".join(f"--{peer} FOLDER" for peer in PEERS))
+    for peer, folder in options.folders.items():
+        for file in PEERS[peer].files:
+            if not (folder / file).is_file():
+                parser.error(f"--{peer} {folder}: it has no file {file}")
+    if options.members < 2 or options.members % 2 or options.repeats < 1:
+        parser.error("--members must be an even number above 0, --repeats at least 1")
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        parser.error("set OMP_NUM_THREADS=1: Qiu's script works in threads of its own, which take it from there")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    plan = cpu.Plan(members=options.members, rows=(128,), new=16, repeats=options.repeats)
+    sections = {"device": partial(cpu.device_section, plan)}
+    sections |= {model: partial(section, model, options.folders, plan) for model in options.models}
+    sizes = {"members": plan.members, "prompts": plan.rows[0], "tokens": plan.new}
+    print(", ".join(f"{n} {what}" for what, n in sizes.items()))
+
+    def store(results: dict) -> None:
+        if options.out is not None:
+            options.out.write_text(json.dumps(sizes | results, indent=1) + "\n")
+
+    with cpu.threads(1):
+        results = run_sections(sections, show, store)
+    return int(any("error" in found for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

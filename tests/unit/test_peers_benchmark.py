@@ -1,0 +1,61 @@
+"""The comparison with peers refuses what it could not run, and its arms do the same work. Needs no peer's code."""
+
+import numpy as np
+import pytest
+
+from tests.benchmarks import cpu, peers
+
+
+def refusal(capsys, *argv):
+    with pytest.raises(SystemExit, match="2"):
+        peers.arguments([str(a) for a in argv])
+    return capsys.readouterr().err
+
+
+def checkout(folder, peer, but=None):
+    for file in peers.PEERS[peer].files:
+        if file != but:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).touch()
+    return folder
+
+
+@pytest.mark.parametrize("peer,file", [(peer, file) for peer, kind in peers.PEERS.items() for file in kind.files])
+def test_a_checkout_without_a_file_is_named_with_it(peer, file, tmp_path, capsys):
+    error = refusal(capsys, f"--{peer}", checkout(tmp_path, peer, but=file))
+    assert str(tmp_path) in error and file in error and f"--{peer}" in error
+
+
+def test_arguments_that_cannot_be_measured_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = checkout(tmp_path, "qiu")
+    assert peers.arguments(["--qiu", str(folder)]).folders == {"qiu": folder}
+    assert "--qiu FOLDER or --torcheggroll FOLDER" in refusal(capsys)
+    assert "even" in refusal(capsys, "--qiu", folder, "--members", 3)
+    assert "--repeats" in refusal(capsys, "--qiu", folder, "--repeats", 0)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert "OMP_NUM_THREADS=1" in refusal(capsys, "--qiu", folder)
+
+
+def test_both_decoders_make_the_same_tokens_and_none_ends_early():
+    # A0 ends its own completions, unlike random models: the end token has to be taken from both
+    plan = cpu.Plan(members=2, rows=(12,), new=20)
+    with cpu.threads(1):
+        ours, theirs = peers.Ours("0.14M", plan), peers.Peer("0.14M", plan)
+        ended = cpu.engine_of(cpu.build("0.14M"), 12, plan).generate("train")[0]
+        tokens = ours.greedy()
+        assert min(len(raw) for _, raw in ended) < 20
+        assert tokens == theirs.greedy() and {len(raw) for raw in tokens} == {20}
+        assert (ours.step() > 0).all()
+        theirs.generate()
+    with pytest.raises(RuntimeError, match="not 2 times"):
+        theirs._taken(2)
+
+
+def test_ratios_are_those_within_a_round():
+    seconds = {"ours": np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 2.0]])}
+    seconds["qiu"] = seconds["ours"] * np.array([[3.0, 2.0], [5.0, 2.0], [4.0, 2.0]])
+    found = peers.summary(seconds, {"ours": [[1], [2]], "qiu": [[1], [3]]}, 8)
+    assert found["qiu"]["wall"]["median"] == 4 and found["qiu"]["wall"]["range"] == [3, 5]
+    assert found["qiu"]["core"]["range"] == [2, 2] and found["qiu"]["same_tokens"] == 0.5
+    assert found["ours"]["wall"]["completions_a_second"] == 4
