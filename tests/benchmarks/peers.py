@@ -173,7 +173,7 @@ class Qiu(Peer):
     def step(self) -> np.ndarray:
         """As `Ours.step`."""
         self.looks: list[np.ndarray] = []
-        with contextlib.redirect_stdout(io.StringIO()), mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+        with contextlib.redirect_stdout(io.StringIO()):
             self.script.main()
         self._taken(self.plan.members)
         _, start, end, _ = self.looks  # before the first iteration, around it, after the last
@@ -233,6 +233,7 @@ def section(model: str, folders: Mapping[str, Path], plan: cpu.Plan) -> dict[str
     for i in range(plan.repeats + 1):
         for name in list(arms)[:: -1 if i % 2 else 1]:
             seconds[name].append(arms[name].step())
+    gc.unfreeze()
     measured = {name: np.array(seen[1:]) for name, seen in seconds.items()}
     return {"cells": summary(measured, tokens, plan.members * plan.rows[0])}
 
@@ -301,6 +302,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Qiu's script would move its inputs to a GPU that it sees
     plan = cpu.Plan(members=options.members, rows=(128,), new=16, repeats=options.repeats)
     sections = {"device": partial(cpu.device_section, plan)}
     sections |= {model: partial(section, model, options.folders, plan) for model in options.models}
