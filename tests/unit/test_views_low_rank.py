@@ -3,6 +3,8 @@
 from collections import defaultdict
 from types import SimpleNamespace
 
+import pytest
+
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import pack_bits, pack_counts
 from evoalign_lib.study.views import low_rank_and_cost as view
@@ -33,6 +35,50 @@ def test_a_quantised_base_is_shown_over_itself_and_over_the_base_as_it_is_loaded
     assert row["test, greedy, %"].startswith("75.0 [") and row["test, t0.6, %"] == row["test, t1, %"]
     assert (row["greedy, over float32, %"], row["random fitness, greedy, %"]) == ("25.0", "12.5")
     assert (row["base in"], row["seeds"]) == ("int8", "2, 1")
+
+
+def _searched(start: float, end: float, flops: tuple[float, float], **spec: object) -> dict:
+    curve = {"completions": [0, 100, 10_000], "core_seconds": [1.0, 2.0, 8.0]}
+    curve |= {"forward_flops": [flops[0], flops[1] / 10, flops[1]], "validation_greedy": [start, start, end]}
+    tested = {"n": 4, "greedy_bits": pack_bits([1, 0, 0, 0]), "t1_counts": pack_counts([16, 0, 0, 0])}
+    return {"spec": {"arm": "essa", "lora_rank": 8} | spec, "curve": curve, "test": tested}
+
+
+def test_arms_are_compared_after_what_the_cheapest_run_spent():
+    of = {
+        "adapter 8": [_searched(0.1, 0.3, (2e12, 8e12))] * 2,
+        "grpo_lora, start=cold": [_searched(0.2, 0.4, (1e12, 80e12), arm="grpo_lora")] * 2,
+    }
+    essa, grpo = view.equal_table(of, list(of)).to_dict("records")
+    assert essa["arm"] == "ESSA, adapter of rank 8" and grpo["arm"] == "GRPO, adapter of rank 8, cold"
+    key = "after 8e12 forward FLOPs, % [95 %]"
+    assert essa[key].startswith("30.0 [") and grpo[key].startswith("20.0 [")
+    assert grpo["after 10 thousand completions, % [95 %]"].startswith("40.0 [")
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ({"arm": "es"}, "ES, full rank"),
+        ({"arm": "es_random"}, "ES, random fitness"),
+        ({"arm": "es_low_rank_random", "rank": 4}, "ES, rank 4, random fitness"),
+        ({"arm": "es_lora_random", "lora_rank": 8, "warm_rows": 64}, "ES, adapter of rank 8, warm, random fitness"),
+        ({"arm": "essa", "lora_rank": 8, "warm_rows": 64}, "ESSA, adapter of rank 8"),
+        ({"arm": "grpo"}, "GRPO"),
+    ],
+)
+def test_a_name_says_what_is_searched_from_where_and_by_what(spec, name):
+    assert view.name({"runs": [{"spec": spec}]}, "runs") == name
+
+
+def test_what_a_larger_warm_start_gives_is_split_into_start_and_search():
+    run = SimpleNamespace(warm_shares=[8, 32])
+    of = {f"warm start {n}": [_searched(n / 100, 0.4, (n, 100.0))] * 2 for n in run.warm_shares}
+    of |= {f"random warm start {n}": [_searched(n / 100, 0.0, (n, n + 1.0))] * 2 for n in run.warm_shares}
+    few, many = view.shares_table(of, run).to_dict("records")
+    assert (few["share"], few["of its FLOPs"], few["start, %"]) == ("25 %", "8.0 %", "8.0")
+    assert few["added by the search [95 %]"].startswith("32.0 [") and many["share"] == "100 %"
+    assert many["added by random fitness [95 %]"].startswith("-32.0 [") and many["seeds"] == "2, 2"
 
 
 def test_numbers_quote_intervals_of_verdicts_and_leave_out_what_is_not_judged():

@@ -17,18 +17,22 @@ from evoalign_lib.study.notebooks import loading
 from evoalign_lib.study.notebooks.loading import Group, Groups, Records, of_runs, own_settings
 
 NOTEBOOK = "06_low_rank_and_cost"
-CLAIMS = ("C12", "C13", "C14", "C15b", "C16", "C32")
+CLAIMS = ("C12", "C13", "C14", "C15b", "C15c", "C16", "C32")
 """The claims that the notebook's runs decide."""
+OVER_ADAPTERS = ("es_lora", "grpo_lora")
+"""Arms that train an adapter with and without ESSA's warm start."""
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
     "ranks": [1],  # of the noise
     "adapter_ranks": [4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
     "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
-    "precisions": ["float32", "int8"],  # of the base below ESSA's adapter
+    "precisions": ["float32", "int8", "int4"],  # of the base below ESSA's adapter
+    "starts": ["cold", "warm"],  # of ES and GRPO over an adapter: a new one, or one fine-tuned as ESSA's
+    "warm_shares": [64, 320, 1280],  # rows of ESSA's warm start: 5 to 100 % of the last
     "seeds_match": 16,  # of full rank, of noise of low rank, of GRPO and of each precision
     "seeds_compare": 8,  # of all others
-    "seeds_null": 4,  # of random fitness where ESSA has it
+    "seeds_null": 4,  # of random fitness where a search has it
     "sweep_size": 12,  # settings an arm, and a rank
     "sweep_factors": {},
     "es_population_size": 30,
@@ -46,6 +50,8 @@ TINY = {
     "essa_warm_learning_rate": 1e-3,
     "essa_curve_points": 7,
     "essa_sweep_points": 4,
+    "adapter_curve_points": 13,  # of GRPO over an adapter
+    "adapter_sweep_points": 6,  # of ES and GRPO over an adapter, evenly in steps
     "essa_population_points": 13,
     "null_points": 3,  # of the curves of random fitness
     "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
@@ -71,6 +77,8 @@ SMOKE = TINY | {
     "adapter_ranks": [4],
     "populations": [4, 8],
     "precisions": ["int8"],
+    "starts": ["warm"],
+    "warm_shares": [16],
     "seeds_match": 2,
     "seeds_compare": 2,
     "seeds_null": 1,
@@ -88,6 +96,8 @@ SMOKE = TINY | {
     "essa_warm_rows": 16,
     "essa_curve_points": 3,
     "essa_sweep_points": 3,
+    "adapter_curve_points": 3,
+    "adapter_sweep_points": 3,
     "essa_population_points": 3,
     "validation_problems": 16,
     "test_problems": 32,
@@ -139,15 +149,20 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "sweep grpo": sweep("grpo"),
         "grpo": train("grpo", run.seeds_match, "sweep grpo"),
     }
+
+    def search(name: str, after: str, arm: str, seeds: int, nulls: int, change: Mapping[str, Any]) -> None:
+        """Add runs of an arm, measured at all temperatures, and of random fitness in the place of its reward."""
+        found[name] = train(arm, seeds, after, **{"sampled_at": run.temperatures} | change)
+        found[f"random {name}"] = train(f"{arm}_random", nulls, after, **{"sampled_at": run.temperatures} | change)
+
     for rank in run.ranks:
         found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
-        change = {"rank": rank, "sampled_at": run.temperatures}
-        found[f"rank {rank}"] = train("es_low_rank", run.seeds_match, f"sweep rank {rank}", **change)
+        of_seeds = (run.seeds_match, run.seeds_compare)
+        search(f"rank {rank}", f"sweep rank {rank}", "es_low_rank", *of_seeds, {"rank": rank})
+    seeds = (run.seeds_compare, run.seeds_null)
     for rank in run.adapter_ranks:
         found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)
-        change = {"lora_rank": rank, "sampled_at": run.temperatures}
-        found[f"adapter {rank}"] = train("essa", run.seeds_compare, f"sweep adapter {rank}", **change)
-        found[f"random adapter {rank}"] = train("essa_random", run.seeds_null, f"sweep adapter {rank}", **change)
+        search(f"adapter {rank}", f"sweep adapter {rank}", "essa", *seeds, {"lora_rank": rank})
     tuned = f"sweep adapter {run.essa_lora_rank}"
     evaluated = run.essa_population_size * run.essa_steps
     for N in run.populations:  # of which curves are compared
@@ -156,10 +171,24 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
         change |= {"curve_points": run.null_points}
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
+    for rows in run.warm_shares:
+        search(f"warm start {rows}", tuned, "essa", *seeds, {"warm_rows": rows})
     for precision in run.precisions:  # of the frozen base, under which members are rewarded
-        change = {"base_precision": precision, "sampled_at": run.temperatures}
-        found[f"precision={precision}"] = train("essa", run.seeds_match, tuned, **change)
-        found[f"random precision={precision}"] = train("essa_random", run.seeds_null, tuned, **change)
+        of_seeds = (run.seeds_match, run.seeds_null)
+        search(f"precision={precision}", tuned, "essa", *of_seeds, {"base_precision": precision})
+    essa = own_settings(run, "essa")
+    warm = {name: essa[name] for name in ("warm_rows", "warm_epochs", "warm_learning_rate")}
+    as_essa = {name: essa[name] for name in ("population_size", "prompts_per_step", "steps", "curve_points")}
+    even = {"curve_points": run.adapter_sweep_points, "curve_spacing": None}
+    for start in run.starts:
+        began = {"lora_rank": run.essa_lora_rank} | (warm if start == "warm" else {})
+        name, change = f"es_lora, start={start}", began | as_essa
+        found[f"sweep {name}"] = sweep("es_lora", **change | even)
+        search(name, f"sweep {name}", "es_lora", *seeds, change)
+        name, change = f"grpo_lora, start={start}", began | {"curve_points": run.adapter_curve_points}
+        found[f"sweep {name}"] = sweep("grpo_lora", **change | even)
+        change |= {"sampled_at": run.temperatures}
+        found[name] = train("grpo_lora", run.seeds_compare, f"sweep {name}", **change)
     scale, exact = loading.of_tiny_world(run, TINY)
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
     ranks = {"rank": exact["ranks"][0], "lora_rank": exact["essa_lora_rank"]}
@@ -188,6 +217,14 @@ def _like(arm: str) -> str:
 def shown(run: SimpleNamespace) -> list[str]:
     """Return the groups whose runs are compared: full rank, each rank of the noise, ESSA and GRPO."""
     return ["es", *(f"rank {rank}" for rank in run.ranks), f"adapter {run.essa_lora_rank}", "grpo"]
+
+
+def adapted(run: SimpleNamespace) -> list[str]:
+    """Return the groups that train an adapter of one rank: ESSA, and ES and GRPO from each start."""
+    return [
+        f"adapter {run.essa_lora_rank}",
+        *(f"{arm}, start={start}" for arm in OVER_ADAPTERS for start in run.starts),
+    ]
 
 
 def dimension(record: Mapping[str, Any]) -> int:

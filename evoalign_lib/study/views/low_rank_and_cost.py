@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import paths, style
+from evoalign_lib import arms, paths, style
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.records import Record, accuracy_matrix
@@ -28,18 +28,27 @@ HEADS = {
     "forward_flops": "forward FLOPs, 1e12",
     "core_seconds": "core-seconds",
 }
+_AFTER = {
+    "completions": "after {} thousand completions",
+    "forward_flops": "after {}e12 forward FLOPs",
+    "core_seconds": "after {} core-seconds",
+}
 _RESAMPLES = 2000
 
 
 def name(of: Records, group: str) -> str:
     """Return what a group of runs is called in tables and legends."""
-    arm, *rest = style.ARMS[of[group][0]["spec"]["arm"]].label.split(", ")
     spec = of[group][0]["spec"]
+    words = style.ARMS[spec["arm"]].label.split(", ")
+    own = [word for word in words[1:] if word not in ("low rank", "LoRA")]
     if "rank" in spec:
-        return f"{arm}, rank {spec['rank']}"
-    if "lora_rank" in spec:
-        return ", ".join([arm, *rest, f"adapter of rank {spec['lora_rank']}"])
-    return ", ".join([arm, *rest, *(["full rank"] if spec["arm"] == "es" else [])])
+        own.insert(0, f"rank {spec['rank']}")
+    elif "lora_rank" in spec:
+        start = [] if words[0] == "ESSA" else ["warm" if "warm_rows" in spec else "cold"]
+        own[:0] = [f"adapter of rank {spec['lora_rank']}", *start]
+    elif words == ["ES"]:
+        own = ["full rank"]
+    return ", ".join([words[0], *own])
 
 
 def gains(of: Records, group: str, decoding: str) -> Interval:
@@ -52,7 +61,7 @@ def ends_table(of: Records, groups: Sequence[str]) -> DataFrame:
     """Return test accuracy of each group and its gain over the base, under two decodings, as text."""
     from pandas import DataFrame
 
-    rows = [{"arm": "base"} | {f"{label_of(d)}, %": _percent(of["base"], d) for d in DECODINGS} | {"seeds": ""}]
+    rows = [{"arm": "base"} | {f"{label_of(d)}, %": _percent(of["base"], d) for d in DECODINGS}]
     for group in groups:
         row: dict[str, Any] = {"arm": name(of, group)}
         for decoding in DECODINGS:
@@ -78,7 +87,7 @@ def costs_table(of: Records, groups: Sequence[str]) -> DataFrame:
     rows = []
     for group in groups:
         budgets = [record["budget"] for record in of[group]]
-        row = {"arm": name(of, group), "parameters moved": f"{of[group][0]['d']:,d}"}
+        row = {"arm": name(of, group), "parameters moved": f"{_moved(of, group):,d}"}
         for axis, head in HEADS.items():
             row[head] = _figure(np.mean([budget[axis] for budget in budgets]) / AXES[axis])
         tokens = np.mean([budget.get("sft_tokens", 0) for budget in budgets])
@@ -86,8 +95,38 @@ def costs_table(of: Records, groups: Sequence[str]) -> DataFrame:
     return DataFrame(rows)
 
 
+def _moved(of: Records, group: str) -> int:
+    """Return the parameters that a group moves; of an adapter that TRL trains `d` is the size of the merged model."""
+    record = of[group][0]
+    rank, family = record["spec"].get("lora_rank"), arms.get(record["spec"]["arm"]).family
+    if rank is None or family != "gradient":
+        return record["d"]
+    searched = (runs[0] for name, runs in of.items() if name.startswith(("adapter", "es_lora")))
+    return next(run["d"] for run in searched if run["spec"]["lora_rank"] == rank)
+
+
 def _figure(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def equal_table(of: Records, groups: Sequence[str]) -> DataFrame:
+    """Return greedy validation accuracy of each group after what the cheapest run of all spent, a column per axis.
+
+    As text. Curves are read over the logarithm of the budget, of which a warm start is part.
+    """
+    from pandas import DataFrame
+
+    found = [record["curve"] for group in groups for record in of[group]]
+    equal = {axis: min(curve[axis][-1] for curve in found) for axis in AXES}
+    rows = []
+    for group in groups:
+        row: dict[str, Any] = {"arm": name(of, group)}
+        for axis, budget in equal.items():
+            reached = [curves.score_at(r["curve"][axis], r["curve"]["validation_greedy"], budget) for r in of[group]]
+            head = _AFTER[axis].format(_figure(budget / AXES[axis]))
+            row[f"{head}, % [95 %]"] = stats.bootstrap_mean(np.array(reached), n_resamples=_RESAMPLES).format()
+        rows.append(row | {"seeds": len(of[group])})
+    return DataFrame(rows)
 
 
 def storage_table(records: Sequence[Record]) -> DataFrame:
@@ -152,11 +191,36 @@ def warm_table(of: Records, run: SimpleNamespace) -> DataFrame:
         found, null = of[f"adapter {rank}"], of[f"random adapter {rank}"]
         start = np.array([record["curve"]["validation_greedy"][0] for record in found])
         row = {"adapter": f"rank {rank}", "start, %": f"{100 * start.mean():.1f}"}
-        for head, runs in (("added by the search [95 %]", found), ("added by random fitness [95 %]", null)):
-            added = _final(runs) - [record["curve"]["validation_greedy"][0] for record in runs]
-            row[head] = stats.bootstrap_mean(added, n_resamples=_RESAMPLES).format()
-        rows.append(row | {"seeds": f"{len(found)}, {len(null)}"})
+        rows.append(row | _added(found, null) | {"seeds": f"{len(found)}, {len(null)}"})
     return DataFrame(rows).fillna("")
+
+
+def shares_table(of: Records, run: SimpleNamespace) -> DataFrame:
+    """Return what more right answers in ESSA's warm start give, before the search and after it, as text."""
+    from pandas import DataFrame
+
+    most, rows = max(run.warm_shares), []
+    for count in run.warm_shares:
+        found, null = of[f"warm start {count}"], of[f"random warm start {count}"]
+        spent = np.array([[r["curve"]["forward_flops"][0], r["curve"]["forward_flops"][-1]] for r in found])
+        row: dict[str, Any] = {"right answers": f"{count:,d}", "share": f"{100 * count / most:.0f} %"}
+        row["of its FLOPs"] = f"{100 * (spent[:, 0] / spent[:, 1]).mean():.1f} %"
+        row["start, %"] = f"{100 * np.mean([r['curve']['validation_greedy'][0] for r in found]):.1f}"
+        row |= _added(found, null)
+        for decoding in DECODINGS:
+            matrix = accuracy_matrix(found, decoding)
+            row[f"test, {label_of(decoding)}, %"] = stats.crossed_bootstrap(matrix, n_resamples=_RESAMPLES).format()
+        rows.append(row | {"seeds": f"{len(found)}, {len(null)}"})
+    return DataFrame(rows)
+
+
+def _added(found: Sequence[Record], null: Sequence[Record]) -> dict[str, str]:
+    """Return the greedy validation accuracy that a search added to its start, by reward and by chance."""
+    row = {}
+    for head, runs in (("added by the search [95 %]", found), ("added by random fitness [95 %]", null)):
+        added = _final(runs) - [record["curve"]["validation_greedy"][0] for record in runs]
+        row[head] = stats.bootstrap_mean(added, n_resamples=_RESAMPLES).format()
+    return row
 
 
 def adapters_table(of: Records, run: SimpleNamespace) -> DataFrame:
@@ -251,7 +315,7 @@ QUESTIONS = {
     "Which population does ESSA need?": "C12",
     "Are moderate ranks of the adapter best?": "C13",
     "Does ESSA lose by a base in 8 or 4 bits?": "C14",
-    "Does ESSA get further than GRPO with as many completions?": "C15b",
+    "Does ESSA get further than GRPO over the same adapter from the same start?": "C15c",
     "Does ES need 5 to 8 times less memory?": "C16",
 }
 """Question of the notebook -> the claim whose verdict answers it."""
@@ -263,7 +327,7 @@ def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any], leng
     lengths: whose are simulated, a key of `views.scaling.WHOSE`.
     """
     said = {"C12": verdicts["C12"].text, "C13": _ranks_in_words(of, run), "C16": memory_cost.in_words(of["memory"])}
-    said["C15b"] = f"{verdicts['C15b'].key}."
+    said["C15c"] = _adapters_in_words(of, run)
     said["C14"] = _precisions_in_words(of, run)
     said["C32"] = _low_rank_in_words(of, f"rank {run.ranks[0]}")
     found = {question: f"{claim} {verdicts[claim].verdict}. {said[claim]}" for question, claim in QUESTIONS.items()}
@@ -283,6 +347,12 @@ def _ranks_in_words(of: Records, run: SimpleNamespace) -> str:
     return f"Right after ESSA, greedily and at temperature 1: {words}."
 
 
+def _adapters_in_words(of: Records, run: SimpleNamespace) -> str:
+    each = [(name(of, group), *(_percent(of[group], d) for d in DECODINGS)) for group in study.adapted(run)]
+    words = "; ".join(f"{arm}: {greedy} and {sampled} %" for arm, greedy, sampled in each)
+    return f"Right at the end, greedily and at temperature 1: {words}."
+
+
 def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
     each = [(p, *(_percent(of[f"precision={p}"], decoding) for decoding in DECODINGS)) for p in run.precisions]
     words = ", ".join(f"{precision}: {greedy} and {sampled} %" for precision, greedy, sampled in each)
@@ -293,7 +363,8 @@ _QUOTED = {
     "CostOptimum": ("C12", "optimum above 96", 1, ".0f"),
     "CostRankFour": ("C13", "ESSA rank 4 - ESSA rank 32, test greedy", 100, ".1f"),
     "CostInteger": ("C14", "ESSA int8 - ESSA float32, test greedy", 100, ".1f"),
-    "CostEssaBehind": ("C15b", "ESSA - GRPO, validation greedy at equal completions", 100, ".1f"),
+    "CostFour": ("C14", "ESSA int4 - ESSA float32, test greedy", 100, ".1f"),
+    "CostEssaBehind": ("C15c", "ESSA - GRPO with LoRA, validation greedy at equal completions", 100, ".1f"),
     "CostMemoryFull": ("C16", "grpo over es at 7B, above 5", 1, ".1f"),
     "CostMemoryAdapter": ("C16", "grpo lora over es at 7B, above 5", 1, ".2f"),
     "CostLowRank": ("C32", "ES with low rank - ES full, test greedy", 100, ".1f"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from evoalign_lib import style
 from evoalign_lib.analysis import curves as analysis_curves
 from evoalign_lib.analysis import stats
+from evoalign_lib.study.notebooks import low_rank_and_cost as study
 from evoalign_lib.study.notebooks.loading import DECODINGS, Records
 from evoalign_lib.study.views import low_rank_and_cost as view
 
@@ -38,7 +39,7 @@ def curve_points(of: Records, groups: Sequence[str], axis: str) -> DataFrame:
 
 
 def curves(of: Records, groups: Sequence[str], axis: str = "completions") -> tuple[Figure, DataFrame]:
-    """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding."""
+    """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding; a cold start is dashed."""
     from matplotlib import pyplot as plt
 
     points = curve_points(of, groups, axis)
@@ -48,14 +49,22 @@ def curves(of: Records, groups: Sequence[str], axis: str = "completions") -> tup
             part = points[(points["group"] == group) & (points["decoding"] == decoding)]
             arm = of[group][0]["spec"]["arm"]
             label = f"{view.name(of, group)} (n = {part['n'].iloc[0]})"
-            ax.plot(part[axis], part["mean"], **style.line(arm) | {"label": label, "ms": 4})
+            ax.plot(
+                part[axis], part["mean"], **style.line(arm) | {"label": label, "ms": 4} | _stroke(of[group][0]["spec"])
+            )
             style.band(ax, part[axis], part["low"], part["high"], style.ARMS[arm].color)
         start = of["base"][0]["validation"]["greedy" if decoding == "greedy" else "pass@1"]
         ax.axhline(100 * start, lw=0.8, color=style.ARMS["base"].color)
-        ax.set(xscale="log", title=view.label_of(decoding), xlabel=axis.replace("_", " "))
+        ax.set(xscale="log", title=view.label_of(decoding), xlabel=axis.replace("_", " ").replace("flops", "FLOPs"))
     axes[0].set_ylabel("validation accuracy, %")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
     return fig, points
+
+
+def _stroke(spec: Mapping[str, Any]) -> dict[str, str]:
+    """Return how the line of an adapter without warm start differs from that of its arm."""
+    cold = spec["arm"] in study.OVER_ADAPTERS and "warm_rows" not in spec
+    return {"linestyle": "--", "markerfacecolor": "white"} if cold else {}
 
 
 def populations(of: Records, run: SimpleNamespace) -> tuple[Figure, DataFrame]:
