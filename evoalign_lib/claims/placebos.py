@@ -42,6 +42,10 @@ class Placebo:
         return _words(self.null) + n
 
 
+_RANKS = {"rank", "lora_rank"}
+"""Settings by which a null is one of noise of low rank, or over an adapter."""
+
+
 def ask(claim: Claim, evidence: Evidence) -> list[Placebo]:
     """Evaluate a claim's rule with each null in the place of the favoured arm; nothing where no null has enough runs.
 
@@ -85,9 +89,15 @@ def summary(claim: Claim, placebos: list[Placebo]) -> str:
 
 
 def _nulls_of(claim: Claim) -> list[str]:
-    """Return the nulls of the families that a claim's arms are of, and the untrained base."""
-    families = {arms.get(arm["arm"]).family for arm in claim["arms"].values() if "arm" in arm}
-    return [null for null in NULLS if null == BASE or arms.get(null).family in families]
+    """Return the nulls of the families that a claim's arms are of, and the untrained base.
+
+    A null over an adapter, or of noise of low rank, is one of a claim that has such an arm.
+    """
+    compared = [arms.get(arm["arm"]) for arm in claim["arms"].values() if "arm" in arm]
+    families, ranks = {arm.family for arm in compared}, {name for arm in compared for name in arm.settings}
+    known = {name: arms.get(name) for name in NULLS if name != BASE}
+    fit = [name for name, arm in known.items() if arm.family in families and _RANKS & {*arm.settings} <= ranks]
+    return [null for null in NULLS if null == BASE or null in fit]
 
 
 def _words(null: str) -> str:

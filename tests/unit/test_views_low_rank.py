@@ -63,6 +63,7 @@ def test_arms_are_compared_after_what_the_cheapest_run_spent():
         ({"arm": "es_random"}, "ES, random fitness"),
         ({"arm": "es_low_rank_random", "rank": 4}, "ES, rank 4, random fitness"),
         ({"arm": "es_lora_random", "lora_rank": 8, "warm_rows": 64}, "ES, adapter of rank 8, warm, random fitness"),
+        ({"arm": "es_lora", "lora_rank": 8}, "ES, adapter of rank 8, cold"),
         ({"arm": "essa", "lora_rank": 8, "warm_rows": 64}, "ESSA, adapter of rank 8"),
         ({"arm": "grpo"}, "GRPO"),
     ],
@@ -71,14 +72,30 @@ def test_a_name_says_what_is_searched_from_where_and_by_what(spec, name):
     assert view.name({"runs": [{"spec": spec}]}, "runs") == name
 
 
+def test_groups_are_held_against_each_other_and_grpo_moves_its_adapter():
+    run = _searched(0.1, 0.3, (1.0, 2.0)) | {"d": 7168}
+    run["budget"] = dict.fromkeys(view.AXES, 10.0)
+    worse = run | {"test": {"n": 4, "greedy_bits": pack_bits([0, 0, 0, 0]), "t1_counts": pack_counts([16, 0, 0, 0])}}
+    of = {
+        "adapter 8": [run] * 2,
+        "grpo_lora, start=warm": [worse | {"spec": run["spec"] | {"arm": "grpo_lora", "warm_rows": 8}, "d": 140_928}]
+        * 2,
+    }
+    (row,) = view.differences_table(of, [("adapter 8", "grpo_lora, start=warm")]).to_dict("records")
+    assert row["arms"] == "ESSA, adapter of rank 8 - GRPO, adapter of rank 8, warm" and row["seeds"] == "2, 2"
+    assert row["greedy, points [95 %]"].startswith("25.0 [") and row["temperature 1, points [95 %]"].startswith("0.0 [")
+    moved = view.costs_table(of, list(of)).set_index("arm")["parameters moved"]
+    assert set(moved) == {"7,168"}
+
+
 def test_what_a_larger_warm_start_gives_is_split_into_start_and_search():
     run = SimpleNamespace(warm_shares=[8, 32])
     of = {f"warm start {n}": [_searched(n / 100, 0.4, (n, 100.0))] * 2 for n in run.warm_shares}
     of |= {f"random warm start {n}": [_searched(n / 100, 0.0, (n, n + 1.0))] * 2 for n in run.warm_shares}
     few, many = view.shares_table(of, run).to_dict("records")
-    assert (few["share"], few["of its FLOPs"], few["start, %"]) == ("25 %", "8.0 %", "8.0")
-    assert few["added by the search [95 %]"].startswith("32.0 [") and many["share"] == "100 %"
-    assert many["added by random fitness [95 %]"].startswith("-32.0 [") and many["seeds"] == "2, 2"
+    assert (few["of the most"], few["of a run's FLOPs"], few["start, %"]) == ("25 %", "8.0 %", "8.0")
+    assert few["search adds [95 %]"].startswith("32.0 [") and many["of the most"] == "100 %"
+    assert many["random fitness adds [95 %]"].startswith("-32.0 [") and many["seeds"] == "2, 2"
 
 
 def test_numbers_quote_intervals_of_verdicts_and_leave_out_what_is_not_judged():

@@ -101,8 +101,11 @@ def _moved(of: Records, group: str) -> int:
     rank, family = record["spec"].get("lora_rank"), arms.get(record["spec"]["arm"]).family
     if rank is None or family != "gradient":
         return record["d"]
-    searched = (runs[0] for name, runs in of.items() if name.startswith(("adapter", "es_lora")))
-    return next(run["d"] for run in searched if run["spec"]["lora_rank"] == rank)
+    return next(
+        run["d"]
+        for run, *_ in of.values()
+        if run["spec"].get("lora_rank") == rank and run["spec"].get("arm") in ("essa", "es_lora")
+    )
 
 
 def _figure(x: float) -> str:
@@ -126,6 +129,21 @@ def equal_table(of: Records, groups: Sequence[str]) -> DataFrame:
             head = _AFTER[axis].format(_figure(budget / AXES[axis]))
             row[f"{head}, % [95 %]"] = stats.bootstrap_mean(np.array(reached), n_resamples=_RESAMPLES).format()
         rows.append(row | {"seeds": len(of[group])})
+    return DataFrame(rows)
+
+
+def differences_table(of: Records, pairs: Sequence[tuple[str, str]]) -> DataFrame:
+    """Return test accuracy of groups - that of others, under two decodings, over seeds and problems, as text."""
+    from pandas import DataFrame
+
+    rows = []
+    for one, other in pairs:
+        row = {"arms": f"{name(of, one)} - {name(of, other)}"}
+        for decoding in DECODINGS:
+            matrices = (accuracy_matrix(of[each], decoding) for each in (one, other))
+            found = stats.crossed_bootstrap(*matrices, n_resamples=_RESAMPLES)
+            row[f"{label_of(decoding)}, points [95 %]"] = found.format()
+        rows.append(row | {"seeds": f"{len(of[one])}, {len(of[other])}"})
     return DataFrame(rows)
 
 
@@ -203,8 +221,8 @@ def shares_table(of: Records, run: SimpleNamespace) -> DataFrame:
     for count in run.warm_shares:
         found, null = of[f"warm start {count}"], of[f"random warm start {count}"]
         spent = np.array([[r["curve"]["forward_flops"][0], r["curve"]["forward_flops"][-1]] for r in found])
-        row: dict[str, Any] = {"right answers": f"{count:,d}", "share": f"{100 * count / most:.0f} %"}
-        row["of its FLOPs"] = f"{100 * (spent[:, 0] / spent[:, 1]).mean():.1f} %"
+        row: dict[str, Any] = {"right answers": f"{count:,d}", "of the most": f"{100 * count / most:.0f} %"}
+        row["of a run's FLOPs"] = f"{100 * (spent[:, 0] / spent[:, 1]).mean():.1f} %"
         row["start, %"] = f"{100 * np.mean([r['curve']['validation_greedy'][0] for r in found]):.1f}"
         row |= _added(found, null)
         for decoding in DECODINGS:
@@ -217,7 +235,7 @@ def shares_table(of: Records, run: SimpleNamespace) -> DataFrame:
 def _added(found: Sequence[Record], null: Sequence[Record]) -> dict[str, str]:
     """Return the greedy validation accuracy that a search added to its start, by reward and by chance."""
     row = {}
-    for head, runs in (("added by the search [95 %]", found), ("added by random fitness [95 %]", null)):
+    for head, runs in (("search adds [95 %]", found), ("random fitness adds [95 %]", null)):
         added = _final(runs) - [record["curve"]["validation_greedy"][0] for record in runs]
         row[head] = stats.bootstrap_mean(added, n_resamples=_RESAMPLES).format()
     return row
