@@ -94,6 +94,7 @@ SMOKE = TINY | {
     "essa_steps": 4,
     "essa_lora_rank": 4,
     "essa_warm_rows": 16,
+    "essa_warm_epochs": 1,
     "essa_curve_points": 3,
     "essa_sweep_points": 3,
     "adapter_curve_points": 3,

@@ -125,9 +125,13 @@ def equal_table(of: Records, groups: Sequence[str]) -> DataFrame:
     for group in groups:
         row: dict[str, Any] = {"arm": name(of, group)}
         for axis, budget in equal.items():
-            reached = [curves.score_at(r["curve"][axis], r["curve"]["validation_greedy"], budget) for r in of[group]]
-            head = _AFTER[axis].format(_figure(budget / AXES[axis]))
-            row[f"{head}, % [95 %]"] = stats.bootstrap_mean(np.array(reached), n_resamples=_RESAMPLES).format()
+            lines = [r["curve"] for r in of[group]]
+            head = f"{_AFTER[axis].format(_figure(budget / AXES[axis]))}, % [95 %]"
+            if any(line[axis][0] > budget for line in lines):  # a warm start alone costs more
+                row[head] = "not begun"
+                continue
+            reached = [curves.score_at(line[axis], line["validation_greedy"], budget) for line in lines]
+            row[head] = stats.bootstrap_mean(np.array(reached), n_resamples=_RESAMPLES).format()
         rows.append(row | {"seeds": len(of[group])})
     return DataFrame(rows)
 
