@@ -693,7 +693,7 @@ def test_the_field_is_judged() -> None:
         "supported": {"C9b", "C10", "C31", "C33b", "C38"},
         "not evidence": {"C9", "C33"},  # an untrained base has neither regret nor drawdown
         "contradicted": set(),
-        "superseded": {"C2", "C3b"},  # ES is 8 points ahead; no run of conciseness is here
+        "superseded": {"C2", "C3b", "C15b"},  # ES is 8 points ahead; no run of conciseness or of ESSA is here
         "within margin": {"C30"},
         "underpowered": {"C1", "C8"},  # on A2 both arms solve 50 problems; GRPO's mean never reaches 26 %
         "not testable at this scale": {"C15", "C17"},
