@@ -95,9 +95,12 @@ def _nulls_of(claim: Claim) -> list[str]:
     """
     compared = [arms.get(arm["arm"]) for arm in claim["arms"].values() if "arm" in arm]
     families, ranks = {arm.family for arm in compared}, {name for arm in compared for name in arm.settings}
-    known = {name: arms.get(name) for name in NULLS if name != BASE}
-    fit = [name for name, arm in known.items() if arm.family in families and _RANKS & {*arm.settings} <= ranks]
-    return [null for null in NULLS if null == BASE or null in fit]
+
+    def fits(null: str) -> bool:
+        arm = arms.get(null)
+        return arm.family in families and _RANKS & {*arm.settings} <= ranks
+
+    return [null for null in NULLS if null == BASE or fits(null)]
 
 
 def _words(null: str) -> str:
