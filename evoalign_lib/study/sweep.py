@@ -210,8 +210,8 @@ _STORED = "finished runs are stored: call again for the rest"
 def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path]) -> Iterator[Record]:
     """Run specs in processes of their own, yielding records as they finish; they inherit modules and nothing else.
 
-    After a run that fails, those that have begun are finished and yielded before its error is raised; on an interrupt
-    the processes are ended at once.
+    Runs that must have a process to themselves come after the others. After a run that fails, those that have begun are
+    finished and yielded before its error is raised; on an interrupt the processes are ended at once.
 
     Args:
         keep: spec hash -> where the run's ledger goes.
@@ -219,10 +219,20 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     Raises:
         RuntimeError: a process was killed.
     """
+    alone = [s for s in specs if getattr(kinds.get(s["kind"]), "OWN_PROCESS", False)]
+    shared = [s for s in specs if s not in alone]
+    if shared:
+        yield from _run_in_pool(shared, notebook, workers, keep, None)
+    if alone:
+        yield from _run_in_pool(alone, notebook, workers, keep, 1)
+
+
+def _run_in_pool(
+    specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path], runs_a_process: int | None
+) -> Iterator[Record]:
+    """Run specs in processes that have one run or, with None, as many as come; see `_run_all`."""
     from tqdm import tqdm
 
-    if not specs:
-        return
     _set_environment(any(map(worlds.is_local, specs)))
     if not all(map(worlds.is_local, specs)):
         workers = 1  # a run has all GPUs, or the cluster
@@ -233,7 +243,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     local = all(map(worlds.is_local, specs))
     settings = {
         "mp_context": _server() if local else multiprocessing.get_context("spawn"),
-        "max_tasks_per_child": None if local else 1,
+        "max_tasks_per_child": runs_a_process if local else 1,
         "initializer": _start_worker,
     }
     start = os.getpid(), dict(os.environ), worlds.known_files()

@@ -1,9 +1,12 @@
 """The formula of memory against real steps of every method: what they keep to the byte, all of it within 5 %."""
 
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 
 from evoalign_lib import footprint
-from evoalign_lib.records import record_line, spec_hash
+from evoalign_lib.records import record_line
+from evoalign_lib.study import sweep
 from evoalign_lib.study.kinds import memory
 
 pytest.importorskip("peft")
@@ -33,20 +36,23 @@ def test_the_formula_holds_for_larger_models(method, size):
     assert sum(found["predicted"].values()) == pytest.approx(sum(found["measured"].values()), rel=0.05)
 
 
-def test_a_run_is_a_process_and_its_record_can_be_stored():
+def test_a_run_has_a_process_of_its_own_and_its_record_can_be_stored(monkeypatch):
+    limits = []
+
+    class Pool(ProcessPoolExecutor):
+        def __init__(self, *arguments, max_tasks_per_child, **settings):
+            limits.append(max_tasks_per_child)
+            super().__init__(*arguments, max_tasks_per_child=max_tasks_per_child, **settings)
+
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Pool)
     settings = {"memory_rows": [2, 4, 8], "max_completion_length": 6}
-    (spec,) = memory.memory_specs(["es_kahan"], ["0.14M"], settings, "smoke")
-    found = memory.run(spec)
+    specs = memory.memory_specs(["es_kahan", "es"], ["0.14M"], settings, "smoke")
+    records = list(sweep._run_all(specs, "nb", 1, {}))
+    assert limits == [1] and [record["spec"]["method"] for record in records] == ["es_kahan", "es"]
+    found = records[0]
     assert list(found["cells"]) == ["2", "4", "8"] and set(found["published"]) == set(memory.PUBLISHED)
     for rows, cell in found["cells"].items():
         assert cell["work"]["rows"] == int(rows) and cell["measured"]["weights"] == 2 * found["d"]
         # small tensors come from an arena that grows by pages, and Python takes some memory itself
         assert 0 < cell["resident"] < 2 * sum(cell["measured"].values()) + 4e6
-    line = record_line({"spec": spec, "spec_hash": spec_hash(spec), "status": "finished"} | found)
-    assert len(line) < 6000
-
-
-def test_a_process_that_fails_says_why():
-    (spec,) = memory.memory_specs(["es"], ["0.14M"], {"memory_rows": [2], "max_completion_length": 6}, "smoke")
-    with pytest.raises(RuntimeError, match="the process of ppo on 0.14M ended with 1:(.|\n)*KeyError: 'ppo'"):
-        memory.run(spec | {"method": "ppo"})
+    assert len(record_line(found)) < 6000

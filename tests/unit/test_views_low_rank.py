@@ -72,14 +72,15 @@ def test_a_name_says_what_is_searched_from_where_and_by_what(spec, name):
     assert view.name({"runs": [{"spec": spec}]}, "runs") == name
 
 
-def test_a_run_whose_warm_start_costs_more_has_not_begun():
+def test_a_run_whose_warm_start_or_first_measured_steps_cost_more_has_no_score_yet():
     of = {
         "adapter 8": [_searched(0.1, 0.3, (9e12, 10e12))] * 2,
         "grpo": [_searched(0.2, 0.4, (0, 8e12), arm="grpo")] * 2,
+        "es": [_searched(0.2, 0.4, (0, 8e12), arm="es"), _searched(0.2, 0.4, (0, 100e12), arm="es")],
     }
-    essa, grpo = view.equal_table(of, list(of)).to_dict("records")
+    essa, grpo, es = view.equal_table(of, list(of)).to_dict("records")
     key = "after 8e12 forward FLOPs, % [95 %]"
-    assert essa[key] == "not begun" and grpo[key].startswith("40.0 [")
+    assert essa[key] == es[key] == "no score yet" and grpo[key].startswith("40.0 [")
 
 
 def test_groups_are_held_against_each_other_and_grpo_moves_its_adapter():

@@ -33,7 +33,8 @@ KINDS: dict[str, str] = {
     "tastes": "evoalign_lib.study.kinds.tastes",
     "tournament": "evoalign_lib.study.kinds.tournament",
 }
-"""The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`."""
+"""The registry: a new kind of run is a file and a line here. Its module has `run(spec) -> record`, and `OWN_PROCESS`,
+true, where a run has to be the only one of its process."""
 
 
 def get(kind: Any) -> ModuleType:

@@ -13,11 +13,8 @@ float32 master, an adapter, and Adam with moments in 8 bits (torchao's, in eager
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +55,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Configurations of Qwen2.5, from the config.json of Qwen/Qwen2.5-<size> on the Hub."""
 PUBLISHED_WORK = footprint.Work(rows=1, prompt=150, new=1024, generated=64, members=30, rank=1, population=96)
 """What a step at full size has at once: 64 completions of 1024 tokens decoded, one of them in a backward pass."""
+OWN_PROCESS = True
+"""A sweep gives every run a process in which nothing ran before: what a process keeps of others would count as less."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 SIGMA = 1e-2
 MEMBERS, CANDIDATES, LOW_RANK_MEMBERS = 2, 8, 8
 
@@ -96,22 +96,21 @@ def run(spec: Spec) -> Record:
     than before the model was made (pages that nobody has written are not in it, such as most of a tile of logits where
     the vocabulary is small); and `published`, what the formula gives for models on a GPU (see there).
 
-    Raises:
-        RuntimeError: the process failed; the message has the end of what it wrote.
+    It changes how this process allocates, for good: `resident` is right in a new process, as a sweep has it.
     """
+    import torch
+
+    torch.set_num_threads(1)
     # large tensors come from the system and return to it, whatever the process allocated before
-    settings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    with tempfile.TemporaryDirectory() as folder:
-        asked, found = Path(folder) / "spec.json", Path(folder) / "found.json"
-        asked.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "evoalign_lib.study.kinds.memory", str(asked), str(found)]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True)
-        if done.returncode or not found.is_file():
-            end = "\n".join((done.stderr or done.stdout).splitlines()[-20:])
-            raise RuntimeError(
-                f"the process of {spec['method']} on {spec['size']} ended with {done.returncode}:\n{end}"
-            )
-        return json.loads(found.read_text())
+    for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        ctypes.CDLL(None).mallopt(option, 65536)
+    method, new = spec["method"], spec["max_completion_length"]
+    _measure(method, "0.14M", spec["rows"][0], new)  # what is loaded and compiled once is no step's
+    cells = {str(rows): _measure(method, spec["size"], rows, new) for rows in spec["rows"]}
+    d = cells[str(spec["rows"][0])].pop("d")
+    for cell in cells.values():
+        cell.pop("d", None)
+    return {"d": d, "cells": cells, "published": published(method)}
 
 
 def published(method: str) -> dict[str, dict[str, Any]]:
@@ -123,21 +122,7 @@ def published(method: str) -> dict[str, dict[str, Any]]:
     }
 
 
-# ---- the process of a spec
-
-
-def _main(asked: str, found: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    spec = json.loads(Path(asked).read_text())
-    method, new = spec["method"], spec["max_completion_length"]
-    _measure(method, "0.14M", spec["rows"][0], new)  # what is loaded and compiled once is no step's
-    cells = {str(rows): _measure(method, spec["size"], rows, new) for rows in spec["rows"]}
-    d = cells[str(spec["rows"][0])].pop("d")
-    for cell in cells.values():
-        cell.pop("d", None)
-    Path(found).write_text(json.dumps({"d": d, "cells": cells, "published": published(method)}))
+# ---- a step
 
 
 def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
@@ -145,6 +130,7 @@ def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
     from evoalign_lib.study.allocations import Allocations, resident
 
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free and still here would be taken without a trace
     before = resident("VmRSS")
     shaped = shape(_configuration(size))
     seen = Allocations(_named(method, shaped))
@@ -525,7 +511,3 @@ def _plain(state: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
         parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
         found += [tensor] if parts is None else [getattr(tensor, name) for name in parts]
     return found
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -127,8 +127,9 @@ def equal_table(of: Records, groups: Sequence[str]) -> DataFrame:
         for axis, budget in equal.items():
             lines = [r["curve"] for r in of[group]]
             head = f"{_AFTER[axis].format(_figure(budget / AXES[axis]))}, % [95 %]"
-            if any(line[axis][0] > budget for line in lines):  # a warm start alone costs more
-                row[head] = "not begun"
+            # a warm start alone costs more, or what was done up to the first measurement
+            if any(next(spent for spent in line[axis] if spent) > budget for line in lines):
+                row[head] = "no score yet"
                 continue
             reached = [curves.score_at(line[axis], line["validation_greedy"], budget) for line in lines]
             row[head] = stats.bootstrap_mean(np.array(reached), n_resamples=_RESAMPLES).format()
