@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -102,8 +103,9 @@ def check_nothing_frozen(model: Any, engine: str) -> None:
     if frozen and len(frozen) < len(parameters):
         raise ValueError(
             f"{len(frozen)} of {len(parameters)} parameters are frozen (requires_grad=False), the first is "
-            f"{frozen[0]!r}: engine={engine!r} moves all weights of a model, so far. Use engine='local' for adapters "
-            "and frozen weights, or give model.merge_and_unload(), model.requires_grad_(True)."
+            f"{frozen[0]!r}: engine={engine!r} moves all weights of a model, so far. Use engine='local' for frozen "
+            "weights, it or engine='vllm' on one engine's GPUs for adapters, or give model.merge_and_unload(), "
+            "model.requires_grad_(True)."
         )
 
 
@@ -196,6 +198,11 @@ def base_name(folder: Path) -> str:
     return str(named)
 
 
+def base_if_adapter(model: str | os.PathLike) -> str:
+    """Return the name or folder of a model's base, if it is the folder of an adapter, else its own."""
+    return base_name(Path(model)) if (Path(model) / "adapter_config.json").is_file() else str(model)
+
+
 def open_adapter(base: Any, folder: Path) -> Any:
     """Return a base with the adapter of a folder, to be trained. Raises ImportError without PEFT."""
     return open_peft().PeftModel.from_pretrained(base, str(folder), is_trainable=True)
@@ -220,17 +227,9 @@ def not_dense(model: Any) -> str | None:
     """
     if not is_adapted(model):
         return None
-    from peft.tuners.lora import Linear
-    from peft.tuners.lora.torchao import TorchaoLoraLinear
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     quantised = quantisation_of(model) is not None
-    known = (Linear, TorchaoLoraLinear) if quantised else (Linear,)
-    for name, module in base_of(model).named_modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            if type(module) not in known or module.lora_variant or any(module.lora_bias.values()):
-                return f"{name!r} is more than a product of two matrices beside a linear layer"
+    if more := _more_than_lora(model, quantised):
+        return more
     # in half precision the sum would lose what is small beside W
     plain = (
         (name, p.dtype == torch.float32 and (quantised or type(p.data) is Tensor))
@@ -238,6 +237,21 @@ def not_dense(model: Any) -> str | None:
     )
     other = next((name for name, fits in plain if not fits), None)
     return f"parameter {other!r} is not plain float32, and the adapter would be rounded with it" if other else None
+
+
+def _more_than_lora(model: Any, quantised: bool) -> str | None:
+    """Return where an adapter is more than plain LoRA, over layers of `quantisation.quantise` too if quantised."""
+    from peft.tuners.lora import Linear
+    from peft.tuners.lora.torchao import TorchaoLoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    known = (Linear, TorchaoLoraLinear) if quantised else (Linear,)
+    for name, module in base_of(model).named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            if type(module) not in known or module.lora_variant or any(module.lora_bias.values()):
+                return f"{name!r} is more than a product of two matrices beside a linear layer"
+    return None
 
 
 @torch.inference_mode()
@@ -260,3 +274,21 @@ def dense(model: Any) -> dict[str, Tensor]:
             changed = weight if layer is None else weight.float() + layer.get_delta_weight(active).float()
             found[name.replace(".base_layer.", ".")] = changed
     return found
+
+
+# ---- vLLM
+
+
+def lora_layers(model: Any) -> dict[str, Any]:
+    """Return the layers that the adapter of a model lies in, by their names in the model without adapter.
+
+    Raises ValueError for an adapter that is more than a product of two matrices beside plain linear layers.
+    """
+    more = "the base is quantised" if getattr(base_of(model), "is_quantized", False) else _more_than_lora(model, False)
+    if more:
+        raise ValueError(f"{more}, which engine='vllm' does not take so far: use engine='local'.")
+    from peft.tuners.lora import Linear
+
+    (active,) = model.active_adapters
+    modules = base_of(model).named_modules()
+    return {name: module for name, module in modules if isinstance(module, Linear) and active in module.lora_A}

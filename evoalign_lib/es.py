@@ -599,7 +599,8 @@ class ESTrainer:
     Args:
         model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base. Or a model
             with an adapter (`peft.get_peft_model`), or the folder of one. Only parameters with requires_grad move: of a
-            model that is partly frozen the others, of one with an adapter the adapter. (engine="local" only.)
+            model that is partly frozen the others, of one with an adapter the adapter, which engine="vllm" takes, too.
+            (Else engine="local" only.)
         reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`), plain or asynchronous; or
             reward models: sequence classifiers with one label, as objects, folders or names on the Hub
             (`evoalign_lib.reward_models.ModelReward`).
@@ -716,7 +717,7 @@ class ESTrainer:
             gpus=args.gpus,
             tensor_parallel=args.tensor_parallel,
             engine_kwargs=args.engine_kwargs,
-            folder=models.place(model) if isinstance(model, (str, os.PathLike)) else None,
+            folder=models.place(_adapters.base_if_adapter(model)) if isinstance(model, (str, os.PathLike)) else None,
             load=load,
             weights=self._weights(),
         )

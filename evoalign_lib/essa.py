@@ -128,10 +128,8 @@ class ESSAConfig(ESConfig):
         for name, why in _OF_ES.items():
             if getattr(self, name) != plain[name]:
                 found.append(f"{name}={getattr(self, name)!r} has no effect on ESSA: {why}. Remove it.")
-        if self.engine != "local":
-            found.append(
-                f"engine={self.engine!r} does not evaluate candidates of ESSA so far: use engine='local', with workers."
-            )
+        if self.engine == "ray":
+            found.append("engine='ray' does not evaluate candidates of ESSA so far: use engine='local' or 'vllm'.")
         if not isinstance(self.shared_batch, bool):
             found.append(f"shared_batch={self.shared_batch!r} must be True or False.")
         options = self.cma_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib._adapters import check_nothing_frozen
+from evoalign_lib._adapters import check_nothing_frozen, is_adapted
 from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def open_engine(
         engine_kwargs: further arguments of `vllm.LLM`.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
         load: the arguments of from_pretrained it was loaded with.
-        weights: of the run, with engine "local", where they exist already (of `engines.base.Engine`).
+        weights: of the run, with engine "local" or adapters, where they exist already (of `engines.base.Engine`).
 
     Raises:
         ValueError: no such engine, GPUs that do not fall into copies of the model, frozen parameters with another
-            engine than "local", or what the engine refuses.
+            engine than "local" (an adapter with another than that or one engine of vLLM), or what the engine refuses.
         ImportError: vLLM or Ray is needed and not installed; the message says how to install it.
     """
     choose("engine", engine, ENGINES)
@@ -73,7 +73,9 @@ def open_engine(
         common |= {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "workers": workers}
         common |= {"weights": weights}
         return local.LocalEngine(model, tokenizer, rewards, prompts, **common)
-    check_nothing_frozen(model, engine)
+    adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
+    if not adapted:
+        check_nothing_frozen(model, engine)
     common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the very files that the model was loaded from
         files = load or {}
@@ -83,6 +85,8 @@ def open_engine(
     if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm
 
+        if adapted:
+            return vllm.AdapterEngine(model, tokenizer, rewards, prompts, weights=weights, **common)
         return vllm.VLLMEngine(model, tokenizer, rewards, prompts, **common)
     from evoalign_lib.engines import ray
 

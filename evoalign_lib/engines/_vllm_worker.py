@@ -205,6 +205,33 @@ class WorkerExtension:
         """Move the master; the working tensors follow with the next perturb or restore."""
         self.evoalign_weights.update(np.array(keys, np.uint64), np.array(coefficients, np.float32))
 
+    def evoalign_put_adapter(self, number: int, layers: Sequence[tuple[str, int, bytes, bytes]]) -> str | None:
+        """Let requests of this number decode with an adapter, whatever had the number before.
+
+        Args:
+            number: from 1 to max_loras.
+            layers: see `engines.vllm.Layers`.
+
+        Returns:
+            None, or a message: a layer that vLLM gives no adapter, where requests would silently go without it.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        known = manager.modules.keys() | {part for parts in manager.packed_modules.values() for part in parts}
+        found, dtype = {}, manager.lora_config.lora_dtype
+        for name, rank, a, b in layers:
+            if name not in known:
+                return f"vLLM gives {name!r} no adapter: leave it out of the adapter's target_modules."
+            pair = (torch.frombuffer(bytearray(raw), dtype=torch.float32).to(dtype) for raw in (a, b))
+            first, second = (matrix.view(shape) for matrix, shape in zip(pair, ((rank, -1), (-1, rank)), strict=True))
+            found[name] = LoRALayerWeights(name, rank, rank, first, second)
+        manager.remove_adapter(number)
+        manager.add_adapter(LoRAModel(number, max(layer.rank for layer in found.values()), found))
+        manager.activate_adapter(number)
+        return None
+
     def evoalign_digests(self) -> list[str]:
         """SHA-256 of the master of each segment, in the order of `evoalign_open`."""
         return [precision.matrix_digest(view) for view in self.evoalign_weights.views()]

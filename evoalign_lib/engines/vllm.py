@@ -39,17 +39,24 @@ import numpy as np
 import torch
 
 from evoalign_lib import noise
+from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
 from evoalign_lib.engines.memory import held_parameters, room_beside_master
-from evoalign_lib.precision import matrix_digest
+from evoalign_lib.precision import Weights, matrix_digest
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
 EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
 MOST_MEMBERS = 1 << 20
 """members of a population, at most; each takes 12 bytes in a buffer of every worker"""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""for which vLLM has room (MaxLoRARanks in its config/lora.py); an adapter between two takes that of the higher"""
+MEMBERS_A_BATCH = 16
+"""adapters that a batch has, unless engine_kwargs have max_loras"""
+Layers = Sequence[tuple[str, int, bytes, bytes]]
+"""An adapter: name of a layer, rank, and float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
 
 # Set before vLLM is imported, which reads them once. What the user has set stays.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -117,6 +124,7 @@ class Generator:
         anchor_decay: of `Engine`; above 0 each worker keeps its starting weights, too, in dtype, and room is left for
             them.
         rank: of `Engine`.
+        adapter_rank: the largest of the adapters that it decodes with (`put_adapter`); 0: none.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -140,6 +148,7 @@ class Generator:
         master: bool = True,
         anchor_decay: float = 0.0,
         rank: int = 0,
+        adapter_rank: int = 0,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
@@ -160,6 +169,8 @@ class Generator:
             "worker_extension_cls": EXTENSION,
             "seed": 0,
         }
+        if adapter_rank:
+            stated |= {"enable_lora": True, "max_lora_rank": next(n for n in LORA_RANKS if n >= adapter_rank)}
         if self.device == "cpu":  # a prompt computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
@@ -215,6 +226,17 @@ class Generator:
         """Move the masters, as `Weights.update`; the working copies follow with the next `perturb` or `restore`."""
         self.llm.collective_rpc("evoalign_update", args=([int(k) for k in keys], [float(c) for c in coefficients]))
 
+    def put_adapters(self, adapters: Mapping[int, Layers]) -> None:
+        """Give vLLM adapters, number -> layers, each in the place of the one that had its number before.
+
+        Raises NotMapped for a layer that vLLM gives no adapter.
+        """
+        for number, layers in adapters.items():
+            for refusal in self.llm.collective_rpc("evoalign_put_adapter", args=(number, layers)):
+                if refusal:
+                    raise NotMapped(refusal)
+        self._forget()
+
     def digests(self) -> list[list[str]]:
         """Return by rank the SHA-256 of the float32 master of each of its segments."""
         return self.llm.collective_rpc("evoalign_digests")
@@ -226,6 +248,7 @@ class Generator:
         seeds: Sequence[int] | None = None,
         temperature: float = 1.0,
         options: Options = PLAIN,
+        adapters: Sequence[int] | None = None,
     ) -> list:
         """Decode prompts with the weights that were written last.
 
@@ -235,11 +258,12 @@ class Generator:
             seeds: None for greedy decoding; else one seed per row, which is sampled.
             temperature: of the samples, above 0.
             options: top_k and top_p of the samples, and generation_kwargs. Stop strings are for the caller.
+            adapters: the number of each row's adapter (`put_adapters`); None: no row has one.
 
         Returns:
             Token ids of each completion, with the end token where there is one.
         """
-        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds, temperature, options)
+        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds, temperature, options, adapters)
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
@@ -273,6 +297,7 @@ def decode(
     seeds: Sequence[int] | None = None,
     temperature: float = 1.0,
     options: Options = PLAIN,
+    adapters: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`.
 
@@ -301,7 +326,16 @@ def decode(
         common |= {"top_p": options.top_p, "top_k": options.top_k}
         how = [SamplingParams(temperature=temperature, seed=seed, **common) for seed in seeds]
     prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
-    return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, how, use_tqdm=False)]
+    requests = None
+    if adapters is not None:
+        from vllm.lora.request import LoRARequest
+
+        # vLLM has them already; it would look for one that it has lost in a folder that is not there
+        requests = [
+            LoRARequest(f"adapter {n}", n, "nowhere: evoalign_put_adapter put it into memory") for n in adapters
+        ]
+    found = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
+    return [list(done.outputs[0].token_ids) for done in found]
 
 
 def _end(holder: Any) -> None:
@@ -386,9 +420,9 @@ class VLLMEngine(Decoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank: of
-            `Engine`; the model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the rest
-            is cut off.
+        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank, weights:
+            of `Engine`; the model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the
+            rest is cut off.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
@@ -411,6 +445,7 @@ class VLLMEngine(Decoding, Engine):
         folder: str | None = None,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
+        weights: Weights | None = None,
     ):
         _check_temperature(options.temperature)
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -425,13 +460,14 @@ class VLLMEngine(Decoding, Engine):
             distribution=distribution,
             anchor_decay=anchor_decay,
             rank=rank,
+            weights=weights,
         )
         self.folder, self.distribution, self.anchor_decay = folder, distribution, anchor_decay
         self._made = None
         if folder is None:  # now: the object's weights move with the run
             self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
             self.folder = self._made.name
-            model.save_pretrained(self.folder)
+            self._save_model(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
         self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
@@ -455,19 +491,25 @@ class VLLMEngine(Decoding, Engine):
         """
         if self._generator is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
-            common = self.model.dtype, self.eos_ids, longest, held, self.distribution
-            law = {"anchor_decay": self.anchor_decay, "rank": self.weights.rank}
-            generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **law)
-            try:
-                for update in self._updates:
-                    generator.update(*update)
-                prove(self.layout, self.master, generator.segments, generator.digests())
-            except BaseException:
-                generator.close()
-                raise
-            self._generator = generator
+            self._generator = self._start(longest)
         return self._generator
+
+    def _start(self, longest: int) -> Generator:
+        held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
+        common = self.model.dtype, self.eos_ids, longest, held, self.distribution
+        law = {"anchor_decay": self.anchor_decay, "rank": self.weights.rank}
+        generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **law)
+        try:
+            for update in self._updates:
+                generator.update(*update)
+            prove(self.layout, self.master, generator.segments, generator.digests())
+        except BaseException:
+            generator.close()
+            raise
+        return generator
+
+    def _save_model(self, folder: str) -> None:
+        self.model.save_pretrained(folder)
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         rest = sigma, name, indices, trainer_state, sampling
@@ -530,6 +572,104 @@ class VLLMEngine(Decoding, Engine):
         if self._generator is not None:
             self._generator.close()
             self._generator = None
+
+
+class AdapterEngine(VLLMEngine):
+    """A population of adapters on a vLLM engine of this process: members decode together, in one batch.
+
+    The base stays in vLLM as it is. This process writes each member's adapter from the noise law, and vLLM's workers
+    take it from memory; a batch has the rows of `settings["max_loras"]` members at once (default: `MEMBERS_A_BATCH`),
+    each with its own adapter beside the products of the base. Adapters are rounded to the model's dtype, which vLLM
+    decodes with.
+
+    Args:
+        model: with an adapter of plain LoRA layers over a base that is not quantised (`_adapters.lora_layers`).
+        folder: where the base was loaded from; the rest is of `VLLMEngine`.
+
+    Raises:
+        ValueError: another kind of adapter, or one of a higher rank than vLLM takes.
+    """
+
+    perturbed = Engine.perturbed  # the weights here, from which adapters are made
+
+    def __init__(self, model, tokenizer, rewards, prompts, **settings: Any):
+        self._layers = lora_layers(model)
+        (self._active,) = model.active_adapters
+        self._rank = max(len(layer.lora_A[self._active].weight) for layer in self._layers.values())
+        if self._rank > LORA_RANKS[-1]:
+            raise ValueError(f"the adapter has rank {self._rank}: vLLM takes {LORA_RANKS[-1]} at most.")
+        given = {"max_loras": MEMBERS_A_BATCH} | dict(settings.pop("settings", None) or {})
+        super().__init__(model, tokenizer, rewards, prompts, settings=given, **settings)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._numbers: np.ndarray | None = None  # of the adapters of the rows that are decoded; None: all have 1
+
+    @property
+    def plan(self):
+        return super().plan | {"max_loras": self.settings["max_loras"]}
+
+    def _start(self, longest: int) -> Generator:
+        rest = self.tensor_parallel, self.settings
+        common = self.model.dtype, self.eos_ids, longest, 0, self.distribution
+        return Generator(self.folder, *common, *rest, master=False, adapter_rank=self._rank)
+
+    def _save_model(self, folder: str) -> None:
+        base = base_of(self.model)
+        own = {name.replace(".base_layer.", "."): value for name, value in base.state_dict().items()}
+        base.save_pretrained(folder, state_dict={name: value for name, value in own.items() if ".lora_" not in name})
+
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+        found: list[Evaluation] = []
+        key, samples = sampling or (0, 1)
+        indices = np.asarray(indices)
+        each = np.repeat(np.broadcast_to(indices, (len(members), indices.shape[-1])), samples, axis=1)
+        with self._ended_by_interrupts():
+            for first in range(0, len(members), self.settings["max_loras"]):
+                part = range(first, min(first + self.settings["max_loras"], len(members)))
+                started, adapters = time.process_time(), {}
+                for number, i in enumerate(part, 1):
+                    with self.weights.member(members[i].key, sigma, members[i].sign) as flat:
+                        adapters[number] = self._adapter(flat)
+                self.generator.put_adapters(adapters)
+                rows, seeds = each[first : first + len(part)], None
+                if sampling is not None:
+                    seeds = [sample_seed(key, int(row), i % samples) for own in rows for i, row in enumerate(own)]
+                self._numbers = np.repeat(list(adapters), rows.shape[1])
+                done = self._decode(name, rows.reshape(-1), seeds, self.options.temperature)
+                for number, i in enumerate(part):
+                    own = done[number * rows.shape[1] : (number + 1) * rows.shape[1]]
+                    found.append(self.scored(i, name, each[i], own, trainer_state, started))
+                    started = time.process_time()  # the first member has the time of their common batch
+        return found
+
+    def _write_weights(self) -> None:
+        self.generator.put_adapters({1: self._adapter(self.weights.flat)})
+        self._numbers = None
+
+    def _tokens(self, ids, seeds, temperature):
+        numbers = np.ones(len(ids), int) if self._numbers is None else self._numbers
+        how = seeds, temperature, self.options
+        return self.generator.generate(ids, self.max_completion_length, *how, adapters=numbers.tolist())
+
+    def _adapter(self, flat: np.ndarray) -> Layers:
+        """Return an adapter as vLLM's workers take it; flat: its weights, (layout.size,) float32."""
+        moved, found = self.layout.views(flat), []
+        for name, layer in self._layers.items():
+            a, b = (
+                np.asarray(moved.get(self._names[id(p)], p.detach().float()), np.float32)
+                for p in (layer.lora_A[self._active].weight, layer.lora_B[self._active].weight)
+            )
+            scaled = b * np.float32(layer.scaling[self._active])
+            found.append((name, len(a), a.tobytes(), scaled.tobytes()))
+        return found
+
+    def update(self, keys, coefficients):
+        Engine.update(self, keys, coefficients)
+
+    def follow(self, updates):
+        """Do nothing: vLLM gets every adapter from here."""
+
+    def check(self):
+        """Do nothing: vLLM holds no weights of the run from one call to the next."""
 
 
 class PushedEngine(Decoding, Engine):

@@ -29,7 +29,7 @@ count_letters.reward_floor = -1.0
 
 
 def engine(kind=VLLMEngine, model=None, rows=ROWS, rewards=count_letters, **settings):
-    if kind is VLLMEngine:
+    if issubclass(kind, VLLMEngine):
         settings = {"settings": SETTINGS} | settings
     else:
         settings = {"decoder": "generate"} | settings

@@ -1,0 +1,163 @@
+"""Adapters on one engine of vLLM, many in a batch, beside transformers with PEFT: the same tokens and the same runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import tokenizer
+from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
+from transformers import AutoModelForCausalLM
+
+from evoalign_lib import ledger
+from evoalign_lib.engines._vllm_worker import NotMapped
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.engines.vllm import AdapterEngine
+from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.essa import ESSAConfig, ESSATrainer
+
+pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+
+# Layers that vLLM joins (q and v, gate) and single ones, ranks that differ and are none of vLLM's, a scaling.
+LORA = {"r": 3, "lora_alpha": 7, "rank_pattern": {"down_proj": 5}, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+LORA |= {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+
+
+def adapted(**changed):
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return peft.get_peft_model(model(), peft.LoraConfig(**LORA | changed))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """One engine of each kind; in vLLM a batch has four members."""
+    settings = {"max_loras": 4} | SETTINGS
+    both = engine(AdapterEngine, adapted(), settings=settings), engine(LocalEngine, adapted())
+    yield both
+    both[0].close()
+
+
+def test_greedy_tokens_are_those_of_peft_and_the_adapter_matters(pair):
+    (ours,), (theirs,) = (one.generate("train") for one in pair)
+    plain = engine(LocalEngine)
+    assert ours == theirs != plain.generate("train")[0]
+    assert pair[0].plan["max_loras"] == 4 and pair[0].plan["exact"]
+
+
+def test_members_of_one_batch_are_those_of_peft_one_by_one(pair):
+    rows = np.arange(len(ROWS))
+    found = [one.evaluate(members(5), 0.1, "train", rows) for one in pair]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.scored.rewards.tolist() == theirs.scored.rewards.tolist()
+        assert ours.lengths.tolist() == theirs.lengths.tolist()
+    assert len({tuple(e.scored.rewards) for e in found[0]}) == 10, "members that do alike show nothing"
+    own = np.array([[0, 3], [4, 1], [2, 5]])  # each member its own prompts
+    found = [[e.scored.rewards.tolist() for e in one.evaluate(members(2)[:3], 0.1, "train", own)] for one in pair]
+    assert found[0] == found[1]
+
+
+def test_after_updates_and_noise_on_the_weights_tokens_are_those_of_peft(pair):
+    before = pair[0].generate("train")
+    move(pair)
+    ours, theirs = (one.generate("train") for one in pair)
+    assert ours == theirs != before
+    noisy = []
+    for one in pair:
+        with one.perturbed(members(1)[0].key, 0.1):
+            noisy.append(one.generate("train"))
+    assert noisy[0] == noisy[1] != ours
+    assert pair[0].generate("train") == ours
+
+
+def test_samples_are_common_random_numbers(pair):
+    twice = pair[0].evaluate([members(1)[0]] * 2, 0.05, "train", np.arange(4), sampling=(7, 3))
+    other = pair[0].evaluate(members(1)[:1], 0.05, "train", np.arange(4), sampling=(8, 3))
+    assert twice[0].lengths.shape == (12,)
+    assert twice[0].scored.rewards.tolist() == twice[1].scored.rewards.tolist() != other[0].scored.rewards.tolist()
+
+
+def test_a_layer_to_which_vllm_gives_no_adapter_is_an_error(pair):
+    pair[0].close()
+    refusing = engine(AdapterEngine, adapted(), settings={"lora_target_modules": ["o_proj"], "max_loras": 1} | SETTINGS)
+    try:
+        with pytest.raises(NotMapped, match=r"vLLM gives 'model.layers.0.self_attn.q_proj' no adapter: leave it out"):
+            refusing.generate("train")
+    finally:
+        refusing.close()
+
+
+@pytest.mark.parametrize("changed", [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}])
+def test_more_than_plain_lora_is_refused_before_vllm_starts(changed):
+    with pytest.raises(ValueError, match="is more than a product of two matrices.*use engine='local'"):
+        engine(AdapterEngine, adapted(**changed))
+
+
+def run(kind, config, folder, base, **changed):
+    settings = {
+        "population_size": 4,
+        "sigma": 0.1,
+        "max_steps": 3,
+        "max_completion_length": LENGTH,
+        "report_to": "none",
+    }
+    settings |= {"output_dir": str(folder), "disable_tqdm": True, "prompts_per_step": 4, "save_strategy": "no"}
+    rows = ROWS[:6]
+    lora = peft.LoraConfig(**LORA)
+    trainer = kind(
+        base, count_letters, config(**settings | changed), rows, processing_class=tokenizer(), peft_config=lora
+    )
+    try:
+        trainer.train()
+        trainer.save_model()
+        return ledger.verify(folder / ledger.NAME, folder / ledger.START).weights
+    finally:
+        trainer.engine.close()
+
+
+@pytest.mark.parametrize(("kind", "config"), [(ESTrainer, ESConfig), (ESSATrainer, ESSAConfig)])
+def test_a_run_over_an_adapter_is_that_of_the_local_engine_and_replays(kind, config, folder, tmp_path):
+    on_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS | {"max_loras": 3}}
+    ours = run(kind, config, tmp_path / "vllm", folder, **on_vllm)
+    theirs = run(kind, config, tmp_path / "local", folder, decoder="generate")
+    assert ours == theirs
+
+
+def test_the_folder_of_an_adapter_is_decoded_over_its_base(folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(base, peft.LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
+    args = ESConfig(output_dir=str(tmp_path / "run"), engine="vllm", max_completion_length=LENGTH, report_to="none")
+    trainer = ESTrainer(str(tmp_path / "adapter"), count_letters, args, ROWS, processing_class=tokenizer())
+    assert isinstance(trainer.engine, AdapterEngine) and trainer.engine.folder == folder
+
+
+RANKS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+if __name__ == "__main__":  # vLLM's processes import this file, too
+    import numpy as np
+    import test_vllm_adapters as here
+    from small_models import engine, members
+    settings = {"max_loras": 2} | here.SETTINGS
+    ours = engine(here.AdapterEngine, here.adapted(), settings=settings, tensor_parallel=2)
+    theirs = engine(here.LocalEngine, here.adapted())
+    assert ours.generate("train") == theirs.generate("train")
+    found = [[e.scored.rewards.tolist() for e in one.evaluate(members(2), 0.1, "train", np.arange(6))]
+             for one in (ours, theirs)]
+    ours.close()
+    assert found[0] == found[1]
+"""
+
+
+def test_two_ranks_share_a_base_and_its_adapters(tmp_path):
+    (tmp_path / "driver.py").write_text(RANKS)
+    here = Path(__file__).parent
+    command = [sys.executable, str(tmp_path / "driver.py"), str(here.parent.parent), str(here.parent), str(here)]
+    # as a user's process has it: an engine of one GPU, in a test before, let vLLM work in the process itself
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
