@@ -252,3 +252,6 @@ def prepare() -> None:
     mind_llvmlite()
     if sys.modules["vllm.platforms"].current_platform.is_cpu():
         keep_weights_plain()
+        # Linux ends a process that uses Intel's matrix unit (AMX) without having asked, as vLLM's attention in bfloat16
+        # does; where there is none, nothing happens
+        torch.cpu._init_amx()

@@ -9,6 +9,8 @@ from typing import Any
 
 USABLE = 0.9
 """Share of a GPU's memory that plans may use: vLLM's long-standing default of gpu_memory_utilization."""
+MEMBERS_A_BATCH = 16
+"""Adapters that a batch of vLLM's has, unless engine_kwargs have max_loras."""
 _BYTES = {"float32": 4, "None": 4, "bfloat16": 2, "float16": 2}  # without a dtype transformers means float32
 
 

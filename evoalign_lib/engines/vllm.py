@@ -43,7 +43,7 @@ from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
-from evoalign_lib.engines.memory import held_parameters, room_beside_master
+from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, room_beside_master
 from evoalign_lib.precision import Weights, matrix_digest
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
@@ -53,8 +53,6 @@ MOST_MEMBERS = 1 << 20
 """members of a population, at most; each takes 12 bytes in a buffer of every worker"""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """for which vLLM has room (MaxLoRARanks in its config/lora.py); an adapter between two takes that of the higher"""
-MEMBERS_A_BATCH = 16
-"""adapters that a batch has, unless engine_kwargs have max_loras"""
 Layers = Sequence[tuple[str, int, bytes, bytes]]
 """An adapter: name of a layer, rank, and float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
 
@@ -124,7 +122,8 @@ class Generator:
         anchor_decay: of `Engine`; above 0 each worker keeps its starting weights, too, in dtype, and room is left for
             them.
         rank: of `Engine`.
-        adapter_rank: the largest of the adapters that it decodes with (`put_adapter`); 0: none.
+        adapter: of those that it decodes with (`put_adapters`) the highest rank, and the last parts of the names of
+            their layers; None: it decodes with none.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -148,7 +147,7 @@ class Generator:
         master: bool = True,
         anchor_decay: float = 0.0,
         rank: int = 0,
-        adapter_rank: int = 0,
+        adapter: tuple[int, Sequence[str]] | None = None,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
@@ -169,8 +168,9 @@ class Generator:
             "worker_extension_cls": EXTENSION,
             "seed": 0,
         }
-        if adapter_rank:
-            stated |= {"enable_lora": True, "max_lora_rank": next(n for n in LORA_RANKS if n >= adapter_rank)}
+        if adapter is not None:
+            rank_room = next(n for n in LORA_RANKS if n >= adapter[0])
+            stated |= {"enable_lora": True, "max_lora_rank": rank_room, "lora_target_modules": list(adapter[1])}
         if self.device == "cpu":  # a prompt computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
@@ -610,7 +610,8 @@ class AdapterEngine(VLLMEngine):
     def _start(self, longest: int) -> Generator:
         rest = self.tensor_parallel, self.settings
         common = self.model.dtype, self.eos_ids, longest, 0, self.distribution
-        return Generator(self.folder, *common, *rest, master=False, adapter_rank=self._rank)
+        adapter = self._rank, sorted({name.rpartition(".")[2] for name in self._layers})
+        return Generator(self.folder, *common, *rest, master=False, adapter=adapter)
 
     def _save_model(self, folder: str) -> None:
         base = base_of(self.model)
@@ -683,6 +684,7 @@ class PushedEngine(Decoding, Engine):
         folder: where the model was loaded from, a folder or a name on the Hub.
 
     Attributes:
+        settings: further arguments of `vllm.LLM`, where one is started.
         llm: the vLLM engine, such as the one beside the model of TRL's trainer; None: one is started when it is needed.
     """
 
@@ -692,6 +694,7 @@ class PushedEngine(Decoding, Engine):
     def __init__(self, model, tokenizer, prompts, *, max_completion_length: int, folder: str):
         super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
+        self.settings: dict[str, Any] = {}
         self._own: Generator | None = None  # where `llm` is not that of other code
 
     @property
@@ -725,7 +728,8 @@ class PushedEngine(Decoding, Engine):
     def _push(self) -> None:
         if self.llm is None:
             longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            self._own = Generator(self.folder, self.model.dtype, self.eos_ids, longest, 0, master=False)
+            common = self.folder, self.model.dtype, self.eos_ids, longest, 0
+            self._own = Generator(*common, settings=self.settings, master=False)
             self.llm = self._own.llm
         if self.llm.llm_engine.model_config.dtype != self.model.dtype:
             raise WrongWeights(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import _adapters, arms, ledger, quantisation
+from evoalign_lib import _adapters, arms, ledger, models, quantisation
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 from evoalign_lib.records import Spec
@@ -94,6 +94,9 @@ def trainer(
     where: dict[str, Any] = {"workers": 1}
     if not worlds.is_local(spec):
         where = {k: spec[k] for k in worlds.ENGINE_FIELDS if k in spec} | {"model_init_kwargs": {"dtype": "bfloat16"}}
+        if "warm_rows" in spec and not issubclass(kind, ESSATrainer):  # fine-tuned here, before there is a trainer
+            del where["model_init_kwargs"]
+            model, _ = models.load(model, tokenizer, worlds.loaded_as(spec))
     essa = issubclass(kind, ESSATrainer)
     named = ("population_size", "sigma", "prompts_per_step")
     named += ("leading_share",) if essa else ("alpha", "rank")
@@ -116,6 +119,8 @@ def trainer(
     if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
         adapter["peft_config"] = lora_config(spec["lora_rank"])
         adapter |= {"sft_dataset": warm_starts.rows(spec, tokenizer), "sft_args": warm_starts.arguments(spec, folder)}
+    elif isinstance(model, str) and "lora_rank" in spec:
+        adapter["peft_config"] = lora_config(spec["lora_rank"])
     elif "lora_rank" in spec:
         model, warm = warm_starts.adapted(spec, model, tokenizer, folder)
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)

@@ -81,8 +81,12 @@ def _train(
     settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
     rows = training.rows(spec, tokenizer, sets["train"])
     settings |= {"decoder": spec["decoder"]} if "decoder" in spec else {}
-    if colocated := not worlds.is_local(spec):
+    # beside an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
+    colocated = not worlds.is_local(spec) and "lora_rank" not in spec
+    if colocated:
         settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
+    elif not worlds.is_local(spec):
+        engine.settings["gpu_memory_utilization"] = preflight.colocated_share(spec)
     general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
     written = _rollouts(spec, engine, take)

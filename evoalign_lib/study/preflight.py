@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.engines.memory import (
+    MEMBERS_A_BATCH,
     USABLE,
     CannotCount,
     Shape,
@@ -111,7 +112,9 @@ def activation_bytes(model: Shape, tokens: int) -> int:
     return 4 * model.layers * a_token * tokens
 
 
-def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int, anchored: bool = False) -> Memory:
+def es_memory(
+    model: Shape, tensor_parallel: int, rows: int, length: int, anchored: bool = False, adapter: int = 0
+) -> Memory:
     """Memory of each GPU that evaluates members by vLLM.
 
     Args:
@@ -120,12 +123,16 @@ def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int, anchor
         rows: decoded at once.
         length: tokens of a completion and its prompt.
         anchored: whether the starting weights stay, for anchor_decay.
+        adapter: parameters of the adapter that members are; 0: they are all weights.
     """
     share = rank_parameters(model, tensor_parallel)
     start = (Part(f"starting weights, {model.dtype}", model.width * share),) if anchored else ()
+    moved = (Part("master, float32", 4 * share),)
+    if adapter:  # each GPU may hold the whole of them
+        moved = (Part(f"{MEMBERS_A_BATCH} adapters, {model.dtype}", MEMBERS_A_BATCH * model.width * adapter),)
     return (
         Part(f"working copy, {model.dtype}", model.width * share),
-        Part("master, float32", 4 * share),
+        *moved,
         *start,
         _RESERVE,
         _caches(rows, length, rows * length * kv_bytes(model, tensor_parallel)),
@@ -133,7 +140,7 @@ def es_memory(model: Shape, tensor_parallel: int, rows: int, length: int, anchor
 
 
 def adapter_parameters(model: Shape, rank: int) -> int:
-    """Parameters of the adapter that a gradient arm trains (`essa.lora_config`): A and B of q, k, v and o."""
+    """Parameters of an arm's adapter (`essa.lora_config`): A and B of q, k, v and o."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     return 2 * model.layers * rank * (2 * model.hidden + queries + keys)
 
@@ -165,6 +172,8 @@ def gradient_memory(
     trained += [("AdamW's moments", TRAINED["moments"] * moved)]
     trained += [("reference model", 4 * d)] if reference and not adapter else []
     trained += [("merged model", 4 * d)] if adapter else []
+    own_caches = rows * length * kv_bytes(model, width=4)  # of the model itself, which generates beside an adapter
+    trained += [(f"own KV cache, {rows} x {length} tokens", own_caches)] if adapter and gpus else []
     trained += [("buckets of gradients", 4 * moved)] if gpus > 1 else []
     parts = [Part(f"{name}, float32", size) for name, size in trained]
     stored = f"activations of {micro_batch} x {length} tokens, or AdamW's temporaries, float32"
@@ -180,9 +189,9 @@ def _caches(rows: int, length: int, size: float) -> Part:
 _RESERVE = Part("reserve (assumed)", RESERVE_GIB * GIB, of_vllm=True)
 
 
-def _held(model: Shape) -> Memory:
-    """What the process that drives a run holds besides the model; see the module's 4."""
-    return tuple(Part(name, 4 * model.d) for name in ("master, float32", "weights at the start, float32"))
+def _held(d: int) -> Memory:
+    """What the process that drives a run of so many parameters holds besides the model; see the module's 4."""
+    return tuple(Part(name, 4 * d) for name in ("master, float32", "weights at the start, float32"))
 
 
 def _total(memory: Memory) -> float:
@@ -366,15 +375,17 @@ def plan(
 
 def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_gib: float) -> Placement:
     """The smallest tensor parallel size with a KV cache for all rows; else the one with most rows."""
-    wanted, length = min(CONCURRENT, spec["prompts_per_step"]), job.prompt + job.new
+    adapter = adapter_parameters(model, spec["lora_rank"]) if "lora_rank" in spec else 0
+    together = min(MEMBERS_A_BATCH, spec["population_size"]) if adapter and gpus else 1
+    wanted, length = min(CONCURRENT, together * spec["prompts_per_step"]), job.prompt + job.new
     if not gpus:
         caches = _caches(wanted, length, wanted * length * kv_bytes(model, width=4))
         own = Part("model, float32", 4 * model.d), Part("a member's weights, float32", 4 * model.d), caches
-        return Placement(1, 1, wanted, wanted, (), own + _held(model), 1, "")
+        return Placement(1, 1, wanted, wanted, (), own + _held(model.d), 1, "")
     capacity, anchored = USABLE * gpu_gib * GIB, bool(spec.get("anchor_decay"))
 
     def room(t: int) -> int:
-        free = capacity - _total(es_memory(model, t, 0, length, anchored))
+        free = capacity - _total(es_memory(model, t, 0, length, anchored, adapter))
         return min(wanted, int(free // (length * kv_bytes(model, t))))
 
     sizes = tensor_parallel_sizes(model, gpus)
@@ -384,15 +395,16 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
         sizes = [chosen]
     t = next((t for t in sizes if room(t) == wanted), None) or max(sizes, key=room)
     rows = max(1, room(t))
-    memory = es_memory(model, t, rows, length, anchored)
-    host = (Part(f"model, {model.dtype}", model.width * model.d), *_held(model))
+    memory = es_memory(model, t, rows, length, anchored, adapter)
+    host = (Part(f"model, {model.dtype}", model.width * model.d), *_held(adapter or model.d))
     problem = ""
     if room(t) < 1:
-        fixed, copies = _total(es_memory(model, t, 0, length, anchored)), 2 if anchored else 1
-        all_of_it = (4 + copies * model.width) * model.d / 1e9
+        fixed, copies = _total(es_memory(model, t, 0, length, anchored, adapter)), 2 if anchored else 1
+        all_of_it = ((0 if adapter else 4) + copies * model.width) * model.d / 1e9
         held = f"the {model.dtype} copies of weights and start" if anchored else f"the {model.dtype} copy"
+        held = held if adapter else f"the float32 master and {held}"
         problem = (
-            f"{_count(model.d)} parameters need {all_of_it:,.0f} GB for the float32 master and {held}: "
+            f"{_count(model.d)} parameters need {all_of_it:,.0f} GB for {held}: "
             f"with the reserve and a KV cache for one completion {_total(memory) / GIB:.1f} GiB per GPU at tensor "
             f"parallel {t}, the most that {_gpus(gpus, gpu_gib)} allow, and {_room(gpu_gib)} may be used. "
         )
@@ -419,7 +431,7 @@ def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int,
         return gradient_memory(model, gpus, rows, length, micro, spec.get("beta", 0) > 0, adapter)
 
     if not gpus:
-        return Placement(1, 1, wanted, wanted, (), memory(wanted, micro) + _held(model), 1, "")
+        return Placement(1, 1, wanted, wanted, (), memory(wanted, micro) + _held(model.d), 1, "")
     capacity, per_row = USABLE * gpu_gib * GIB, length * kv_bytes(model)
     rows = min(wanted, max(1, int((capacity - _total(memory(0, micro))) // per_row)))
     found, problem = memory(rows, micro), ""
@@ -443,7 +455,7 @@ def _place_gradient(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int,
         else:
             shorter = "a smaller max_completion_length, " if _total(least) <= capacity else ""
             problem = f"{needs}{shorter}larger GPUs, a smaller model, or ES."
-    host = (Part(f"model in which it is measured, {model.dtype}", model.width * model.d), *_held(model))
+    host = (Part(f"model in which it is measured, {model.dtype}", model.width * model.d), *_held(model.d))
     return Placement(gpus, 1, rows, wanted, found, host, gpus, problem)
 
 
@@ -601,7 +613,7 @@ def _place_sampling(model: Shape, spec: Mapping[str, Any], job: Sampling, block:
     wanted, length = min(CONCURRENT, block), job.prompt + job.new
     own = Part("model, float32", 4 * model.d), Part("weights as products take them, float32", 4 * model.d)
     caches = _caches(wanted, length, wanted * length * kv_bytes(model, width=4))
-    return Placement(1, 1, wanted, wanted, (), (*own, caches, _held(model)[0]), 1, "")
+    return Placement(1, 1, wanted, wanted, (), (*own, caches, _held(model.d)[0]), 1, "")
 
 
 def _block_seconds(model: Shape, job: Sampling, at: Placement, block: int, samples: int, length: float) -> float:

@@ -102,12 +102,16 @@ def take(settings: Mapping[str, Any], names: Sequence[str], whose: str) -> dict[
 
 
 def engine_fields(
-    bases: Sequence[str], settings: Mapping[str, Any], family: families.Family | None = None
+    bases: Sequence[str],
+    settings: Mapping[str, Any],
+    family: families.Family | None = None,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of an engine that is not the local one; the local one has none in a spec.
 
     family: of the arm that trains; None: nothing is trained. The arms that TRL trains have vLLM beside the model, on
     GPUs of one machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
+    adapter: whether an adapter is trained. Its members then share one engine of vLLM, on as many GPUs as a model has.
     """
     if worlds.is_local(settings):
         return {}
@@ -118,9 +122,11 @@ def engine_fields(
                 "world's, for which engine='local' is there."
             )
     given = {name: settings[name] for name in worlds.ENGINE_FIELDS if settings.get(name) is not None}
-    if family is None or family.has_members:
+    if family is None or family.has_members and not adapter:
         return given
     if given["engine"] == "ray" and not given.get("gpus"):
         return {}  # a cluster without GPUs: vLLM would be alone on one of its machines
+    if family.has_members:
+        return {"engine": "vllm", "tensor_parallel": given.get("tensor_parallel") or 1}
     gpus = 1 if family.samples_first else given.get("gpus") or given.get("tensor_parallel") or 1
     return {"engine": "vllm", "gpus": gpus}

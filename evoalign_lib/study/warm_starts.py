@@ -1,7 +1,8 @@
 """The adapter that a run begins from: a new one, or one that was fine-tuned on a few right answers before.
 
-The answers are to training problems of their own, which no run sees. An arm over an adapter (`lora_rank`) may have such
-a warm start; ESSA needs one. What it takes is in the budget of a run from its first step on.
+The answers are to training problems of their own, which no run sees; for a model from outside the tiny world, whose
+runs have few problems, to some of those. An arm over an adapter (`lora_rank`) may have such a warm start; ESSA needs
+one. What it takes is in the budget of a run from its first step on.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ def added(budget: Mapping[str, Any], cost: Mapping[str, Any] | None) -> dict[str
 
 
 def rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return prompts and right answers, `warm_rows` of them, drawn from the seed of a spec."""
+    """Return prompts and right answers with the end token, `warm_rows` of them, drawn from the seed of a spec."""
     measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
     asked = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
     problems = measure.sets(asked | {"seed": spec["seed"] + _SEEDS})["train"]
+    answers = [measure.right_answer(problem, rng).removesuffix(tokenizer.eos_token) for problem in problems]
+    asked = measure.rows(spec, tokenizer, problems)
     return [
-        {"prompt": row["prompt"], "completion": measure.right_answer(problem, rng)}
-        for problem, row in zip(problems, measure.rows(spec, tokenizer, problems), strict=True)
+        {"prompt": row["prompt"], "completion": text + tokenizer.eos_token}
+        for text, row in zip(answers, asked, strict=True)
     ]
 
 

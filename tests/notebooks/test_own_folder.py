@@ -11,7 +11,14 @@ import pytest
 import yaml
 
 from evoalign_lib import paths, tiny
-from evoalign_lib.study.notebooks import conciseness, es_countdown, grpo_countdown, safety_judges, stability
+from evoalign_lib.study.notebooks import (
+    conciseness,
+    es_countdown,
+    grpo_countdown,
+    low_rank_and_cost,
+    safety_judges,
+    stability,
+)
 from evoalign_lib.tiny import questions, requests, scorers
 from tests.helpers import random_model, tokenizer
 
@@ -59,6 +66,7 @@ def brought_to(module, place):
             ),
         ),
         (stability, "A0"),
+        (low_rank_and_cost, "A0"),
     ],
     ids=lambda of: of if isinstance(of, str) else of.NOTEBOOK,
 )

@@ -377,12 +377,11 @@ def test_the_weights_that_are_taken_are_those_of_the_merged_model():
     [
         ({"lora_rank": 0}, "lora_rank=0: an adapter has a whole rank of at least 1, for example 8"),
         ({"lora_rank": 2.5}, "lora_rank=2.5: an adapter has a whole rank"),
-        ({"engine": "vllm", "gpus": 1}, "engine='vllm': the adapter of arm 'grpo_lora' is trained by the local engine"),
     ],
 )
 def test_specs_that_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
-        train_specs("grpo_lora", ["some/model" if "engine" in changed else "A0"], [0], RUN | changed, "smoke")
+        train_specs("grpo_lora", ["A0"], [0], RUN | changed, "smoke")
 
 
 def test_the_plan_of_an_adapter_needs_less_than_that_of_all_weights():

@@ -107,6 +107,15 @@ def test_right_answers_are_right(task, asked):
             assert countdown.grade(text, problem.numbers, problem.target).reward == 1.1
 
 
+def test_right_answers_to_public_problems_are_right(external_data):
+    """On which an adapter of a model from outside is fine-tuned: four numbers, and targets that are no integers."""
+    measure, rng = measures.get("countdown"), random.Random(0)
+    asked = countdown.load_public("train")
+    assert {len(problem.numbers) for problem in asked} == {3, 4}
+    for problem in asked:
+        assert measure.score(problem, measure.right_answer(problem, rng).removesuffix(tiny.END)) == 1.1
+
+
 def test_specs_say_task_and_measure_and_refuse_what_cannot_be(runs):
     end = trained.end(runs[:1])
     spec = path_spec(BASE, None, end, SIZES, "tiny")

@@ -394,6 +394,36 @@ def test_other_scales_and_finished_runs_have_no_plan(elsewhere, monkeypatch):
     assert sweep.load_or_run([spec], "nb", "full", dry_run=True) == [done]
 
 
+def test_members_that_are_adapters_leave_no_master_on_a_gpu():
+    all_weights = {part.name: part.size for part in plan(qwen("7B"), ES, gpus=1).placement.gpu_memory}
+    found = plan(qwen("7B"), ES | {"arm": "es_lora", "lora_rank": 8}, gpus=1)
+    adapter = preflight.adapter_parameters(preflight.shape(qwen("7B")), 8)
+    memory = {part.name: part.size for part in found.placement.gpu_memory}
+    assert memory["16 adapters, bfloat16"] == 16 * 2 * adapter and "master, float32" not in memory
+    assert memory["working copy, bfloat16"] == all_weights["working copy, bfloat16"]
+    assert {part.name: part.size for part in found.placement.host_memory}["master, float32"] == 4 * adapter
+
+
+@pytest.mark.parametrize("arm", ["es_lora", "essa", "grpo_lora"])
+def test_where_an_arm_over_an_adapter_runs(tmp_path, arm):
+    """Members share one engine of vLLM, gradients have one beside them; a cluster without GPUs has neither."""
+    shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "A0")
+    wanted = SETS | {"max_completion_length": 24, "steps": 4, "prompts_per_step": 8, "population_size": 4}
+    wanted |= {"sigma": 0.01, "alpha": 0.01, "learning_rate": 1e-4, "beta": 0.0, "num_generations": 4}
+    wanted |= {"leading_share": 1.0, "lora_rank": 2, "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3}
+
+    def engine(**given):
+        (spec,) = train_specs(arm, [str(tmp_path / "A0")], [0], wanted | given, "full")
+        return {name: spec[name] for name in ("engine", "gpus", "tensor_parallel") if name in spec}
+
+    one = {"engine": "vllm", "gpus": 4} if arm == "grpo_lora" else {"engine": "vllm", "tensor_parallel": 2}
+    assert engine(engine="vllm", gpus=4, tensor_parallel=2) == engine(engine="ray", gpus=4, tensor_parallel=2) == one
+    assert engine(engine="ray") == engine() == {}
+    if arm == "essa":
+        with pytest.raises(ValueError, match="engine='vllm': only the local engine has bases of another precision"):
+            engine(engine="vllm", base_precision="int8")
+
+
 def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     """Settings keep their names on the way from a notebook into a plan."""
     shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "A0")

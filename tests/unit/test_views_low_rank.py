@@ -31,10 +31,20 @@ def test_a_quantised_base_is_shown_over_itself_and_over_the_base_as_it_is_loaded
         return {"spec": {"arm": "essa"}, "test": tested(right), "over_loaded": tested(loaded)}
 
     of = {"precision=int8": [run(8, 4), run(4, 0)], "random precision=int8": [run(1, 0)]}
-    (row,) = view.precisions_table(of, SimpleNamespace(precisions=["int8"], temperatures=[0.6])).to_dict("records")
+    (row,) = view.precisions_table(
+        of, SimpleNamespace(engine="local", precisions=["int8"], temperatures=[0.6])
+    ).to_dict("records")
     assert row["test, greedy, %"].startswith("75.0 [") and row["test, t0.6, %"] == row["test, t1, %"]
     assert (row["greedy, over float32, %"], row["random fitness, greedy, %"]) == ("25.0", "12.5")
     assert (row["base in"], row["seeds"]) == ("int8", "2, 1")
+
+
+def test_what_only_the_local_engine_runs_is_said_to_be_left_out():
+    run = SimpleNamespace(engine="vllm", precisions=["int8", "int4"])
+    rows = view.precisions_table({}, run).to_dict("records")
+    assert [row["base in"] for row in rows] == ["int8", "int4"]
+    assert {row["runs"] for row in rows} == {"none: only the local engine has bases of another precision"}
+    assert view._precisions_in_words({}, run).startswith("Not run: only the local engine")
 
 
 def _searched(start: float, end: float, flops: tuple[float, float], **spec: object) -> dict:

@@ -81,9 +81,11 @@ def train_specs(
         raise ValueError(
             f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are drawn by the local engine alone."
         )
-    if "lora_rank" in wanted:
-        _check_adapter(arm, wanted["lora_rank"], settings)
-    wanted |= specs.engine_fields(bases, settings, families.of(arm))
+    if "lora_rank" in wanted and (not isinstance(wanted["lora_rank"], int) or wanted["lora_rank"] < 1):
+        raise ValueError(
+            f"lora_rank={wanted['lora_rank']!r}: an adapter has a whole rank of at least 1, for example 8."
+        )
+    wanted |= specs.engine_fields(bases, settings, families.of(arm), adapter="lora_rank" in wanted)
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
@@ -92,15 +94,13 @@ def train_specs(
             raise ValueError(
                 f"{given[0]}={wanted[given[0]]} without {', '.join(lacking)}: a warm start needs them all."
             )
-    for name in ("rank", "lora_rank", "warm_rows"):
+    for name in ("rank", "warm_rows"):
         if wanted.get(name, 1) < 1:
             raise ValueError(f"{name}={wanted[name]}: arm {arm!r} takes at least 1.")
-    if entry.family == "cma" and not worlds.is_local(settings):
-        raise ValueError(
-            f"engine={settings['engine']!r}: candidates of arm {arm!r} are evaluated by the local engine alone."
-        )
     if "base_precision" in wanted:
         checks.choose("base_precision", wanted["base_precision"], quantisation.MODES)
+        if not worlds.is_local(settings):
+            raise ValueError(f"engine={settings['engine']!r}: only the local engine has bases of another precision.")
     if "scale_rewards" in wanted:
         grpo.check_scale(arm, wanted["scale_rewards"])
     _check_curve(wanted)
@@ -111,16 +111,6 @@ def train_specs(
         for base in bases
         for seed in seeds
     ]
-
-
-def _check_adapter(arm: str, rank: int, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for an adapter that has no rank, or that would be trained with vLLM beside it."""
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"lora_rank={rank!r}: an adapter has a whole rank of at least 1, for example 8.")
-    if not worlds.is_local(settings):
-        raise ValueError(
-            f"engine={settings['engine']!r}: the adapter of arm {arm!r} is trained by the local engine alone."
-        )
 
 
 def _check_listed(given: Sequence[float], task: str, bases: Sequence[str]) -> None:

@@ -155,7 +155,7 @@ class Measures:
         raise NotImplementedError
 
     def right_answer(self, problem: Any, rng: random.Random) -> str:
-        """Return a right answer to a problem of the tiny world, the end token included, whose likelihood is asked."""
+        """Return a right answer to a problem, of the tiny world with its end token."""
         raise NotImplementedError
 
     # ---- models beside the one that is trained

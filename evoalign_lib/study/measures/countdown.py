@@ -143,7 +143,14 @@ class _Countdown(Measures):
         return found
 
     def right_answer(self, problem: Any, rng: random.Random) -> str:
-        """Return one of the expressions that reach the target, drawn, in the right format."""
+        """Return one of the expressions that reach the target, drawn, in the right format.
+
+        To a public problem that is none of the tiny world's (four numbers, or a target that is no integer) it is the
+        expression that `countdown.solve` finds, without an end token, which every model has its own of.
+        """
+        if len(problem.numbers) > 3 or not tiny.right_answers(problem):
+            found = countdown.solve(problem.numbers, problem.target)
+            return f"</think>\n<answer>{found}</answer>"
         return tiny.answer(problem, "right", rng)
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:

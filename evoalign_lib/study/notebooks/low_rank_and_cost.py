@@ -174,7 +174,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
     for rows in run.warm_shares:
         search(f"warm start {rows}", tuned, "essa", *seeds, {"warm_rows": rows})
-    for precision in run.precisions:  # of the frozen base, under which members are rewarded
+    for precision in precisions(run):  # of the frozen base, under which members are rewarded
         of_seeds = (run.seeds_match, run.seeds_null)
         search(f"precision={precision}", tuned, "essa", *of_seeds, {"base_precision": precision})
     essa = own_settings(run, "essa")
@@ -208,6 +208,11 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         ),
     ]
     return found
+
+
+def precisions(run: SimpleNamespace) -> list[str]:
+    """Return the precisions of the frozen base that are compared: those of the settings, and none off the CPU."""
+    return run.precisions if run.engine == "local" else []
 
 
 def _like(arm: str) -> str:

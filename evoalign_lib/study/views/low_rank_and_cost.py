@@ -274,8 +274,10 @@ def precisions_table(of: Records, run: SimpleNamespace) -> DataFrame:
     """
     from pandas import DataFrame
 
+    if not study.precisions(run):
+        return DataFrame({"base in": run.precisions, "runs": f"none: {_ONLY_LOCAL}"})
     rows = []
-    for precision in run.precisions:
+    for precision in study.precisions(run):
         found = of[f"precision={precision}"]
         row: dict[str, Any] = {"base in": precision}
         for decoding in ("greedy", *(label(t) for t in run.temperatures), "t1"):
@@ -376,8 +378,13 @@ def _adapters_in_words(of: Records, run: SimpleNamespace) -> str:
     return f"Right at the end, greedily and at temperature 1: {words}."
 
 
+_ONLY_LOCAL = "only the local engine has bases of another precision"
+
+
 def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
-    each = [(p, *(_percent(of[f"precision={p}"], decoding) for decoding in DECODINGS)) for p in run.precisions]
+    if not study.precisions(run):
+        return f"Not run: {_ONLY_LOCAL}."
+    each = [(p, *(_percent(of[f"precision={p}"], decoding) for decoding in DECODINGS)) for p in study.precisions(run)]
     words = ", ".join(f"{precision}: {greedy} and {sampled} %" for precision, greedy, sampled in each)
     return f"Right after ESSA, greedily and at temperature 1: {words}."
 
