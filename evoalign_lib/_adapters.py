@@ -103,8 +103,8 @@ def check_nothing_frozen(model: Any, engine: str) -> None:
     if frozen and len(frozen) < len(parameters):
         raise ValueError(
             f"{len(frozen)} of {len(parameters)} parameters are frozen (requires_grad=False), the first is "
-            f"{frozen[0]!r}: engine={engine!r} moves all weights of a model, so far. Use engine='local' for frozen "
-            "weights, it or engine='vllm' on one engine's GPUs for adapters, or give model.merge_and_unload(), "
+            f"{frozen[0]!r}: engine={engine!r} moves all weights of a model, so far. Use engine='local'. An adapter "
+            "runs with engine='vllm', too, if gpus is 0 or tensor_parallel. Or give model.merge_and_unload(), "
             "model.requires_grad_(True)."
         )
 
@@ -284,7 +284,8 @@ def lora_layers(model: Any) -> dict[str, Any]:
 
     Raises ValueError for an adapter that is more than a product of two matrices beside plain linear layers.
     """
-    more = "the base is quantised" if getattr(base_of(model), "is_quantized", False) else _more_than_lora(model, False)
+    quantised = getattr(base_of(model), "is_quantized", False) or quantisation_of(model) is not None
+    more = "the base is quantised" if quantised else _more_than_lora(model, False)
     if more:
         raise ValueError(f"{more}, which engine='vllm' does not take so far: use engine='local'.")
     from peft.tuners.lora import Linear

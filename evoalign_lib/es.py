@@ -212,7 +212,8 @@ class ESConfig(TrainingArguments):
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share a copy of the model"})
     """GPUs that share a copy of the model; needs vLLM"""
     engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for vllm.LLM"})
-    """further arguments of `vllm.LLM`, such as gpu_memory_utilization (on a command line, as JSON)"""
+    """further arguments of `vllm.LLM`, such as gpu_memory_utilization (on a command line, as JSON). Over an adapter
+    max_loras is how many members decode in one batch (default: 16)"""
     workers: int | None = field(default=None, metadata={"help": "worker processes; None: one per core"})
     """worker processes, or actors without GPUs; None: one per core (without a master: 1); 1: this process"""
     chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
@@ -452,7 +453,7 @@ class ESConfig(TrainingArguments):
     def _check_best(self) -> list[str]:
         if self.load_best_model_at_end and self.engine != "local":
             return [
-                f"load_best_model_at_end needs engine='local': engine={self.engine!r} has weights elsewhere, too. "
+                f"load_best_model_at_end needs engine='local': engine={self.engine!r} cannot go back to them. "
                 "Write the best step afterwards: evoalign replay --step, with state.best_global_step."
             ]
         if self.load_best_model_at_end and self.eval_strategy == IntervalStrategy.NO:

@@ -456,6 +456,8 @@ def fine_tune(
             parameter.data = parameter.data.to(dtypes[name])  # TRL rounds adapters of quantised bases
         if model.device.type != "cpu":
             model.to("cpu")
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # whoever generates next has a plan for all of it
         model.eval()
         model.zero_grad(set_to_none=True)
         network.config.use_cache = use_cache

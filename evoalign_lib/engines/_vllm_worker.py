@@ -232,6 +232,22 @@ class WorkerExtension:
         manager.activate_adapter(number)
         return None
 
+    def evoalign_base_digests(self) -> list[tuple[tuple, str]] | str:
+        """Return each segment of what vLLM decodes with below adapters, and its SHA-256; or the message of `NotMapped`.
+
+        Layers that can have an adapter hold the base's own in `base_layer`.
+        """
+        model = self.model_runner.model
+        packed, layers, found = getattr(model, "packed_modules_mapping", {}), dict(model.named_modules()), []
+        try:
+            for name, parameter in model.named_parameters():
+                layer, plain = layers[name.rpartition(".")[0]], name.replace(".base_layer.", ".")
+                for segment in segments_of(layer, plain, parameter, packed):
+                    found.append((tuple(segment), precision.matrix_digest(part_of(parameter.data, segment))))
+        except NotMapped as error:
+            return str(error)
+        return found
+
     def evoalign_digests(self) -> list[str]:
         """SHA-256 of the master of each segment, in the order of `evoalign_open`."""
         return [precision.matrix_digest(view) for view in self.evoalign_weights.views()]

@@ -313,7 +313,7 @@ class Engine(Scorer):
             sigma: standard deviation of the perturbation, weight units.
             name: which prompts.
             indices: rows of them, (prompts,), the same for all members; or (members, prompts), each its own (with
-                engine "local").
+                engine "local", and with adapters on vLLM).
             trainer_state: passed to the reward functions, pickled with every member where other processes score; its
                 `reward_state`, if any, is what reward functions with a state take over first.
             sampling: None for greedy decoding; else the key of the random numbers, which all members share (see

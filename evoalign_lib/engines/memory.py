@@ -9,6 +9,8 @@ from typing import Any
 
 USABLE = 0.9
 """Share of a GPU's memory that plans may use: vLLM's long-standing default of gpu_memory_utilization."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM makes room (MaxLoRARanks in its config/lora.py)."""
 MEMBERS_A_BATCH = 16
 """Adapters that a batch of vLLM's has, unless engine_kwargs have max_loras."""
 _BYTES = {"float32": 4, "None": 4, "bfloat16": 2, "float16": 2}  # without a dtype transformers means float32
@@ -174,3 +176,14 @@ def room_beside_master(total: float, parameters: float, start_width: int = 0) ->
             f"{total / 2**30:.0f}: share the model among more GPUs (tensor_parallel){less}, or take a smaller one."
         )
     return round(share, 3)
+
+
+def padded_rank(rank: int) -> int:
+    """Return the rank for which vLLM makes room where an adapter has this one. Raises ValueError for a higher one.
+
+    >>> padded_rank(4)
+    8
+    """
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(f"the adapter has rank {rank}: vLLM takes {LORA_RANKS[-1]} at most. Use engine='local'.")
+    return next(known for known in LORA_RANKS if known >= rank)

@@ -5,6 +5,9 @@ member's key and sigma it writes the member in place, and from keys and coeffici
 noise law (`evoalign_lib.noise`). The process that trains moves its own copy of the weights in the same way (`Engine`),
 by other code, and compares digests of every tensor: when vLLM starts, and whenever the ledger notes one.
 
+Over an adapter (`AdapterEngine`) nothing is written into vLLM's weights: members are LoRA adapters of one batch, which
+this process makes and vLLM's workers take from memory.
+
 Differences from generating with plain vLLM:
 
 1. Every setting of the decoding is stated; the model's own generation_config is not read. End tokens are those of
@@ -38,12 +41,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import noise
+from evoalign_lib import checks, noise
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
-from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, room_beside_master
+from evoalign_lib.engines.memory import (
+    MEMBERS_A_BATCH,
+    held_parameters,
+    padded_rank,
+    room_beside_master,
+)
 from evoalign_lib.precision import Weights, matrix_digest
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
@@ -51,8 +59,7 @@ from evoalign_lib.update_rules import Member
 EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
 MOST_MEMBERS = 1 << 20
 """members of a population, at most; each takes 12 bytes in a buffer of every worker"""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""for which vLLM has room (MaxLoRARanks in its config/lora.py); an adapter between two takes that of the higher"""
+_OF_ADAPTERS = ("enable_lora", "max_lora_rank", "lora_target_modules")
 Layers = Sequence[tuple[str, int, bytes, bytes]]
 """An adapter: name of a layer, rank, and float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
 
@@ -122,8 +129,8 @@ class Generator:
         anchor_decay: of `Engine`; above 0 each worker keeps its starting weights, too, in dtype, and room is left for
             them.
         rank: of `Engine`.
-        adapter: of those that it decodes with (`put_adapters`) the highest rank, and the last parts of the names of
-            their layers; None: it decodes with none.
+        adapter: of those that it decodes with (`put_adapters`) the highest rank, one of `memory.LORA_RANKS`, and the
+            last parts of the names of their layers; None: it decodes with none.
 
     Raises:
         ImportError: vLLM is not installed; the message says how.
@@ -147,7 +154,7 @@ class Generator:
         master: bool = True,
         anchor_decay: float = 0.0,
         rank: int = 0,
-        adapter: tuple[int, Sequence[str]] | None = None,
+        adapter: tuple[int, list[str]] | None = None,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
@@ -169,8 +176,7 @@ class Generator:
             "seed": 0,
         }
         if adapter is not None:
-            rank_room = next(n for n in LORA_RANKS if n >= adapter[0])
-            stated |= {"enable_lora": True, "max_lora_rank": rank_room, "lora_target_modules": list(adapter[1])}
+            stated |= dict(zip(_OF_ADAPTERS, (True, *adapter), strict=True))
         if self.device == "cpu":  # a prompt computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
@@ -236,6 +242,19 @@ class Generator:
                 if refusal:
                     raise NotMapped(refusal)
         self._forget()
+
+    def base_digests(self) -> tuple[list[list[Segment]], list[list[str]]]:
+        """Return by rank where the tensors that vLLM decodes with come from, and the SHA-256 of each.
+
+        Raises NotMapped for a tensor that has no place in the segment map.
+        """
+        segments, digests = [], []
+        for found in self.llm.collective_rpc("evoalign_base_digests"):
+            if isinstance(found, str):
+                raise NotMapped(found)
+            segments.append([Segment(*segment) for segment, _ in found])
+            digests.append([digest for _, digest in found])
+        return segments, digests
 
     def digests(self) -> list[list[str]]:
         """Return by rank the SHA-256 of the float32 master of each of its segments."""
@@ -448,6 +467,8 @@ class VLLMEngine(Decoding, Engine):
         weights: Weights | None = None,
     ):
         _check_temperature(options.temperature)
+        if "max_loras" in (settings or {}) and not isinstance(self, AdapterEngine):
+            raise ValueError("engine_kwargs: max_loras has no effect on a model without adapter. Remove it.")
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         super().__init__(
             model,
@@ -595,10 +616,11 @@ class AdapterEngine(VLLMEngine):
     def __init__(self, model, tokenizer, rewards, prompts, **settings: Any):
         self._layers = lora_layers(model)
         (self._active,) = model.active_adapters
-        self._rank = max(len(layer.lora_A[self._active].weight) for layer in self._layers.values())
-        if self._rank > LORA_RANKS[-1]:
-            raise ValueError(f"the adapter has rank {self._rank}: vLLM takes {LORA_RANKS[-1]} at most.")
+        self._rank = padded_rank(max(len(layer.lora_A[self._active].weight) for layer in self._layers.values()))
         given = {"max_loras": MEMBERS_A_BATCH} | dict(settings.pop("settings", None) or {})
+        checks.whole_number("engine_kwargs: max_loras", given["max_loras"], 1, why="members that decode in one batch")
+        if taken := [name for name in _OF_ADAPTERS if name in given]:
+            raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
         super().__init__(model, tokenizer, rewards, prompts, settings=given, **settings)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._numbers: np.ndarray | None = None  # of the adapters of the rows that are decoded; None: all have 1
@@ -608,10 +630,26 @@ class AdapterEngine(VLLMEngine):
         return super().plan | {"max_loras": self.settings["max_loras"]}
 
     def _start(self, longest: int) -> Generator:
+        """Start vLLM, and prove that its base is the one that the adapter was made over."""
         rest = self.tensor_parallel, self.settings
         common = self.model.dtype, self.eos_ids, longest, 0, self.distribution
         adapter = self._rank, sorted({name.rpartition(".")[2] for name in self._layers})
-        return Generator(self.folder, *common, *rest, master=False, adapter=adapter)
+        generator = Generator(self.folder, *common, *rest, master=False, adapter=adapter)
+        try:
+            compare(self._base(), *generator.base_digests())
+        except BaseException:
+            generator.close()
+            raise
+        return generator
+
+    def _base(self) -> dict[str, torch.Tensor]:
+        """Return the base's parameters as matrices, by the names of the model without adapter."""
+        found = {}
+        for name, parameter in base_of(self.model).named_parameters():
+            if ".lora_" not in name:
+                value = parameter.detach()
+                found[name.replace(".base_layer.", ".")] = value.reshape(1, -1) if value.ndim < 2 else value.flatten(1)
+        return found
 
     def _save_model(self, folder: str) -> None:
         base = base_of(self.model)
@@ -761,20 +799,27 @@ class PushedEngine(Decoding, Engine):
 def prove(
     layout: noise.Layout, master: np.ndarray, segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
 ) -> None:
-    """Compare the masters of vLLM's workers with the run's, byte for byte, by their digests.
+    """Compare the masters of vLLM's workers with the run's, byte for byte: layout, master; the rest as `compare`."""
+    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
+    views = {name: torch.from_numpy(view).reshape(shapes[name]) for name, view in layout.views(master).items()}
+    compare(views, segments, digests)
+
+
+def compare(
+    matrices: Mapping[str, torch.Tensor], segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
+) -> None:
+    """Compare the weights of vLLM's workers with a model's, byte for byte, by their digests.
 
     Args:
-        layout, master: of the run.
+        matrices: the model's, by name; a vector is one row.
         segments: by rank, where its tensors come from.
-        digests: by rank, for each of them: SHA-256 of the float32 master, row by row.
+        digests: by rank, for each of them: SHA-256 of its numbers, row by row.
 
     Raises:
         WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
             of a parameter.
     """
-    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
-    views = {name: view.reshape(shapes[name]) for name, view in layout.views(master).items()}
-    held = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
+    views, held = matrices, {name: np.zeros(matrix.shape, bool) for name, matrix in matrices.items()}
     for rank, (places, found) in enumerate(zip(segments, digests, strict=True)):
         for segment, digest in zip(places, found, strict=True):
             where = f"vLLM's rank {rank}, {segment.name!r}"
@@ -782,7 +827,7 @@ def prove(
                 raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")
             window = np.s_[segment.row0 : segment.row0 + segment.rows, segment.col0 : segment.col0 + segment.cols]
             part = views[segment.name][window]
-            if part.shape != (segment.rows, segment.cols) or matrix_digest(torch.from_numpy(part.copy())) != digest:
+            if part.shape != (segment.rows, segment.cols) or matrix_digest(part) != digest:
                 raise WrongWeights(
                     f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
                     "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "

@@ -8,17 +8,19 @@ assumptions, which it names where it uses them. Of training it says nothing abou
    and with anchor_decay of the starting weights, in the model's dtype. Key and value heads that are fewer than the GPUs
    of an engine are held by several, as vLLM has it. The KV cache is wanted for a completion of full length in each row
    that is decoded at once; where there is room for fewer rows, vLLM lets the others wait, and only less than one row is
-   refused.
+   refused. Over an adapter there is no master: every GPU holds the adapters of a batch of members instead.
 2. Gradient arms on GPUs: plain data parallel. Every GPU holds all weights, gradients and AdamW's two moments in float32
    (as `grpo` trains), the reference model if beta > 0, with several GPUs the buckets of DistributedDataParallel, and
    vLLM's own copy beside them (TRL's "colocate"), in the model's dtype. Nothing is sharded: there is no configuration
-   for it, so more GPUs make no model fit.
+   for it, so more GPUs make no model fit. An adapter has one GPU, where the model itself generates with a KV cache of
+   its own, and vLLM's copy measures it.
 3. Activations are stored, not recomputed (`grpo` has gradient checkpointing off): 6 h + 5 q + 4 i numbers per token and
    layer (h: hidden size, q: heads times their size, i: intermediate size), which a test holds against the tensors that
    PyTorch keeps. Attention scores are not among them. TRL 1.16 computes log-probabilities from tiles of the logits, so
    these never lie in memory as a whole.
 4. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start
-   (`training`), toward which anchor_decay pulls; of a gradient arm each process does.
+   (`training`), toward which anchor_decay pulls; of a gradient arm each process does. Of members that are adapters
+   the two are the adapter's alone. Fine-tuning before a run is not counted.
 5. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
 6. Sampling (`kinds.sampled`) has hours, too: those of completions as long as they may be, and of half that. A step of
    decoding takes as long as the weights and caches take to be read, or its products to be computed, whichever is more,
@@ -43,6 +45,7 @@ from evoalign_lib.engines.memory import (
     CannotCount,
     Shape,
     kv_bytes,
+    padded_rank,
     rank_parameters,
     shape,
     tensor_parallel_sizes,
@@ -123,7 +126,7 @@ def es_memory(
         rows: decoded at once.
         length: tokens of a completion and its prompt.
         anchored: whether the starting weights stay, for anchor_decay.
-        adapter: parameters of the adapter that members are; 0: they are all weights.
+        adapter: parameters of the adapter that members are, of the rank that vLLM makes room for; 0: all weights.
     """
     share = rank_parameters(model, tensor_parallel)
     start = (Part(f"starting weights, {model.dtype}", model.width * share),) if anchored else ()
@@ -375,7 +378,7 @@ def plan(
 
 def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_gib: float) -> Placement:
     """The smallest tensor parallel size with a KV cache for all rows; else the one with most rows."""
-    adapter = adapter_parameters(model, spec["lora_rank"]) if "lora_rank" in spec else 0
+    adapter = adapter_parameters(model, padded_rank(spec["lora_rank"])) if "lora_rank" in spec else 0
     together = min(MEMBERS_A_BATCH, spec["population_size"]) if adapter and gpus else 1
     wanted, length = min(CONCURRENT, together * spec["prompts_per_step"]), job.prompt + job.new
     if not gpus:
@@ -409,7 +412,7 @@ def _place_es(model: Shape, spec: Mapping[str, Any], job: Work, gpus: int, gpu_g
             f"parallel {t}, the most that {_gpus(gpus, gpu_gib)} allow, and {_room(gpu_gib)} may be used. "
         )
         more = next((s for s in tensor_parallel_sizes(model, 1024) if room(s) >= 1), None)
-        remedies = [f"{more} GPUs" if more > gpus else f"tensor_parallel={more}"] if more else []
+        remedies = [f"{more} GPUs" if more > gpus and not adapter else f"tensor_parallel={more}"] if more else []
         remedies += ["no anchor_decay"] if anchored else []
         if fixed + job.prompt * kv_bytes(model, t) < capacity:
             most = int((capacity - fixed) // kv_bytes(model, t)) - job.prompt
@@ -679,7 +682,7 @@ def _check_training(
     for spec in trained:
         options: dict[str, Any] = {"engine": _engine(spec), "gpus": _gpus_of(spec), "runs": runs}
         # members go to any machine of a cluster
-        if 0 < seen < options["gpus"] and not families.of(spec["arm"]).has_members:
+        if 0 < seen < options["gpus"] and ("lora_rank" in spec or not families.of(spec["arm"]).has_members):
             raise ValueError(
                 f"gpus={options['gpus']}: arm {spec['arm']!r} runs on one machine, and this one has {seen}."
             )

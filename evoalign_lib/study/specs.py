@@ -111,7 +111,8 @@ def engine_fields(
 
     family: of the arm that trains; None: nothing is trained. The arms that TRL trains have vLLM beside the model, on
     GPUs of one machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
-    adapter: whether an adapter is trained. Its members then share one engine of vLLM, on as many GPUs as a model has.
+    adapter: whether an adapter is trained: its members share one engine of vLLM, on `tensor_parallel` GPUs, and
+    gradients have one GPU, however many there are.
     """
     if worlds.is_local(settings):
         return {}
@@ -128,5 +129,6 @@ def engine_fields(
         return {}  # a cluster without GPUs: vLLM would be alone on one of its machines
     if family.has_members:
         return {"engine": "vllm", "tensor_parallel": given.get("tensor_parallel") or 1}
-    gpus = 1 if family.samples_first else given.get("gpus") or given.get("tensor_parallel") or 1
+    one = family.samples_first or adapter
+    gpus = 1 if one else given.get("gpus") or given.get("tensor_parallel") or 1
     return {"engine": "vllm", "gpus": gpus}

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import _adapters
+from evoalign_lib import _adapters, tiny
 from evoalign_lib.records import Spec
-from evoalign_lib.study import measures
+from evoalign_lib.study import measures, worlds
 
 SETTINGS = ("warm_rows", "warm_epochs", "warm_learning_rate")
 """Of a spec: how many right answers, and how the adapter is fine-tuned on them."""
@@ -46,9 +46,9 @@ def added(budget: Mapping[str, Any], cost: Mapping[str, Any] | None) -> dict[str
 def rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
     """Return prompts and right answers with the end token, `warm_rows` of them, drawn from the seed of a spec."""
     measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
-    asked = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
-    problems = measure.sets(asked | {"seed": spec["seed"] + _SEEDS})["train"]
-    answers = [measure.right_answer(problem, rng).removesuffix(tokenizer.eos_token) for problem in problems]
+    drawn = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
+    problems = measure.sets(drawn | {"seed": spec["seed"] + _SEEDS})["train"]
+    answers = [measure.right_answer(problem, rng).removesuffix(tiny.END) for problem in problems]
     asked = measure.rows(spec, tokenizer, problems)
     return [
         {"prompt": row["prompt"], "completion": text + tokenizer.eos_token}
@@ -58,6 +58,7 @@ def rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
 
 def arguments(spec: Spec, folder: Path) -> Any:
     """Return the `trl.SFTConfig` of a spec. folder: for its files."""
+    import torch
     from trl import SFTConfig
 
     return SFTConfig(
@@ -68,7 +69,7 @@ def arguments(spec: Spec, folder: Path) -> Any:
         per_device_train_batch_size=16,
         gradient_checkpointing=False,
         bf16=False,
-        use_cpu=True,
+        use_cpu=worlds.is_local(spec) or not torch.cuda.is_available(),
         seed=spec["seed"],
         save_strategy="no",
         logging_strategy="no",

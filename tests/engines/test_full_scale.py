@@ -14,6 +14,7 @@ from evoalign_lib import paths
 from evoalign_lib.study.notebooks import low_rank_and_cost
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
+pytest.importorskip("seaborn", reason="notebooks need evoalign[analysis,notebooks,adapters] beside it")
 
 SMALL = {"steps": 2, "prompts_per_step": 4, "max_completion_length": 12, "curve_points": 2}
 SMALL |= {"validation_problems": 4, "test_problems": 5, "population_size": 4, "sigma": 0.02, "alpha": 0.02}

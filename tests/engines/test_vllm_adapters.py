@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from evoalign_lib import ledger
 from evoalign_lib.engines._vllm_worker import NotMapped
-from evoalign_lib.engines.local import LocalEngine
-from evoalign_lib.engines.vllm import AdapterEngine
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.engines.vllm import AdapterEngine, WrongWeights
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.essa import ESSAConfig, ESSATrainer
+from evoalign_lib.quantisation import quantise
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 peft = pytest.importorskip("peft")
@@ -95,7 +96,43 @@ def test_more_than_plain_lora_is_refused_before_vllm_starts(changed):
         engine(AdapterEngine, adapted(**changed))
 
 
-def run(kind, config, folder, base, **changed):
+def test_a_quantised_base_and_settings_without_effect_are_refused_before_vllm_starts():
+    pytest.importorskip("torchao")
+    base = quantise(model(), "int8")
+    with pytest.raises(ValueError, match="the base is quantised, which engine='vllm' does not take so far"):
+        engine(AdapterEngine, peft.get_peft_model(base, peft.LoraConfig(**LORA | {"target_modules": ["q_proj"]})))
+    for settings, message in (
+        ({"max_loras": 0}, "max_loras=0 must be a whole number of at least 1"),
+        ({"enable_lora": True}, "'enable_lora' is set by the engine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine(AdapterEngine, adapted(), settings=settings)
+    with pytest.raises(ValueError, match="max_loras has no effect on a model without adapter"):
+        engine(settings={"max_loras": 4})
+
+
+def test_another_base_than_the_runs_is_found_before_anything_is_decoded(pair, folder):
+    """Some adapters begin with a change of the base itself, of which the folder that vLLM loads knows nothing."""
+    pair[0].close()
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    changed = peft.get_peft_model(base, peft.LoraConfig(**LORA | {"init_lora_weights": "pissa", "rank_pattern": {}}))
+    from_folder = engine(AdapterEngine, changed, settings=SETTINGS, folder=folder)
+    with pytest.raises(WrongWeights, match="the weights are not those of the run"):
+        from_folder.generate("train")
+    written = engine(AdapterEngine, changed, settings=SETTINGS)  # vLLM gets the base as it is here
+    assert written.generate("train") == engine(LocalEngine, changed).generate("train")
+    written.close()
+
+
+def test_longer_prompts_come_at_any_time(pair):
+    rows = [{"prompt": ROWS[0]["prompt"] + " again and again" * 30}]
+    for one in pair:
+        one.put_prompts("longer", Prompts(rows, tokenizer()))
+    assert pair[0].generate("longer") == pair[1].generate("longer")
+
+
+def run(kind, config, folder, base, resume=False, **changed):
+    """Train an adapter and return the digests of its weights, of which the ledger has been replayed."""
     settings = {
         "population_size": 4,
         "sigma": 0.1,
@@ -110,7 +147,7 @@ def run(kind, config, folder, base, **changed):
         base, count_letters, config(**settings | changed), rows, processing_class=tokenizer(), peft_config=lora
     )
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         return ledger.verify(folder / ledger.NAME, folder / ledger.START).weights
     finally:
@@ -126,7 +163,18 @@ def test_a_run_over_an_adapter_is_that_of_the_local_engine_and_replays(pair, kin
     assert ours == theirs
 
 
-def test_the_folder_of_an_adapter_is_decoded_over_its_base(folder, tmp_path):
+@pytest.mark.parametrize("save", [{"save_strategy": "steps", "save_steps": 1}, {"save_strategy": "no"}], ids=str)
+@pytest.mark.parametrize(("kind", "config"), [(ESTrainer, ESConfig), (ESSATrainer, ESSAConfig)])
+def test_a_run_that_stopped_goes_on_from_its_checkpoint_and_from_its_ledger(pair, kind, config, folder, tmp_path, save):
+    pair[0].close()
+    on_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS}
+    law = {"anchor_decay": 0.2, "perturbation": "low_rank", "rank": 2} if kind is ESTrainer else {}
+    whole = run(kind, config, tmp_path / "whole", folder, decoder="generate", **law)
+    run(kind, config, tmp_path / "run", folder, **on_vllm | save | law | {"max_steps": 2})
+    assert run(kind, config, tmp_path / "run", folder, resume=True, **on_vllm | save | law) == whole
+
+
+def test_the_folder_of_an_adapter_has_its_base_for_vllm(folder, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(folder)
     peft.get_peft_model(base, peft.LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
     args = ESConfig(output_dir=str(tmp_path / "run"), engine="vllm", max_completion_length=LENGTH, report_to="none")

@@ -10,7 +10,7 @@ from evoalign_lib import tiny
 from evoalign_lib.analysis.hacking import hack_report
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.records import record_line, unpack_bits, unpack_counts
-from evoalign_lib.study import measures, sweep, trained
+from evoalign_lib.study import measures, sweep, trained, warm_starts
 from evoalign_lib.study.kinds.path import path_spec
 from evoalign_lib.tasks import conciseness, countdown
 from evoalign_lib.tiny import questions
@@ -114,6 +114,17 @@ def test_right_answers_to_public_problems_are_right(external_data):
     assert {len(problem.numbers) for problem in asked} == {3, 4}
     for problem in asked:
         assert measure.score(problem, measure.right_answer(problem, rng).removesuffix(tiny.END)) == 1.1
+    with pytest.raises(ValueError, match="has no right answer"):
+        measure.right_answer(countdown.Problem((44, 19, 35, 3), "98000"), rng)
+
+
+def test_a_model_from_outside_is_fine_tuned_on_answers_with_its_own_end_token(external_data):
+    other = tiny.tokenizer()
+    other.eos_token = other.pad_token
+    assert other.eos_token != tiny.END
+    spec = {"task": "countdown", "base": "some/model", "seed": 0, "warm_rows": 40}
+    rows = warm_starts.rows(spec, other)
+    assert len(rows) == 40 and all(row["completion"].endswith(f"</answer>{other.eos_token}") for row in rows)
 
 
 def test_specs_say_task_and_measure_and_refuse_what_cannot_be(runs):

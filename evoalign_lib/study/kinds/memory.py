@@ -100,7 +100,10 @@ def run(spec: Spec) -> Record:
     """
     import torch
 
+    from evoalign_lib.study.allocations import resident
+
     torch.set_num_threads(1)
+    resident("VmRSS")  # an error that says so where the system does not tell it
     # large tensors come from the system and return to it, whatever the process allocated before
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, 65536)

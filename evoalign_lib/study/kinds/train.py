@@ -55,11 +55,11 @@ def train_specs(
             have vLLM beside the model (see `specs.engine_fields`).
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing or that no run reads, a lora_rank below 1 or with another
-            engine than the local one, fewer curve points than hold the first step and the last or more than a record
-            holds, an unknown curve_spacing, an anchor_decay out of range,
-            temperatures that are none, a reach_at where no answers are listed, no prompts or more than there are, a
-            step that does not fall into parts for GPUs and micro batches, or what `base_specs` refuses.
+        ValueError: an unknown arm, a setting that is missing or that no run reads, a lora_rank below 1, a
+            base_precision with another engine than the local one, fewer curve points than hold the first step and the
+            last or more than a record holds, an unknown curve_spacing, an anchor_decay out of range, temperatures that
+            are none, a reach_at where no answers are listed, no prompts or more than there are, a step that does not
+            fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
     entry = arms.get(arm)

@@ -150,6 +150,8 @@ class _Countdown(Measures):
         """
         if len(problem.numbers) > 3 or not tiny.right_answers(problem):
             found = countdown.solve(problem.numbers, problem.target)
+            if found is None:
+                raise ValueError(f"{problem} has no right answer: leave it out of the training problems.")
             return f"</think>\n<answer>{found}</answer>"
         return tiny.answer(problem, "right", rng)
 
