@@ -20,10 +20,10 @@ GRADIENT = {"learning_rate": 1e-3, "beta": 0.0, "num_generations": 4}
 @pytest.mark.parametrize(
     ("arm", "settings"),
     [
-        ("es_lora", SEARCH | {"alpha": 0.02}),
+        pytest.param("es_lora", SEARCH | {"alpha": 0.02}, marks=pytest.mark.slow),
         ("es_lora", SEARCH | {"alpha": 0.02} | WARM),
         ("essa", SEARCH | {"leading_share": 0.5} | WARM),
-        ("grpo_lora", GRADIENT),
+        pytest.param("grpo_lora", GRADIENT, marks=pytest.mark.slow),
         ("grpo_lora", GRADIENT | WARM),
     ],
     ids=["ES", "ES, warm", "ESSA", "GRPO", "GRPO, warm"],

@@ -163,8 +163,15 @@ def test_a_run_over_an_adapter_is_that_of_the_local_engine_and_replays(pair, kin
     assert ours == theirs
 
 
-@pytest.mark.parametrize("save", [{"save_strategy": "steps", "save_steps": 1}, {"save_strategy": "no"}], ids=str)
-@pytest.mark.parametrize(("kind", "config"), [(ESTrainer, ESConfig), (ESSATrainer, ESSAConfig)])
+@pytest.mark.parametrize(
+    ("kind", "config", "save"),
+    [
+        (ESTrainer, ESConfig, {"save_strategy": "no"}),
+        (ESSATrainer, ESSAConfig, {"save_strategy": "steps", "save_steps": 1}),
+        pytest.param(ESTrainer, ESConfig, {"save_strategy": "steps", "save_steps": 1}, marks=pytest.mark.slow),
+        pytest.param(ESSATrainer, ESSAConfig, {"save_strategy": "no"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_stopped_goes_on_from_its_checkpoint_and_from_its_ledger(pair, kind, config, folder, tmp_path, save):
     pair[0].close()
     on_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS}
