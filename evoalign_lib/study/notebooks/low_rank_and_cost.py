@@ -24,14 +24,15 @@ OVER_ADAPTERS = ("es_lora", "grpo_lora")
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
-    "ranks": [1],  # of the noise
+    "ranks": [1, 4, 16],  # of the noise; the first has as many seeds as full rank
     "adapter_ranks": [4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
     "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
     "precisions": ["float32", "int8", "int4"],  # of the base below ESSA's adapter
     "starts": ["cold", "warm"],  # of ES and GRPO over an adapter: a new one, or one fine-tuned as ESSA's
-    "warm_shares": [64, 320, 1280],  # rows of ESSA's warm start: 5 to 100 % of the last
+    "warm_shares": [64, 320, 640, 1280],  # rows of ESSA's warm start: 5 to 100 % of the last
     "seeds_match": 16,  # of full rank, of noise of low rank, of GRPO and of each precision
     "seeds_compare": 8,  # of all others
+    "seeds_describe": 4,  # of the other ranks of the noise
     "seeds_null": 4,  # of random fitness where a search has it
     "sweep_size": 12,  # settings an arm, and a rank
     "sweep_factors": {},
@@ -74,6 +75,7 @@ TINY = {
     "scaling_draws": 20,
 }
 SMOKE = TINY | {
+    "ranks": [1],
     "adapter_ranks": [4],
     "populations": [4, 8],
     "precisions": ["int8"],
@@ -81,6 +83,7 @@ SMOKE = TINY | {
     "warm_shares": [16],
     "seeds_match": 2,
     "seeds_compare": 2,
+    "seeds_describe": 2,
     "seeds_null": 1,
     "sweep_size": 1,
     "es_population_size": 4,
@@ -158,8 +161,11 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
     for rank in run.ranks:
         found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
-        of_seeds = (run.seeds_match, run.seeds_compare)
+        judged = rank == run.ranks[0]
+        of_seeds = (run.seeds_match, run.seeds_compare) if judged else (run.seeds_describe, run.seeds_null)
         search(f"rank {rank}", f"sweep rank {rank}", "es_low_rank", *of_seeds, {"rank": rank})
+    change = {"rank": run.ranks[0], "sampled_at": run.temperatures}
+    found[f"as full rank, rank {run.ranks[0]}"] = train("es_low_rank", run.seeds_describe, "sweep es", **change)
     seeds = (run.seeds_compare, run.seeds_null)
     for rank in run.adapter_ranks:
         found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)

@@ -48,6 +48,8 @@ def name(of: Records, group: str) -> str:
         own[:0] = [f"adapter of rank {spec['lora_rank']}", *start]
     elif words == ["ES"]:
         own = ["full rank"]
+    if group.startswith("as full rank"):
+        own.append("full rank's settings")
     return ", ".join([words[0], *own])
 
 
@@ -361,7 +363,9 @@ def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any], leng
 
 def _low_rank_in_words(of: Records, group: str) -> str:
     each = [f"{_percent(of[g], 'greedy')} % ({name(of, g)}, {len(of[g])} seeds)" for g in ("es", group)]
-    return f"Greedily {' and '.join(each)}, from {_percent(of['base'], 'greedy')} %."
+    own, start = of[f"as full rank, {group}"], _percent(of["base"], "greedy")
+    again = f"{_percent(own, 'greedy')} % ({len(own)} seeds)"
+    return f"Greedily {' and '.join(each)}, from {start} %; with the settings that full rank was tuned to {again}."
 
 
 def _ranks_in_words(of: Records, run: SimpleNamespace) -> str:

@@ -39,20 +39,22 @@ def curve_points(of: Records, groups: Sequence[str], axis: str) -> DataFrame:
 
 
 def curves(of: Records, groups: Sequence[str], axis: str = "completions") -> tuple[Figure, DataFrame]:
-    """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding; a cold start is dashed."""
+    """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding.
+
+    A cold start is dashed, and so is the second rank of the noise; the third is dotted.
+    """
     from matplotlib import pyplot as plt
 
     points = curve_points(of, groups, axis)
+    ranks = sorted({rank for group in groups if (rank := of[group][0]["spec"].get("rank"))})
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.0), sharey=True)
     for ax, decoding in zip(axes, DECODINGS, strict=True):
         for group in groups:
             part = points[(points["group"] == group) & (points["decoding"] == decoding)]
-            arm = of[group][0]["spec"]["arm"]
-            label = f"{view.name(of, group)} (n = {part['n'].iloc[0]})"
-            ax.plot(
-                part[axis], part["mean"], **style.line(arm) | {"label": label, "ms": 4} | _stroke(of[group][0]["spec"])
-            )
-            style.band(ax, part[axis], part["low"], part["high"], style.ARMS[arm].color)
+            spec = of[group][0]["spec"]
+            look = {"label": f"{view.name(of, group)} (n = {part['n'].iloc[0]})", "ms": 4} | _stroke(spec, ranks)
+            ax.plot(part[axis], part["mean"], **style.line(spec["arm"]) | look)
+            style.band(ax, part[axis], part["low"], part["high"], style.ARMS[spec["arm"]].color)
         start = of["base"][0]["validation"]["greedy" if decoding == "greedy" else "pass@1"]
         ax.axhline(100 * start, lw=0.8, color=style.ARMS["base"].color)
         ax.set(xscale="log", title=view.label_of(decoding), xlabel=axis.replace("_", " ").replace("flops", "FLOPs"))
@@ -61,10 +63,11 @@ def curves(of: Records, groups: Sequence[str], axis: str = "completions") -> tup
     return fig, points
 
 
-def _stroke(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Return how the line of an adapter without warm start differs from that of its arm."""
+def _stroke(spec: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, str]:
+    """Return how the line of an adapter without warm start, or of another rank than the first, differs from others."""
     cold = spec["arm"] in study.OVER_ADAPTERS and "warm_rows" not in spec
-    return {"linestyle": "--", "markerfacecolor": "white"} if cold else {}
+    nth = ranks.index(spec["rank"]) if "rank" in spec else int(cold)
+    return {"linestyle": ("--", ":", "-.")[(nth - 1) % 3], "markerfacecolor": "white"} if nth else {}
 
 
 def populations(of: Records, run: SimpleNamespace) -> tuple[Figure, DataFrame]:
