@@ -165,7 +165,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         of_seeds = (run.seeds_match, run.seeds_compare) if judged else (run.seeds_describe, run.seeds_null)
         search(f"rank {rank}", f"sweep rank {rank}", "es_low_rank", *of_seeds, {"rank": rank})
     change = {"rank": run.ranks[0], "sampled_at": run.temperatures}
-    found[f"as full rank, rank {run.ranks[0]}"] = train("es_low_rank", run.seeds_describe, "sweep es", **change)
+    for group, arm, n in (("", "es_low_rank", run.seeds_describe), ("random ", "es_low_rank_random", run.seeds_null)):
+        found[f"{group}as full rank, rank {run.ranks[0]}"] = train(arm, n, "sweep es", **change)
     seeds = (run.seeds_compare, run.seeds_null)
     for rank in run.adapter_ranks:
         found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)

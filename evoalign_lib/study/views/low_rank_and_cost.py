@@ -48,7 +48,7 @@ def name(of: Records, group: str) -> str:
         own[:0] = [f"adapter of rank {spec['lora_rank']}", *start]
     elif words == ["ES"]:
         own = ["full rank"]
-    if group.startswith("as full rank"):
+    if "as full rank" in group:
         own.append("full rank's settings")
     return ", ".join([words[0], *own])
 
@@ -373,13 +373,13 @@ def _ranks_in_words(of: Records, run: SimpleNamespace) -> str:
         (rank, *(_percent(of[f"adapter {rank}"], decoding) for decoding in DECODINGS)) for rank in run.adapter_ranks
     ]
     words = ", ".join(f"rank {rank}: {greedy} and {sampled} %" for rank, greedy, sampled in each)
-    return f"Right after ESSA, greedily and at temperature 1: {words}."
+    return f"Test accuracy after ESSA, greedily and at temperature 1: {words}."
 
 
 def _adapters_in_words(of: Records, run: SimpleNamespace) -> str:
     each = [(name(of, group), *(_percent(of[group], d) for d in DECODINGS)) for group in study.adapted(run)]
     words = "; ".join(f"{arm}: {greedy} and {sampled} %" for arm, greedy, sampled in each)
-    return f"Right at the end, greedily and at temperature 1: {words}."
+    return f"Test accuracy at the end, greedily and at temperature 1: {words}."
 
 
 _ONLY_LOCAL = "only the local engine has bases of another precision"
@@ -390,7 +390,7 @@ def _precisions_in_words(of: Records, run: SimpleNamespace) -> str:
         return f"Not run: {_ONLY_LOCAL}."
     each = [(p, *(_percent(of[f"precision={p}"], decoding) for decoding in DECODINGS)) for p in study.precisions(run)]
     words = ", ".join(f"{precision}: {greedy} and {sampled} %" for precision, greedy, sampled in each)
-    return f"Right after ESSA, greedily and at temperature 1: {words}."
+    return f"Test accuracy after ESSA, greedily and at temperature 1: {words}."
 
 
 _QUOTED = {
