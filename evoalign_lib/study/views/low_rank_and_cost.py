@@ -353,12 +353,24 @@ def answers(run: SimpleNamespace, of: Records, verdicts: Mapping[str, Any], leng
 
     lengths: whose are simulated, a key of `views.scaling.WHOSE`.
     """
-    said = {"C12": verdicts["C12"].text, "C13": _ranks_in_words(of, run), "C16": memory_cost.in_words(of["memory"])}
+    said = {"C13": _ranks_in_words(of, run), "C16": memory_cost.in_words(of["memory"])}
+    said["C12"] = _optimum_in_words(of, run, verdicts["C12"])
     said["C15c"] = _adapters_in_words(of, run)
     said["C14"] = _precisions_in_words(of, run)
     said["C32"] = _low_rank_in_words(of, f"rank {run.ranks[0]}")
     found = {question: f"{claim} {verdicts[claim].verdict}. {said[claim]}" for question, claim in QUESTIONS.items()}
     return found | scaling.answers(of["scaling"], lengths)
+
+
+def _optimum_in_words(of: Records, run: SimpleNamespace, verdict: Any) -> str:
+    found = verdict.intervals.get("optimum above 96")
+    if found is None:
+        return verdict.text
+    aim = target(of, run)
+    best = [max(record["curve"]["validation_greedy"]) for N in run.populations for record in of[f"population {N}"]]
+    fewest = f"{found.value:.0f} [{found.low:.0f}, {found.high:.0f}]"
+    never = f"{sum(accuracy < aim for accuracy in best)} of {len(best)} runs never get there"
+    return f"By the fitted quadratic {fewest} candidates get to {100 * aim:.1f} % with the fewest completions; {never}."
 
 
 def _low_rank_in_words(of: Records, group: str) -> str:
