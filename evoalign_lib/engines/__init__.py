@@ -76,6 +76,8 @@ def open_engine(
     adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
     if not adapted:
         check_nothing_frozen(model, engine)
+        if "max_loras" in (engine_kwargs or {}):
+            raise ValueError("engine_kwargs: max_loras has no effect on a model without adapter. Remove it.")
     common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the very files that the model was loaded from
         files = load or {}

@@ -467,8 +467,6 @@ class VLLMEngine(Decoding, Engine):
         weights: Weights | None = None,
     ):
         _check_temperature(options.temperature)
-        if "max_loras" in (settings or {}) and not isinstance(self, AdapterEngine):
-            raise ValueError("engine_kwargs: max_loras has no effect on a model without adapter. Remove it.")
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         super().__init__(
             model,

@@ -107,8 +107,6 @@ def test_a_quantised_base_and_settings_without_effect_are_refused_before_vllm_st
     ):
         with pytest.raises(ValueError, match=message):
             engine(AdapterEngine, adapted(), settings=settings)
-    with pytest.raises(ValueError, match="max_loras has no effect on a model without adapter"):
-        engine(settings={"max_loras": 4})
 
 
 def test_another_base_than_the_runs_is_found_before_anything_is_decoded(pair, folder):

@@ -309,6 +309,12 @@ def test_engines_that_move_all_weights_refuse_a_part(tmp_path, settings):
             trainer(tmp_path, given, workers=None, **settings)
 
 
+@pytest.mark.parametrize("settings", [{"engine": "vllm"}, {"engine": "ray", "gpus": 1}])
+def test_a_batch_of_adapters_is_no_setting_of_a_model_without_one(tmp_path, settings):
+    with pytest.raises(ValueError, match="max_loras has no effect on a model without adapter"):
+        trainer(tmp_path, random_model(), workers=None, engine_kwargs={"max_loras": 4}, **settings)
+
+
 # ---- a part of the weights, without PEFT
 
 
