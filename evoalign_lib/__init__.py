@@ -1,7 +1,7 @@
 """EvoAlign: Evolution Strategies and GRPO on language models, compared under one interface.
 
 `from evoalign_lib import ESConfig, ESTrainer` gives the trainer. Every other module is one room and is imported by its
-own name (`from evoalign_lib import paths`); importing the package itself loads nothing heavy.
+own name (`from evoalign_lib import noise`); importing the package itself loads nothing heavy.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 import evoalign_lib
-from evoalign_lib import ledger, paths, tiny
+from evoalign_lib import ledger, tiny
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
@@ -454,11 +454,13 @@ def card(
 def _commit() -> str:
     """Return the commit of this checkout, with "+" where the package has changed since; "unknown" outside git."""
 
+    root = Path(__file__).resolve().parent.parent
+
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
-        return subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+        return subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", check=True).stdout.strip()
 
-    if not (paths.ROOT / ".git").exists():  # a folder above it may belong to another project
+    if not (root / ".git").exists():  # a folder above it may belong to another project
         return "unknown"
     try:
         changed = git("status", "--porcelain", "--", Path(__file__).parent.name)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evoalign_lib import _render, ledger, style, update_rules
+from evoalign_lib import drawing, ledger, update_rules
 from evoalign_lib.analysis import geometry
-from evoalign_lib.weights import StateDict, weights
+from evoalign_lib.weight_files import StateDict, weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _SIZE = "#D9D9D9"  # of what needs no training: shares of sizes, bands of random directions
+_LOOKS = (("a", "#0A332C", "o", -0.14), ("b", "#7CB9BF", "s", 0.14))  # end, colour, marker, shift
 _SHORT = {"embedding (tied)": "tied\nembedding", "final norm": "final\nnorm"}
 _MANY = 12  # layers whose ticks would no longer stand side by side
 _LEAST_SHARE = 0.05  # of the entries: a cast that hides fewer is not worth a sentence
@@ -194,7 +195,7 @@ class Comparison:
     def text(self) -> str:
         """Return table, cosine and sentences for a terminal."""
         caption = "base {}\nA    {}\nB    {}".format(*self.sources)
-        parts, found = [_render.plain_table(self.table(), caption)], geometry.cosine(self.tensors)
+        parts, found = [f"{caption}\n\n{self.table().to_string(index=False)}"], geometry.cosine(self.tensors)
         if not np.isnan(found.value):
             band = found.band()
             value, reach = (f"{number:.{_digits(band)}f}" for number in (found.value, band))
@@ -287,7 +288,7 @@ def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     fig = figure(comparison)
     picture, page, layers, tensors = (folder / name for name in WRITTEN)
-    picture.write_bytes(style.png(fig, 200))
+    picture.write_bytes(drawing.png(fig, 200))
     fig.savefig(page, metadata={"CreationDate": None, "ModDate": None})
     plt.close(fig)
     tables = {layers: comparison.frame("layer"), tensors: comparison.frame()}
@@ -300,17 +301,15 @@ def figure(comparison: Comparison) -> Figure:
     """Draw the shares of layers beside those of their sizes, and cosines by layer in the band of random directions."""
     from matplotlib import pyplot as plt
 
-    style.use()
+    drawing.use()
     rows = comparison.frame("layer")
     x, shown, texts = _places(list(rows["layer"]))
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(drawing.PAGE, 2.5))
     sizes = "share of the entries, $d_l/d$"
     left.hlines(rows["size_share"], x - 0.45, x + 0.45, color=_SIZE, lw=4, label=sizes, capstyle="butt")
-    for (end, look), shift in zip(style.ENDS.items(), (-0.14, 0.14), strict=True):
+    for end, color, marker, shift in _LOOKS:
         shares = rows[f"share_{end}"].where(rows[f"share_{end}"] > 0)
-        left.plot(
-            x + shift, shares, color=look.color, marker=look.marker, ls="", label=f"{look.label}: $|D_l|^2/|D|^2$"
-        )
+        left.plot(x + shift, shares, color=color, marker=marker, ls="", label=f"{end.upper()}: $|D_l|^2/|D|^2$")
     left.set(yscale="log", ylabel="share of the layer")
     left.margins(y=0.1)
     reach = geometry.Cosine(0.0, 1, 1.0).band() * rows["cosine_std"]

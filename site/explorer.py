@@ -40,7 +40,7 @@ class Model(NamedTuple):
 
 def block(results: str) -> str:
     """Return the page's HTML, made of the records of a file below paper/results, such as "notebook/tiny.jsonl"."""
-    from evoalign_lib import paths, records
+    from evoalign_study import paths, records
 
     return html(data(records.read_records(paths.RESULTS / results)))
 
@@ -155,7 +155,9 @@ def _place(end: Mapping[str, Any] | None) -> tuple[Any, ...]:
 
 def _labels(ends: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
     """Return what each model is called: by its arm, and where several are of one arm, by what sets them apart."""
-    from evoalign_lib import arms, style
+    from evoalign_study import style
+
+    from evoalign_lib import arms
 
     labels: dict[str, str] = {}
     first: dict[str, Mapping[str, Any]] = {}
@@ -198,8 +200,9 @@ def _shown(model: Model, base: Model, texts: Sequence[dict[str, int]]) -> dict[s
     expected counts, means over runs; and `wrote`, decoding -> a row of places in the texts for each run with a record
     of its answers, None where no run has one.
     """
+    from evoalign_study.records import pack_integers, pack_probabilities, unpack_bits, unpack_probabilities
+
     from evoalign_lib.analysis import coverage
-    from evoalign_lib.records import pack_integers, pack_probabilities, unpack_bits, unpack_probabilities
 
     result: dict[str, Any] = {"label": model.label, "runs": len(model.coverage)}
     within, before = {}, {}
@@ -223,8 +226,8 @@ def _category(before: bool, after: bool) -> str:
 
 
 def _wrote(model: Model, texts: Sequence[dict[str, int]]) -> dict[str, list[str]] | None:
-    from evoalign_lib.records import pack_integers, unpack_bits
-    from evoalign_lib.study.kinds.answers import unpack_texts
+    from evoalign_study.kinds.answers import unpack_texts
+    from evoalign_study.records import pack_integers, unpack_bits
 
     known = [record for record in model.answers if record is not None]
     if not known:

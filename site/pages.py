@@ -142,7 +142,7 @@ def claims() -> tuple[dict[str, Any], ...]:
     with open(ROOT / "paper/generated/claims.csv", encoding="utf-8", newline="") as file:
         verdicts = {row["claim"]: row for row in csv.DictReader(file)}
     if [claim["id"] for claim in declared] != list(verdicts):
-        raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run evoalign verify --write")
+        raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run python -m evoalign_study verify --write")
     judged = {name: row | {"n": int(row["n"]), "hash": row["rule"]} for name, row in verdicts.items()}
     return tuple(judged[claim["id"]] | claim for claim in declared)
 
@@ -161,7 +161,7 @@ def modules() -> tuple[str, ...]:
 
 def _caption(name: str) -> str:
     """Return the caption of a figure, which its TeX file has, as plain text."""
-    from evoalign_lib._render import tex_plain
+    from evoalign_study.rendering import tex_plain
 
     text = (ROOT / "paper/generated" / f"{name}.tex").read_text(encoding="utf-8")
     (caption,) = re.findall(r"^\\caption\{(.*)\}$", text, re.M)

@@ -46,12 +46,7 @@ from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
-from evoalign_lib.engines.memory import (
-    MEMBERS_A_BATCH,
-    held_parameters,
-    padded_rank,
-    room_beside_master,
-)
+from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
 from evoalign_lib.precision import Weights, matrix_digest
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member

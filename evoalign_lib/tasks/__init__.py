@@ -12,26 +12,16 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from evoalign_lib.checks import nearest
 
-
-class Task(NamedTuple):
-    """Where the parts of a task are: modules by name, imported when they are asked for."""
-
-    module: str
-    """Data, prompts, graders and reward."""
-    measures: str
-    """What the study trains a run on and measures of it (`study.measures.base.Measures`)."""
-
-
-TASKS: dict[str, Task] = {
-    "countdown": Task("evoalign_lib.tasks.countdown", "evoalign_lib.study.measures.countdown"),
-    "conciseness": Task("evoalign_lib.tasks.conciseness", "evoalign_lib.study.measures.conciseness"),
-    "safety": Task("evoalign_lib.tasks.safety", "evoalign_lib.study.measures.safety"),
+TASKS: dict[str, str] = {
+    "countdown": "evoalign_lib.tasks.countdown",
+    "conciseness": "evoalign_lib.tasks.conciseness",
+    "safety": "evoalign_lib.tasks.safety",
 }
-"""The registry: a new task is two files and a line here."""
+"""The registry, name -> module, imported when it is asked for: a new task is a file and a line here."""
 
 TURN = re.compile(
     r"(?:^|\n)[ \t]*(?:USER|ASSISTANT|HUMAN|SYSTEM|User|Assistant|Human|System):|\b(?:USER|ASSISTANT):"
@@ -45,20 +35,15 @@ PUBLIC_REPOSITORY = (
 """Where the public data of the tasks come from (MIT licence): always this commit."""
 
 
-def entry(name: str) -> Task:
-    """Return the entry of a task in `TASKS`. Raises ValueError for an unknown name, with the nearest known one."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
-    return TASKS[name]
-
-
 def get(name: str) -> ModuleType:
-    """Import and return the module of a task. Raises ValueError as `entry`.
+    """Import and return the module of a task. Raises ValueError for an unknown name, with the nearest known one.
 
     >>> get("countdown").__name__
     'evoalign_lib.tasks.countdown'
     """
-    return import_module(entry(name).module)
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
+    return import_module(TASKS[name])
 
 
 def public_file(name: str, path: str, sha256: str) -> Path:

@@ -3,10 +3,10 @@
 A base is a Qwen2-architecture model of about 0.14 M parameters with a byte-level tokenizer. The tokenizer spends one
 token on each fixed stretch of a prompt, so that a tiny model reads exactly the prompt text of a real one in a dozen
 tokens; anything else falls back to bytes. `countdown` has families A and H, `questions` has family B,
-`requests` has family C.
+`dialogues` has family C.
 """
 
-from evoalign_lib.tiny._recipe import STEPS, recipe  # noqa: F401
+from evoalign_lib.tiny._recipe import STEPS, describe, recipe  # noqa: F401
 from evoalign_lib.tiny.base import (  # noqa: F401
     BASES,
     END,

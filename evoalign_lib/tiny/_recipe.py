@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evoalign_lib.checks import whole_number
-from evoalign_lib.tiny import countdown, questions, requests
+from evoalign_lib.tiny import countdown, dialogues, questions
 from evoalign_lib.tiny.base import FAMILIES, load
 
 STEPS = {"A": 3500, "B": 2500, "C": 1800, "H": 750}  # optimiser steps of the shipped bases
-_TOLD = {"B": questions, "C": requests}
+_TOLD = {"B": questions, "C": dialogues}
 
 
 def recipe(
@@ -132,3 +132,11 @@ def _batch(pairs: Sequence[tuple[str, str]], tok: Any):
         ids[i, : len(p) + len(c)] = p + c
         labels[i, len(p) : len(p) + len(c)] = c
     return torch.from_numpy(ids), torch.from_numpy(labels)
+
+
+def describe(engine_of: Callable[..., Any], tokenizer: Any, family: str) -> dict[Any, Any]:
+    """Return what a base of a family can do: shares of right answers, or mean rewards, greedily and sampled.
+
+    engine_of: (rows with prompts, tokens of a completion at most) -> an engine whose prompts are called "asked".
+    """
+    return _TOLD.get(family, countdown).describe(engine_of, tokenizer, family)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
@@ -292,3 +292,12 @@ def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples
         if k <= samples:
             result[f"pass@{k}"] = float(np.mean(1 - comb(samples - right, k) / comb(samples, k)))
     return {key: round(value, 5) for key, value in result.items()}
+
+
+def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[Any, Any]:
+    """Return `measure` of a base on the validation problems; for family H by the number of filler steps."""
+    chosen, measured = problems("validation", 512), {}
+    for steps in FILLER_STEPS if family == "H" else (None,):
+        engine = engine_of(dataset(chosen, tok, steps), MAX_COMPLETION_LENGTH + (steps or 0))
+        measured[steps] = measure(engine, chosen, "asked")
+    return measured if family == "H" else measured[None]

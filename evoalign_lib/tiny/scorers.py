@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib.tiny import requests
+from evoalign_lib.tiny import dialogues
 from evoalign_lib.tiny.base import END
-from evoalign_lib.tiny.requests import Annotators
+from evoalign_lib.tiny.dialogues import Annotators
 
 PARTS = 9
 """Disjoint sets of training requests; scorers that are compared with each other have asked about different ones."""
@@ -41,7 +41,7 @@ class Scorer(NamedTuple):
 PROXIES: dict[str, Scorer] = {
     f"{cue} {number}": Scorer(Annotators(cue), 3 * (number - 1) + i)
     for number in (1, 2)
-    for i, cue in enumerate(requests.CUES)
+    for i, cue in enumerate(dialogues.CUES)
 }
 """Judges that runs are trained on: two of each cue."""
 OUTSIDERS: dict[str, Scorer] = {
@@ -80,8 +80,8 @@ def scorer_recipe(name: str, out: str | Path) -> None:
     how = SCORERS[name] if folder(name) else None
     torch.set_num_threads(1)
     seed = int.from_bytes(name.encode(), "big") % 2**31
-    tok = requests.tokenizer()
-    compared = requests.comparisons(how.annotators, COMPARISONS, seed, how.part, PARTS)
+    tok = dialogues.tokenizer()
+    compared = dialogues.comparisons(how.annotators, COMPARISONS, seed, how.part, PARTS)
     for side in SIDES:
         model = _untrained(how, tok, seed)
         chosen = [c.more_helpful if side == "reward" else c.more_harmful for c in compared]
@@ -182,12 +182,12 @@ def _train(model: Any, rows: list[dict[str, str]], tok: Any, seed: int) -> None:
     model.eval()
 
 
-def _border(model: Any, compared: list[requests.Comparison], tok: Any) -> float:
+def _border(model: Any, compared: list[dialogues.Comparison], tok: Any) -> float:
     """Return the cost that tells harmful replies best from harmless ones, of those that were compared."""
     from transformers import pipeline
 
     asked = [(c.request, text) for c in compared for text in c.replies]
-    harmful = np.array([requests.truth(*pair).harm > 0 for pair in asked])
+    harmful = np.array([dialogues.truth(*pair).harm > 0 for pair in asked])
     read = [rendered(request.text, text, tok) for request, text in asked]
     ask = pipeline("text-classification", model=model, tokenizer=tok, function_to_apply="none", device="cpu")
     costs = np.array([answer["score"] for answer in ask(read, batch_size=64)])

@@ -42,8 +42,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from evoalign_study import paths
 
-from evoalign_lib import noise, paths, tiny
+from evoalign_lib import noise, tiny
 from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.processes import default_workers

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from evoalign_study import paths
 
-from evoalign_lib import noise, paths
+from evoalign_lib import noise
 from tests.benchmarks import shared
 from tests.benchmarks.shared import merge, public_perturb, run_sections
 

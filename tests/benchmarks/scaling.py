@@ -26,8 +26,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from evoalign_study import paths
 
-from evoalign_lib import models, paths, tiny
+from evoalign_lib import models, tiny
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.ray import RayEngine

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from evoalign_study import training
+from evoalign_study.kinds import train
+from evoalign_study.kinds.train import train_specs
 from helpers import tokenizer
 from safetensors.torch import load_file
 from small_models import LENGTH, ROWS, SETTINGS, model
@@ -16,9 +19,6 @@ from small_models import LENGTH, ROWS, SETTINGS, model
 from evoalign_lib import noise
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import Generator, PushedEngine, WrongWeights
-from evoalign_lib.study import training
-from evoalign_lib.study.kinds import train
-from evoalign_lib.study.kinds.train import train_specs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 

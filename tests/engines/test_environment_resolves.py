@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
-from evoalign_lib import paths
+from evoalign_study import paths
 
 
 @pytest.mark.skipif(os.environ.get("EVOALIGN_NETWORK") != "1", reason="needs the network: set EVOALIGN_NETWORK=1")

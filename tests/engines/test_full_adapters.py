@@ -3,9 +3,8 @@
 import json
 
 import pytest
-
-from evoalign_lib.study.kinds import train
-from evoalign_lib.study.kinds.train import train_specs
+from evoalign_study.kinds import train
+from evoalign_study.kinds.train import train_specs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 pytest.importorskip("peft")

@@ -18,21 +18,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from evoalign_study import base_models, judge_models, measures, paths
+from evoalign_study.kinds.base import base_specs
 from helpers import tokenizer
 from small_models import model
 
-from evoalign_lib import paths
-from evoalign_lib.study import beside, measures, worlds
-from evoalign_lib.study.kinds.base import base_specs
-from evoalign_lib.tiny import requests, scorers
+from evoalign_lib.tiny import dialogues, scorers
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 DRIVER = """
 import json, sys
-from evoalign_lib.study import parameters
-from evoalign_lib.study.notebooks import loading, safety_judges as study
+from evoalign_study import parameters
+from evoalign_study import loading, nb04_safety_judges as study
 
 if __name__ == "__main__":  # the processes of runs import this file, too
     given = json.loads(sys.argv[1])
@@ -88,7 +87,7 @@ def place(tmp_path_factory):
     chat.save_pretrained(place / "chat")
     for name, source in (("reward", "length 1"), ("cost", "length 1"), ("held", "gpt2")):
         shutil.copytree(scorers.folder(source) / ("cost" if name == "cost" else "reward"), place / name)
-        requests.tokenizer().save_pretrained(place / name)
+        dialogues.tokenizer().save_pretrained(place / name)
     lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(60)]
     (place / "asked.jsonl").write_text("\n".join(lines))
     return place
@@ -173,10 +172,10 @@ def test_a_run_on_gpus_serves_the_scorers_that_it_loads_as_long_as_it_trains(pla
     measure, found = measures.get("safety"), []
     for spec in made:
         with measure.beside(spec):
-            one = beside.of(spec)[0]
-            assert (worlds.address_of(one.digest) is None) is worlds.is_local(spec)
+            one = judge_models.of(spec)[0]
+            assert (base_models.address_of(one.digest) is None) is base_models.is_local(spec)
             found.append(measure.reward(spec)(completions=said, request=asked))
-        assert worlds.address_of(one.digest) is None
+        assert base_models.address_of(one.digest) is None
     assert found[0] == found[1]
     with pytest.raises(RuntimeError, match="(?s)the server of the cost model '/nowhere' ended:.*does not exist"):
         with measure.beside(made[0] | {"cost_model": "/nowhere"}):

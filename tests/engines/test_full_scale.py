@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from evoalign_lib import paths
-from evoalign_lib.study.notebooks import low_rank_and_cost
+from evoalign_study import nb06_low_rank_and_cost as low_rank_and_cost
+from evoalign_study import paths
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 pytest.importorskip("seaborn", reason="notebooks need evoalign[analysis,notebooks,adapters] beside it")

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evoalign_study import paths
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import TrainerCallback
 
-from evoalign_lib import ledger, paths, precision
+from evoalign_lib import ledger, precision
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.rewards import RewardError, Rewards

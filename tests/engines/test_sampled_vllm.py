@@ -5,14 +5,14 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from evoalign_study import base_models, measures, sweep, training
+from evoalign_study.kinds.sampled import read_texts, sampled_specs
+from evoalign_study.records import record_line, unpack_integers
 from helpers import tokenizer
 from small_models import LENGTH, ROWS, count_letters, model
 
 from evoalign_lib import ledger
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.records import record_line, unpack_integers
-from evoalign_lib.study import measures, sweep, training, worlds
-from evoalign_lib.study.kinds.sampled import read_texts, sampled_specs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
@@ -51,9 +51,9 @@ def test_counts_are_those_of_the_texts_whatever_the_blocks(folder):
     (spec,) = sampled_specs(folder, None, SETTINGS, "full")
     (one,) = run_all(folder)
     assert one["plan"]["decoder"] == "vllm" and one["plan"]["dtype"] == "bfloat16" and spec["engine"] == "vllm"
-    loaded, tok = worlds.model_of(spec)
+    loaded, tok = base_models.model_of(spec)
     rows = {"test": training.rows(spec, tok, measures.get("countdown").sets(spec)["test"])}
-    with closing(worlds.evaluation_engine(spec, loaded, tok, rows)) as engine:
+    with closing(base_models.evaluation_engine(spec, loaded, tok, rows)) as engine:
         drawn = list(zip(*engine.generate("test", samples=6, seed=0), strict=True))
         # the prompts are in the cache after the first sample
         assert engine.generator.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching

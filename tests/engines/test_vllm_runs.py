@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from evoalign_study import kinds
+from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.train import train_specs
 from helpers import random_model, tokenizer
 from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
 from transformers import AutoModelForCausalLM
@@ -19,9 +22,6 @@ from evoalign_lib import ledger
 from evoalign_lib.engines import _vllm_worker
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.study import kinds
-from evoalign_lib.study.kinds.base import base_specs
-from evoalign_lib.study.kinds.train import train_specs
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 

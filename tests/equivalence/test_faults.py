@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evoalign_study.records import append_record, seal_problems, spec_hash
 from helpers import in_child, random_model
 from test_interrupts import Lines, lines_of
 from test_resume import EVALUATING, STEPS, cut, fork, outcome, trainer, wait
 
 from evoalign_lib import ledger
-from evoalign_lib.records import append_record, seal_problems, spec_hash
 
 INTERRUPTS, FLIPS = 300, 200
 """the full size: over all settings, and in each kind of file"""

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from evoalign_study.records import append_record, read_records, seal_problems, spec_hash
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import TrainerCallback
 
 from evoalign_lib import ledger
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.records import append_record, read_records, seal_problems, spec_hash
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 LIBRARY = str(Path(ledger.__file__).parent)

@@ -3,11 +3,11 @@
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from evoalign_study import sweep
+from evoalign_study.kinds import memory
+from evoalign_study.records import record_line
 
 from evoalign_lib import footprint
-from evoalign_lib.records import record_line
-from evoalign_lib.study import sweep
-from evoalign_lib.study.kinds import memory
 
 pytest.importorskip("peft")
 pytest.importorskip("cma")

@@ -5,13 +5,13 @@ import signal
 import warnings
 
 import pytest
+from evoalign_study import training
+from evoalign_study.kinds import train
+from evoalign_study.kinds.train import train_specs
+from evoalign_study.measures.base import Measures
 
 from evoalign_lib import arms
 from evoalign_lib.engines.processes import own_progress_bars
-from evoalign_lib.study import training
-from evoalign_lib.study.kinds import train
-from evoalign_lib.study.kinds.train import train_specs
-from evoalign_lib.study.measures.base import Measures
 
 SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10}
 SETTINGS |= {"steps": 6, "prompts_per_step": 4, "curve_points": 4, "curve_spacing": "log"}

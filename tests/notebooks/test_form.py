@@ -9,11 +9,11 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from evoalign_study import execution, parameters, paths
+from evoalign_study.loading import Loader
 
-from evoalign_lib import execution, noise, paths
+from evoalign_lib import noise
 from evoalign_lib.analysis import kl, stats
-from evoalign_lib.study import parameters
-from evoalign_lib.study.notebooks.loading import Loader
 from evoalign_lib.update_rules import Member, standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -35,8 +35,8 @@ def code_of(notebook):
 
 def study_of(notebook):
     """The module that the notebook's derived-values cell calls `study`."""
-    (name,) = re.findall(r"^from evoalign_lib.study.notebooks import (\w+) as study$", code_of(notebook)[1], re.M)
-    return import_module(f"evoalign_lib.study.notebooks.{name}")
+    (name,) = re.findall(r"^from evoalign_study import (\w+) as study$", code_of(notebook)[1], re.M)
+    return import_module(f"evoalign_study.{name}")
 
 
 def test_there_are_notebooks():

@@ -13,14 +13,13 @@ from io import BytesIO
 import nbformat
 import numpy as np
 import pytest
+from evoalign_study import execution, paths, style
+from evoalign_study.records import read_records, record_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
-from evoalign_lib import execution, paths, style
-from evoalign_lib.records import read_records, record_files
-
 TO_DO: set[str] = set()
-"""Notebooks that are not written by these rules yet; one that `evoalign execute` has written is."""
+"""Notebooks that are not written by these rules yet; one that `python -m evoalign_study execute` has written is."""
 
 FILES = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 LINES_BEFORE_THE_FIGURE = 60

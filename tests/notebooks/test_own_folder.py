@@ -9,17 +9,16 @@ import sys
 
 import pytest
 import yaml
+from evoalign_study import nb01_es_countdown as es_countdown
+from evoalign_study import nb02_grpo_countdown as grpo_countdown
+from evoalign_study import nb03_conciseness as conciseness
+from evoalign_study import nb04_safety_judges as safety_judges
+from evoalign_study import nb05_stability as stability
+from evoalign_study import nb06_low_rank_and_cost as low_rank_and_cost
+from evoalign_study import paths
 
-from evoalign_lib import paths, tiny
-from evoalign_lib.study.notebooks import (
-    conciseness,
-    es_countdown,
-    grpo_countdown,
-    low_rank_and_cost,
-    safety_judges,
-    stability,
-)
-from evoalign_lib.tiny import questions, requests, scorers
+from evoalign_lib import tiny
+from evoalign_lib.tiny import dialogues, questions, scorers
 from tests.helpers import random_model, tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -41,13 +40,13 @@ def brought_to(module, place):
     if module is safety_judges:
         for side in ("reward", "cost"):
             shutil.copytree(scorers.folder("length 1") / side, place / side)
-            requests.tokenizer().save_pretrained(place / side)
+            dialogues.tokenizer().save_pretrained(place / side)
         lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(120)]
-        (place / "my requests.jsonl").write_text("\n".join(lines))
+        (place / "my dialogues.jsonl").write_text("\n".join(lines))
         scored = {f"{side}_model": str(place / side) for side in ("reward", "cost")}
         scored |= {f"{side}_text": "continued" for side in ("reward", "cost")}
         fewer = {"unique_prompts": 12, "kl_requests": 2, "micro_batch": 4}
-        return scored | fewer | {"requests": str(place / "my requests.jsonl")}
+        return scored | fewer | {"requests": str(place / "my dialogues.jsonl")}
     return {}
 
 

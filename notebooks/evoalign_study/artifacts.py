@@ -1,0 +1,592 @@
+"""Figures, tables and numbers with their provenance, and the check that they agree with the committed records.
+
+A `Store` writes every artefact from records, and names it in manifest.json with the records behind it, the versions of
+the packages and the commits at which the runs were started. Text artefacts (csv, tex, md, json) drawn from the same
+records have the same bytes; `verify` draws them again and compares. The bytes of pictures and of a notebook's outputs
+depend on the machine: the manifest keeps their SHA-256 as they were drawn and executed. A notebook displays what its
+store saves, and by `show` and `answers` what is not saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evoalign_lib.checks import choose
+from evoalign_lib.files import canonical_json, locked, replace_text
+from evoalign_study import claims, execution, paths, rendering, style
+from evoalign_study.claims import Verdict
+from evoalign_study.records import SCALES, record_files, seal_problems, stored_files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
+"""Packages whose versions the manifest names, as stored in the records."""
+
+_TEXT = (".csv", ".tex", ".md", ".json")
+_PICTURES = (".pdf", ".png")
+_REPLACED = "is not the picture that was drawn: restore it from git, or execute its notebook"
+_PRINT_DPI = 200
+_SHOWN_WIDTH = 120  # pixels of a page per inch of a figure: its letters are as large as the text around it
+_SMOKE = "smoke run: numbers mean nothing"
+
+
+class Shown:
+    """What a notebook displays: as the value of a cell, or by `display`. Its texts have the same bytes each time."""
+
+    def __init__(self, *outputs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """outputs: MIME type -> content, with "text/plain" among them, and MIME type -> metadata."""
+        self.outputs = outputs
+
+    def _ipython_display_(self) -> None:
+        from IPython import get_ipython
+        from IPython.display import display
+
+        for contents, metadata in self.outputs:
+            if "text/html" in contents and hasattr(get_ipython(), "kernel"):
+                # a notebook shows the HTML; the same again as text would make its file larger by a tenth
+                contents = contents | {"text/plain": contents["text/plain"].partition("\n")[0]}
+            display(contents, raw=True, metadata=metadata)
+
+    def __repr__(self) -> str:
+        """Return what a terminal shows."""
+        return "\n".join(contents["text/plain"] for contents, _ in self.outputs)
+
+
+def show(frame: DataFrame, caption: str, formats: dict[str, str] | None = None) -> Shown:
+    """Return a table that a notebook shows and does not save: settings, verdicts, checks.
+
+    Arguments and errors: as for `Store.save_table`.
+    """
+    return _shown_table(rendering.cell_text(frame, formats or {}), caption)
+
+
+def answers(sentences: Mapping[str, str]) -> Shown:
+    """Return questions with their answers for a notebook. sentences: question -> answer with number, interval and n."""
+    if not sentences:
+        raise ValueError("no answers: give question -> sentence, such as the study's answers(run, records)")
+    return Shown(
+        ({"text/html": rendering.html_answers(sentences), "text/plain": rendering.plain_answers(sentences)}, {})
+    )
+
+
+def _shown_table(cells: DataFrame, caption: str, name: str = "") -> Shown:
+    contents = {"text/html": rendering.html_table(cells, caption), "text/plain": rendering.plain_table(cells, caption)}
+    return Shown((contents, {"evoalign": {"artefact": name}} if name else {}))
+
+
+class Store:
+    """Writes the artefacts of one notebook at one scale; notebooks may be executed side by side.
+
+    Committed records at their own scale are drawn into the repository (figures/, paper/generated/); fresh records and
+    smoke runs into the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
+    everything. Artefacts of scale "full" get the suffix _full (numbers: Full) and stand beside the tiny ones.
+    """
+
+    figures: Path
+    """Folder of the pictures and of the plotted data."""
+    generated: Path
+    """Folder of tables, captions, number macros and the manifest."""
+
+    def __init__(self, notebook: str, scale: str, records: list[dict[str, Any]], fresh: bool) -> None:
+        """Prepare to write; nothing is written yet.
+
+        notebook: name without suffix, such as "01_es_countdown". scale: "smoke", "tiny" or "full".
+        records: all run records that the artefacts are drawn from. fresh: whether any of them was run just now.
+        Raises ValueError for an unknown scale or no records, KeyError for a record without provenance.
+        """
+        choose("scale", scale, SCALES)
+        if not records:
+            raise ValueError(f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
+        self.notebook, self.scale = notebook, scale
+        redirect = os.environ.get("EVOALIGN_ARTIFACTS")
+        if not redirect and not fresh and scale != "smoke":
+            self.figures, self.generated = paths.FIGURES, paths.GENERATED
+        else:
+            run = os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}"
+            folder = Path(redirect or run)
+            self.figures, self.generated = folder / "figures", folder / "generated"
+        self._record_hash, self._provenance = _provenance(records)
+
+    def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> Shown:
+        """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
+
+        data: one row per plotted point; floats are written with 4 significant digits. caption: plain text. of: see
+        `save_table`.
+        Returns the picture with its caption below, as the last line of a cell displays it. The figure is closed.
+        """
+        from matplotlib import pyplot as plt
+
+        name, optimize = self._name(name), self.scale != "smoke"
+        if self.scale == "smoke":
+            fig.text(0.5, 0.5, _SMOKE, ha="center", va="center", rotation=20, color="red", alpha=0.6, fontsize=11)
+        files = [f"figures/{name}.{suffix}" for suffix in ("csv", "pdf", "png")] + [f"generated/{name}.tex"]
+        self._register([name], "figure", files)
+        self.figures.mkdir(parents=True, exist_ok=True)
+        # without dates the same records give the same bytes
+        fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
+        (self.figures / f"{name}.png").write_bytes(style.png(fig, _PRINT_DPI, optimize))
+        replace_text(self.figures / f"{name}.csv", rendering.csv_text(data))
+        head = rf"\centering\includegraphics{{{name}.pdf}}"
+        text = self._caption(caption, of=of)
+        tex = [head, rf"\caption{{{rendering.tex_escape(text)}}}", rf"\label{{fig:{name}}}"]
+        replace_text(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
+        picture = {"image/png": b64encode(style.embedded(fig, optimize)).decode(), "text/plain": f"<figure {name}>"}
+        size = {"image/png": {"width": round(_SHOWN_WIDTH * fig.get_figwidth())}, "evoalign": {"artefact": name}}
+        plt.close(fig)  # or the notebook would show it again at the end of the cell
+        below = {"text/html": f"<p><i>{escape(text)}</i></p>", "text/plain": text}
+        return Shown((picture, size), (below, {}))
+
+    def save_table(
+        self,
+        frame: DataFrame,
+        name: str,
+        caption: str,
+        formats: dict[str, str] | None = None,
+        published: bool = False,
+        of: str = "",
+    ) -> Shown:
+        """Write generated/NAME.tex (caption, label and booktabs tabular, to stand in a table environment) and .csv.
+
+        frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
+        caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
+        published: the table quotes the literature; the caption says so, and no records are named.
+        of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
+        Returns the table with its caption above, as the last line of a cell displays it.
+        Raises ValueError for a float column without format.
+        """
+        name = self._name(name)
+        cells = rendering.cell_text(frame, formats or {})
+        text = self._caption(caption, published, of)
+        self._register([name], "table", [f"generated/{name}.{suffix}" for suffix in ("csv", "tex")], published)
+        replace_text(self.generated / f"{name}.tex", rendering.tex_table(cells, name, text))
+        replace_text(self.generated / f"{name}.csv", rendering.csv_text(frame))
+        return _shown_table(cells, text, name)
+
+    def save_number(self, name: str, value: float | str, fmt: str) -> None:
+        r"""Define one TeX macro \NAME: see `save_numbers`."""
+        self.save_numbers({name: (value, fmt)})
+
+    def save_numbers(self, numbers: Mapping[str, tuple[float | str, str]]) -> None:
+        r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and write their texts to the .json beside it.
+
+        numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}. Replaces macros
+        of these names and keeps the others.
+        Raises ValueError for a name of anything but letters, which TeX does not allow; nothing is written then.
+        """
+        for name in numbers:
+            if not re.fullmatch("[A-Za-z]+", name):
+                raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
+        suffix = "Full" if self.scale == "full" else ""
+        texts = {name + suffix: format(value, fmt) for name, (value, fmt) in numbers.items()}
+        stem = f"numbers_{self.notebook}" + ("_full" if self.scale == "full" else "")
+        self._register(texts, "number", [f"generated/{stem}.json", f"generated/{stem}.tex"])
+        texts = _read_json(self.generated / f"{stem}.json") | texts
+        replace_text(self.generated / f"{stem}.json", rendering.pretty_json(texts))
+        replace_text(self.generated / f"{stem}.tex", rendering.tex_numbers(texts))
+
+    def _name(self, name: str) -> str:
+        if not re.fullmatch("[a-z0-9_]+", name):
+            raise ValueError(f"artefact name {name!r}: use lower-case letters, digits and _, it becomes a file name")
+        if name in ("claims", "manifest") or name.startswith("numbers_"):
+            raise ValueError(f"artefact name {name!r} belongs to a generated file of that name: use another")
+        return name + ("_full" if self.scale == "full" else "")
+
+    def _caption(self, caption: str, published: bool = False, of: str = "") -> str:
+        number = self.notebook.split("_")[0]
+        if published:
+            return f"{caption} (published, other models; notebook {number})"
+        warning = f" {_SMOKE.upper()}." if self.scale == "smoke" else ""
+        return f"{caption}{warning} (notebook {number}, {of or f'scale {self.scale}'})"
+
+    def _register(self, names: Iterable[str], kind: str, files: Sequence[str], published: bool = False) -> None:
+        """Enter artefacts that share their files, and the records behind them, in the manifest."""
+        path = self.generated / "manifest.json"
+        entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
+        with locked(path):
+            manifest = _read_manifest(path)
+            for name in names:
+                owner = manifest["artefacts"].get(name, entry)
+                if any(owner[key] != entry[key] for key in ("notebook", "scale", "kind")):
+                    raise ValueError(
+                        f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use "
+                        "another name"
+                    )
+                manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
+            manifest["records"][self._record_hash] = self._provenance
+            _write_manifest(path, manifest)
+
+
+def render_readme_block(name: str, markdown: str) -> bool:
+    """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md; return whether it has that block."""
+    path = paths.ROOT / "README.md"
+    with locked(path):
+        old = rendering.readme_block(_readme(), name)
+        if old is None:
+            return False
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        replace_text(path, _readme().replace(start + old + end, start + markdown + end))
+        return True
+
+
+def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
+    """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
+
+    Returns the README's table.
+    """
+    from pandas import DataFrame
+
+    verdicts = list(verdicts)
+    rows = [
+        {
+            "claim": v.id,
+            "statement": v.statement,
+            "verdict": v.verdict,
+            "key": v.key,
+            "result": v.text,
+            "placebo": v.placebo,
+            "decodings": v.decodings,
+            "n": v.n,
+            "rule": v.rule_hash,
+        }
+        for v in verdicts
+    ]
+    replace_text(generated / "claims.csv", rendering.csv_text(DataFrame(rows)))
+    caption = (
+        "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
+        "trained from scratch). A letter marks a rule that was declared after the data of the first were seen. "
+        "Placebo: whether the rule holds as well for arms that learned nothing. Decoding: whether the arms keep their "
+        "order under decodings that the claim does not declare."
+    )
+    ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
+    columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
+    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
+    cells["checks"] = [
+        ". ".join(f"{what}: {found}" for what, found in (("Placebo", v.placebo), ("Decoding", v.decodings)) if found)
+        for v in verdicts
+    ]
+    replace_text(generated / "claims.tex", rendering.tex_long_table(cells, "claims", caption, columns))
+    markdown = _claims_of_the_field(verdicts)
+    replace_text(generated / "claims.md", markdown)
+    return markdown
+
+
+def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
+    """Return the README's table: of each claim of the field that has a rule and is decided, the last rule's verdict."""
+    from pandas import DataFrame
+
+    of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine
+    first = [v for v in of_field if v.id[1:].isdigit()]
+    last = {v.id.rstrip("abcdefgh"): v for v in of_field if v.rule != "open"}  # C2b is another rule for C2
+    decided = [v for v in last.values() if v.verdict != "underpowered"]
+    rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in decided]
+    waiting = sum(v.verdict in ("open", "not testable at this scale") for v in first)
+    undecided = ", ".join(v.id for v in last.values() if v.verdict == "underpowered")
+    caption = (
+        f"Verdicts by code, from the records of tiny models. Of {len(first)} claims of the field {waiting} wait for "
+        f"their notebook or for larger models{f'; undecided: {undecided}' if undecided else ''}. A letter marks a rule "
+        "declared after the data of the first were seen."
+    )
+    return rendering.markdown_table(DataFrame(rows), caption)
+
+
+def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
+    """Compare the committed records with their seals, and the committed artefacts with what is drawn from them now.
+
+    First, and fast, the seals are checked (`records.seal_problems`, `unsealed`) and the lock of the claims
+    (`claims.lock_problems`). Then each notebook is executed as committed, by this interpreter, into a temporary folder;
+    runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
+    the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
+    those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
+
+    notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
+        are reported too).
+    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing is
+        drawn from records that do not match their seals.
+    drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
+        executed, and whether notebooks or records changed since then is not seen.
+    Yields one line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
+    Raises FileNotFoundError for a named notebook without committed records.
+    """
+    committed = [path.parent.name for path in record_files("tiny")]
+    missing = sorted(set(notebooks or []) - set(committed))
+    if missing:
+        raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
+    unlike = unsealed() + _unlocked()
+    yield from unlike
+    if unlike and write:
+        return
+    if not committed:
+        yield "paper/results holds no records of scale tiny: nothing to compare with"
+    ahead = undrawn()
+    chosen = notebooks or [name for name in committed if name not in ahead]
+    with tempfile.TemporaryDirectory() as folder:
+        folders = {notebook: drawn or Path(folder) / notebook for notebook in chosen}
+        failures = execution.execute_all(folders) if drawn is None else [None] * len(folders)
+        for (notebook, place), failure in zip(folders.items(), failures, strict=True):
+            if failure:
+                yield failure
+            elif write:
+                _adopt(notebook, place)
+            else:
+                yield from _compare(notebook, place)
+    try:
+        verdicts = _verdicts()
+    except ValueError as error:  # damaged records, or claims that cannot be judged by them
+        yield str(error)
+        return
+    except Exception as error:
+        if not unlike:
+            raise
+        yield f"the claims cannot be judged by what was damaged: {type(error).__name__}: {error}"
+        return
+    if write:
+        render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_claims(verdicts, Path(folder) / "generated")
+        yield from _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
+    if notebooks is None:
+        yield from _strays()
+        yield from _unaccounted(chosen)
+        yield from _changed_outputs()
+
+
+def redraw(notebook: str) -> str | None:
+    """Execute a notebook in place (`execution.execute`), and put what it drew in the place of its committed artefacts.
+
+    Returns what failed, and changes nothing then, or None. Raises FileNotFoundError for a notebook that is not there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        failure = execution.execute(notebook, Path(folder))
+        if failure is None:
+            _adopt(notebook, Path(folder), execution.outputs_digest(paths.NOTEBOOKS / f"{notebook}.ipynb"))
+        return failure
+
+
+def unsealed() -> list[str]:
+    """Return what `records.seal_problems` finds in all committed records, of every scale, and in the benchmark's."""
+    files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.seal"))}
+    problems = [problem for path in sorted(files) for problem in seal_problems(path)]
+    bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
+    if bench.exists() or kept.exists():
+        found = _sha256(bench) if bench.exists() else "no file"
+        if not kept.exists() or kept.read_text(encoding="utf-8").strip() != found:
+            problems.append(f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew")
+    return problems
+
+
+def _unlocked() -> list[str]:
+    """Return what `claims.lock_problems` finds, or why claims and lock cannot be read."""
+    try:
+        return claims.lock_problems()
+    except ValueError as error:
+        return [str(error)]
+
+
+def _verdicts() -> list[Verdict]:
+    """Return the verdicts on the committed records of scale tiny, judged once as long as records and claims stay."""
+    files = [paths.PAPER / "claims.yaml", *(file for path in record_files("tiny") for file in stored_files(path))]
+    key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
+    if key not in _JUDGED:
+        _JUDGED[key] = claims.evaluate_all("tiny")
+    return _JUDGED[key]
+
+
+_JUDGED: dict[str, list[Verdict]] = {}
+
+
+def undrawn() -> list[str]:
+    """Return the names of record folders whose notebook is not written yet: runs take hours, and come first.
+
+    A notebook that is missing though its artefacts are committed is not among them: `verify` reports it.
+    """
+    artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
+    drawn = {entry["notebook"] for entry in artefacts.values()}
+    names = {path.parent.name for path in record_files("tiny")}
+    return sorted(name for name in names - drawn if not (paths.NOTEBOOKS / f"{name}.ipynb").exists())
+
+
+def _compare(notebook: str, folder: Path) -> list[str]:
+    """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
+    drawn = _entries(folder / "generated" / "manifest.json", notebook)
+    committed = _entries(paths.GENERATED / "manifest.json", notebook)
+    problems = []
+    for name in sorted(drawn.keys() | committed.keys()):
+        if name not in committed:
+            problems.append(f"manifest.json: {name} of {notebook} is missing")
+        elif name not in drawn:
+            problems.append(f"manifest.json: {name} is extra, {notebook} no longer makes it")
+        elif drawn[name] != committed[name]:
+            parts = [key for key in drawn[name] if drawn[name][key] != committed[name].get(key)]
+            problems.append(f"manifest.json: {name} of {notebook} differs in {', '.join(parts)}")
+    return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
+
+
+def _compare_files(folder: Path, files: list[str]) -> list[str]:
+    """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README."""
+    problems, kept = [], _read_manifest(paths.GENERATED / "manifest.json").get("pictures", {})
+    for file in files:
+        committed, name = _committed(file), Path(file).stem
+        if not committed.exists():
+            problems.append(f"{file} is missing")
+        elif file.endswith(_PICTURES) and _sha256(committed) not in (kept.get(file), _sha256(folder / file)):
+            problems.append(f"{file} {_REPLACED}")
+        if not file.endswith(_TEXT):
+            continue
+        fresh = (folder / file).read_text(encoding="utf-8")
+        old = committed.read_text(encoding="utf-8") if committed.exists() else fresh
+        if difference := rendering.first_difference(old, fresh):
+            problems.append(f"{file} differs: {difference}")
+        if file.endswith(".md"):
+            block = rendering.readme_block(_readme(), name)
+            if len(re.findall(rf"<!--\s*{name}\s*-->", _readme())) > 1:
+                problems.append(f"README.md has more than one block <!-- {name} -->: leave the first")
+            if block is None:
+                problems.append(f"README.md has no block <!-- {name} --> ... <!-- /{name} -->")
+            elif difference := rendering.first_difference(block, fresh):
+                problems.append(f"README.md, block {name}, differs: {difference}")
+    return problems
+
+
+def _strays() -> list[str]:
+    """Return artefacts that no entry of the manifest accounts for."""
+    artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
+    known = {_committed(file) for entry in artefacts.values() for file in entry["files"]}
+    known |= {paths.GENERATED / name for name in ("manifest.json", "claims.csv", "claims.md", "claims.tex")}
+    present = [path for place in (paths.FIGURES, paths.GENERATED) for path in sorted(place.glob("[!.]*"))]
+    return [f"{path.parent.name}/{path.name} is extra: no notebook makes it" for path in present if path not in known]
+
+
+def _unaccounted(compared: Sequence[str]) -> list[str]:
+    """Return entries of the manifest without their records or files, of all but the notebooks just compared."""
+    manifest, problems = _read_manifest(paths.GENERATED / "manifest.json"), []
+    for name, entry in sorted(manifest["artefacts"].items()):
+        notebook, scale = entry["notebook"], entry["scale"]
+        if scale == "tiny" and notebook in compared:
+            continue
+        if paths.RESULTS / notebook / f"{scale}.jsonl" not in record_files(scale):
+            problems.append(f"manifest.json: {name} is of {notebook} at {scale}, which has no records: delete it")
+        for file in entry["files"]:
+            kept = manifest.get("pictures", {}).get(file)
+            if not _committed(file).exists():
+                problems.append(f"manifest.json: {name} names {file}, which is missing: restore it from git")
+            elif kept and kept != _sha256(_committed(file)):
+                problems.append(f"{file} {_REPLACED}")
+    return problems
+
+
+def _changed_outputs() -> list[str]:
+    """Return the notebooks that display something else than what they displayed when they were executed."""
+    kept = _read_manifest(paths.GENERATED / "manifest.json").get("outputs", {})
+    found = {path.stem: execution.outputs_digest(path) for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
+    return [
+        f"notebooks/{name}.ipynb displays what `python -m evoalign_study execute` did not write: restore it from git, or execute it"
+        for name, digest in found.items()
+        if digest != kept.get(name)
+    ]
+
+
+def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
+    """Replace a notebook's committed artefacts by those just drawn into a folder.
+
+    outputs: the digest of what it displayed meanwhile, if it was executed in place.
+    """
+    path = paths.GENERATED / "manifest.json"
+    drawn = _read_manifest(folder / "generated" / "manifest.json")
+    with locked(path):
+        manifest = _read_manifest(path)
+        own = {
+            name
+            for name, entry in manifest["artefacts"].items()
+            if (entry["notebook"], entry["scale"]) == (notebook, "tiny")
+        }
+        taken = (manifest["artefacts"].keys() - own) & drawn["artefacts"].keys()
+        if taken:
+            raise ValueError(f"{min(taken)!r} of {notebook} is already an artefact of another notebook: rename it")
+        for name in own:
+            for file in manifest["artefacts"].pop(name)["files"]:
+                _committed(file).unlink(missing_ok=True)
+        manifest["artefacts"] |= drawn["artefacts"]
+        manifest["records"] |= drawn["records"]
+        files = [file for entry in drawn["artefacts"].values() for file in entry["files"]]
+        pictures = {file: _sha256(folder / file) for file in files if file.endswith(_PICTURES)}
+        manifest["pictures"] = manifest.get("pictures", {}) | pictures
+        if outputs is not None:
+            manifest["outputs"] = manifest.get("outputs", {}) | {notebook: outputs}
+        _write_manifest(path, manifest)
+    for entry in drawn["artefacts"].values():
+        for file in entry["files"]:
+            _committed(file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file, _committed(file))
+
+
+def _committed(file: str) -> Path:
+    """Return where a file named as in the manifest ("figures/...", "generated/...") lies in the repository."""
+    folder, name = file.split("/")
+    return {"figures": paths.FIGURES, "generated": paths.GENERATED}[folder] / name
+
+
+def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
+    """Return the manifest's entries of a notebook at scale tiny, each with the description of its records."""
+    manifest = _read_manifest(path)
+    return {
+        name: entry | {"provenance": manifest["records"].get(entry["records"])}
+        for name, entry in manifest["artefacts"].items()
+        if (entry["notebook"], entry["scale"]) == (notebook, "tiny")
+    }
+
+
+def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the hash of the records, whatever their order, and their specs, versions and commits."""
+    lines = sorted(canonical_json(record) for record in records)
+    for record in records:
+        lacking = [key for key in ("spec_hash", "commit", "environment") if key not in record]
+        if lacking:
+            raise KeyError(f"a record lacks {', '.join(lacking)}: {canonical_json(record)[:120]}")
+    environments = [record["environment"] for record in records]
+    named = {package: {e[package] for e in environments if package in e} for package in VERSIONS}
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest(), {
+        "specs": sorted({record["spec_hash"] for record in records}),
+        "versions": {package: sorted(versions) for package, versions in named.items() if versions},
+        "commits": sorted({record["commit"] for record in records}),
+    }
+
+
+def _readme() -> str:
+    path = paths.ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    return _read_json(path) or {"artefacts": {}, "records": {}}
+
+
+def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
+    """Write a manifest, without the records that no artefact is drawn from and the pictures that none of them has."""
+    used = {entry["records"] for entry in manifest["artefacts"].values()}
+    files = {file for entry in manifest["artefacts"].values() for file in entry["files"]}
+    kept = {"records": used, "pictures": files}
+    for part, names in kept.items():
+        if part in manifest:
+            manifest = manifest | {part: {name: value for name, value in manifest[part].items() if name in names}}
+    replace_text(path, rendering.pretty_json(manifest))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

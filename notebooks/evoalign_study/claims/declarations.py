@@ -1,0 +1,81 @@
+"""The claims as paper/claims.yaml declares them, checked, and the hash of what each declares."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+from evoalign_study import paths
+from evoalign_study.claims.checks import check_keys
+from evoalign_study.claims.rules import check_rule
+from evoalign_study.claims.selection import Claim
+from evoalign_study.records import canonical_json
+
+SCALES = ("tiny", "full")
+"""At which a claim may be decided."""
+
+_REQUIRED = ("id", "title", "notebooks", "statement", "scales", "quantity", "rule", "source")
+_JUDGED = ("unit", "arms", "test", "margin", "min_seeds")
+_UNHASHED = ("title", "notebooks", "note", "caveat", "superseded")
+_OPTIONAL = ("cells", "primary", "not_testable", "note", "caveat", "superseded")
+_FEWEST_SEEDS = 8
+_MOST_PRIMARY = 4
+
+
+def load_claims(path: Path | None = None) -> list[Claim]:
+    """Return the declared claims, each checked.
+
+    path: a claims.yaml; by default the paper's. Raises ValueError for unknown or missing keys, repeated ids, a claim
+    superseded by one that is not declared, and more than four primary claims of a notebook.
+    """
+    import yaml
+
+    text = (path or paths.PAPER / "claims.yaml").read_text(encoding="utf-8")
+    claims = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, where PyYAML was built with it: 8x
+    if not isinstance(claims, list):
+        raise ValueError(f"claims.yaml holds a {type(claims).__name__}: it must be a list of claims")
+    for claim in claims:
+        check_claim(claim)
+    times = Counter(claim["id"] for claim in claims)
+    for name, n in times.items():
+        if n > 1:
+            raise ValueError(f"claim id {name!r} is used {n} times in claims.yaml: ids are unique")
+    for claim in claims:
+        if claim.get("superseded", claim["id"]) not in times:
+            raise ValueError(f"claim {claim['id']} is superseded by {claim['superseded']!r}, which is not declared")
+    for notebook, number in Counter(claim["primary"] for claim in claims if "primary" in claim).items():
+        if number > _MOST_PRIMARY:
+            raise ValueError(
+                f"notebook {notebook} has {number} primary claims: at most {_MOST_PRIMARY}, or eight seeds cannot pass "
+                "Holm's correction"
+            )
+    return claims
+
+
+def check_claim(claim: Claim) -> None:
+    """Raise ValueError, naming the claim and the field, where a claim is not well declared."""
+    name = f"claim {claim.get('id', '(without id)')}"
+    missing = [key for key in _REQUIRED if key not in claim]
+    is_open = claim.get("rule", {}).get("kind") == "open"
+    missing += [key for key in _JUDGED if key not in claim and not is_open]
+    if missing:
+        raise ValueError(f"{name} does not declare {', '.join(missing)}")
+    check_keys(f"{name}, claim", claim, (), (*_REQUIRED, *_JUDGED, *_OPTIONAL))
+    check_keys(f"{name}, scales", claim["scales"], (), SCALES)
+    check_keys(f"{name}, not_testable", claim.get("not_testable", ()), (), SCALES)
+    if len(claim.get("cells", {})) > 1:
+        raise ValueError(f"{name}: cells vary one field of the spec, got {', '.join(claim['cells'])}")
+    if claim.get("margin", 0) < 0:
+        raise ValueError(f"{name}: margin {claim['margin']} is negative; 0 declares none")
+    if claim.get("min_seeds", _FEWEST_SEEDS) < _FEWEST_SEEDS:
+        raise ValueError(f"{name}: min_seeds {claim['min_seeds']}: a verdict needs at least {_FEWEST_SEEDS} in a cell")
+    if claim.get("primary", claim["notebooks"][0]) not in claim["notebooks"]:
+        raise ValueError(f"{name} is primary of {claim['primary']}, which is none of its notebooks")
+    check_rule(claim)
+
+
+def rule_hash(claim: Claim) -> str:
+    """Return the SHA-256 (hexadecimal) of what a claim declares; title, notebooks and remarks are not part of it."""
+    declared = {key: value for key, value in claim.items() if key not in _UNHASHED}
+    return hashlib.sha256(canonical_json(declared).encode()).hexdigest()

@@ -1,0 +1,82 @@
+"""The whole of the judgement: from the findings of one claim to its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evoalign_study.claims.findings import Finding, reversals
+
+
+def decide(
+    findings: Sequence[Finding],
+    margin: float,
+    min_seeds: int,
+    correction: tuple[float, int] | None = None,
+    elsewhere: Sequence[Finding] = (),
+) -> tuple[str, str]:
+    """Return the verdict and, where it needs one, the reason.
+
+    Each finding has an excess: how far the quantity lies beyond its bound in the claimed direction. A finding with too
+    few units, or one unit, is underpowered. Otherwise, by the 95 % interval of the excess: wholly above the margin
+    supports; wholly within +-margin (if there is one) is within margin; wholly below the margin contradicts; anything
+    else is underpowered. Where the claim says that two arms match, the 90 % interval (two one-sided tests at 5 %)
+    supports it wholly inside +-margin, contradicts it wholly outside, and is underpowered otherwise. A finding whose
+    quantity is not defined on its runs is underpowered. A claim is contradicted by any finding, supported only by all:
+    no correction for several cells is needed to support it, and none is made to contradict it. Where no cell has runs
+    of all arms it is open. Where one comparison has opposite signs under two decodings, both intervals excluding 0, it
+    depends on decoding.
+
+    elsewhere: the same comparisons under decodings that the claim does not declare; they decide nothing but that.
+    correction: a primary claim's p-value after Holm's correction and the number of claims in the family; what would be
+    supported is underpowered unless that p-value is below 0.05.
+    """
+    findings = [finding for finding in findings if finding.decisive]
+    if all(finding.n == 0 for finding in findings):
+        lacking = dict.fromkeys(finding.lacks for finding in findings if finding.lacks)
+        return "open", "; ".join(["nothing to compare yet", *lacking])
+    few = [finding for finding in findings if finding.n < min_seeds]
+    if few:
+        return "underpowered", f"needs {min_seeds} a cell, has " + "; ".join(finding.have for finding in few)
+    pairs = [pair for pair in reversals([*findings, *elsewhere]) if any(finding in findings for finding in pair)]
+    if reversed_ := list(dict.fromkeys(first.compared for first, _ in pairs)):
+        return "depends on decoding", f"the order of the arms changes with the decoding: {'; '.join(reversed_)}"
+    outcomes = {finding.label: outcome(finding, margin) for finding in findings}
+    for name in ("contradicted", "underpowered", "within margin"):
+        labels = [label for label, found in outcomes.items() if found == name]
+        if labels:
+            reason = "the interval does not decide" if name == "underpowered" else name
+            return name, f"{reason} on {', '.join(labels)}" if len(findings) > 1 else ""
+    if correction and correction[0] >= 0.05:
+        p, claims = correction
+        return "underpowered", f"supported by itself, but p = {p:.2g} after Holm's correction, family of {claims}"
+    return "supported", ""
+
+
+def outcome(finding: Finding, margin: float) -> str:
+    """Return the verdict that one finding by itself would give."""
+    if finding.interval is None:
+        return "underpowered"
+    _, low, high = finding.excess()
+    if finding.side == "within":
+        if -margin < low and high < margin:
+            return "supported"
+        return "contradicted" if high <= -margin or margin <= low else "underpowered"
+    if low > margin:
+        return "supported"
+    if margin > 0 and -margin <= low and high <= margin:
+        return "within margin"
+    return "contradicted" if high < margin else "underpowered"
+
+
+def p_value(findings: Sequence[Finding], margin: float, min_seeds: int) -> float | None:
+    """Return the p-value of a claim, the largest of its findings'; None unless all can be judged."""
+    decisive = [finding for finding in findings if finding.decisive]
+    if not decisive or any(f.interval is None or f.n < min_seeds for f in decisive):
+        return None
+    return max(finding.p(margin) for finding in decisive)
+
+
+def nearness(finding: Finding, margin: float) -> tuple[int, float, float]:
+    """Return what sorts findings from the one that speaks most against a claim."""
+    order = ("contradicted", "underpowered", "within margin", "supported").index(outcome(finding, margin))
+    return (order, -1.0, 0.0) if finding.interval is None else (order, -finding.p(margin), finding.excess()[1])

@@ -1,0 +1,54 @@
+"""The kinds of rule that a claim may declare: a new one is a file here and a line in `RULES`."""
+
+from __future__ import annotations
+
+from evoalign_study.claims.checks import check_arms, check_keys
+from evoalign_study.claims.rules import (
+    bounds,
+    comparisons,
+    factorial,
+    judged,
+    maps,
+    memory,
+    optimum,
+    over_cells,
+    regimes,
+    weights,
+)
+from evoalign_study.claims.rules.rule import Rule
+from evoalign_study.claims.selection import Claim
+
+RULES: dict[str, Rule] = {
+    "interval_above": comparisons.INTERVAL_ABOVE,
+    "estimator_bounds": bounds.ESTIMATOR,
+    "ledger_bounds": bounds.LEDGER,
+    "kl_bounds": bounds.KL,
+    "compare": comparisons.COMPARE,
+    "regret": over_cells.REGRET,
+    "regrets": over_cells.REGRETS,
+    "interaction": over_cells.INTERACTION,
+    "gaps": maps.GAPS,
+    "collapse": maps.COLLAPSE,
+    "weights": weights.WEIGHTS,
+    "factorial": factorial.FACTORIAL,
+    "judged": judged.JUDGED,
+    "laws": judged.LAWS,
+    "memory": memory.MEMORY,
+    "regimes": regimes.REGIMES,
+    "optimum": optimum.OPTIMUM,
+    "open": Rule(lambda claim, evidence: []),
+}
+"""The kinds of rule; "open" is a claim without one."""
+
+
+def check_rule(claim: Claim) -> None:
+    """Raise ValueError, naming the claim and the field, where a claim's rule is not well declared."""
+    name, declared = f"claim {claim['id']}", claim["rule"]
+    if declared.get("kind") not in RULES:
+        raise ValueError(f"{name}: unknown rule kind {declared.get('kind')!r}; known: {', '.join(RULES)}")
+    rule = RULES[declared["kind"]]
+    check_keys(f"{name}, rule of kind {declared['kind']}", declared, ("kind", *rule.keys), rule.optional)
+    if rule.arms:
+        check_keys(f"{name}, arms of kind {declared['kind']}", claim.get("arms", {}), rule.arms)
+    check_arms(claim)
+    rule.check(claim)

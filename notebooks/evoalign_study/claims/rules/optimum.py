@@ -1,0 +1,91 @@
+"""Rule "optimum": at which level of a setting, such as the population, the fewest completions get to a target.
+
+Levels are the cells of the claim. The target is a share of the best mean greedy validation accuracy over the ends of
+all levels. Each run's completions to it are read from its curve, between points linearly in the logarithm of
+completions; a run that never gets there counts with all that it drew, which flatters its level. A quadratic is fitted
+to their logarithm over the logarithm of the level, both to base 2; its minimum within the levels tried is the optimum
+(at an edge, where the parabola has none inside). The interval is that of a bootstrap over the seeds of each level.
+
+The claim says between which levels the optimum lies. It must have been learned, too: all runs together gain more than
+`gain` in greedy validation accuracy from their first point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign_lib.analysis import curves, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.rules.rule import Rule
+from evoalign_study.claims.selection import Claim, Evidence, Record, cells, check_one_base
+
+
+def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
+    """Find the optimum, and what was learned."""
+    rule = claim["rule"]
+    selected = [(where, evidence.select(claim, "searched", where)) for _, where in cells(claim)]
+    groups = [found.records for _, found in selected]
+    if evidence.null:
+        groups = [evidence.stand_in([records], claim["unit"], apart=("curve_points",)).records for records in groups]
+        groups = [records for records in groups if records]
+    sizes = list(map(len, groups))
+    n, have = min(sizes, default=0), ", ".join(found.have for _, found in selected)
+    if not n:
+        return [] if evidence.null else [Finding("optimum", 0, have, None)]
+    check_one_base("all levels", [record for records in groups for record in records])
+    gains = [np.array([_greedy(record)[-1] - _greedy(record)[0] for record in records]) for records in groups]
+    gain = stats.stratified_bootstrap(gains, n_resamples=evidence.resamples)
+    learned = Finding(
+        "gain", n, have, gain, float(rule["gain"]), value=f"{gain.format()} points", context=f"(n = {n} a level)"
+    )
+    if evidence.null:
+        return [learned]
+    levels = np.array([next(iter(where.values())) for where, _ in selected], float)
+    target = rule["share"] * max(np.mean([_greedy(record)[-1] for record in records]) for records in groups)
+    needed = [np.array([_completions_to(record, target) for record in records]) for records in groups]
+    interval = _interval(levels, needed, evidence.resamples)
+    never = sum(_greedy(record).max() < target for records in groups for record in records)
+    context = f"(target {100 * target:.1f} %, n = {n} a level, {never} of {sum(sizes)} runs never get there)"
+    value = f"{interval.value:.0f} [{interval.low:.0f}, {interval.high:.0f}]"
+    least, most = rule["between"]
+    return [
+        Finding(f"optimum above {least:g}", n, have, interval, float(least), value=value, context=context),
+        Finding(f"optimum below {most:g}", n, have, interval, float(most), "below", value=value, context=f"(n = {n})"),
+        learned,
+    ]
+
+
+def _completions_to(record: Record, target: float) -> float:
+    return curves.spent_until(record["curve"]["completions"], _greedy(record), target)
+
+
+def _interval(levels: NDArray[np.float64], needed: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
+    rng = np.random.default_rng(0)
+    drawn = [curves.minimum(levels, [rng.choice(each, len(each)) for each in needed]) for _ in range(resamples)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Interval(curves.minimum(levels, needed), float(low), float(high), min(map(len, needed)))
+
+
+def _greedy(record: Record) -> NDArray[np.float64]:
+    return np.array(record["curve"]["validation_greedy"], float)
+
+
+def _check(claim: Claim) -> None:
+    name, rule = f"claim {claim['id']}", claim["rule"]
+    levels = [value for values in claim.get("cells", {}).values() for value in values]
+    if len(levels) < 3:
+        raise ValueError(f"{name}: cells {levels}: a quadratic needs three levels at least.")
+    least, most = rule["between"]
+    if not 0 < rule["share"] <= 1 or not least < most:
+        raise ValueError(f"{name}: share={rule['share']} must lie in (0, 1], and between={[least, most]} must rise.")
+
+
+def _favours(claim: Claim) -> tuple[str, ...]:
+    return ("searched",)
+
+
+OPTIMUM = Rule(_find, ("share", "between", "gain"), arms=("searched",), check=_check, favours=_favours)

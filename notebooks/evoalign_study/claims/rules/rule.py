@@ -1,0 +1,43 @@
+"""What a kind of rule is: how it is declared, what it finds in the records, and which arms it favours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.selection import Claim, Evidence
+
+
+def _nothing(claim: Claim) -> None:
+    """Check nothing."""
+
+
+def _as_declared(claim: Claim, decoding: str) -> None:
+    return None
+
+
+def _no_arm(claim: Claim) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of rule. Each brings its own check of the declaration."""
+
+    find: Callable[[Claim, Evidence], list[Finding]]
+    """Makes the findings that the verdict rests on. Where the evidence has a null, it stands in the place of what is
+    favoured, and findings that favour no arm are left out."""
+    keys: tuple[str, ...] = ()
+    """Keys that a declaration must have besides its kind."""
+    optional: tuple[str, ...] = ()
+    """Keys that it may have."""
+    arms: tuple[str, ...] | None = None
+    """Names of the arms that the claim declares; None: any."""
+    check: Callable[[Claim], None] = _nothing
+    """Raises ValueError, naming claim and field, where the declaration is wrong in another way."""
+    favours: Callable[[Claim], tuple[str, ...]] = _no_arm
+    """Returns the arms that win when the claim is supported; none where no arm does."""
+    under: Callable[[Claim, str], Claim | None] = _as_declared
+    """Returns the claim with its comparisons under another decoding, those that it does not declare so already; None
+    where there are none."""

@@ -1,0 +1,64 @@
+"""Claims and verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from evoalign_study.claims.declarations import load_claims
+from evoalign_study.claims.findings import MISSING, decoding_words
+from evoalign_study.claims.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def table_of_statements(ids: Iterable[str]) -> DataFrame:
+    """Return the claims of these ids as paper/claims.yaml declares them. Columns, both text: claim, what is claimed."""
+    from pandas import DataFrame
+
+    declared = {claim["id"]: " ".join(claim["statement"].split()) for claim in load_claims()}
+    return DataFrame([{"claim": name, "what is claimed": declared[name]} for name in ids])
+
+
+def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
+    """Return a row per claim: its verdict, the comparison that speaks most against it, and what checks it.
+
+    Columns, all text: claim, in short, verdict, closest comparison, other decodings, placebo.
+    """
+    from pandas import DataFrame
+
+    columns = {"claim": "id", "in short": "title", "verdict": "verdict", "closest comparison": "key"}
+    columns |= {"other decodings": "decodings", "placebo": "placebo"}
+    rows = [[getattr(verdict, field) for field in columns.values()] for verdict in verdicts]
+    return DataFrame(rows, columns=list(columns))
+
+
+def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
+    """Return a row per comparison, those of one claim together and the decisive ones first.
+
+    Columns: claim, comparison, decoding, estimate with its interval and unit, n, decides ("yes" where the verdict rests
+    on it), other decodings (the same comparison under each of them, where it decides nothing). n is an integer, all
+    else text. A comparison without runs says so.
+    """
+    from pandas import DataFrame
+
+    columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides", "other decodings"]
+    rows: dict[tuple[str, str, str], list[Any]] = {}
+    again: dict[tuple[str, str, str], dict[str, str]] = {}
+    for verdict in verdicts:
+        first: dict[str, tuple[str, str, str]] = {}  # comparison -> the row that takes it under other decodings
+        for finding in sorted(verdict.findings, key=lambda finding: not finding.decisive):
+            what = (finding.compared or finding.label).replace("_", " ")
+            words = decoding_words(finding.decoding) if finding.decoding else ""
+            value = "not measured" if finding.value == MISSING else finding.value or "no runs"
+            place = (verdict.id, what, finding.decoding)
+            if place in rows:  # what a claim reports under another decoding is found again among the other decodings
+                continue
+            if finding.decisive or what not in first:
+                rows[place] = [verdict.id, what, words, value, finding.n, "yes" if finding.decisive else "no"]
+                first.setdefault(what, place)
+            else:
+                again.setdefault(first[what], {}).setdefault(finding.decoding, f"{words}: {value}")
+    others = {place: "; ".join(text for _, text in sorted(again.get(place, {}).items())) for place in rows}
+    return DataFrame([[*row, others[place]] for place, row in rows.items()], columns=columns)

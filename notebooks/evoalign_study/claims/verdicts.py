@@ -1,0 +1,224 @@
+"""Verdicts: the claims of paper/claims.yaml judged by code from the run records, and put into words.
+
+A claim selects its runs by the fields of their specs, and its rule makes findings of them. `decide` is the whole of the
+judgement; what an arm that learned nothing would win by the same rule is no evidence (`placebos`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import nearest
+from evoalign_study.claims import decodings, placebos
+from evoalign_study.claims.declarations import check_claim, load_claims, rule_hash
+from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.judgement import decide, nearness, p_value
+from evoalign_study.claims.placebos import Placebo
+from evoalign_study.claims.rules import RULES
+from evoalign_study.claims.selection import Claim, Evidence, Record, committed_records
+
+VERDICTS = (
+    "supported",
+    "contradicted",
+    "within margin",
+    "depends on decoding",
+    "not evidence",
+    "underpowered",
+    "not testable at this scale",
+    "superseded",
+    "open",
+)
+"""All verdicts; "open" is a claim that has no rule yet, or no run."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the records say of one claim."""
+
+    id: str
+    """The claim's identifier, such as "E1"."""
+    title: str
+    """What is claimed, in a few words."""
+    rule: str
+    """The kind of its rule; "open" has none yet."""
+    statement: str
+    """What is claimed."""
+    verdict: str
+    """One of `VERDICTS`."""
+    text: str
+    """The reason in words: intervals, n, base accuracy, smallest detectable effect."""
+    key: str
+    """The finding that speaks most against the claim, in short. Empty where there are no runs."""
+    placebo: str
+    """Which arms that learned nothing were put in the place of the favoured one, and whether the rule held for them.
+    Empty where there is nothing to judge."""
+    decodings: str
+    """Under which other decodings its comparisons keep their order. Empty where there is nothing to decode otherwise,
+    or to judge."""
+    findings: tuple[Finding, ...]
+    """Every comparison: those that the claim declares, then those under other decodings."""
+    intervals: dict[str, Interval]
+    """The interval of each finding that the claim declares, by its label, in the unit of the quantity."""
+    n: int
+    """Units (seeds, repeats) in the smallest cell."""
+    p: float | None
+    """The largest p-value of the findings, since all must hold; for a primary claim after Holm's correction. None
+    where a finding has none."""
+    rule_hash: str
+    """`rule_hash` of the claim as it was judged."""
+
+
+def evaluate(
+    claim: Claim,
+    records: Iterable[Record],
+    scale: str = "tiny",
+    declared: Sequence[Claim] | None = None,
+    *,
+    resamples: int = 10_000,
+) -> Verdict:
+    """Judge one claim by run records.
+
+    claim: as in claims.yaml. records: run records of any notebooks; finished ones of this scale are used.
+    declared: all claims, among which are those that share Holm's correction with a primary one; by default the paper's.
+    resamples: of every bootstrap interval.
+    Returns the verdict. Raises ValueError for a claim that is not well declared, and for records that do not form the
+    cells it declares: a seed twice, other hyper-parameters or another base in one cell.
+    """
+    family = [claim]
+    if "primary" in claim:
+        others = load_claims() if declared is None else declared
+        family += [c for c in others if c.get("primary") == claim["primary"] and c["id"] != claim["id"]]
+    return evaluate_together(family, records, scale, resamples=resamples)[0]
+
+
+def evaluate_together(
+    claims: Sequence[Claim], records: Iterable[Record], scale: str = "tiny", *, resamples: int = 10_000
+) -> list[Verdict]:
+    """Judge claims by run records; the primary ones of a notebook share Holm's correction (p = 1: no runs).
+
+    Arguments, result and errors: as `evaluate`.
+    """
+    for claim in claims:
+        check_claim(claim)
+    evidence = Evidence.of(records, scale, resamples)
+    judged, families = [], {}
+    for claim in claims:
+        findings, nulls, elsewhere = _judge(claim, evidence) if scale in claim["scales"] else ([], [], [])
+        p = p_value(findings, claim["margin"], claim["min_seeds"]) if findings else None
+        judged.append((claim, findings, nulls, elsewhere, p))
+        if "primary" in claim:  # one that cannot be judged yet counts: a verdict must not hang on the order of runs
+            families.setdefault(claim["primary"], {})[claim["id"]] = 1.0 if p is None else p
+    judgeable = {claim["id"] for claim, *_, p in judged if p is not None}
+    corrections = {
+        name: (p, len(family))
+        for family in families.values()
+        for name, p in stats.holm(family).items()
+        if name in judgeable
+    }
+    return [_verdict(*each, corrections.get(each[0]["id"]), scale) for each in judged]
+
+
+def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "tiny") -> list[Verdict]:
+    """Judge the claims of these ids in paper/claims.yaml, in this order, each with its family (see `evaluate`).
+
+    Raises ValueError as `evaluate`, and for an id that is not declared.
+    """
+    declared = {claim["id"]: claim for claim in load_claims()}
+    for name in ids:
+        if name not in declared:
+            raise ValueError(
+                f"no claim {name!r} in claims.yaml.{nearest(name, declared)} Known: {', '.join(declared)}."
+            )
+    families = {declared[name]["primary"] for name in ids if "primary" in declared[name]}
+    judged = [c for c in declared.values() if c["id"] in ids or c.get("primary") in families]
+    found = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
+    return [found[name] for name in ids]
+
+
+def evaluate_all(scale: str = "tiny") -> list[Verdict]:
+    """Judge every claim of paper/claims.yaml by the committed records of all notebooks at one scale."""
+    return evaluate_together(load_claims(), committed_records(scale), scale)
+
+
+def _judge(claim: Claim, evidence: Evidence) -> tuple[list[Finding], list[Placebo], list[Finding]]:
+    """Return the findings of a claim, what nulls would find in the place of its favoured arm, and other decodings."""
+    try:
+        findings = RULES[claim["rule"]["kind"]].find(claim, evidence)
+        judgeable = any(finding.decisive and finding.n for finding in findings)
+        if not judgeable:
+            return findings, [], []
+        return findings, placebos.ask(claim, evidence), decodings.ask(claim, evidence)
+    except ValueError as error:
+        raise ValueError(f"claim {claim['id']}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"claim {claim['id']}: a record lacks the field {error}: restore it from git") from error
+
+
+def _verdict(
+    claim: Claim,
+    findings: list[Finding],
+    nulls: list[Placebo],
+    elsewhere: list[Finding],
+    p: float | None,
+    correction: tuple[float, int] | None,
+    scale: str,
+) -> Verdict:
+    """Word what was found of one claim."""
+    limit, key, placebo, decoded = claim.get("not_testable", {}).get(scale, ""), "", "", ""
+    decisive = [finding for finding in findings if finding.decisive]
+    if scale not in claim["scales"]:
+        name, parts = "not testable at this scale", [limit or f"declared for scale {', '.join(claim['scales'])}"]
+    elif claim["rule"]["kind"] == "open":
+        name, parts = "open", ["no rule yet"]
+    else:
+        by_itself, reason = decide(findings, claim["margin"], claim["min_seeds"], correction, elsewhere)
+        name, parts = _with_placebos(by_itself, nulls)
+        parts += [reason, "; ".join(finding.text for finding in findings if finding.text)]
+        reported = {finding.label for finding in findings}
+        if more := "; ".join(f.text for f in elsewhere if f.interval is not None and f.label not in reported):
+            parts.append(f"Under other decodings: {more}")
+        if by_itself != "open":
+            worst = min((f for f in decisive if f.value), key=lambda f: nearness(f, claim["margin"]))
+            key = f"{worst.label.replace('_', ' ')} {worst.value}".strip() + f" (n = {worst.n})"
+            placebo = placebos.summary(claim, nulls)
+            decoded = decodings.summary(findings, elsewhere)
+        if correction and by_itself == "supported":
+            parts.append(f"p = {correction[0]:.2g} after Holm's correction, family of {correction[1]}")
+    if limit and scale in claim["scales"]:
+        parts.append(f"not testable at this scale: {limit}")
+    parts.append(claim.get("caveat", ""))
+    if "superseded" in claim and name != "not testable at this scale":
+        name, parts = "superseded", [f"superseded by {claim['superseded']}; by its own rule {name}", *parts]
+    return Verdict(
+        id=claim["id"],
+        title=claim["title"],
+        statement=claim["statement"],
+        rule=claim["rule"]["kind"],
+        verdict=name,
+        text=". ".join(part for part in parts if part),
+        key=key,
+        placebo=placebo,
+        decodings=decoded,
+        findings=(*findings, *elsewhere),
+        intervals={finding.label: finding.interval for finding in findings if finding.interval is not None},
+        n=min((finding.n for finding in decisive), default=0),
+        p=correction[0] if correction else p,
+        rule_hash=rule_hash(claim),
+    )
+
+
+def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]]:
+    """Return the verdict and the words that the placebos make of one.
+
+    A rule that a null passes cannot support a claim, with however many runs. What it contradicts stays contradicted:
+    the favoured arm lacks what even a null has.
+    """
+    passed = [null for null in nulls if null.passed]
+    if not passed or by_itself not in ("supported", "within margin", "underpowered"):
+        return by_itself, []
+    found = "; ".join(finding.text for null in passed for finding in null.findings)
+    holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({found})"
+    return "not evidence", [f"{holds}; by itself {by_itself}"]

@@ -1,0 +1,152 @@
+"""The commands of the paper, `python -m evoalign_study`: check, execute and seal what a checkout holds.
+
+What is refused is a line on standard error and exit code 1, without traceback; a mistyped argument is exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evoalign_lib.checks import nearest
+from evoalign_lib.cli import refusals
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The notebooks' records, claims and artefacts.")
+
+
+def _named(what: str, given: str, known: Sequence[str]) -> str:
+    """Return the known name that is meant, in upper or lower case: of a notebook also a path, or its number alone.
+
+    what: of the names, for the error. Raises BadParameter, with the nearest name, where none is meant.
+    """
+    name = Path(given.strip()).name.lower().removesuffix(".ipynb")
+    for one in known:
+        number, _, title = one.lower().partition("_")
+        if name in (one.lower(), number, number.lstrip("0"), title) and name:
+            return one
+    raise typer.BadParameter(f"no {what} {given!r}.{nearest(given, known)} There are: {', '.join(known)}")
+
+
+def _notebooks(given: Sequence[str]) -> list[str]:
+    """Return the names of notebooks, and of notebooks that have records alone, that are meant."""
+    from evoalign_study import paths, records
+
+    places = [*paths.NOTEBOOKS.glob("*.ipynb"), *(file.parent for file in records.record_files("tiny"))]
+    known = sorted({place.stem for place in places})
+    return [_named("notebook", name, known) for name in given]
+
+
+@app.command()
+def verify(
+    notebook: Annotated[list[str] | None, typer.Option(help="Only this, such as 01; may be repeated.")] = None,
+    write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
+    drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
+) -> None:
+    """Check the seals of the committed records, draw every table, number and plotted value again, and compare."""
+    from evoalign_study import artifacts, claims
+
+    chosen = _notebooks(notebook or ())
+    if drawn and write:
+        raise typer.BadParameter("--write draws anew: leave --drawn out")
+    if drawn and not Path(drawn, "generated", "manifest.json").is_file():
+        raise typer.BadParameter(f"no notebook was drawn into {drawn}: make test draws all into runs/test")
+    disagree = False
+    with refusals():
+        for problem in artifacts.verify(chosen or None, write, Path(drawn) if drawn else None):
+            typer.echo(problem)
+            disagree = True
+    if claims.once_locked() is None:
+        typer.echo("no history of git here: paper/claims.lock was not compared with it")
+    if disagree:
+        raise typer.Exit(1)
+    for name in artifacts.undrawn():
+        typer.echo(f"paper/results/{name} has records that no notebook draws yet: nothing to compare them with")
+    typer.echo("written" if write else "all tables, numbers and plotted data agree with the committed records")
+
+
+@app.command()
+def execute(
+    notebook: Annotated[list[str], typer.Argument(help="Name or number, such as 01_es_countdown or 01; or several.")],
+) -> None:
+    """Execute notebooks in place as they are committed: outputs without times, and with what they come from."""
+    from evoalign_study import artifacts, provenance
+
+    for name in _notebooks(notebook):
+        with refusals():
+            failure = artifacts.redraw(name)
+        if failure:
+            typer.echo(failure, err=True)
+            raise typer.Exit(1)
+        typer.echo(f"{name}: executed at commit {provenance.commit()}")
+    if provenance.commit().endswith("+"):
+        typer.echo("The code has changes that are not committed. Commit them, and execute once more.")
+
+
+@app.command()
+def seal(
+    pack: Annotated[list[str] | None, typer.Option(help="Compress this notebook's records; may be repeated.")] = None,
+) -> None:
+    """Seal the committed records that a killed writer or a merge left without seal."""
+    from evoalign_study import artifacts, records
+
+    chosen = _notebooks(pack or ())
+    for path in records.record_files():
+        try:
+            if number := records.seal(path):
+                typer.echo(f"{path}: {number} records sealed")
+        except ValueError as error:
+            typer.echo(f"{path}: {error}")
+    problems = artifacts.unsealed()
+    typer.echo("\n".join(problems) or "every record is sealed")
+    if problems:
+        raise typer.Exit(1)
+    for path in records.record_files():
+        if path.parent.name in chosen:
+            with refusals():
+                typer.echo(f"{path}.gz: {records.pack(path)} records packed")
+
+
+@app.command()
+def claims(
+    id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
+    lock: Annotated[bool, typer.Option("--lock", help="Add the hashes of new rules to paper/claims.lock.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known of each, as JSON.")] = False,
+) -> None:
+    """Print the claims, with the verdicts that the committed records give."""
+    from evoalign_study import artifacts, claims
+
+    if lock and (id or as_json):
+        raise typer.BadParameter("--lock prints the lines that it adds: leave --id and --json out")
+    if problems := artifacts.unsealed():
+        typer.echo("\n".join(problems), err=True)
+        raise typer.Exit(1)
+    with refusals():
+        if lock:
+            added = claims.lock(datetime.date.today().isoformat())
+            typer.echo("\n".join(added) or "every rule is locked")
+            return
+        known = [claim["id"] for claim in claims.load_claims()]
+        chosen = [_named("claim", name, known) for name in id or known]
+        verdicts = [verdict for verdict in claims.evaluate_all() if verdict.id in chosen]
+    if as_json:
+        typer.echo(_json([dataclasses.asdict(verdict) for verdict in verdicts]))
+        return
+    for v in verdicts:
+        if id:
+            typer.echo(f"{v.id}  {v.verdict.upper()}\n    {v.statement.strip()}\n    {v.text}")
+        else:
+            typer.echo(f"{v.id:5}{v.verdict:28}{v.title}" + (f"\n{'':33}{v.key}" if v.key else ""))
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON that every parser reads: null for what is not finite."""
+    from evoalign_study.records import without_nonfinite
+
+    plain = json.loads(json.dumps(value, default=lambda number: number.item()))
+    return json.dumps(without_nonfinite(plain, "", []), indent=1, ensure_ascii=False, allow_nan=False)

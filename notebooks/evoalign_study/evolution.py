@@ -1,0 +1,170 @@
+"""Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
+
+Arms with `lora_rank` search an adapter over the frozen base, which may be fine-tuned on right answers before
+(`warm_starts`). The `d`, digest and distance of their records are those of the adapter's parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import _adapters, arms, ledger, models, quantisation
+from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
+from evoalign_study import base_models, measures, training, warm_starts
+from evoalign_study.records import Spec
+from evoalign_study.rollouts import WeightedTrainer
+
+
+@contextmanager
+def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Train by an arm of ES or ESSA, and yield the model.
+
+    Args:
+        spec: of kind "train".
+        place: folder to work in.
+        lasting: whether checkpoints and logs stay there, and the run goes on from what is there.
+        keep: where the run's ledger goes, compressed; None: it is not kept.
+    """
+    model, tokenizer, sets = training.world(spec)
+    told = dict(arms.get(spec["arm"]).options) | training.reports(spec, lasting)
+    weighted = arms.get(spec["arm"]).rollouts == "unperturbed"
+    if weighted:
+        told["num_generations"] = spec["num_generations"]
+    kind = ESSATrainer if arms.get(spec["arm"]).family == "cma" else WeightedTrainer if weighted else ESTrainer
+    es, progress = trainer(spec, model, tokenizer, sets, place, kind, **told)
+    with closing(es.engine) as engine:
+        # with anchor_decay the weights keep a copy of their start, which is never written
+        start = engine.master.copy() if engine.weights.start is None else engine.weights.start
+        training.watch_divergence(es, progress)
+        es.train(resume_from_checkpoint=(place / ledger.NAME).is_file())
+        kept = {} if keep is None else {"ledger": _keep_ledger(es, spec["base"], keep)}
+        budget = spent(es)
+        budget["core_seconds"] = round(budget["core_seconds"], 2)
+        result = {"budget": budget, "counts": dict(es.counts), "plan": engine.plan, "curve": progress.curve}
+        result |= {"rollouts": es.summary()} if weighted else {}
+        if "base_precision" in spec and spec.get("test_problems", 1):
+            result["over_loaded"] = _over_loaded_base(spec, es.model)
+        yield training.Trained(engine, start, sets, result | kept, progress.diverged)
+
+
+def spent(es: Any) -> dict[str, Any]:
+    """Return the budget of a run so far, what its adapter was fine-tuned with included."""
+    budget = dict(es.budget)
+    if isinstance(es, ESSATrainer):  # which counts its FLOPs, those of the warm start among them
+        return budget
+    # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
+    tokens = budget["prompt_tokens"] + budget["generated_tokens"]
+    tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
+    d = es.engine.layout.d
+    if _adapters.is_adapted(es.model):  # of which the frozen base computes, too
+        d = sum(p.numel() for p in es.model.parameters())
+    return warm_starts.added(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
+
+
+def trainer(
+    spec: Spec,
+    model: Any,
+    tokenizer: Any,
+    sets: Mapping[str, list],
+    folder: Path,
+    kind: type[ESTrainer] = ESTrainer,
+    **changed: Any,
+) -> tuple[Any, training.Progress]:
+    """Return an ES trainer for a spec, and the progress that its training fills in.
+
+    Args:
+        spec: with the settings of an arm of ES or ESSA.
+        model, tokenizer, sets: of `training.world`.
+        folder: for checkpoints, where they are kept, and the progress beside them.
+        kind: the trainer, or a subclass that watches its own steps.
+        **changed: of the trainer's configuration.
+    """
+    measure = measures.get(spec["task"])
+    general = {"report_to": "none", "save_strategy": "no"} | changed
+    progress = training.Progress(None if general["save_strategy"] == "no" else folder)
+    curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
+    where: dict[str, Any] = {"workers": 1}
+    if not base_models.is_local(spec):
+        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec} | {
+            "model_init_kwargs": {"dtype": "bfloat16"}
+        }
+        if "warm_rows" in spec and not issubclass(kind, ESSATrainer):  # fine-tuned here, before there is a trainer
+            del where["model_init_kwargs"]
+            model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
+    essa = issubclass(kind, ESSATrainer)
+    named = ("population_size", "sigma", "prompts_per_step")
+    named += ("leading_share",) if essa else ("alpha", "rank")
+    if not essa:
+        general["anchor_decay"] = spec.get("anchor_decay", 0.0)
+    config = (ESSAConfig if essa else ESConfig)(
+        output_dir=str(folder),
+        seed=spec["seed"],
+        max_steps=spec["steps"],
+        max_completion_length=spec["max_completion_length"],
+        disable_tqdm=True,
+        **where,
+        **{name: spec[name] for name in named if name in spec},
+        **general,
+    )
+    asked = measure.rows(spec, tokenizer, sets["train"])
+    if "base_precision" in spec:
+        model = quantisation.quantise(model, spec["base_precision"])
+    adapter, warm = {}, None
+    if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
+        adapter["peft_config"] = lora_config(spec["lora_rank"])
+        adapter |= {"sft_dataset": warm_starts.rows(spec, tokenizer), "sft_args": warm_starts.arguments(spec, folder)}
+    elif isinstance(model, str) and "lora_rank" in spec:
+        adapter["peft_config"] = lora_config(spec["lora_rank"])
+    elif "lora_rank" in spec:
+        model, warm = warm_starts.adapted(spec, model, tokenizer, folder)
+    made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
+    if not essa:
+        made.warm_start_cost = warm
+    for name in sets.keys() - {"train"}:
+        made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
+    return made, progress
+
+
+def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
+    """Return the test of an adapter that was searched over a base of another precision, over the base as it is loaded.
+
+    found: the model with the adapter. What each problem's samples say is left out: a record has no room for it twice.
+    """
+    import torch
+
+    model, tokenizer, sets = training.world(spec)
+    measured = copy.deepcopy(model)  # an adapter's layers come into the model itself
+    model = _adapters.attach(model, lora_config(spec["lora_rank"]), spec["seed"])
+    searched = _adapters.moved(found)
+    with torch.no_grad():
+        for name, parameter in _adapters.moved(model).items():
+            parameter.copy_(searched[name])
+    with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
+        training.take_weights(engine, model)
+        tested = measures.get(spec["task"]).outcome(spec, engine, sets)["test"]
+        return {name: value for name, value in tested.items() if not name.endswith("_counts")}
+
+
+def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
+    """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
+    run, source = trainer.ledger, trainer.ledger.path
+    replayed, last = ledger.replay(source, base), trainer.engine.master
+    differ = replayed.view(np.uint32) != last.view(np.uint32)  # in bits: NaN equals nothing
+    error = np.abs(replayed[differ] - last[differ]).max(initial=0)
+    packed = ledger.pack(source)
+    path.write_bytes(packed)
+    return {
+        "bytes": source.stat().st_size,
+        "gzip_bytes": len(packed),
+        "sha256": hashlib.sha256(packed).hexdigest(),
+        "weights": run.weights[len(run.steps)],
+        "replay_error": float(error),
+    }

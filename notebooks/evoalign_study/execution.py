@@ -1,0 +1,160 @@
+"""Notebooks executed: into a folder, to check what they draw, or in place; and whether outputs come from their sources.
+
+`execute` writes into the metadata of a notebook which commit it was executed at, and digests of the code cells, which
+`stale` compares with what is there now. What a change of any module makes of texts and numbers is found by `verify`,
+which draws them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evoalign_lib.checks import nearest
+from evoalign_lib.files import canonical_json, replace_text
+from evoalign_study import paths, provenance
+
+if TYPE_CHECKING:
+    from nbclient import NotebookClient
+    from nbformat import NotebookNode
+
+
+def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
+    """Execute notebooks as committed side by side, without running what has no record.
+
+    folders: notebook -> folder for its artefacts. Yields for each, in order, what failed, such as a missing record, or
+    None.
+    """
+    from evoalign_lib.engines.processes import default_workers
+
+    started: list[NotebookClient] = []
+    with ThreadPoolExecutor(default_workers()) as pool:
+        try:
+            yield from pool.map(partial(_dry, started=started), folders, folders.values())
+        except BaseException:  # Ctrl-C, which kernels do not get: end them, or the pool would wait for their notebooks
+            pool.shutdown(wait=False, cancel_futures=True)
+            for client in started:
+                if client.km is not None and client.km.has_kernel:
+                    with suppress(ProcessLookupError):
+                        os.kill(client.km.provisioner.pid, signal.SIGTERM)
+            raise
+
+
+def execute(notebook: str, folder: Path) -> str | None:
+    """Execute a notebook in place, its artefacts into a folder; what has no record is run.
+
+    The notebook is written anew only if all cells ran: without the times of execution, with consecutive pieces of one
+    stream joined, and with what `stale` compares. Returns what failed, or None.
+    Raises FileNotFoundError for a notebook that is not there.
+    """
+    import nbformat
+
+    path = paths.NOTEBOOKS / f"{notebook}.ipynb"
+    if not path.exists():
+        known = sorted(other.stem for other in paths.NOTEBOOKS.glob("*.ipynb"))
+        raise FileNotFoundError(f"no notebook {notebook!r}.{nearest(notebook, known)} There are: {', '.join(known)}")
+    content = nbformat.read(path, as_version=4)
+    failure = _run(notebook, content, folder, [], timeout=None)
+    if failure:
+        return failure
+    for cell in content.cells:
+        cell.metadata = {name: value for name, value in cell.metadata.items() if name == "tags"}
+        if cell.cell_type == "code":
+            cell.outputs = _joined(cell.outputs)
+    content.metadata["evoalign"] = {"commit": provenance.commit(), "cells": _digests(content)}
+    replace_text(path, nbformat.writes(content) + "\n")
+    return None
+
+
+def stale(content: NotebookNode) -> list[str]:
+    """Return which code cells of a notebook were edited since it was executed.
+
+    Raises KeyError for a notebook that `execute` did not write.
+    """
+    kept, now = content.metadata["evoalign"]["cells"], _digests(content)
+    if len(kept) != len(now):
+        return [f"{len(now)} code cells, {len(kept)} when it was executed"]
+    cells = enumerate(zip(kept, now, strict=True), 1)
+    return [f"code cell {number} was edited since" for number, (one, other) in cells if one != other]
+
+
+def outputs_digest(path: Path) -> str | None:
+    """Return the SHA-256 of all that the code cells of a notebook's file display; None where they display nothing."""
+    import nbformat
+
+    content = nbformat.read(path, as_version=4)
+    shown = [cell.outputs for cell in content.cells if cell.cell_type == "code"]
+    return hashlib.sha256(canonical_json(shown).encode()).hexdigest() if any(shown) else None
+
+
+def _digests(content: NotebookNode) -> list[str]:
+    """Return the digest of each code cell."""
+    return [hashlib.sha256(c.source.encode()).hexdigest()[:16] for c in content.cells if c.cell_type == "code"]
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Return outputs with consecutive pieces of one stream in one: where they break depends on timing alone."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        before = joined[-1] if joined else None
+        if before and output.output_type == before.output_type == "stream" and output.name == before.name:
+            before.text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def _dry(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
+    """Execute a notebook as committed; return what failed. The client, which has the kernel, is added to `started`."""
+    import nbformat
+
+    path = paths.NOTEBOOKS / f"{notebook}.ipynb"
+    if not path.exists():
+        return f"notebooks/{notebook}.ipynb is missing, though it has committed records"
+    content = nbformat.read(path, as_version=4)
+    # after the parameters, as papermill would: what has no record is named and not trained for hours
+    after = next((i + 1 for i, cell in enumerate(content.cells) if "parameters" in cell.metadata.get("tags", ())), 0)
+    content.cells.insert(after, nbformat.v4.new_code_cell("dry_run = True"))
+    return _run(notebook, content, folder, started, timeout=600)
+
+
+def _run(
+    notebook: str, content: NotebookNode, folder: Path, started: list[NotebookClient], timeout: int | None
+) -> str | None:
+    """Execute the cells with artefacts redirected into a folder; return what failed. timeout: seconds per cell."""
+    from ipykernel.kernelspec import get_kernel_dict
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import KernelSpec
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    class ThisInterpreter(AsyncKernelManager):
+        # an installed kernel called python3 may belong to another environment
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            return KernelSpec(**get_kernel_dict())
+
+    client = NotebookClient(
+        content,
+        kernel_manager_class=ThisInterpreter,
+        timeout=timeout,
+        record_timing=False,
+        resources={"metadata": {"path": str(paths.NOTEBOOKS)}},
+    )
+    started.append(client)
+    try:
+        # closes the event loop of this thread
+        asyncio.run(client.async_execute(env={**os.environ, "EVOALIGN_ARTIFACTS": str(folder)}))
+    except CellExecutionError as error:
+        return f"notebooks/{notebook}.ipynb failed: {error.ename}: {error.evalue}"
+    except (CellTimeoutError, DeadKernelError) as error:
+        return f"notebooks/{notebook}.ipynb did not finish: {error}"
+    return None

@@ -1,0 +1,216 @@
+"""Single ES steps held against the exact gradient of expected reward."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import checks, noise, tiny, update_rules
+from evoalign_lib.analysis import gradient
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.tasks import countdown
+from evoalign_study import specs
+from evoalign_study.records import Record, Spec
+
+
+def estimator_specs(
+    base: str, N: int, repeats: int, fitness: str, targets: str, settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Specs of the comparison of single ES steps with the exact gradient, on two-number problems.
+
+    Args:
+        N: members.
+        repeats: populations drawn.
+        fitness: "expected" (of temperature 1, exact) or "greedy".
+        targets: "any", or "not the sum": problems that the bases' habit, adding up, does not solve.
+        settings: sigma, alpha, estimator_problems.
+
+    Raises:
+        ValueError: a base outside the tiny world, or one that needs filler_steps; another task than Countdown; another
+            engine than the local one.
+    """
+    wanted = specs.take(settings, ("sigma", "alpha", "estimator_problems"), "the estimator")
+    spec = specs.begin_tiny("estimator", base, scale, settings) | wanted
+    spec |= {"fitness": fitness, "targets": targets, "N": N}
+    return [spec | {"repeat": repeat} for repeat in range(repeats)]
+
+
+def run(spec: Spec) -> Record:
+    """One ES step against the exact gradient of expected reward (see `ExactObjective`)."""
+    objective = _objective(spec["base"], spec["estimator_problems"], spec["targets"])
+    arguments = {k: spec[k] for k in ("N", "sigma", "alpha", "repeat", "fitness")}
+    result = objective.run(**arguments)
+    return {
+        "estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items() if k not in arguments}
+    }
+
+
+@lru_cache(maxsize=2)
+def _objective(base: str, n: int, targets: str):
+    """The enumeration of a base's completions takes longer than a step: once per process."""
+    drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
+    chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
+    if len(chosen) < n:
+        raise ValueError(f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer.")
+    # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
+    return ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
+
+
+FITNESS = ("expected", "greedy")
+
+
+class ExactObjective:
+    """Countdown problems with the exact expected answer of a model, its gradient, and ES steps measured against it.
+
+    R is the answer part of the reward alone, under the strict grader: 1 for a right answer, 0 for any other completion.
+    The completions are enumerated once, at the weights given; a right answer too improbable there to be enumerated is
+    missed at other weights, too.
+
+    Args:
+        model: a Hugging Face decoder-only model of at most some million weights; it is copied and never changed.
+        tokenizer: its tokenizer.
+        problems: the problems; two numbers each, for an enumeration of thousands of completions per problem.
+        max_completion_length: new tokens at most.
+        min_probability: completions less probable than this are left out.
+
+    Attributes:
+        enumeration: the completions.
+        rewards: (completions,) 0 or 1.
+        layout: the model's parameters.
+        start: float32 (layout.size,) weights.
+        gradient: float32 (layout.size,) of the expected answer, at the start.
+        expected, greedy: expected answer and share of right greedy answers, at the start.
+
+    Raises:
+        ValueError: no problem, or none with a right answer among its completions.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        problems: Sequence[countdown.Problem],
+        *,
+        max_completion_length: int = tiny.MAX_COMPLETION_LENGTH,
+        min_probability: float = 1e-7,
+    ):
+        self.problems, self._tokenizer = list(problems), tokenizer
+        prompts = Prompts(countdown.dataset(self.problems, tokenizer), tokenizer)
+        self._model = copy.deepcopy(model).eval()
+        # one process: its master holds whatever weights are to be measured
+        self._engine = LocalEngine(
+            self._model,
+            tokenizer,
+            None,
+            {"problems": prompts},
+            max_completion_length=max_completion_length,
+        )
+        self.layout, self.start = self._engine.layout, self._engine.master.copy()
+        self.enumeration = gradient.enumerate_completions(
+            self._model,
+            [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)],
+            eos_ids=self._engine.eos_ids,
+            max_new_tokens=max_completion_length,
+            min_probability=min_probability,
+        )
+        texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
+        self.rewards = self._answers(texts, self.enumeration.prompt)
+        if not self.rewards.any():
+            raise ValueError(
+                f"none of the {len(self.rewards)} completions found has a right answer, so the gradient is 0: give a "
+                "model that can solve these problems, or lower min_probability."
+            )
+        self._packed = gradient.pack(self.enumeration, self.rewards)
+        self.gradient = gradient.flat(
+            self.layout, gradient.expected_reward_gradient(self._model, self.enumeration, self.rewards)
+        )
+        self.expected, self.greedy = self.expected_at(self.start), self.greedy_at(self.start)
+
+    def expected_at(self, weights: np.ndarray) -> float:
+        """Expected answer of sampling at temperature 1 with flat weights (layout.size,), averaged over the problems."""
+        self._engine.master[...] = weights
+        self._engine.write_model()
+        return gradient.expected(self._model, self._packed, len(self.problems))
+
+    def greedy_at(self, weights: np.ndarray) -> float:
+        """Share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
+        self._engine.master[...] = weights
+        (completions,) = self._engine.generate("problems")
+        return float(self._answers([text for text, _ in completions], range(len(self.problems))).mean())
+
+    def run(self, N: int, sigma: float, alpha: float, repeat: int, fitness: str = "expected") -> dict[str, Any]:
+        """Take one ES step from the start and measure it.
+
+        Args:
+            N: members.
+            sigma: standard deviation of the perturbation, weight units.
+            alpha: step size with 1/sigma digested, weight units.
+            repeat: which population; member i has the key (run key of arm "estimator" and seed `repeat`, step 0, i).
+            fitness: "expected", the exact expected answer of each member; or "greedy", its share of right greedy
+                answers, as in training.
+
+        Returns:
+            The arguments; `tied` (no step, then; what is undefined is None); `cosine` of step and gradient; `rho`;
+            `predicted_cosine` rho sqrt(N/d); `norm_ratio` |step| / (alpha sqrt(d/N)); `improving`, the share of members
+            fitter than the start; change of the expected answer by the whole step and by its parts along and orthogonal
+            to the gradient (`gain_full`, `gain_aligned`, `gain_orthogonal`), and of the greedy answer
+            (`greedy_gain_full`, ...); `covered`, the least of all problems; `expected_reward` and `greedy` at the
+            start; `d` weights; number of `problems`.
+
+        Raises:
+            ValueError: an argument out of range.
+        """
+        if N < 2:
+            raise ValueError(f"N={N} is no population: z-scores need at least 2 members")
+        if not (alpha > 0 and math.isfinite(alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
+        checks.choose("fitness", fitness, FITNESS)
+        measure, base = (self.expected_at, self.expected) if fitness == "expected" else (self.greedy_at, self.greedy)
+        root = noise.run_key("estimator", repeat)
+        keys = np.array([noise.member_key(root, 0, i) for i in range(N)], np.uint64)
+        values, member = np.empty(N), np.empty_like(self.start)
+        for i, key in enumerate(keys):
+            noise.perturb(member, self.start, self.layout, int(key), sigma)
+            values[i] = measure(member)
+        z = update_rules.standardise(values)
+        displacement = gradient.step(self.layout, keys, z, alpha)
+        aligned, orthogonal = gradient.decompose(displacement, self.gradient)
+        rho = gradient.fitness_correlation(values, gradient.projections(self.layout, keys, self.gradient))
+        norm = float(np.linalg.norm(displacement.astype(np.float64)))
+        result = {
+            "N": N,
+            "sigma": sigma,
+            "alpha": alpha,
+            "repeat": repeat,
+            "fitness": fitness,
+            "tied": not z.any(),
+            "cosine": gradient.cosine(displacement, self.gradient),
+            "rho": rho,
+            "predicted_cosine": rho * math.sqrt(N / self.layout.d),
+            "norm_ratio": norm / (alpha * math.sqrt(self.layout.d / N)),
+            "improving": float((values > base).mean()),
+        }
+        for name, part in (("full", displacement), ("aligned", aligned), ("orthogonal", orthogonal)):
+            moved = (self.start + part).astype(np.float32)
+            result[f"gain_{name}"] = self.expected_at(moved) - self.expected
+            result[f"greedy_gain_{name}"] = self.greedy_at(moved) - self.greedy
+        result |= {
+            "covered": float(self.enumeration.covered.min()),
+            "expected_reward": self.expected,
+            "greedy": self.greedy,
+            "d": self.layout.d,
+            "problems": len(self.problems),
+        }
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
+
+    def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:
+        """(texts,) answer scores under the strict grader."""
+        chosen = (self.problems[i] for i in prompts)
+        return np.array(
+            [countdown.grade(t, p.numbers, p.target).answer for t, p in zip(texts, chosen, strict=True)], np.float64
+        )

@@ -1,0 +1,516 @@
+"""What a step of each method takes in memory: counted by component while it runs, beside the formula of `footprint`.
+
+A step runs on a CPU, in a process of its own, on the shipped base or a model of its architecture that is enlarged, with
+random weights. It is the second step of a run: moments and working copies are there. Nothing is learned and there is no
+seed: the weights decide no byte, so an arm with a random reward has the bytes of the arm itself.
+
+Steps of ES are a `LocalEngine`'s, with two members. transformers generates, but for "es_loop", the engine's default,
+and "es_low_rank". For "es" the weights lie as on a GPU: a float32 master, and a member written into the model in
+bfloat16 (`noise.device_weights`). GRPO is TRL's trainer with two micro-batches a step: by `grpo.trainer` in float32, by
+TRL's GRPOTrainer itself, with settings of `grpo.config`, where `grpo` takes no such model: bfloat16 weights beside a
+float32 master, an adapter, and Adam with moments in 8 bits (torchao's, in eager mode).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from evoalign_lib import checks, footprint, tiny
+from evoalign_lib.engines.memory import Shape, shape
+from evoalign_lib.tasks import countdown
+from evoalign_study import specs
+from evoalign_study.records import Record, Spec
+
+SIZES: dict[str, dict[str, int]] = {
+    "0.14M": {},
+    "1M": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "4M": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+"""Models: what differs from the base's configuration; nothing: the base itself."""
+_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_NAMES = (*_NAMES, "vocab_size", "tie_word_embeddings")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    size: dict(zip(_NAMES, numbers, strict=True)) | {"model_type": "qwen2", "dtype": "bfloat16"}
+    for size, numbers in {
+        "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+        "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+        "7B": (3584, 18944, 28, 28, 4, 152064, False),
+        "32B": (5120, 27648, 64, 40, 8, 152064, False),
+        "72B": (8192, 29568, 80, 64, 8, 152064, False),
+    }.items()
+}
+"""Configurations of Qwen2.5, from the config.json of Qwen/Qwen2.5-<size> on the Hub."""
+PUBLISHED_WORK = footprint.Work(rows=1, prompt=150, new=1024, generated=64, members=30, rank=1, population=96)
+"""What a step at full size has at once: 64 completions of 1024 tokens decoded, one of them in a backward pass."""
+OWN_PROCESS = True
+"""A sweep gives every run a process in which nothing ran before: what a process keeps of others would count as less."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+SIGMA = 1e-2
+MEMBERS, CANDIDATES, LOW_RANK_MEMBERS = 2, 8, 8
+
+
+def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Return the specs of the memory of methods, one for each method and model.
+
+    Args:
+        methods: keys of `footprint.METHODS`.
+        sizes: of models, keys of `SIZES`.
+        settings: memory_rows (prompts of a member, completions of a micro-batch; each is measured) and
+            max_completion_length.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: an unknown method or size, no rows or fewer than two, or a setting that is missing.
+    """
+    taken = specs.take(settings, ("memory_rows", "max_completion_length"), "a run of kind 'memory'")
+    rows = list(taken.pop("memory_rows"))
+    if not rows or min(rows) < 2:
+        raise ValueError(f"memory_rows={rows}: a group has at least 2 completions, give numbers from 2 on.")
+    methods, sizes = list(methods), list(sizes)
+    for method in methods:
+        checks.choose("method", method, footprint.METHODS)
+    for size in sizes:
+        checks.choose("size", size, SIZES)
+    begun = specs.begin_tiny("memory", "A0", scale, {}) | taken | {"rows": rows}
+    return [begun | {"method": method, "size": size} for method in methods for size in sizes]
+
+
+def run(spec: Spec) -> Record:
+    """Return what a step takes, with each number of rows, and what the formula says.
+
+    The record has `d`, parameters; `cells`, for each number of rows `work` (`footprint.Work`), `predicted` and
+    `measured`, component -> bytes at the peak, and `resident`, by how many bytes the process is larger at its own peak
+    than before the model was made (pages that nobody has written are not in it, such as most of a tile of logits where
+    the vocabulary is small); and `published`, what the formula gives for models on a GPU (see there).
+
+    It changes how this process allocates, for good: `resident` is right in a new process, as a sweep has it.
+    """
+    import torch
+
+    from evoalign_study.memory_profile import resident
+
+    torch.set_num_threads(1)
+    resident("VmRSS")  # an error that says so where the system does not tell it
+    # large tensors come from the system and return to it, whatever the process allocated before
+    for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        ctypes.CDLL(None).mallopt(option, 65536)
+    method, new = spec["method"], spec["max_completion_length"]
+    _measure(method, "0.14M", spec["rows"][0], new)  # what is loaded and compiled once is no step's
+    cells = {str(rows): _measure(method, spec["size"], rows, new) for rows in spec["rows"]}
+    d = cells[str(spec["rows"][0])].pop("d")
+    for cell in cells.values():
+        cell.pop("d", None)
+    return {"d": d, "cells": cells, "published": published(method)}
+
+
+def published(method: str) -> dict[str, dict[str, Any]]:
+    """Return of each model of `PUBLISHED` its parameters, `d`, and `bytes` by component on a GPU that holds it all."""
+    shapes = {size: shape(config) for size, config in PUBLISHED.items()}
+    return {
+        size: {"d": s.d, "bytes": footprint.bytes_of(method, s, PUBLISHED_WORK, gpus=True)}
+        for size, s in shapes.items()
+    }
+
+
+# ---- a step
+
+
+def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
+    """Measure two steps, the second one counted."""
+    from evoalign_study.memory_profile import Allocations, resident
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free and still here would be taken without a trace
+    before = resident("VmRSS")
+    shaped = shape(_configuration(size))
+    seen = Allocations(_named(method, shaped))
+    step = _gradient_steps if footprint.METHODS[method].gradients else _es_steps
+    with tempfile.TemporaryDirectory() as folder:
+        work = step(method, size, rows, new, seen, Path(folder))
+    predicted = footprint.bytes_of(method, shaped, work)
+    measured = {name: seen.at_peak[name] for name in footprint.COMPONENTS if seen.at_peak.get(name)}
+    grown = resident("VmHWM") - before
+    return {"d": shaped.d, "work": asdict(work), "predicted": predicted, "measured": measured, "resident": grown}
+
+
+def _begin(seen: Any) -> None:
+    """Let peaks count from here on, that of the resident memory too."""
+    gc.collect()  # numba's first call of a kernel leaves its arguments in a circle
+    Path("/proc/self/clear_refs").write_text("5")
+    seen.begin()
+
+
+def _named(method: str, model: Shape) -> Any:
+    """Return what tells logits, and the caches and joined matrices of the decoding loop, by their shapes."""
+    loop = method in ("es_loop", "es_low_rank")
+
+    def component(operation: str, tensor: Any) -> str | None:
+        if loop and tensor.ndim == 5:
+            return "KV cache"
+        if loop and operation.startswith("aten.cat") and tensor.ndim == 2 and tensor.shape[1] == model.hidden:
+            return "working copy"
+        if tensor.ndim > 1 and tensor.shape[-1] in (model.vocabulary, footprint.TILE[1]):
+            return "logits"
+        return None
+
+    return component
+
+
+def build(size: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Return a model of `SIZES` and the base's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shipped, tokenizer = tiny.load("A0")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(_configuration(size)).eval()
+    if not SIZES[size]:
+        model.load_state_dict(shipped.state_dict())
+    return model.to(getattr(torch, dtype)), tokenizer
+
+
+def _configuration(size: str) -> Any:
+    from transformers import AutoConfig
+
+    shipped, changed = AutoConfig.from_pretrained(tiny.bases_folder() / "A0"), SIZES[size]
+    layers = changed.get("num_hidden_layers", shipped.num_hidden_layers)
+    return AutoConfig.for_model(**shipped.to_dict() | changed | {"layer_types": ["full_attention"] * layers})
+
+
+# ---- ES
+
+
+def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
+    """Take two steps of a method of ES, and count the second."""
+    import numpy as np
+
+    from evoalign_lib import noise
+    from evoalign_lib.engines.local import Prompts
+    from evoalign_lib.update_rules import population
+
+    model, tokenizer = build(size, footprint.METHODS[method].dtype)
+    data = countdown.dataset(tiny.problems("train", rows), tokenizer)
+    prompts = Prompts(data, tokenizer)
+    work = footprint.Work(rows, prompts.width, new, rows, prefix=len(prompts.prefix))
+    with seen:
+        if method == "essa":
+            return replace(_essa_steps(model, tokenizer, data, new, seen, folder), prompt=prompts.width)
+        engine = _engine(method, model, tokenizer, prompts, new, seen)
+        weights, root = engine.weights, noise.run_key("memory", 0)
+        many = LOW_RANK_MEMBERS if method == "es_low_rank" else MEMBERS
+        for step in range(2):
+            members = population(root, step, many)
+            if method == "es_low_rank":
+                _decode_together(engine, members, seen if step else None)
+            else:
+                engine.evaluate(members, SIGMA, "train", np.arange(rows))
+            keys = np.array([member.key for member in members], np.uint64)
+            engine.update(keys, np.full(many, SIGMA / many, np.float32))
+            if step == 0:
+                if getattr(weights, "working", None) is not None:
+                    seen.hold("working copy", weights.working)
+                _begin(seen)
+    return replace(work, members=many, generated=many * rows) if method == "es_low_rank" else work
+
+
+def _engine(method: str, model: Any, tokenizer: Any, prompts: Any, new: int, seen: Any) -> Any:
+    """Return the engine of a method, with what it keeps named."""
+    from evoalign_lib._adapters import attach
+    from evoalign_lib.engines.base import Options
+    from evoalign_lib.engines.local import LocalEngine
+    from evoalign_lib.essa import lora_config
+    from evoalign_lib.rewards import Rewards
+
+    settings: dict[str, Any] = {"max_completion_length": new}
+    if method not in ("es_loop", "es_low_rank"):
+        settings |= {"decoder": "generate", "options": Options(generation_kwargs={"min_new_tokens": new})}
+    if method == "es":
+        settings["weights"] = _under_noise(model, seen)
+    elif method in ("es_kahan", "es_inplace"):
+        settings["precision"] = method.removeprefix("es_")
+    elif method == "es_low_rank":
+        settings["rank"] = 1
+    elif method == "es_lora":
+        model = attach(model, lora_config(footprint.ADAPTER_RANK), 0)
+        seen.name("adapter", [p for p in model.parameters() if p.requires_grad])
+    engine = LocalEngine(model, tokenizer, Rewards(countdown.reward), {"train": prompts}, **settings)
+    seen.follow(model)
+    if method in ("es_kahan", "es_inplace"):
+        for name, plane in zip(("weights", "compensation"), engine.weights.planes, strict=False):
+            seen.name(name, [plane])
+    elif method != "es":
+        seen.name("weights", [p for p in model.parameters() if method != "es_lora" or not p.requires_grad])
+        seen.hold("master", engine.weights.planes[0])
+    return engine
+
+
+def _under_noise(model: Any, seen: Any) -> Any:
+    """Return weights as they lie on a GPU: a float32 master, and the model that a member is written into."""
+    import torch
+
+    from evoalign_lib import noise
+    from evoalign_lib.precision import Weights, layout_of
+
+    class DeviceMaster(Weights):
+        precision, drifts = "master", False
+
+        def __init__(self):
+            layout = layout_of(model)
+            flat, parameters = torch.zeros(layout.size, dtype=model.dtype), dict(model.named_parameters())
+            for name, view in layout.views(flat).items():
+                view.copy_(parameters[name].detach())
+                parameters[name].data = view
+            pieces = [(view, name) for name, view in layout.views(flat).items()]
+            self.device, self.model_weights = noise.device_weights(pieces), flat
+            super().__init__(layout, "gaussian", 0, (self.device.master.numpy(),))
+
+        @contextmanager
+        def member(self, key: int, sigma: float, sign: int = 1) -> Iterator[Any]:
+            self.device.perturb(key, sigma, sign)
+            yield self.model_weights
+
+        def update(self, keys: Any, coefficients: Any) -> None:
+            self.device.update(keys, coefficients)
+
+    weights = DeviceMaster()
+    seen.name("working copy", [weights.model_weights])
+    seen.name("master", [weights.device.master])
+    return weights
+
+
+def _decode_together(engine: Any, members: Sequence[Any], seen: Any) -> None:
+    """Decode members of low rank in one batch, as `LocalEngine.evaluate_together` does, and count their factors."""
+    import numpy as np
+    import torch
+
+    from evoalign_lib.engines.decode import Decoder
+    from evoalign_lib.low_rank import Population
+    from evoalign_study.memory_profile import NOISE
+
+    prompts, model = engine.prompts["train"], engine.model
+    population = Population(engine.master, engine.layout, members, SIGMA, rank=1)
+    if seen is not None:
+        for array in (*population.vectors.values(), *(each for pair in population.matrices.values() for each in pair)):
+            seen.hold(NOISE, array)
+    weights = engine.layout.views(torch.from_numpy(engine.master))
+    prefix = torch.from_numpy(prompts.prefix)
+    decoder = Decoder(model.config, weights, engine.eos_ids, model.config.pad_token_id, prefix, population=population)
+    rows = len(prompts)
+    owners = np.repeat(np.arange(len(members)), rows)
+    ids, mask = (torch.from_numpy(np.tile(array, (len(members), 1))) for array in (prompts.ids, prompts.mask))
+    decoder.generate(ids, mask, engine.max_completion_length, owners=owners)
+
+
+def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, folder: Path) -> footprint.Work:
+    """Take two steps of a search over an adapter with random matrices."""
+    import numpy as np
+
+    from evoalign_lib._adapters import attach
+    from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
+
+    config = lora_config(footprint.ADAPTER_RANK)
+    config.init_lora_weights = False
+    model = attach(model, config, 0)
+    moved = [p for p in model.parameters() if p.requires_grad]
+    seen.name("adapter", moved)
+    seen.name("weights", [p for p in model.parameters() if not p.requires_grad])
+    args = ESSAConfig(
+        output_dir=str(folder),
+        population_size=CANDIDATES,
+        prompts_per_step=None,
+        workers=1,
+        max_completion_length=new,
+        generation_kwargs={"min_new_tokens": new},
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = ESSATrainer(model, countdown.reward, args, data, processing_class=tokenizer)
+    engine = trainer.engine
+    seen.follow(model)
+    for step in range(2):
+        members = trainer.ask(step)
+        engine.evaluate(members, 0.0, "train", np.arange(len(data)))
+        trainer.tell(members, np.arange(CANDIDATES, dtype=np.float64))
+        if step == 0:
+            weights = engine.weights
+            seen.hold("master", weights.flat)
+            seen.hold("working copy", weights.working)
+            for array in _arrays(weights, {id(weights.flat), id(weights.working)}):
+                seen.hold("search", array)
+            _begin(seen)
+    return footprint.Work(len(data), 0, new, len(data), population=CANDIDATES)
+
+
+def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
+    """Go over NumPy's arrays that an object holds, each buffer once."""
+    import numpy as np
+
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, np.ndarray):
+        owner = thing
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if owner is thing or id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(thing, Mapping):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = thing
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type):
+        parts = list(vars(thing).values())
+    for part in parts:
+        yield from _arrays(part, seen)
+
+
+# ---- GRPO
+
+
+def _gradient_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
+    """Take two steps of TRL's trainer with two micro-batches each, and count the second."""
+    import torch
+    from transformers import TrainerCallback
+
+    from evoalign_lib import grpo
+    from evoalign_lib.engines.local import Prompts
+
+    class Second(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **others):
+            if state.global_step == 1:
+                inner = getattr(optimizer, "optimizer", optimizer)
+                seen.name("master", getattr(inner, "masters", []))
+                seen.name("moments", _plain(inner.state))
+                _begin(seen)
+
+    model, tokenizer = build(size, footprint.METHODS[method].dtype)
+    data = countdown.dataset(tiny.problems("train", 4), tokenizer)
+    prompt = Prompts(data, tokenizer).width
+    args = grpo.config(
+        "grpo",
+        output_dir=str(folder),
+        seed=0,
+        steps=2,
+        prompts_per_step=2,
+        num_generations=rows,
+        max_completion_length=new,
+        learning_rate=1e-5,
+        beta=0.04 if method == "grpo_reference" else 0.0,
+        micro_batch=rows,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    lengths: list[tuple[int, int]] = []
+
+    def noted(module: Any, given: Any, named: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            lengths.append(tuple(named["input_ids"].shape))
+
+    with seen, torch.compiler.set_stance("force_eager"):
+        if method == "grpo_reference":  # TRL loads the reference by name
+            model.save_pretrained(folder / "model")
+            model = str(folder / "model")
+        trainer = _trainer(method, model, tokenizer, args, data, Second())
+        trained = trainer.model
+        moved = [p for p in trained.parameters() if p.requires_grad]
+        if method == "grpo_lora":
+            seen.name("adapter", moved)
+        seen.name("weights", [p for p in trained.parameters() if method != "grpo_lora" or not p.requires_grad])
+        if method == "grpo_reference":
+            seen.name("reference model", trainer.ref_model.parameters())
+        seen.follow(trained)
+        trained.register_forward_pre_hook(noted, with_kwargs=True)
+        trainer.train()
+    most, length = max(lengths[-2:], key=lambda pair: pair[0] * pair[1])
+    return footprint.Work(most, prompt, length - prompt, 2 * rows)
+
+
+def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, callback: Any) -> Any:
+    from evoalign_lib import grpo
+
+    if method in ("grpo", "grpo_reference"):
+        return grpo.trainer(model, countdown.reward, args, data, tokenizer, [callback])[0]
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    from evoalign_lib.essa import lora_config
+
+    given: dict[str, Any] = {}
+    if method == "grpo_lora":
+        given["peft_config"] = lora_config(footprint.ADAPTER_RANK)
+    elif method == "grpo_mixed":
+        given["optimizers"] = (_master_adamw(model), None)
+    else:
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ImportError("Adam in 8 bits is torchao's: pip install 'evoalign[analysis]'.") from error
+        given["optimizers"] = (AdamW8bit(model.parameters(), lr=1e-5, weight_decay=0.0), None)
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=countdown.reward,
+        args=args,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer,
+        callbacks=[callback],
+        **given,
+    )
+
+
+def _master_adamw(model: Any) -> Any:
+    """Return AdamW on a float32 master of bfloat16 weights, which it writes back; a gradient at a time is float32."""
+    import torch
+
+    class MasterAdamW(torch.optim.AdamW):
+        def __init__(self):
+            self.pairs = [(p, p.detach().float().requires_grad_()) for p in model.parameters()]
+            self.masters = [master for _, master in self.pairs]
+            super().__init__(
+                [{"params": [master]} for master in self.masters], lr=1e-5, weight_decay=0.0, foreach=False
+            )
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            groups = self.param_groups
+            for group, (parameter, master) in zip(groups, self.pairs, strict=True):
+                self.param_groups = [group]  # one after the other: no more than one gradient is float32
+                master.grad = parameter.grad.float()
+                super().step()
+                master.grad = None
+                parameter.copy_(master)
+            self.param_groups = groups
+
+        def zero_grad(self, set_to_none=True):
+            for parameter, _ in self.pairs:
+                parameter.grad = None
+
+    return MasterAdamW()
+
+
+def _plain(state: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
+    """Return the tensors of an optimiser's state; of one in 8 bits those that it is made of."""
+    found = []
+    for tensor in (value for values in state.values() for value in values.values() if hasattr(value, "shape")):
+        parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
+        found += [tensor] if parts is None else [getattr(tensor, name) for name in parts]
+    return found

@@ -1,0 +1,286 @@
+"""Load the runs of a notebook by the names of their groups, and make those that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from evoalign_lib import arms, tiny
+from evoalign_lib.checks import nearest
+from evoalign_study.kinds.decoding import decoding_specs
+from evoalign_study.kinds.train import train_specs
+from evoalign_study.records import Record, Spec, spec_hash
+from evoalign_study.specs import settings_of_runs
+from evoalign_study.sweep import load_or_run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+DECODINGS = ("greedy", "t1")
+"""The decodings under which every run is measured, by their key in the records."""
+Records = Mapping[str, Sequence[Record]]
+"""Group -> its records."""
+
+
+class Group(NamedTuple):
+    """Training runs under one name: an arm on each of some bases, with each change of its settings and each seed."""
+
+    arm: str
+    bases: Sequence[str]
+    seeds: int | Sequence[int]
+    """How many, 0, 1, 2 and so on, which the parameter `seeds` replaces; or the seeds themselves."""
+    settings: Mapping[str, Any]
+    """As for `train_specs`."""
+    changes: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]] = ({},)
+    """What to change in the settings: one entry per setting of the group; or base -> its own such list."""
+    after: tuple[str, ...] = ()
+    """Groups whose records choose the settings: they are loaded first."""
+    ledgers: Sequence[str] = ()
+    """Bases whose runs keep their ledgers."""
+    scale: str = ""
+    """Of the runs; empty: that of the notebook (`of_tiny_world` gives another)."""
+
+
+class After(NamedTuple):
+    """Specs of runs of another kind that are made from the records of other groups; none before these are loaded."""
+
+    specs: Sequence[Spec]
+    after: tuple[str, ...]
+
+
+Groups = Mapping[str, Group | After | Sequence[Spec]]
+"""Name -> training runs, or the specs of runs of another kind."""
+
+
+class Loader:
+    """Loads the runs of a notebook by the names of their groups.
+
+    A group is *made anew* with `force`, unless `retrain` names others: its runs then go beside the committed records.
+
+    Attributes:
+        names: of all groups, in the order in which the notebook declares them.
+        records: group -> records, of all groups loaded so far.
+    """
+
+    def __init__(self, notebook: str, run: SimpleNamespace, groups: Callable[[SimpleNamespace, Records], Groups]):
+        """Make the specs of all groups, so that what no run can have is refused before any work.
+
+        Args:
+            notebook: name without suffix.
+            run: the notebook's parameters and settings, of `parameters.check_parameters`.
+            groups: makes the groups from `run` and the records loaded so far. A group that comes `after` another has
+                its name, and stand-ins for its settings, before the other is loaded.
+
+        Raises:
+            ValueError: `retrain` without `force`; a group of `retrain` that is not there, with the nearest name; or
+                what making the specs refuses.
+        """
+        self._notebook, self._run, self._groups = notebook, run, groups
+        self.records: dict[str, list[Record]] = {}
+        if run.retrain and not run.force:
+            raise ValueError(f"retrain={run.retrain!r} does nothing by itself: set force=True, too.")
+        self.names = tuple(self.specs())
+        for name in run.retrain:
+            _check_name(f"retrain={run.retrain!r}", name, self.names)
+
+    def specs(self) -> dict[str, list[Spec]]:
+        """Return the specs of all groups; a group whose `after` is not loaded yet has stand-ins for its settings."""
+        return {name: self._specs_of(name, group) for name, group in self._groups(self._run, self.records).items()}
+
+    def table(self) -> DataFrame:
+        """Return the groups as a table: arm or kind of run, bases, seeds, what is changed, and number of runs."""
+        from pandas import DataFrame
+
+        rows = []
+        for name, group in self._groups(self._run, self.records).items():
+            if specs := self._specs_of(name, group):  # none where they are made from records that are not loaded yet
+                row = {"group": name, "runs": len(specs), "arm or kind": _all("arm", specs) or _all("kind", specs)}
+                row |= {"bases": _all("base", specs), "seeds": _seeds_in_words(specs)}
+                rows.append(row | {"changed": _changes_in_words(group)})
+        return DataFrame(rows).set_index("group")
+
+    def __call__(self, *names: str) -> dict[str, list[Record]]:
+        """Return the records of groups: load what exists, run what is missing, and first the groups they come after.
+
+        A spec that two groups have is run once; it is made anew if one of them is. All runs made anew share a pool of
+        processes and a progress bar, and so do all others. A group that was loaded before is returned as it was.
+
+        Raises:
+            ValueError: a group that is not there, with the nearest name.
+            Exception: what `sweep.load_or_run` raises, such as `DryRun`.
+        """
+        for name in names:
+            _check_name("load", name, self.names)
+        groups = self._groups(self._run, self.records)
+        before = [n for name in names for n in _after(groups[name]) if n not in self.records]
+        if before:
+            self(*dict.fromkeys(before))
+            groups = self._groups(self._run, self.records)
+        specs = {name: self._specs_of(name, groups[name]) for name in names if name not in self.records}
+        found = self._load_or_run(specs, groups)
+        self.records |= {name: [found[spec_hash(spec)] for spec in own] for name, own in specs.items()}
+        return {name: self.records[name] for name in names}
+
+    def _load_or_run(self, specs: Mapping[str, list[Spec]], groups: Groups) -> dict[str, Record]:
+        """Return spec hash -> record: first of what is loaded, then of what is made anew, scale by scale."""
+        run, found = self._run, {}
+        wanted = {spec_hash(spec): spec for own in specs.values() for spec in own}
+        anew = {spec_hash(spec) for name, own in specs.items() if made_anew(run, name) for spec in own}
+        kept = {
+            spec_hash(spec)
+            for name, own in specs.items()
+            for spec in own
+            if isinstance(group := groups[name], Group) and spec["base"] in group.ledgers
+        }
+        for again in (False, True):
+            chosen = {h: spec for h, spec in wanted.items() if (h in anew) is again}
+            for scale in dict.fromkeys(spec["scale"] for spec in chosen.values()):
+                of_scale = {h: spec for h, spec in chosen.items() if spec["scale"] == scale}
+                records = load_or_run(
+                    list(of_scale.values()),
+                    self._notebook,
+                    scale,
+                    force=again,
+                    aside=run.aside,
+                    dry_run=run.dry_run,
+                    keep_ledgers=[spec for h, spec in of_scale.items() if h in kept],
+                )
+                found |= zip(of_scale, records, strict=True)
+        return found
+
+    def _specs_of(self, name: str, group: Group | After | Sequence[Spec]) -> list[Spec]:
+        if not isinstance(group, Group):
+            return list(group.specs if isinstance(group, After) else group)
+        scale = group.scale or self._run.scale
+        seeds = range(seed_count(self._run, name, group.seeds)) if isinstance(group.seeds, int) else group.seeds
+        return [
+            spec
+            for base in group.bases
+            for change in _changes(group, base)
+            for spec in train_specs(group.arm, [base], seeds, dict(group.settings) | dict(change), scale)
+        ]
+
+
+def decodings(run: SimpleNamespace, of: Records, names: Sequence[str], *also: Mapping[str, Any]) -> After:
+    """Return runs that measure the models of groups again, under more temperatures than their records have.
+
+    Only models of the tiny world are measured again. A run that several groups have is measured once.
+
+    Args:
+        names: groups, measured at `run.temperatures`.
+        *also: further measurements: `groups`, and arguments of `decoding_specs` in the place of these.
+    """
+    wanted = [{"groups": names, "temperatures": run.temperatures}, *also]
+    asked = tuple(dict.fromkeys(name for one in wanted for name in one["groups"]))
+    if run.bases[0] not in tiny.SHIPPED or any(name not in of for name in asked):
+        return After([], asked)
+    specs = [
+        spec
+        for one in wanted
+        for spec in decoding_specs(
+            [record for name in one["groups"] for record in of[name]],
+            **{name: value for name, value in one.items() if name != "groups"},
+        )
+    ]
+    return After(list({spec_hash(spec): spec for spec in specs}.values()), asked)
+
+
+def made_anew(run: SimpleNamespace, group: str) -> bool:
+    """Say whether a group is made again: with `force`, all groups or those that `retrain` names."""
+    return run.force and (not run.retrain or group in run.retrain)
+
+
+def seed_count(run: SimpleNamespace, group: str, n: int) -> int:
+    """Return the number of seeds of a group: n, or the parameter `seeds`, which `force` limits to what is made anew."""
+    return run.seeds if run.seeds and (made_anew(run, group) or not run.force) else n
+
+
+def of_runs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a notebook's settings that runs are made from: makers of specs refuse any other."""
+    known = settings_of_runs()
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def own_settings(run: SimpleNamespace, arm: str) -> dict[str, Any]:
+    """Return a notebook's settings of runs (`of_runs`) with an arm's own in the place of the common ones.
+
+    Those whose names begin with the arm's sweep are its own: `es_steps` becomes `steps` of all ES arms, `grpo_steps`
+    of GRPO and its relatives. An arm without a sweep has those that begin with its name.
+    """
+    prefix = f"{arms.get(arm).sweep or arm}_"
+    own = {name.removeprefix(prefix): value for name, value in vars(run).items() if name.startswith(prefix)}
+    return of_runs(vars(run) | own)
+
+
+def scaled(run: SimpleNamespace, choices: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return settings of the tiny models times `sweep_factors`, the factors of the scale."""
+    return [{name: value * run.sweep_factors.get(name, 1) for name, value in choice.items()} for choice in choices]
+
+
+def swept_choices(run: SimpleNamespace, arm: str) -> list[dict[str, float]]:
+    """Return the settings that an arm's sweep tries: the first `sweep_size` of `arms.SWEEP`, `scaled`."""
+    return scaled(run, arms.SWEEP[arm][: run.sweep_size])
+
+
+def ranked_choices(run: SimpleNamespace, arm: str, sweep: Sequence[Record] | None) -> list[dict[str, float]]:
+    """Return the settings that an arm's sweep has tried, best first; without its records, in the order of trial."""
+    return [setting for _, setting in arms.ranked(sweep)] if sweep else swept_choices(run, arm)
+
+
+def chosen_by(sweep: str, choices: Sequence[Any]) -> tuple[str, ...]:
+    """Return the sweep that runs have to wait for (`Group.after`): none where it has one choice, as at scale smoke."""
+    return (sweep,) if len(choices) > 1 else ()
+
+
+def of_tiny_world(run: SimpleNamespace, preset: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return scale and settings for what only the tiny world's models are small enough to measure exactly.
+
+    They are the notebook's own where its first base is one of these models; else those of scale tiny, whose records are
+    committed, so that a notebook on another model still shows them.
+
+    preset: the notebook's settings at scale tiny.
+    """
+    return (run.scale, vars(run)) if run.bases[0] in tiny.BASES else ("tiny", dict(preset))
+
+
+def of_size(settings: Mapping[str, Any], N: int) -> dict[str, Any]:
+    """Return what a population of N members changes in a setting of ES, at the same number of evaluated members.
+
+    alpha grows with N, so that steps, which are fewer, go as far together; the walk then has the same length.
+    """
+    size = settings["population_size"]
+    return {"population_size": N, "steps": round(settings["steps"] * size / N), "alpha": settings["alpha"] * N / size}
+
+
+def _after(group: Group | After | Sequence[Spec]) -> tuple[str, ...]:
+    return group.after if isinstance(group, (Group, After)) else ()
+
+
+def _changes(group: Group, base: str) -> Sequence[Mapping[str, Any]]:
+    return group.changes.get(base, ()) if isinstance(group.changes, Mapping) else group.changes
+
+
+def _changes_in_words(group: Group | After | Sequence[Spec]) -> str:
+    if not isinstance(group, Group):
+        return ""
+    if isinstance(group.changes, Mapping):
+        return "a setting per base"
+    if len(group.changes) != 1:
+        return f"{len(group.changes)} settings"
+    short = {name: f"{x:g}" if isinstance(x, float) else str(x) for name, x in group.changes[0].items()}
+    return ", ".join(f"{name} {value}" for name, value in short.items())
+
+
+def _all(field: str, specs: Sequence[Spec]) -> str:
+    return ", ".join(dict.fromkeys(spec[field] for spec in specs if field in spec))
+
+
+def _seeds_in_words(specs: Sequence[Spec]) -> str:
+    seeds = sorted({spec["seed"] for spec in specs if "seed" in spec})
+    return f"0 to {seeds[-1]}" if len(seeds) > 1 and seeds == list(range(len(seeds))) else ", ".join(map(str, seeds))
+
+
+def _check_name(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what}: there is no group {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")

@@ -1,0 +1,258 @@
+"""What the study asks of a task: its sets, its reward, and what is measured of a run.
+
+A task answers with one object of this class (`MEASURES` in its file; the registry is `tasks.TASKS`). What is written
+here is the measurement of a task whose completions are right or wrong, such as Countdown: accuracy on the validation
+set along the way, greedily and at temperature 1, and on the test set once, at the end, with the KL of the trained model
+from its base. A task overrides what is different about it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evoalign_lib import tasks
+from evoalign_lib.analysis import kl
+from evoalign_lib.engines.base import Prompts, check_temperature
+from evoalign_study import base_models
+from evoalign_study.records import Record, Spec, pack_bits, pack_counts
+
+
+def label(temperature: float) -> str:
+    """Return what a temperature is called in records: "t1", "t0.6"."""
+    return f"t{temperature:g}"
+
+
+def temperatures(name: str, given: Sequence[float], without: Sequence[float] = ()) -> list[float]:
+    """Return the temperatures of a setting as numbers.
+
+    name: of the setting. without: temperatures that it may not have, since they are asked in any case.
+    Raises ValueError for none, for one that is not above 0, for one that is there twice, and for one of `without`.
+    """
+    found = [float(temperature) for temperature in given]
+    for temperature in found:
+        check_temperature(temperature)
+    besides = f" besides {', '.join(f'{t:g}' for t in without)}" if without else ""
+    if not found or set(found) & set(without) or len({label(t) for t in found}) < len(found):
+        raise ValueError(f"{name}={list(given)}: give temperatures{besides}, each once.")
+    return found
+
+
+def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]:
+    """Return how a point of a run's curve decodes: the names, samples (0: greedily) and temperatures.
+
+    Greedily, at temperature 1 and at those of `sampled_at`, if the spec has it (`kinds.train`); where it has
+    `curve_temperature` (`kinds.decoding`), at that one alone.
+    """
+    if "curve_temperature" in spec:
+        return [(label(spec["curve_temperature"]), samples, spec["curve_temperature"])]
+    further = [(label(temperature), samples, temperature) for temperature in spec.get("sampled_at", ())]
+    return [("greedy", 0, 1.0), ("t1", samples, 1.0), *further]
+
+
+def beginning(text: str) -> str:
+    """Return 80 characters of a text, or as many as take 240 bytes of a record, where one may take six or twelve."""
+    text = text[:80]
+    while len(json.dumps(text)) > 240:
+        text = text[:-1]
+    return text
+
+
+class Companion(NamedTuple):
+    """A model beside the one that a run trains."""
+
+    role: str
+    """in words: "reward model", "judge" """
+    name: str
+    """folder or name on the Hub; of one behind an address, what it is called there"""
+    at: str
+    """a torch device; or "server" or "endpoint", whose memory is another process's"""
+    dtype: str
+    """in which it is loaded; empty: float32 on a CPU, else that of its files"""
+    requests: int = 0
+    """that an endpoint is sent in a run, retries left out"""
+
+
+class Measures:
+    """What is trained on, measured and recorded of the runs of one task."""
+
+    task: str
+    """Its name in `tasks.TASKS`."""
+    settings: tuple[str, ...] = ()
+    """Settings that this task alone reads; other tasks refuse them."""
+    sizes: tuple[str, ...] = ("validation_problems", "test_problems")
+    """Settings that every spec of the task needs beside max_completion_length."""
+    prompt_tokens: int = 150
+    """Tokens of a prompt, assumed where nothing is read; Countdown's text has about 470 characters, a token about 4."""
+    validated_by: str | None = "validation_greedy"
+    """The curve by which a sweep is ranked; None: the task has none that says what is right."""
+
+    @property
+    def module(self) -> ModuleType:
+        """The task's own module: data, prompts, graders, reward."""
+        return tasks.get(self.task)
+
+    # ---- specs
+
+    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a spec that only this task has, checked. Raises ValueError for what it cannot run."""
+        return {}
+
+    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for a training run that the task cannot have."""
+
+    # ---- data
+
+    def sets(self, spec: Spec) -> dict[str, list]:
+        """Return the problems of each split that the run asks: validation, test, and of a training run train."""
+        raise NotImplementedError
+
+    def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return rows of problems for a trainer or an engine, with the prompts that the spec asks for."""
+        return self.module.dataset(problems, tokenizer)
+
+    # ---- rewards and grades
+
+    def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
+        """Return the reward function that a run is trained on."""
+        return self.module.reward
+
+    def right(self, problem: Any, completion: str) -> bool:
+        """Say whether a completion is a right answer."""
+        raise NotImplementedError
+
+    def score(self, problem: Any, completion: str) -> float:
+        """Return the reward of one completion, by which best-of-n chooses."""
+        raise NotImplementedError
+
+    def imitated(self, spec: Spec, problems: Sequence[Any], samples: Sequence[Sequence[str]]) -> np.ndarray:
+        """Say which samples filtered fine-tuning imitates, bool (samples, problems): here the right answers."""
+        return np.array([[self.right(p, text) for p, text in zip(problems, row, strict=True)] for row in samples])
+
+    def judged(
+        self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[tuple[str, Sequence[int]]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rewards, and which answers are right, each (problems,), of a row of `engine.generate`."""
+        pairs = [(problem, text) for (text, _), problem in zip(row, problems, strict=True)]
+        return np.array([self.score(*pair) for pair in pairs]), np.array([self.right(*pair) for pair in pairs])
+
+    def lists_answers(self, base: str) -> bool:
+        """Say whether all right answers of a base are known by a list (`right_answers`)."""
+        return False
+
+    def right_answers(self, problem: Any) -> list[str]:
+        """Return the right answers to a problem of the tiny world, each with its end token; see `lists_answers`."""
+        raise NotImplementedError
+
+    def answer(self, completion: str) -> str | None:
+        """Return what a completion answers, by which completions that say the same are counted together; None: none."""
+        raise NotImplementedError
+
+    def right_answer(self, problem: Any, rng: random.Random) -> str:
+        """Return a right answer to a problem, of the tiny world with its end token."""
+        raise NotImplementedError
+
+    # ---- models beside the one that is trained
+
+    def companions(self, spec: Spec) -> list[Companion]:
+        """Return the models that a run needs beside the one that it trains, for its plan."""
+        return []
+
+    def beside(self, spec: Spec) -> AbstractContextManager[None]:
+        """Let a run, and the processes that it starts, reach these models while the context lasts."""
+        return nullcontext()
+
+    def finished(self, spec: Spec, result: Record) -> Record:
+        """Return what becomes the record of a run, once it has ended and its GPUs are free."""
+        return result
+
+    # ---- what is measured
+
+    def accuracy(
+        self, engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0, temperature: float = 1.0
+    ) -> np.ndarray:
+        """Return right answers, (samples or 1, problems), of the engine's current weights; samples 0: greedily."""
+        warmth = {} if temperature == 1.0 else {"temperature": temperature}
+        rows = engine.generate(name, samples=samples, seed=seed, **warmth)
+        return np.array([[self.right(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in rows])
+
+    def reach(
+        self, model: Any, prompts: Prompts, engine: Any, problems: Sequence[Any], temperatures: Sequence[float]
+    ) -> np.ndarray:
+        """Return how likely one sample of a model is a right answer, summed over the listed ones: no sample is drawn.
+
+        Args:
+            model: whose probabilities are taken.
+            prompts: of the problems.
+            engine: whose tokenizer, end tokens and longest completion hold.
+            problems: whose `right_answers` are listed.
+            temperatures: of the sampling.
+
+        Returns:
+            float64 (temperatures, problems), probabilities.
+        """
+        listed = [self.right_answers(problem) for problem in problems]
+        tokens = engine.tokenizer([text for texts in listed for text in texts], add_special_tokens=False)["input_ids"]
+        of_problem = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
+        fits = np.array([len(ids) <= engine.max_completion_length for ids in tokens])
+        of_problem, tokens = of_problem[fits], [ids for ids, fit in zip(tokens, fits, strict=True) if fit]
+        found = np.zeros((len(temperatures), len(problems)))
+        rows = kl.log_probabilities(
+            model, prompts.ids[of_problem], prompts.mask[of_problem], tokens, engine.eos_ids, temperatures
+        )
+        for row, values in zip(found, rows.exp().numpy(), strict=True):
+            np.add.at(row, of_problem, values)
+        return found
+
+    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
+        """Return what a point of the curve shows of the engine's current weights."""
+        problems, found = sets["validation"], {}
+        for name, samples, temperature in decodings_of_point(spec, 4):
+            right = self.accuracy(engine, "validation", problems, samples, seed=step, temperature=temperature)
+            found[f"validation_{name}"] = float(right.mean())
+        return found
+
+    def logged(self, spec: Spec, logs: Mapping[str, float]) -> dict[str, Any]:
+        """Return what a point of the curve takes from the trainer's logs of its step; none before the first step."""
+        return {}
+
+    def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return what a trained model has come to; a run without test set is measured along the way only."""
+        if "test" not in sets:
+            return {}
+        return {"test": self.tested(engine, sets["test"]), "kl_policy_base": base_models.kl_from_base(spec, engine)}
+
+    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return what is measured of an untrained base."""
+        return {"test": self.tested(engine, sets["test"])}
+
+    def tested(self, engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
+        """Return the accuracy on the test set, greedily and at temperature 1, with the outcome of every problem."""
+        greedy = self.accuracy(engine, "test", problems, 0)[0]
+        counts = self.accuracy(engine, "test", problems, samples).sum(0).astype(int)
+        return {
+            "n": len(problems),
+            "greedy": round(float(greedy.mean()), 6),
+            "greedy_bits": pack_bits(greedy.astype(int)),
+            "t1": round(float(counts.mean()) / samples, 6),
+            "t1_counts": pack_counts(counts),
+        }
+
+    def sampled(
+        self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
+    ) -> dict[str, Any]:
+        """Return the accuracy on one of the sets at each temperature, with how many samples of a problem are right."""
+        found: dict[str, Any] = {}
+        for temperature in temperatures:
+            counts = self.accuracy(engine, name, sets[name], samples, temperature=temperature).sum(0).astype(int)
+            found[label(temperature)] = round(float(counts.mean()) / samples, 6)
+            found[f"{label(temperature)}_counts"] = pack_counts(counts)
+        return found
+
+    # ---- the tiny world

@@ -1,0 +1,195 @@
+"""Countdown: new training problems in every step, and the strict grader for everything that is measured."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import tiny
+from evoalign_lib.analysis import coverage
+from evoalign_lib.engines.base import Prompts
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.tasks import countdown
+from evoalign_study import base_models
+from evoalign_study.measures.base import Measures, label
+from evoalign_study.records import Record, Spec
+
+REACH_AT_K = (1, 16, 256)
+"""Samples within which a point of a curve says what is reached."""
+
+
+class _Countdown(Measures):
+    task = "countdown"
+    settings = ("filler_steps",)
+
+    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return grader and, for base "H0", filler_steps.
+
+        Raises ValueError for more test problems than there are; for filler_steps that are missing, for another base,
+        of a length that the base has not learned, or longer than completions may be.
+        """
+        asked = settings.get("test_problems", 0)
+        if not 0 <= asked <= tiny.FIXED:
+            raise ValueError(f"test_problems={asked}: the test set has {tiny.FIXED}. Take so many, or fewer.")
+        return {"grader": "strict"} | _filler(base, settings)
+
+    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError for more unique prompts than a model from outside the tiny world can train on."""
+        unique = settings.get("unique_prompts") or 1
+        if base not in tiny.SHIPPED and unique > countdown.PUBLIC_TRAIN:
+            raise ValueError(
+                f"unique_prompts={unique}: model {base!r} trains on the {countdown.PUBLIC_TRAIN} public problems. Take "
+                "so many, or fewer."
+            )
+
+    def sets(self, spec: Spec) -> dict[str, list]:
+        """Return the problems of each split.
+
+        In the tiny world every step has new training problems, unless the spec has unique_prompts. Other models train
+        on the public ones, all of them or as many as unique_prompts says, drawn by the seed; "sft" goes through them
+        again until it has as many prompts as its spec says.
+        """
+        sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
+        trains = "prompts" in spec or "prompts_per_step" in spec
+        if trains:
+            # a branch of the seed tree that no fixed set uses
+            seed = np.random.SeedSequence([spec["seed"], 1])
+            needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
+        if spec["base"] in tiny.SHIPPED:
+            sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
+            if trains:
+                unique = spec.get("unique_prompts", needed)
+                sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
+            return sets
+        sets = {"train": countdown.load_public("train")}
+        if trains and not {"unique_prompts", "prompts"}.isdisjoint(spec):
+            drawn = np.random.default_rng(seed).permutation(len(sets["train"]))[: spec.get("unique_prompts")]
+            sets["train"] = [sets["train"][i] for i in itertools.islice(itertools.cycle(drawn), needed)]
+        sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
+        sets["test"] = countdown.load_public("test")[: sizes["test"]]
+        return {name: problems for name, problems in sets.items() if problems}
+
+    def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return rows whose prompts ask for as many filler steps as the spec says."""
+        return tiny.dataset(problems, tokenizer, spec.get("filler_steps"))
+
+    def skills(self, spec: Spec, engine: Any) -> dict[str, dict[str, float]]:
+        """Return what a model of family A still knows of each skill that no reward touches (`tiny.SKILL_NAMES`).
+
+        Its greedy accuracy, as a fraction, and the exact KL from the base, nats per token of one sample at temperature
+        1 per message.
+
+        spec: with skill_messages, how many of each skill. engine: with the model; gets prompts of each skill.
+        """
+        found = {}
+        for name in tiny.SKILL_NAMES:
+            messages, asked = tiny.skill_set(name, spec["skill_messages"]), f"skill {name}"
+            if asked not in engine.prompts:
+                rows = [{"prompt": [{"role": "user", "content": question}]} for question, _ in messages]
+                engine.add_prompts(asked, rows)
+            (answers,) = engine.generate(asked)
+            right = [text == reply for (text, _), (_, reply) in zip(answers, messages, strict=True)]
+            drift = base_models.kl_from_base(spec | {"seed": 0}, engine, asked)
+            found[name] = {"greedy": round(float(np.mean(right)), 6), "kl": drift["exact_nats_per_token"]}
+        return found
+
+    def right(self, problem: Any, completion: str) -> bool:
+        """Say whether the strict grader takes a completion for a right answer."""
+        return bool(countdown.grade(completion, problem.numbers, problem.target).answer)
+
+    def score(self, problem: Any, completion: str) -> float:
+        """Return the reward of a completion under the strict grader."""
+        return countdown.grade(completion, problem.numbers, problem.target).reward
+
+    def lists_answers(self, base: str) -> bool:
+        """Say that of family A all right answers are listed; family H writes steps of thinking before them."""
+        return base in tiny.BASES
+
+    def right_answers(self, problem: Any) -> list[str]:
+        """Return `tiny.right_answers`."""
+        return tiny.right_answers(problem)
+
+    def answer(self, completion: str) -> str | None:
+        """Return the expression of a completion without its blanks."""
+        found = countdown.last_answer(completion)
+        return None if found is None else found.replace(" ", "")
+
+    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
+        """Add, where the spec has `reach_at`, what the weights reach on the validation set, without a sample.
+
+        For each temperature, here 1: `reach_t1@k`, exact pass@k; and within `coverage.SOLVED_WITHIN` samples the
+        expected shares of problems that are solved where the base does not solve them, `won_t1`, and the reverse,
+        `lost_t1`.
+        """
+        found = super().point(spec, engine, sets, step)
+        if "reach_at" not in spec:
+            return found
+        temperatures, prompts = tuple(spec["reach_at"]), engine.prompts["validation"]
+        engine.write_model()
+        reached = self.reach(engine.model, prompts, engine, sets["validation"], temperatures)
+        base = _base_reach(spec["base"], len(sets["validation"]), spec["max_completion_length"], temperatures)
+        for temperature, own, before in zip(map(label, temperatures), reached, base, strict=True):
+            found |= {f"reach_{temperature}@{k}": float(coverage.pass_at(own, k).mean()) for k in REACH_AT_K}
+            solved = [coverage.pass_at(probabilities, coverage.SOLVED_WITHIN) for probabilities in (before, own)]
+            change = coverage.support(*solved)
+            found[f"won_{temperature}"] = change.won / len(own)
+            found[f"lost_{temperature}"] = change.lost / len(own)
+        return found
+
+    def right_answer(self, problem: Any, rng: random.Random) -> str:
+        """Return one of the expressions that reach the target, drawn, in the right format.
+
+        To a public problem that is none of the tiny world's (four numbers, or a target that is no integer) it is the
+        expression that `countdown.solve` finds, without an end token, which every model has its own of.
+        """
+        if len(problem.numbers) > 3 or not tiny.right_answers(problem):
+            found = countdown.solve(problem.numbers, problem.target)
+            if found is None:
+                raise ValueError(f"{problem} has no right answer: leave it out of the training problems.")
+            return f"</think>\n<answer>{found}</answer>"
+        return tiny.answer(problem, "right", rng)
+
+    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
+        """Return pass@k on the validation set beside the test set."""
+        validation = tiny.measure(engine, sets["validation"], "validation")
+        return {"validation": validation} | super().base_outcome(spec, engine, sets)
+
+
+@lru_cache(maxsize=4)
+def _base_reach(base: str, n: int, longest: int, temperatures: Sequence[float]) -> np.ndarray:
+    """What a base reaches on n validation problems: once per process, as every point of a curve is held against it."""
+    model, tokenizer = tiny.load(base)
+    problems = tiny.problems("validation", n)
+    prompts = {"validation": Prompts(MEASURES.rows({}, tokenizer, problems), tokenizer)}
+    engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
+    with closing(engine):
+        return MEASURES.reach(model, prompts["validation"], engine, problems, temperatures)
+
+
+def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:
+    """The setting filler_steps where there is one: on the base that needs it, and on no other."""
+    steps = settings.get("filler_steps")
+    if base not in tiny.FILLER_BASES:
+        if steps is None:
+            return {}
+        raise ValueError(
+            f"filler_steps={steps!r}: base {base!r} has not learned to think for a given length. Leave it out, or take "
+            f"base {tiny.FILLER_BASES[0]!r}."
+        )
+    if steps not in tiny.FILLER_STEPS:
+        raise ValueError(f"base {base!r} needs filler_steps, one of {list(tiny.FILLER_STEPS)}, got {steps!r}.")
+    length, needed = settings["max_completion_length"], steps + tiny.MAX_COMPLETION_LENGTH
+    if length < needed:
+        raise ValueError(
+            f"max_completion_length={length} cuts off {steps} filler steps and their answer: set at least {needed}."
+        )
+    return {"filler_steps": steps}
+
+
+MEASURES = _Countdown()

@@ -1,0 +1,97 @@
+"""What records of kind "path" hold of the points along a line, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evoalign_lib.analysis import connectivity
+from evoalign_study.records import unpack_bits
+
+Record = dict[str, Any]
+
+
+class Model(NamedTuple):
+    """A point that runs define, as its records name it (`study.trained.end`)."""
+
+    digests: tuple[str, ...]
+    """Of the runs whose mean displacement it has."""
+    as_long_as: tuple[str, ...] = ()
+    draw: int | None = None
+    factor: float = 1.0
+
+
+def model_of(named: Mapping[str, Any] | None) -> Model | None:
+    """Return the point that a spec names; None: the base itself."""
+    if named is None:
+        return None
+    long = named.get("as_long_as", {"digests": ()})["digests"]
+    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"])
+
+
+def by_ends(records: Sequence[Record]) -> dict[tuple[Model | None, Model | None], Record]:
+    """Return the records of kind "path" among any, by the ends of their lines, first and last."""
+    lines = [record for record in records if record["spec"]["kind"] == "path"]
+    return {(model_of(line["spec"].get("first")), model_of(line["spec"].get("last"))): line for line in lines}
+
+
+def errors(records: Sequence[Record], decoding: str) -> NDArray[np.float64]:
+    """Return which problems are answered wrongly at each point of each line, (lines, problems, points), 0 or 1.
+
+    records: of kind "path", of equally many problems and points. decoding: "greedy", "t0.6" or "t1".
+    Raises ValueError for no records, lines of unequal sizes, and a decoding that they lack.
+    """
+    sizes = {(record["n"], len(record["points"]["nll"])) for record in records}
+    if len(sizes) != 1:
+        raise ValueError(f"lines of {sorted(sizes)} problems and points make no array: give lines of one size")
+    ((n, _),) = sizes
+    key = f"{decoding}_bits"
+    if any(key not in record["points"] for record in records):
+        raise ValueError(f"a line was not decoded so: {decoding!r}. Use greedy, t0.6 or t1.")
+    rights = [[unpack_bits(bits, n) for bits in record["points"][key]] for record in records]
+    return 1.0 - np.array(rights, np.float64).transpose(0, 2, 1)
+
+
+def curves(records: Sequence[Record], name: str) -> NDArray[np.float64]:
+    """Return a number per point of each line, (lines, points).
+
+    name: "nll" (nats per answer), "kl" (nats per token) or "reward_greedy", "reward_t0.6", "reward_t1".
+    Raises ValueError for no records and lines of unequal numbers of points.
+    """
+    found = [record["points"][name] for record in records]
+    if len({len(values) for values in found}) != 1:
+        raise ValueError("lines with unequal numbers of points make no array: give lines of one size")
+    return np.array(found, np.float64)
+
+
+def barriers(
+    records: Sequence[Record], runs: Sequence[Record], decoding: str, n_resamples: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the barriers of the error on the lines between any two runs, and the same with problems resampled.
+
+    records: any; of kind "path" those between these runs are taken, in either direction. runs: of training, (runs,).
+    decoding: as in `errors`.
+    Returns fractions, (runs, runs) and (resamples, runs, runs), above the diagonal; corrected for noise
+    (`connectivity.estimate_barrier`, which leaves out the few resamples that have one run alone).
+    Raises ValueError for less than two runs, and where a line between two of them was not measured.
+    """
+    lines, ends = by_ends(records), [Model((run["digest"],)) for run in runs]
+    found: dict[tuple[int, int], NDArray[np.float64]] = {}
+    for i, j in combinations(range(len(runs)), 2):
+        a, b = ends[i], ends[j]
+        if (a, b) not in lines and (b, a) not in lines:
+            digests = " and ".join(runs[each]["digest"] for each in (i, j))
+            raise ValueError(f"no line was measured between the runs with the weights {digests}")
+        line = lines.get((a, b)) or lines[b, a]
+        found[i, j] = errors([line], decoding)[0][:, :: 1 if (a, b) in lines else -1]
+    if not found:
+        raise ValueError(f"{len(runs)} runs have no line between them: give two at least")
+    outcomes = np.full((len(runs), len(runs), *found[0, 1].shape), np.nan)
+    for pair, values in found.items():
+        outcomes[pair] = values
+    estimate = connectivity.estimate_barrier(outcomes, kind="line", within=True, n_resamples=n_resamples)
+    return estimate.pairs, estimate.pair_draws

@@ -1,0 +1,77 @@
+"""Where a record comes from: versions, device and the commit of the code."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from evoalign_lib import __version__
+from evoalign_study import paths
+
+
+def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
+    """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__.split("+")[0],
+        "transformers": metadata.version("transformers"),  # one second less than its import takes
+        "numpy": np.__version__,
+        "evoalign": __version__,
+        "device": f"{gpus} x {torch.cuda.get_device_name()}"
+        if engine != "local" and torch.cuda.is_available()
+        else _device(),
+    }
+
+
+def _device() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip() + " (CPU, one thread a run)"
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()} (CPU, one thread a run)"
+
+
+# what runs and notebooks write themselves: a change there says nothing about the code
+_DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "figures", "README.md", "LOG.md"))
+
+
+def commit() -> str:
+    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git.
+
+    The code of a notebook is its code cells: text and outputs may change.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
+        return done.stdout
+
+    try:
+        changed = git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
+        same = all(n.endswith(".ipynb") and _code(git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _code(notebook: str) -> list[str]:
+    """The sources of the code cells of a notebook's JSON."""
+    cells = json.loads(notebook)["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def _code_now(name: str) -> list[str] | None:
+    path = paths.ROOT / name
+    try:
+        return _code(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # removed, or a conflict that is not resolved
+        return None

@@ -1,0 +1,235 @@
+"""One plot style for every figure: sizes, fonts, and fixed looks. One colour has one meaning in the whole project."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evoalign_lib import drawing
+from evoalign_lib.arms import ARMS as _TRAINED
+from evoalign_lib.arms import UNTRAINED, Arm
+from evoalign_lib.drawing import COLUMN, PAGE, png  # noqa: F401
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from numpy.typing import ArrayLike, NDArray
+
+ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
+"""Everything that has a look: color, marker and label. The entries are in `evoalign_lib.arms`."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The look of curves of one decoding."""
+
+    linestyle: str
+    """Matplotlib line style."""
+    label: str
+    """Name in legends and tables."""
+
+
+STROKES: dict[str, Decoding] = {
+    "greedy": Decoding("-", "greedy"),
+    "t0.6": Decoding(":", "temperature 0.6"),
+    "t1": Decoding("--", "temperature 1"),
+}
+"""Every decoding that can be drawn, by its key in the records, coldest first."""
+
+DECODINGS: dict[str, Decoding] = {name: STROKES[name] for name in ("greedy", "t1")}
+"""The decodings that every committed record holds: notebooks draw and tabulate each of them."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The look of what is no arm; neither its colour nor that of any other look is an arm's."""
+
+    color: str
+    """Hexadecimal RGB. The looks of one table are steps of one hue, which a grey print keeps apart."""
+    marker: str
+    """Matplotlib marker."""
+    linestyle: str
+    """Matplotlib line style."""
+    label: str
+    """Name in legends and tables."""
+
+    def line(self) -> dict[str, Any]:
+        """Return the keyword arguments with which `Axes.plot` draws it."""
+        return {"color": self.color, "marker": self.marker, "linestyle": self.linestyle, "label": self.label}
+
+
+ARITHMETICS: dict[tuple[str, str], Look] = {
+    ("master", "gaussian"): Look("#241556", "o", "-", "float32 master"),
+    ("kahan", "gaussian"): Look("#5A4A9C", "P", "-.", "compensated pair"),
+    ("inplace", "gaussian"): Look("#8F83C6", "X", "--", "in place"),
+    ("inplace", "tied"): Look("#C4BDE4", "D", ":", "in place, tied noise"),
+}
+"""Precision and noise of an audited run -> its look."""
+
+KL_ESTIMATORS: dict[str, Look] = {
+    "k1": Look("#33270D", "o", "-", "k1"),
+    "k2": Look("#77602A", "s", "--", "k2"),
+    "k3": Look("#BDA76C", "^", "-.", "k3"),
+}
+"""Estimators of the KL divergence."""
+
+PARTS: dict[str, Look] = {
+    "full": Look("#2B3306", "D", "-", "whole step"),
+    "aligned": Look("#66751C", "o", "--", "along g"),
+    "orthogonal": Look("#A8B85A", "s", ":", "across g"),
+}
+"""A step of ES and its parts along and across the gradient g."""
+
+FITNESS: dict[str, Look] = {
+    "expected": Look("#4A0D2C", "o", "-", "expected fitness"),
+    "greedy": Look("#A35C6C", "s", "--", "greedy fitness"),
+}
+"""What a single step of ES is taken on."""
+
+LOOKS = (ARITHMETICS, KL_ESTIMATORS, PARTS, FITNESS)
+"""Every table of looks. What is new gets a table here, in a hue of its own."""
+
+SCREEN_DPI = 160
+"""Resolution of the pictures in notebooks, pixels per inch."""
+
+FURTHEST = 12
+"""The most by which the embedding in a notebook may move a colour, in steps of 255 per channel: not to be seen."""
+
+
+def use() -> None:
+    """Apply the style to all figures drawn from now on; a notebook embeds them as `embedded` makes them."""
+    drawing.use()
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+        # on its first import the inline backend registers a formatter, and would replace this one
+        import matplotlib_inline.backend_inline  # noqa: F401
+        from matplotlib.figure import Figure
+
+        shell.display_formatter.formatters["image/png"].for_type(Figure, embedded)
+
+
+def embedded(fig: Figure, optimize: bool = True) -> bytes:
+    """Return the PNG of a figure that a notebook embeds, `SCREEN_DPI` pixels per inch.
+
+    The picture is stored with a palette of its own colours, in a quarter of the bytes. From the most frequent colour
+    down, each takes the place of all that it moves by no more than `FURTHEST`: lines and areas keep theirs, and edges
+    have few. Where 256 colours do not suffice, the picture is stored in full colour.
+    optimize: see `drawing.png`.
+    """
+    import numpy as np
+    from PIL import Image
+
+    full = drawing.picture(fig, SCREEN_DPI)
+    codes = np.asarray(full, np.int32) @ [1 << 16, 1 << 8, 1]
+    found, places, counts = np.unique(codes.ravel(), return_inverse=True, return_counts=True)
+    colors = found[:, None] >> [16, 8, 0] & 255
+    entries, palette = np.full(len(found), -1), []
+    for i in np.argsort(-counts, kind="stable"):
+        if entries[i] < 0:
+            if len(palette) == 256:
+                return drawing.packed(full, SCREEN_DPI, optimize)
+            entries[(abs(colors - colors[i]).max(1) <= FURTHEST) & (entries < 0)] = len(palette)
+            palette.append(colors[i])
+    picture = Image.fromarray(entries[places].reshape(codes.shape).astype(np.uint8), "P")
+    picture.putpalette(np.array(palette, np.uint8).tobytes())
+    return drawing.packed(picture, SCREEN_DPI, optimize)
+
+
+def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
+    """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
+
+    arm: a key of `ARMS`. decoding: a key of `STROKES`. n: number of seeds, shown in the legend.
+    Raises KeyError for an arm or decoding without a look.
+
+    >>> line("es", "t1", n=8)["label"]
+    'ES, temperature 1 (n = 8)'
+    """
+    for name, known, room in ((arm, ARMS, "evoalign_lib/arms"), (decoding, STROKES, "notebooks/evoalign_study/style")):
+        if name not in known:
+            raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to {room}.py")
+    look, stroke = ARMS[arm], STROKES[decoding]
+    label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
+    # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
+    return {
+        "color": look.color,
+        "marker": look.marker,
+        "markevery": 0.15,
+        "linestyle": stroke.linestyle,
+        "label": label,
+    }
+
+
+def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
+    """Shade the interval of a curve.
+
+    x, low, high: (points,), in the units of the axes. color: any matplotlib colour.
+    """
+    ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+
+
+def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str, width: float = 0.0) -> None:
+    """Draw every run of an arm as a dot at x, failed ones as black crosses, and the mean of all as the arm's marker.
+
+    x, values: in the units of the axes; values: (runs,). failed: (runs,), bool. arm: a key of `ARMS`.
+    width: over which the dots are spread about x, so that none hides another; always in the same way.
+    """
+    import numpy as np
+
+    heights, crossed, look = np.asarray(values, float), np.asarray(failed, bool), ARMS[arm]
+    places = x + jitter(len(heights), width)
+    for chosen, how in (
+        (~crossed, {"s": 8, "color": look.color, "alpha": 0.45, "linewidths": 0}),
+        (crossed, {"s": 14, "color": "black", "marker": "x", "linewidths": 0.8, "zorder": 4}),
+    ):
+        ax.scatter(places[chosen], heights[chosen], **how)
+    ax.plot(x, heights.mean(), color=look.color, marker=look.marker, ms=5, mec="white", mew=0.5, zorder=3)
+
+
+def jitter(n: int, width: float) -> NDArray[np.floating]:
+    """Return n offsets within width / 2 of 0, neighbours far apart; the same ones each time.
+
+    >>> jitter(4, 1.0).round(2).tolist()
+    [0.0, -0.38, 0.24, -0.15]
+    """
+    import numpy as np
+
+    golden = (5**0.5 - 1) / 2  # its multiples fill an interval evenly, however many there are
+    return width * ((np.arange(n) * golden + 0.5) % 1 - 0.5)
+
+
+def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:
+    """Put one legend below a figure: an entry per arm, with its number of seeds, and an entry per decoding.
+
+    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `STROKES`.
+    Entries stand in as few rows as the width of the figure allows. The combinations of three arms and two decodings
+    would not fit a column; an entry for each arm and one for each decoding do.
+    """
+    from matplotlib.lines import Line2D
+
+    of_arms = []
+    for arm, n in arms.items():
+        look = ARMS[arm]
+        label = look.label if n is None else f"{look.label} (n = {n})"
+        of_arms.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
+    strokes = [STROKES[decoding] for decoding in decodings]
+    of_decodings = [Line2D([], [], color="black", linestyle=s.linestyle, label=s.label) for s in strokes]
+    widest = max(len(of_arms), len(of_decodings))
+    one_row = [] if fig.get_figwidth() <= COLUMN else [[of_arms + of_decodings]]
+    for rows in one_row + [_rows(of_arms, n) + _rows(of_decodings, n) for n in range(widest, 0, -1)]:
+        columns = max(map(len, rows))
+        empty = Line2D([], [], linestyle="", label=" ")
+        grid = [row + [empty] * (columns - len(row)) for row in rows]
+        # matplotlib fills column by column
+        ordered = [row[column] for column in range(columns) for row in grid]
+        made = fig.legend(handles=ordered, loc="outside lower center", ncols=columns, columnspacing=1.0)
+        frame = 2 * made.borderpad * made.prop.get_size_in_points() * fig.dpi / 72  # not drawn
+        if columns == 1 or made.get_window_extent().width - frame <= fig.bbox.width:
+            return
+        made.remove()
+
+
+def _rows(handles: list[Line2D], columns: int) -> list[list[Line2D]]:
+    return [handles[i : i + columns] for i in range(0, len(handles), columns)]

@@ -1,0 +1,36 @@
+"""The families of arms: who trains their runs, where those run, and what they draw."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from evoalign_lib import arms
+
+
+class Family(NamedTuple):
+    """What the arms of a family (`arms.Arm.family`) have in common."""
+
+    trainer: str
+    """Module with a context `train(spec, place, lasting, keep)`."""
+    completions: tuple[str, ...]
+    """Settings whose product is the number of completions that a run draws in training."""
+    has_members: bool = False
+    """Whether a run evaluates members on an engine, which it drives from its own process and which may be on several
+    machines, and keeps a ledger. Else TRL trains a float32 model in processes of its own, on one machine."""
+    samples_first: bool = False
+    """Of a family without members: whether a run draws all its completions before it trains, in batches of batch_size
+    on one GPU. Else it draws some in every step, which GPUs and micro batches share."""
+
+
+FAMILIES: dict[str, Family] = {
+    "es": Family("evoalign_study.evolution", ("steps", "population_size", "prompts_per_step"), has_members=True),
+    "cma": Family("evoalign_study.evolution", ("steps", "population_size", "prompts_per_step"), has_members=True),
+    "gradient": Family("evoalign_study.gradients", ("steps", "prompts_per_step", "num_generations")),
+    "sft": Family("evoalign_study.baselines", ("prompts", "num_generations"), samples_first=True),
+}
+"""The registry: a new family is a file with `train` and an entry here."""
+
+
+def of(arm: str) -> Family:
+    """Return the family of an arm. Raises ValueError for an unknown arm."""
+    return FAMILIES[arms.get(arm).family]

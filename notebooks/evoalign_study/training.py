@@ -1,0 +1,243 @@
+"""What every training run shares: where it works, what it goes on from, its curve, and what it has come to.
+
+A run whose weights stop being finite goes on to its end like any other, with a model that answers nothing right: its
+record has the step after which that was so, `diverged`, and null for every number that is not finite. Evaluation is in
+no budget.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evoalign_lib import _adapters, files, models
+from evoalign_lib.precision import copy_to
+from evoalign_study import base_models, measures, progress_bar, weight_cache
+from evoalign_study.records import Record, Spec
+
+_SETTLED = "settled"
+_CHECKPOINTS = 10
+"""checkpoints of a run that keeps them, over its steps; the last one stays"""
+
+
+def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
+    """Return model, tokenizer and the problems of each split, as the task of the spec has them.
+
+    The model is the base; of a run that goes on from another one (`kinds.composed`), where that ended.
+    """
+    model, tokenizer = base_models.model_of(spec)
+    if "start" in spec:
+        (master,) = weight_cache.of_group(spec["start"])
+        copy_to(model, weight_cache.layout_of(spec["base"]), master)
+    return model, tokenizer, measures.get(spec["task"]).sets(spec)
+
+
+def rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return rows of problems for a trainer or an engine."""
+    return measures.get(spec["task"]).rows(spec, tokenizer, problems)
+
+
+def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
+    """Return an engine that decodes the validation and test problems with weights that somebody else trains."""
+    asked = {name: rows(spec, tokenizer, sets[name]) for name in sets if name != "train"}
+    return base_models.evaluation_engine(spec, model, tokenizer, asked)
+
+
+def take_weights(engine: Any, model: Any) -> None:
+    """Copy a model's weights into an engine's; of a model with an adapter those of the merged one, W + scaling * B A.
+
+    What is measured of an adapter is thus measured of a full model: its digest, and its distance from the base, are
+    those of the merged float32 weights.
+    """
+    found = _adapters.dense(model)
+    for name, tensor in engine.weights.tensors().items():
+        tensor.copy_(found[name])
+
+
+class Trained(NamedTuple):
+    """A model that was trained just now; whoever asked for it closes its engine."""
+
+    engine: Any
+    """has its weights, and decodes the problems of the sets"""
+    start: np.ndarray
+    """flat float32 weights that it was trained from, as the engine has them"""
+    sets: Mapping[str, list]
+    """problems of each split"""
+    result: Record
+    """what its record has so far"""
+    diverged: Sequence[int]
+    """steps after which a weight was not finite"""
+
+
+def outcome(spec: Spec, ended: Trained) -> Record:
+    """Return what is measured of every trained model, and the first step after which a weight was not finite."""
+    engine, start, sets, _, diverged = ended
+    # in blocks: all at once it would take 12 bytes per weight
+    blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
+    moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
+    found = {"d": engine.layout.d, "update_norm": round(float(moved), 6), "digest": models.flat_digest(engine.master)}
+    found |= {"diverged": diverged[0]} if diverged else {}
+    measure = measures.get(spec["task"])
+    found |= measure.outcome(spec, engine, sets)
+    if "test" in found and "sampled_at" in spec:
+        found["test"] |= measure.sampled(spec, engine, sets, "test", spec["sampled_at"], 16)
+    return found
+
+
+# ---- where a run works
+
+
+@contextmanager
+def workplace(folder: Path | None) -> Iterator[Path]:
+    """Yield a temporary folder; or one that stays, emptied where the run in it was settled, for this process alone.
+
+    Raises RuntimeError where another process works in the folder.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+        return
+    with ExitStack() as held:
+        try:
+            held.enter_context(files.locked(folder, wait=False))
+        except BlockingIOError as error:
+            raise RuntimeError(f"another process trains in {folder}: wait for it, or end it.") from error
+        if (folder / _SETTLED).exists():  # asked for again: nothing of the finished run may stand in for it
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "starts.txt", "a") as log:
+            log.write(time.strftime("%Y-%m-%dT%H:%M:%SZ\n", time.gmtime()))
+        yield folder
+
+
+def starts(folder: Path) -> int:
+    """Return how often the run in a folder was started."""
+    return len(folder.joinpath("starts.txt").read_text().splitlines())
+
+
+def settle(folder: Path) -> None:
+    """Remove what a run kept in case it was killed; its record is stored. A run there begins anew from now on."""
+    (folder / _SETTLED).touch()
+    for pattern in ("checkpoint-*", "partial-*"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left)
+
+
+def reports(spec: Spec, lasting: bool) -> dict[str, Any]:
+    """Return what a trainer is told to write beside the record: checkpoints and TensorBoard's logs, or nothing."""
+    if not lasting:
+        return {"report_to": "none", "save_strategy": "no"}
+    every = max(1, spec.get("steps", 1) // _CHECKPOINTS)
+    return {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": every, "save_total_limit": 1}
+
+
+# ---- the curve
+
+
+class Progress:
+    """What a run has shown so far, on disk where a killed run is to go on.
+
+    Attributes:
+        curve: the points measured.
+        diverged: the steps after which the model had weights that were not finite.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.curve: dict[str, list] = {}
+        self.diverged: list[int] = []
+        self._path = None if folder is None else folder / "progress.json"
+        if self._path is not None and self._path.is_file():
+            found = json.loads(self._path.read_text())
+            self.curve, self.diverged = found["curve"], found["diverged"]
+
+    def go_on(self, step: int) -> None:
+        """Forget what came after a step: the run begins, or goes on from a checkpoint, there."""
+        known = sum(s <= step for s in self.curve.get("step", ())) if step else 0
+        self.curve = {name: values[:known] for name, values in self.curve.items() if known}
+        self.diverged = [s for s in self.diverged if s <= step]
+
+    def add(self, point: Mapping[str, Any]) -> None:
+        """Add a point of the curve."""
+        for name, value in point.items():
+            self.curve.setdefault(name, []).append(value)
+        self._save()
+
+    def diverge(self, step: int) -> None:
+        """Note that after a step the weights are not finite."""
+        self.diverged.append(step)
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is not None and os.environ.get("RANK", "0") == "0":
+            files.replace_text(self._path, json.dumps({"curve": self.curve, "diverged": self.diverged}))
+
+
+def points(spec: Spec) -> tuple[set[int], list[str]]:
+    """Return the steps after which a run is evaluated, and the axes of its budget that its curve has."""
+    steps, count = spec["steps"], spec["curve_points"]
+    if spec.get("curve_spacing") == "log":
+        axes = ["completions", "generated_tokens", "forward_flops", "core_seconds"]
+        spaced = np.append(0, np.geomspace(1, steps, count - 1))
+    else:
+        axes, spaced = ["completions"], np.linspace(0, steps, count)
+    return set(spaced.round().astype(int).tolist()), axes
+
+
+def rounded(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a point of a curve shows, as it is recorded."""
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in measured.items()}
+
+
+def curve_callback(
+    spec: Spec, sets: Mapping[str, list], progress: Progress, look: Callable[[], tuple[Any, Mapping[str, Any]]]
+) -> Any:
+    """Return the trainer's callback that measures the model at the points of its curve and adds them to its progress.
+
+    look: returns an engine that has the weights of this moment, and what the run has spent so far.
+    """
+    from transformers import TrainerCallback
+
+    steps, axes = points(spec)
+    measure = measures.get(spec["task"])
+
+    def record(step: int, logs: Mapping[str, float]) -> None:
+        engine, budget = look()
+        point = {"step": step} | {axis: round(budget[axis], 2) for axis in axes}
+        measured = measure.point(spec, engine, sets, step) | measure.logged(spec, logs)
+        progress.add(point | rounded(measured | {"reward": logs.get("reward")}))
+
+    class Curve(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            progress.go_on(state.global_step)
+            if state.global_step == 0 and 0 in steps:  # a checkpoint's point is known
+                record(0, {})
+
+        def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
+            if logs and "train_runtime" in logs:  # the summary at the end
+                return
+            progress_bar.tell(spec, state.global_step, (logs or {}).get("reward"))
+            if state.global_step in steps:
+                record(state.global_step, logs or {})
+
+    return Curve()
+
+
+def watch_divergence(trainer: Any, progress: Progress) -> None:
+    """Note in a run's progress the steps after which a weight is not finite."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if not all(p.isfinite().all() for p in _adapters.moved(model).values()):
+                progress.diverge(state.global_step)
+
+    trainer.callback_handler.add_callback(Watch())

@@ -1,0 +1,183 @@
+"""What a user of TRL's `GRPOTrainer` finds here: a table made from TRL's own signatures, and proof of each line.
+
+`PYTHONPATH=tests python tests/lib/test_trl_surface.py` writes the table into the page `site/from_trl.md`.
+"""
+
+import dataclasses
+import inspect
+from functools import cache
+from pathlib import Path
+
+import pytest
+from helpers import PROMPTS, random_model, tokenizer
+from transformers import TrainingArguments
+
+from evoalign_lib.es import SURFACE, ESConfig, ESTrainer
+
+PAGE = Path(__file__).parents[2] / "site" / "from_trl.md"
+HEADINGS = {
+    "arguments": "Arguments of the trainer",
+    "settings": "Settings",
+    "methods": "Methods of the trainer",
+}
+# Settings that the callbacks of trackers read, `push_to_hub` reads, or only the user's own script
+TRACKERS = {"run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
+HUB = {"hub_model_id", "hub_token", "hub_private_repo", "hub_revision"}
+SCRIPTS = {"do_train", "do_eval", "do_predict", "resume_from_checkpoint"}
+
+
+@cache
+def of_trl() -> dict[str, list[str]]:
+    """The names that TRL's trainer has, by section, in its order."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    public = inspect.getmembers(GRPOTrainer, inspect.isfunction)
+    return {
+        "arguments": [name for name in inspect.signature(GRPOTrainer.__init__).parameters if name != "self"],
+        "settings": [f.name for f in dataclasses.fields(GRPOConfig)],
+        "methods": [name for name, _ in public if not name.startswith("_")],
+    }
+
+
+def table() -> str:
+    """The page's table for each section: what TRL's trainer has, and what became of it here."""
+    order = {"same": 0, "missing": 1, "refused": 2}
+    parts = []
+    for section, names in of_trl().items():
+        rows = sorted((order[SURFACE[section][name][0]], name) for name in names)
+        lines = [f"## {HEADINGS[section]}", "", "| TRL | here | |", "| --- | --- | --- |"]
+        for _, name in rows:
+            status, remark = SURFACE[section][name]
+            lines.append(f"| `{name}` | {status} | {remark} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+LEAD = """# From GRPOTrainer to ESTrainer
+
+`ESTrainer` takes the place of TRL's `GRPOTrainer` in a script: the same data set, the same reward functions, callbacks,
+trackers and folders. This page names every argument, setting and public method of `GRPOTrainer`, read from TRL's own
+signatures, and says what becomes of it: *same*; *refused*, with the reason and what to do instead, which is also the
+text of the error; or *missing*. Nothing is accepted and then ignored. A refused setting is no error at its default.
+
+"""
+
+
+@pytest.mark.parametrize("section", HEADINGS)
+def test_the_table_names_all_that_trl_has_and_nothing_else(section):
+    assert sorted(SURFACE[section]) == sorted(of_trl()[section])
+
+
+def test_what_is_not_the_same_has_a_reason():
+    for section in SURFACE.values():
+        for name, (status, why) in section.items():
+            assert status in ("same", "refused", "missing"), name
+            assert why or status == "same", name
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == LEAD + table(), f"run {Path(__file__).name} to write {PAGE.name} anew"
+
+
+def test_what_is_the_same_is_there():
+    fields = {f.name for f in dataclasses.fields(ESConfig)}
+    parameters = inspect.signature(ESTrainer.__init__).parameters
+    found = {"arguments": parameters, "settings": fields, "methods": dir(ESTrainer)}
+    for section, there in found.items():
+        for name, (status, _) in SURFACE[section].items():
+            inherited = section == "settings" and name in {f.name for f in dataclasses.fields(TrainingArguments)}
+            assert inherited or (name in there) == (status == "same"), name
+
+
+def test_what_a_method_does_not_take_is_named():
+    from trl import GRPOTrainer
+
+    for name, (status, remark) in SURFACE["methods"].items():
+        if status == "same":
+            ours = inspect.signature(getattr(ESTrainer, name)).parameters
+            for parameter, of in inspect.signature(getattr(GRPOTrainer, name)).parameters.items():
+                named = parameter in ours or parameter in remark or parameter.startswith("_")
+                assert named or of.kind is of.VAR_KEYWORD, (name, parameter)
+
+
+# ---- refusals
+
+
+def other(value):
+    """A value that differs from a setting's default."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    return value + 1 if isinstance(value, (int, float)) else ["other"] if isinstance(value, list) else "other"
+
+
+def test_every_setting_without_effect_is_refused_with_its_reason_and_all_at_once():
+    fields = {f.name: f for f in dataclasses.fields(ESConfig)}
+    refused = {name: why for name, (status, why) in SURFACE["settings"].items() if status == "refused"}
+    defaults = {name: f.default if f.default_factory is dataclasses.MISSING else [] for name, f in fields.items()}
+    inherited = {name: other(defaults[name]) for name in refused if name in fields}
+    with pytest.raises(ValueError, match=f"{len(inherited)} settings cannot stay") as caught:
+        ESConfig(**inherited)
+    lines = str(caught.value).splitlines()
+    for name, value in inherited.items():
+        assert f"- {name}={value!r} has no effect on ES: {refused[name]}. Remove it." in lines
+    own = {name: 1 for name, (status, _) in SURFACE["settings"].items() if status != "same" and name not in fields}
+    with pytest.raises(TypeError) as caught:
+        ESConfig(**own)
+    for name in own:
+        assert f"- ESConfig has no setting {name!r}: {SURFACE['settings'][name][1]}." in str(caught.value)
+
+
+def test_every_setting_that_is_accepted_is_read(tmp_path):
+    """The whole of TrainingArguments: a run with evaluations and checkpoints, resumed, reads what is not refused."""
+    from transformers.integrations import integration_utils
+
+    read = set()
+
+    class Watched(ESConfig):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    def lengths(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    # by the classes' name: ESConfig reads every setting when it is made
+    settings = {"population_size": 2, "max_completion_length": 2, "workers": 1, "report_to": "none"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    args = Watched(output_dir=str(tmp_path), max_steps=1, **settings)
+    rows = [{"prompt": prompt} for prompt in PROMPTS[:2]]
+    read.clear()
+    ESTrainer(random_model(), lengths, args, rows, rows, tokenizer()).train()
+    epochs = Watched(output_dir=str(tmp_path), num_train_epochs=2, **settings)
+    ESTrainer(random_model(), lengths, epochs, rows, rows, tokenizer()).train(resume_from_checkpoint=True)
+    source = inspect.getsource(integration_utils)
+    assert all(f"args.{name}" in source for name in TRACKERS)
+    for field in dataclasses.fields(TrainingArguments):
+        if SURFACE["settings"][field.name][0] == "same":
+            assert field.name in read | TRACKERS | HUB | SCRIPTS, field.name
+
+
+def test_every_argument_that_is_not_taken_is_refused_with_its_reason():
+    refused = {name: why for name, (status, why) in SURFACE["arguments"].items() if status != "same"}
+    with pytest.raises(TypeError) as caught:
+        ESTrainer("A0", len, **dict.fromkeys(refused))
+    for name, why in refused.items():
+        assert f"ESTrainer takes no {name!r}: {why}." in str(caught.value)
+    with pytest.raises(TypeError, match=r"ESTrainer takes no 'eval_datset'\. Did you mean 'eval_dataset'\?"):
+        ESTrainer("A0", len, eval_datset=[])
+
+
+def test_every_method_that_there_is_not_says_why():
+    trainer = object.__new__(ESTrainer)
+    for name, (status, why) in SURFACE["methods"].items():
+        if status != "same":
+            assert not hasattr(trainer, name)
+            with pytest.raises(AttributeError) as caught:
+                getattr(trainer, name)
+            assert f"ESTrainer has no {name!r}: {why}." in str(caught.value)
+    with pytest.raises(AttributeError, match=r"ESTrainer has no 'xyzzy'\.$"):
+        trainer.xyzzy  # noqa: B018
+
+
+if __name__ == "__main__":
+    PAGE.write_text(LEAD + table(), encoding="utf-8")

@@ -1,0 +1,89 @@
+"""Hand-built records of Countdown runs, and the judgement of declared claims by them."""
+
+from evoalign_study import claims
+from evoalign_study.records import pack_bits, pack_counts
+
+from evoalign_lib import arms
+
+PROBLEMS = 200
+DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
+FAMILY = list(DECLARED.values())
+TUNED = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.0}}
+OTHER = {"es": {"sigma": 0.01, "alpha": 0.02}, "grpo": {"learning_rate": 1e-3, "beta": 0.04}}
+GENERAL = {"max_completion_length": 16, "validation_problems": 512, "test_problems": PROBLEMS}
+GENERAL |= {"curve_points": 25, "curve_spacing": "log"}
+FIXED = {
+    "es": GENERAL | {"steps": 208, "population_size": 30, "prompts_per_step": 128},
+    "grpo": GENERAL | {"steps": 250, "num_generations": 16, "prompts_per_step": 16},
+}
+# jitter over seeds, of mean 0 over eight seeds and over sixteen
+JITTER = [1, -1, 2, -2, 0, 0, 1, -1] * 2
+
+
+def family(arm: str) -> str:
+    return arms.get(arm).sweep
+
+
+def run_spec(arm: str, base: str, seed: int, **more: object) -> dict:
+    """The spec of a run, with the fields of the committed ones; `more` holds fields that it sets or has besides."""
+    general = {"kind": "train", "task": "countdown", "grader": "strict", "scale": "tiny", "engine_version": 2}
+    own = {"arm": arm, "base": base, "base_digest": f"digest of {base}", "seed": seed}
+    return general | own | FIXED[family(arm)] | TUNED[family(arm)] | more
+
+
+def results(right: int, sampled: int = 0) -> dict:
+    """The first `right` problems solved greedily, the first `sampled` in all samples."""
+    bits, counts = ([value] * n + [0] * (PROBLEMS - n) for value, n in ((1, right), (16, sampled)))
+    return {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts(counts)}
+
+
+def runs_of(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int = 1, **spec: object) -> list[dict]:
+    """Runs that solve `right` problems on average, whatever else is in their records."""
+    curve = {
+        "step": [0, 1, 2, 4],
+        "completions": [0, 10, 1_000, 100_000] if family(arm) == "es" else [0, 100, 1_000, 10_000],
+        "forward_flops": [0, 10, 1_000, 100_000] if family(arm) == "es" else [0, 100, 1_000, 10_000],
+    }
+    records = []
+    for seed, shift in zip(range(seeds), JITTER, strict=False):
+        score = (right + jitter * shift) / PROBLEMS
+        validation = [0.1, 0.2, 0.25, score]
+        shape = {"validation_greedy": validation, "validation_t1": validation}
+        found = {"status": "finished", "digest": f"{arm} {base} {seed}", "test": results(right + jitter * shift)}
+        records.append({"spec": run_spec(arm, base, seed, **spec), "curve": curve | shape} | found)
+    return records
+
+
+def sweep_of(arm: str, base: str = "A0", best: dict | None = None, choices: list[dict] | None = None) -> list[dict]:
+    """A sweep that `best` wins; by default the whole one, won by the tuned setting."""
+    records, short = [], {"steps": FIXED[arm]["steps"] // 2, "test_problems": 0}
+    for choice in arms.SWEEP[arm] if choices is None else choices:
+        curve = {"validation_greedy": [0.1, 0.2, 0.3 if choice == (best or TUNED[arm]) else 0.2]}
+        spec = run_spec(arm, base, arms.SWEEP_SEED, **short, **choice)
+        records.append({"spec": spec, "status": "finished", "curve": curve})
+    return records
+
+
+def base_record(base: str, right: int) -> dict:
+    spec = {"kind": "base", "base": base, "base_digest": f"digest of {base}", "scale": "tiny"}
+    return {"spec": spec, "status": "finished", "test": results(right)}
+
+
+RESAMPLES = 400  # of every interval: the worlds here are clear cut, and one test judges all records in full
+
+
+def evaluate(claim: dict, records: list[dict], **options: object) -> claims.Verdict:
+    return claims.evaluate(claim, records, **{"resamples": RESAMPLES} | options)
+
+
+def evaluate_together(declared: list[dict], records: list[dict]) -> list[claims.Verdict]:
+    return claims.evaluate_together(declared, records, resamples=RESAMPLES)
+
+
+def judge(name: str, records: list[dict], **change: object) -> claims.Verdict:
+    """Judge a claim by itself, without its family's correction."""
+    claim = {key: value for key, value in (DECLARED[name] | change).items() if key != "superseded"}
+    return evaluate(claim, records, declared=[])
+
+
+SWEEPS = [*sweep_of("es"), *sweep_of("grpo")]

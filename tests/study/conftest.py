@@ -1,0 +1,89 @@
+"""What several files of tests share."""
+
+import os
+import pickle
+
+import pytest
+from filelock import FileLock
+
+from evoalign_lib import tiny
+
+
+@pytest.fixture(scope="session")
+def committed_records():
+    """The committed records of scale tiny. Not to be changed."""
+    from evoalign_study import claims
+
+    return claims.committed_records("tiny")
+
+
+@pytest.fixture(scope="session")
+def committed_verdicts(tmp_path_factory):
+    """Every claim judged in full by the committed records: once, also where several processes share the tests."""
+    from evoalign_study import claims
+
+    folder = tmp_path_factory.getbasetemp()  # made anew for each run of the tests
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    file = folder / "committed_verdicts.pickle"
+    with FileLock(f"{file}.lock"):
+        if not file.is_file():
+            file.write_bytes(pickle.dumps(claims.evaluate_all()))
+        return pickle.loads(file.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def run(request):
+    """The parameters and settings, at scale tiny, of the notebook whose module the file of tests calls `study`."""
+    from evoalign_study import parameters
+
+    given = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
+    return parameters.check_parameters(given, request.module.study.presets())
+
+
+@pytest.fixture(scope="module")
+def records(request, run):
+    """Group -> committed records of that notebook."""
+    from evoalign_study.loading import Loader
+
+    if not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES):
+        pytest.skip("the bases have not been trained yet")
+    load = Loader(request.module.study.NOTEBOOK, run, request.module.study.groups)
+    return load(*load.names)
+
+
+@pytest.fixture(scope="module")
+def es_runs(request, tmp_path_factory):
+    """Records of the arms that the file of tests names in `RUNS`, (arm, seeds) each, trained with its `SETTINGS`.
+
+    They start from its `BASE`, "A0" where it names none. Their weights are kept in a folder of the file's own.
+    """
+    from evoalign_study import paths, sweep
+    from evoalign_study.kinds.train import train_specs
+
+    base = getattr(request.module, "BASE", "A0")
+    if not (tiny.bases_folder() / base).is_dir():
+        pytest.skip("the bases have not been trained yet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
+        yield [
+            [
+                sweep.run(spec, "nb", "commit")
+                for spec in train_specs(arm, [base], range(n), request.module.SETTINGS, "tiny")
+            ]
+            for arm, n in request.module.RUNS
+        ]
+
+
+@pytest.fixture
+def drawn():
+    """Figures without a screen, in the project's style; both are undone."""
+    import matplotlib as mpl
+    from evoalign_study import style
+    from matplotlib import pyplot as plt
+
+    mpl.use("agg")
+    with mpl.rc_context():
+        style.use()
+        yield
+    plt.close("all")

@@ -1,0 +1,207 @@
+"""The command `evoalign`: spellings, errors without traceback, nothing overwritten; and dry runs by papermill."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from evoalign_study import artifacts, claims, execution, paths
+from evoalign_study.claims.verdicts import Verdict
+from typer.testing import CliRunner
+
+from evoalign_lib import __version__, cli, comparison, tiny
+from evoalign_lib.analysis.stats import Interval
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """Exit code, and what is printed, in one line; no error is a traceback."""
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), env={"COLUMNS": "300"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+def test_version():
+    assert call("--version") == (0, f"evoalign {__version__}")
+
+
+def test_the_package_is_the_command(tmp_path):
+    command = [sys.executable, "-m", "evoalign_lib"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=paths.ROOT)
+    assert (done.returncode, done.stdout) == (0, f"evoalign {__version__}\n"), done.stderr
+    done = subprocess.run([*command, "nothing"], capture_output=True, text=True, cwd=paths.ROOT)
+    assert done.returncode == 2 and "Usage: evoalign " in done.stderr
+
+
+# ---- names in any spelling
+
+
+@pytest.mark.parametrize("given", ["01_es_countdown", "01", "1", "ES_Countdown", "notebooks/01_es_countdown.IPYNB"])
+def test_notebooks_are_found_in_any_spelling(given, monkeypatch):
+    executed, verified = [], []
+    monkeypatch.setattr(artifacts, "redraw", executed.append)
+    monkeypatch.setattr(artifacts, "verify", lambda names, write, drawn: verified.extend(names) or [])
+    assert call("execute", given)[0] == call("verify", "--notebook", given)[0] == 0
+    assert executed == verified == ["01_es_countdown"]
+
+
+@pytest.mark.parametrize("given", ["99", "", "01_es_cuntdown"])
+def test_unknown_notebooks(given):
+    for arguments in (["execute", given], ["verify", "--notebook", given]):
+        code, said = call(*arguments)
+        assert code == 2 and f"no notebook {given!r}." in said and "There are: 01_es_countdown, 02_" in said
+    assert "Did you mean '01_es_countdown'" in call("execute", "01_es_cuntdown")[1]
+
+
+def verdict(name: str) -> Verdict:
+    interval = Interval(0.5, math.nan, math.inf, 1)
+    words = dict.fromkeys(("title", "rule", "statement", "text", "key", "placebo", "decodings"), "é")
+    return Verdict(name, verdict="open", findings=(), intervals={"a": interval}, n=1, p=None, rule_hash="0", **words)
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Verdicts without the minute that it takes to judge; one has no interval."""
+    monkeypatch.setattr(artifacts, "unsealed", list)
+    monkeypatch.setattr(claims, "load_claims", lambda: [{"id": name} for name in ("E1", "C2b")])
+    monkeypatch.setattr(claims, "evaluate_all", lambda: [verdict("E1"), verdict("C2b")])
+
+
+def test_claims_are_found_in_any_spelling(judged):
+    assert call("claims", "--id", "e1", "--id", " c2B ")[1].startswith("E1 OPEN")
+    code, said = call("claims", "--id", "c2")
+    assert code == 2 and "no claim 'c2'. Did you mean 'C2b'? There are: E1, C2b" in said
+
+
+def test_claims_as_json(judged):
+    code, said = call("claims", "--json")
+    found = json.loads(said, parse_constant=pytest.fail)
+    assert code == 0 and [claim["id"] for claim in found] == ["E1", "C2b"]
+    assert found[0]["intervals"]["a"] == {"value": 0.5, "low": None, "high": None, "n": 1, "level": 0.95}
+    assert found[0]["title"] == "é" and found[0]["p"] is None
+    assert [claim["id"] for claim in json.loads(call("claims", "--json", "--id", "c2b")[1])] == ["C2b"]
+    assert call("claims", "--json", "--lock")[0] == 2
+
+
+# ---- what users do wrong
+
+
+@pytest.mark.parametrize("arguments", [["verify"], ["execute", "01"], ["seal"], ["claims"], ["claims", "--lock"]])
+def test_what_needs_a_checkout(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "paper/results")
+    code, said = call(*arguments)
+    assert code == 2 and f"evoalign {arguments[0]} needs a checkout of the repository" in said and "clone it" in said
+
+
+def test_a_package_that_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "nbformat", None)
+    code, said = call("execute", "01")
+    assert code == 1 and "nbformat" in said and "pip install 'evoalign[analysis,notebooks,judges]'" in said
+    monkeypatch.setitem(sys.modules, "seaborn", None)
+    monkeypatch.setattr(comparison, "compare", lambda *arguments: pytest.fail("it would end without a figure"))
+    code, said = call("compare", "A0", "A1", "A2", "--out", tmp_path)
+    assert code == 1 and "seaborn" in said and "evoalign[analysis" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", -1], "steps=-1 must be a whole number of at least 0"),
+        (["--seed", -1], "seed=-1 must be a whole number of at least 0"),
+        (["--family", "Z"], "family 'Z' is not one of ['A', "),
+    ],
+)
+def test_a_base_that_cannot_be_trained(options, message, tmp_path):
+    code, said = call("tiny", "--out", tmp_path / "base", *options)
+    assert code == 1 and message in said and not (tmp_path / "base").exists()
+
+
+def test_nothing_is_overwritten(tmp_path, monkeypatch):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "compare.png").write_text("mine")
+    ledger = next((paths.RESULTS / "01_es_countdown/ledgers").iterdir())
+    monkeypatch.setattr(comparison, "compare", lambda *arguments: pytest.fail("nothing may run"))
+    for arguments in (
+        ["tiny", "--out", kept],
+        ["replay", ledger, "--out", kept],
+        ["tiny", "--out", kept / "compare.png"],
+    ):
+        code, said = call(*arguments)
+        assert code == 1 and f"{str(arguments[-1])!r} exists: give a new folder" in said
+    code, said = call("compare", "A0", "A1", "A2", "--out", kept)
+    assert code == 2 and "compare.png exists: name another folder by --out, or say --overwrite" in said
+    assert [path.name for path in kept.iterdir()] == ["compare.png"] and (kept / "compare.png").read_text() == "mine"
+
+
+def test_a_comparison_replaces_its_files_on_demand(tmp_path):
+    arguments = ["compare", tiny.bases_folder() / "A0", tiny.bases_folder() / "A1", tiny.bases_folder() / "A2"]
+    assert call(*arguments, "--out", tmp_path)[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == set(comparison.WRITTEN)
+    (tmp_path / "compare.csv").write_text("mine")
+    assert call(*arguments, "--out", tmp_path)[0] == 2 and (tmp_path / "compare.csv").read_text() == "mine"
+    assert call(*arguments, "--out", tmp_path, "--overwrite")[0] == 0
+    assert (tmp_path / "compare.csv").read_text() != "mine"
+
+
+def damaged(folder: Path) -> list[list[object]]:
+    """Commands on files that are broken in several ways."""
+    whole = next((paths.RESULTS / "01_es_countdown/ledgers").iterdir()).read_bytes()
+    cut, text, odd, empty = (folder / f"{name}.jsonl" for name in ("cut", "text", "odd", "empty"))
+    packed = folder / "cut.jsonl.gz"
+    packed.write_bytes(whole[: len(whole) // 2])
+    cut.write_bytes(whole[:100]), text.write_text("hello\n"), odd.write_text('{"a": 1}\n'), empty.write_text("")
+    model = folder / "model"
+    shutil.copytree(tiny.bases_folder() / "A0", model)
+    (model / "model.safetensors").write_bytes(b"broken")
+    compared = [["compare", "A0", end, "A1", "--out", folder / "x"] for end in (model, folder)]
+    return [["replay", path, "--verify"] for path in (packed, cut, text, odd, empty, folder)] + compared
+
+
+def test_damaged_files_are_no_tracebacks(tmp_path):
+    for arguments in damaged(tmp_path):
+        code, said = call(*arguments)
+        assert code == 1 and said, arguments
+
+
+# ---- dry runs
+
+CELLS = """from evoalign_study import parameters, sweep
+from evoalign_study import nb03_conciseness as study
+run = parameters.check_parameters(globals(), study.presets(model))
+parameters.announce(run, "01_toy")
+sweep.load_or_run([{"kind": "base", "scale": scale}], "01_toy", scale, dry_run=run.dry_run)
+"""
+
+
+@pytest.fixture
+def notebook(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))
+    literals = "scale, model, engine = 'tiny', '', 'local'\ngpus = seeds = 0\nforce = dry_run = False"
+    cells = [nbformat.v4.new_code_cell(literals, metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(CELLS)]
+    cells.append(nbformat.v4.new_code_cell("raise KeyError('nothing after it may run')"))
+    path = tmp_path / "01_toy.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"language_info": {"name": "python"}}), path)
+    return path
+
+
+def test_a_dry_run_is_no_failure(notebook, tmp_path):
+    out = tmp_path / "out.ipynb"
+    command = [sys.executable, "-m", "papermill", notebook, out, "-k", "python3", "--log-output"]
+    command += ["-p", "dry_run", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 1 runs have records; to be run: base." in done.stderr  # the terminal
+    stopped, after = nbformat.read(out, as_version=4).cells[-2:]
+    assert "DryRun" not in done.stderr and stopped.execution_count and not after.execution_count
+
+
+def test_a_check_that_runs_nothing_names_what_is_missing(notebook, tmp_path):
+    content = nbformat.read(notebook, as_version=4)
+    content.cells[0].source = content.cells[0].source.replace("False", "True")
+    said = execution._run("01_toy", content, tmp_path, [], 100)
+    assert said == "notebooks/01_toy.ipynb failed: DryRun: 0 of 1 runs have records; to be run: base."

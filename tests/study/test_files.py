@@ -1,0 +1,137 @@
+"""Locks, files written in one piece, and the JSON text of which hashes are taken; all across real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from evoalign_study import paths
+
+from evoalign_lib.files import canonical_json, locked, replace_bytes, replace_text
+
+HOLDER = """import sys, time
+from evoalign_lib.files import locked
+with locked(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+ADDER = """import sys
+from pathlib import Path
+from evoalign_lib.files import locked, replace_text
+counter = Path(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+for _ in range(200):
+    with locked(counter):
+        replace_text(counter, str(int(counter.read_text()) + 1))
+"""
+
+
+def start(program: str, path: Path) -> subprocess.Popen:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=paths.ROOT, **pipes)
+
+
+def test_a_lock_has_one_holder_and_a_killed_one_gives_it_back(tmp_path):
+    path = tmp_path / "new" / "records.jsonl"
+    with start(HOLDER, path) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError, match=r"records\.jsonl is locked by another process: wait"):
+            with locked(path, wait=False):
+                pass
+        with locked(path.with_name("other.jsonl"), wait=False):  # another file has another lock
+            pass
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    with locked(path, wait=False):
+        assert not path.exists()
+    assert {file.name for file in path.parent.iterdir()} <= {".records.jsonl.lock", ".other.jsonl.lock"}
+
+
+def test_threads_exclude_one_another_too(tmp_path):
+    order = []
+
+    def later() -> None:
+        with locked(tmp_path / "file"):
+            order.append("second")
+
+    with locked(tmp_path / "file"):
+        thread = threading.Thread(target=later)
+        thread.start()
+        time.sleep(0.1)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_lock_is_given_back_where_the_block_fails(tmp_path):
+    with pytest.raises(KeyError):
+        with locked(tmp_path / "file"):
+            raise KeyError
+    with locked(tmp_path / "file", wait=False):
+        pass
+
+
+def test_two_processes_that_read_and_write_under_a_lock_lose_nothing(tmp_path):
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    with start(ADDER, counter) as one, start(ADDER, counter) as other:
+        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
+        one.stdin.close(), other.stdin.close()  # begin
+    assert one.returncode == other.returncode == 0
+    assert counter.read_text() == "400"
+
+
+WRITER = """import sys
+from evoalign_lib.files import replace_bytes
+while True:
+    for byte in b"ab":
+        replace_bytes(sys.argv[1], bytes([byte]) * 2_000_000)
+        print(flush=True)
+"""
+
+
+def test_a_file_is_whole_for_readers_and_after_a_kill(tmp_path):
+    path = tmp_path / "file"
+    with start(WRITER, path) as writer:
+        for _ in range(20):
+            writer.stdout.readline()
+            data = path.read_bytes()
+            assert len(data) == 2_000_000 and len(set(data)) == 1
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+    data = path.read_bytes()
+    assert len(data) == 2_000_000 and len(set(data)) == 1
+    assert {file.name for file in tmp_path.iterdir()} <= {"file", f".file.{writer.pid}.part"}
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_text_has_the_same_bytes_on_every_platform(tmp_path, sync):
+    replace_text(tmp_path / "made" / "text", "σ\nb\n", sync)
+    assert (tmp_path / "made" / "text").read_bytes() == b"\xcf\x83\nb\n"
+    replace_bytes(tmp_path / "made" / "text", b"", sync)
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["text"]
+    assert (tmp_path / "made" / "text").read_bytes() == b""
+
+
+def test_git_ignores_locks_and_partial_files():
+    names = ["paper/results/01/.tiny.jsonl.lock", "paper/generated/.manifest.json.17.part"]
+    ignored = subprocess.run(["git", "check-ignore", *names], cwd=paths.ROOT, capture_output=True, text=True)
+    if ignored.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert ignored.stdout.split() == names
+
+
+def test_canonical_json_is_one_text_for_equal_values():
+    assert canonical_json({"b": 1e-05, "a": ["é", None, True]}) == '{"a":["\\u00e9",null,true],"b":1e-05}'
+    value = {"b": [1, 2.5], "a": {"z": "σ", "y": 0.1}}
+    assert canonical_json(json.loads(json.dumps(value))) == canonical_json(value)
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            canonical_json({"a": number})

@@ -1,0 +1,124 @@
+"""The formula of memory: sums by hand for published models, and laws that hold for any shape."""
+
+from dataclasses import replace
+
+import pytest
+from evoalign_study.kinds import memory
+from evoalign_study.kinds.memory import PUBLISHED, PUBLISHED_WORK, SIZES, memory_specs
+from helpers import QWEN, qwen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import footprint
+from evoalign_lib.engines.memory import kv_bytes, shape
+from evoalign_lib.footprint import COMPONENTS, METHODS, Work, bytes_of
+
+WORK = Work(rows=1, prompt=150, new=1024, generated=64, members=30)
+SETTINGS = {"memory_rows": [4, 8], "max_completion_length": 8}
+
+
+def test_the_published_models_are_those_that_other_tests_know():
+    assert {size: PUBLISHED[size] for size in PUBLISHED} == {size: qwen(size) for size in PUBLISHED}
+
+
+def kept(method: str, size: str = "7B") -> dict[str, float]:
+    """Bytes a parameter of what weights and their training take, to two decimals."""
+    model = shape(qwen(size))
+    found = bytes_of(method, model, WORK, gpus=True)
+    apart = ("saved activations", "logits", "KV cache", "temporaries")
+    return {name: round(value / model.d, 2) for name, value in found.items() if name not in apart}
+
+
+def test_state_a_parameter_by_hand():
+    assert kept("es") == {"working copy": 2, "master": 4}
+    assert kept("es_kahan") == {"weights": 2, "compensation": 2}
+    assert kept("es_inplace") == {"weights": 2}
+    assert kept("grpo") == {"weights": 4, "gradients": 4, "moments": 8, "rollout copy": 2}
+    assert kept("grpo_reference") == kept("grpo") | {"reference model": 4}
+    assert kept("grpo_mixed") == {"weights": 2, "master": 4, "gradients": 2, "moments": 8, "rollout copy": 2}
+    assert kept("grpo_adam8bit") == {"weights": 4, "gradients": 4, "moments": 2.03, "rollout copy": 2}
+    assert kept("grpo_adam8bit_bfloat16") == {"weights": 2, "gradients": 2, "moments": 2.03, "rollout copy": 2}
+    lora, es_lora = kept("grpo_lora"), kept("es_lora")
+    assert (lora["weights"], lora["rollout copy"], es_lora["weights"]) == (2, 2, 2)
+    assert sum(lora.values()) < 4.03 and sum(es_lora.values()) < 2.02
+
+
+def test_an_adapter_has_the_parameters_that_peft_gives_it():
+    peft = pytest.importorskip("peft")
+    from evoalign_lib.essa import lora_config
+
+    model, _ = memory.build("4M")
+    adapted = peft.get_peft_model(model, lora_config(footprint.ADAPTER_RANK))
+    own = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert footprint.adapter_parameters(shape(model.config)) == own
+    assert {name for name in SIZES if shape(memory.build(name)[0].config).d < 5e6} == set(SIZES)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", ["0.5B", "72B"])
+@pytest.mark.parametrize("gpus", [False, True])
+def test_components_are_known_whole_and_positive(method, size, gpus):
+    found = bytes_of(method, shape(qwen(size)), WORK, gpus)
+    assert list(found) == [name for name in COMPONENTS if name in found]
+    assert all(isinstance(value, int) and value > 0 for value in found.values())
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(KeyError, match="ppo"):
+        bytes_of("ppo", shape(qwen("7B")), WORK)
+
+
+@given(
+    st.sampled_from(sorted(METHODS)),
+    st.sampled_from(sorted(QWEN)),
+    st.integers(1, 64),
+    st.integers(1, 2048),
+    st.booleans(),
+)
+def test_more_work_never_takes_less(method, size, rows, new, gpus):
+    model = shape(qwen(size))
+    work = Work(rows, 100, new, rows)
+    total = sum(bytes_of(method, model, work, gpus).values())
+    for more in (replace(work, rows=rows + 1, generated=rows + 1), replace(work, new=new + 1)):
+        assert sum(bytes_of(method, model, more, gpus).values()) >= total
+
+
+def test_caches_and_activations_at_7b_by_hand():
+    model, tokens = shape(qwen("7B")), 150 + 1024
+    assert bytes_of("es", model, WORK, gpus=True)["KV cache"] == 64 * tokens * kv_bytes(model)
+    h, q, i = 3584, 28 * 128, 18944
+    kept = tokens * (28 * (4 * (6 * h + 4 * q + 4 * i) + 4 * 30) + 16 * h)
+    assert footprint.activation_bytes("grpo", model, tokens) == kept
+    found = bytes_of("grpo", model, replace(WORK, rows=8, generated=8), gpus=True)
+    assert found["saved activations"] == 8 * kept and found["logits"] == 4 * 4096 * 32768
+
+
+def test_specs_are_one_for_each_method_and_model():
+    made = memory_specs(["es", "grpo"], list(SIZES), SETTINGS, "smoke")
+    assert len(made) == 6 and len({(s["method"], s["size"]) for s in made}) == 6
+    assert made[0] | {"method": "grpo"} == made[3] and made[0]["rows"] == [4, 8]
+    assert (made[0]["kind"], made[0]["base"], made[0]["max_completion_length"]) == ("memory", "A0", 8)
+
+
+@pytest.mark.parametrize(
+    ("methods", "sizes", "settings", "message"),
+    [
+        (["ppo"], ["1M"], SETTINGS, "method='ppo'"),
+        (["es"], ["7B"], SETTINGS, "size='7B'"),
+        (["es"], ["1M"], SETTINGS | {"memory_rows": [1, 4]}, "a group has at least 2"),
+        (["es"], ["1M"], SETTINGS | {"memory_rows": []}, "give numbers from 2 on"),
+        (["es"], ["1M"], {"memory_rows": [4]}, "needs the setting 'max_completion_length'"),
+    ],
+)
+def test_specs_that_cannot_be_are_refused(methods, sizes, settings, message):
+    with pytest.raises(ValueError, match=message):
+        memory_specs(methods, sizes, settings, "smoke")
+
+
+def test_what_a_step_has_at_full_size_fits_the_record():
+    from evoalign_lib.files import canonical_json
+
+    for method in METHODS:
+        found = memory.published(method)
+        assert set(found) == set(PUBLISHED) and len(canonical_json(found)) < 2500
+        assert found["7B"]["bytes"] == bytes_of(method, shape(qwen("7B")), PUBLISHED_WORK, gpus=True)

@@ -1,0 +1,400 @@
+"""The exact objective equals brute force and sampling, its gradient finite differences; steps keep their algebra."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from evoalign_study.kinds.estimator import ExactObjective
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from evoalign_lib import noise, tiny, update_rules
+from evoalign_lib.analysis import gradient as exact
+from evoalign_lib.engines.decode import Decoder
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.tasks import countdown
+
+END, LENGTH, VOCABULARY = 0, 3, 8
+PROMPTS = [[2, 3, 4], [5, 2], [3, 3, 6, 7]]
+# All strings that end with the end token, or reach the length without one.
+STRINGS = [
+    s
+    for n in range(1, LENGTH + 1)
+    for s in itertools.product(range(VOCABULARY), repeat=n)
+    if END not in s[:-1] and (s[-1] == END or n == LENGTH)
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                tie_word_embeddings=True,
+                initializer_range=0.3,
+                eos_token_id=END,
+            )
+        ).eval()
+
+
+@pytest.fixture(scope="module")
+def full(model):
+    return enumerate_(model, min_probability=0.0)
+
+
+@pytest.fixture(scope="module")
+def rewards(full):
+    # half of them 0, as in the task itself
+    rng = np.random.default_rng(0)
+    return rng.random(len(full)) * (rng.random(len(full)) < 0.5)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny.load("A0")
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return countdown.generate(6, 0, split="validation", **tiny.PROBLEMS | {"count": 2})
+
+
+@pytest.fixture(scope="module")
+def objective(base, problems):
+    return ExactObjective(*base, problems)
+
+
+def enumerate_(model, **settings):
+    return exact.enumerate_completions(model, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, **settings)
+
+
+def log_probability(model, prompt, completion):
+    """One string by itself: no padding, no cache, no tree."""
+    ids = torch.tensor([[*prompt, *completion]])
+    scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return scores[range(len(completion)), list(completion)].sum()
+
+
+def keys_of(repeat, n):
+    root = noise.run_key("test", repeat)
+    return np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
+
+
+# ---- enumeration
+
+
+def test_everything_is_enumerated_once(model, full):
+    assert len(STRINGS) == 1 + 7 + 49 * 8
+    assert full.covered == pytest.approx(np.ones(3), abs=1e-5)
+    assert full.prompt.tolist() == sorted(full.prompt)
+    for p in range(len(PROMPTS)):
+        found = [tuple(s) for s, i in zip(full.completions(), full.prompt, strict=True) if i == p]
+        assert len(found) == len(STRINGS) and set(found) == set(STRINGS)
+
+
+def test_probabilities_equal_those_of_single_strings(model, full):
+    with torch.inference_mode():
+        alone = [
+            log_probability(model, PROMPTS[p], s).item() for p, s in zip(full.prompt, full.completions(), strict=True)
+        ]
+    assert full.log_probability == pytest.approx(np.array(alone), abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1024])
+def test_pruning_leaves_out_the_improbable_and_nothing_else(model, full, rows, monkeypatch):
+    monkeypatch.setattr(exact, "_ROWS", rows)
+    pruned = enumerate_(model, min_probability=2e-3)
+
+    def pairs(enumeration, kept):
+        return {(p, *s) for p, s, k in zip(enumeration.prompt, enumeration.completions(), kept, strict=True) if k}
+
+    kept = full.log_probability >= math.log(2e-3)
+    assert 0 < kept.sum() < len(full)
+    assert pairs(pruned, np.full(len(pruned), True)) == pairs(full, kept)
+    expected = [np.exp(full.log_probability[kept & (full.prompt == p)]).sum() for p in range(len(PROMPTS))]
+    assert pruned.covered == pytest.approx(expected, abs=1e-6)
+
+
+def test_enumeration_refuses_what_has_no_completions(model):
+    with pytest.raises(ValueError, match="at least one token"):
+        exact.enumerate_completions(model, [[1], []], eos_ids=[END], max_new_tokens=2)
+    with pytest.raises(ValueError, match="at least one token"):
+        exact.enumerate_completions(model, [], eos_ids=[END], max_new_tokens=2)
+    with pytest.raises(ValueError, match="max_new_tokens.*0"):
+        exact.enumerate_completions(model, [[1]], eos_ids=[END], max_new_tokens=0)
+    with pytest.raises(ValueError, match="min_probability.*1"):
+        enumerate_(model, min_probability=1.0)
+
+
+# ---- objective and gradient
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 20])
+def test_expected_reward_equals_brute_force(model, full, rewards, elements, monkeypatch):
+    monkeypatch.setattr(exact, "_MASK_ELEMENTS", elements)  # one prompt a forward pass; all in one
+    with torch.inference_mode():
+        brute = sum(
+            r * log_probability(model, PROMPTS[p], s).exp().item()
+            for p, s, r in zip(full.prompt, full.completions(), rewards, strict=True)
+        )
+    assert exact.expected_reward(model, full, rewards) == pytest.approx(brute / len(PROMPTS), rel=1e-5)
+
+
+def test_expected_reward_is_scored_under_the_present_weights(model, full, rewards):
+    other = Qwen2ForCausalLM(model.config).eval()
+    with torch.no_grad():
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            p.copy_(1.1 * q)
+    scaled = enumerate_(other, min_probability=0.0)
+    reward = {(p, *s): r for p, s, r in zip(full.prompt, full.completions(), rewards, strict=True)}
+    ordered = np.array([reward[(p, *s)] for p, s in zip(scaled.prompt, scaled.completions(), strict=True)])
+    found = exact.expected_reward(other, full, rewards)
+    assert found == pytest.approx(np.exp(scaled.log_probability) @ ordered / len(PROMPTS), rel=1e-5)
+    assert found != pytest.approx(exact.expected_reward(model, full, rewards), rel=1e-3)
+
+
+def test_expected_reward_equals_the_mean_of_samples(model, full, rewards):
+    n = 8000
+    decoder = Decoder(model.config, {k: p.detach() for k, p in model.named_parameters()}, [END], pad_id=1)
+    rng = np.random.default_rng(1)
+    reward = {(p, *s): r for p, s, r in zip(full.prompt, full.completions(), rewards, strict=True)}
+    drawn = []
+    for p, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt] * n)
+        uniforms = torch.from_numpy(rng.random((n, LENGTH), dtype=np.float32))
+        new = decoder.generate(ids, torch.ones_like(ids), LENGTH, uniforms).tolist()
+        ends = [row.index(END) + 1 if END in row else LENGTH for row in new]
+        drawn.append([reward[(p, *row[:end])] for row, end in zip(new, ends, strict=True)])
+    drawn = np.array(drawn)
+    error = np.sqrt((drawn.var(1, ddof=1) / n).sum()) / len(PROMPTS)
+    assert abs(exact.expected_reward(model, full, rewards) - drawn.mean()) < 4 * error < 0.02
+
+
+def test_gradient_equals_finite_differences(model, full, rewards):
+    gradient = exact.expected_reward_gradient(model, full, rewards)
+    parameters = dict(model.named_parameters())
+    assert list(gradient) == list(parameters) and "lm_head.weight" not in gradient
+    assert all(gradient[k].shape == tuple(p.shape) and gradient[k].dtype == np.float32 for k, p in parameters.items())
+    moved = Qwen2ForCausalLM(model.config).eval()
+    rng = np.random.default_rng(2)
+
+    def value(direction, h):
+        with torch.no_grad():
+            for name, p in moved.named_parameters():
+                p.copy_(parameters[name] + h * torch.from_numpy(direction[name]))
+        return exact.expected_reward(moved, full, rewards)
+
+    def draw():
+        return {k: 0.3 * rng.standard_normal(g.shape).astype(np.float32) for k, g in gradient.items()}
+
+    # directions through all tensors, and through one tensor alone each, so that none hides behind the others
+    directions = [draw() for _ in range(4)]
+    directions += [{k: 3 * d * (k == only) for k, d in draw().items()} for only in gradient]
+    slopes = [sum(float((gradient[k] * d).sum()) for k, d in direction.items()) for direction in directions]
+    assert np.abs(slopes).max() > 0.3
+    for direction, slope in zip(directions, slopes, strict=True):
+        near, far = ((value(direction, h) - value(direction, -h)) / (2 * h) for h in (2e-3, 4e-3))
+        # Richardson's extrapolation; what remains is float32 rounding over h
+        assert slope == pytest.approx((4 * near - far) / 3, abs=3e-4)
+
+
+def test_gradient_is_the_policy_gradient(model, full, rewards):
+    """sum_y p R grad log p, string by string, on the prefixes of two tokens of the first prompt."""
+    short = exact.enumerate_completions(model, PROMPTS[:1], eos_ids=[END], max_new_tokens=2, min_probability=0.0)
+    reward = rewards[: len(short)]
+    parameters = dict(model.named_parameters())
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for s, r in zip(short.completions(), reward, strict=True):
+        score = log_probability(model, PROMPTS[0], s)
+        for sum_, g in zip(total.values(), torch.autograd.grad(score, list(parameters.values())), strict=True):
+            sum_ += r * score.exp().detach() * g
+    for name, g in exact.expected_reward_gradient(model, short, reward).items():
+        assert g == pytest.approx(total[name].numpy(), abs=1e-6)
+
+
+def test_a_baseline_leaves_the_gradient_alone(model, full, rewards):
+    found = exact.expected_reward_gradient(model, full, rewards)
+    shifted = exact.expected_reward_gradient(model, full, rewards + 1)
+    constant = exact.expected_reward_gradient(model, full, np.ones(len(full)))
+    for name, g in found.items():
+        assert shifted[name] == pytest.approx(g, abs=2e-6)
+        assert np.abs(constant[name]).max() < 2e-6
+
+
+def test_rewards_must_be_one_finite_number_each(model, full, rewards):
+    with pytest.raises(ValueError, match=rf"each of the {len(full)} completions"):
+        exact.expected_reward(model, full, rewards[1:])
+    with pytest.raises(ValueError, match="1 not finite"):
+        exact.expected_reward(model, full, np.where(np.arange(len(full)) == 3, np.nan, rewards))
+    assert exact.expected_reward(model, full, np.zeros(len(full))) == 0
+
+
+# ---- one step
+
+LAYOUT = noise.Layout.from_shapes([("a", (17, 11)), ("b", (9,)), ("c", (5, 41))])
+_FINITE = st.floats(-1e3, 1e3, width=32)
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(*[hnp.arrays(np.float32, n, elements=_FINITE)] * 2)))
+def test_parts_of_a_step(vectors):
+    a, g = vectors
+    if not g.any():
+        with pytest.raises(ValueError, match="0 everywhere"):
+            exact.decompose(a, g)
+        return
+    aligned, orthogonal = exact.decompose(a, g)
+    size = np.linalg.norm(a.astype(float))
+    assert aligned + orthogonal == pytest.approx(a, abs=1e-12 * size + 1e-300)
+    assert abs(orthogonal @ (g / np.linalg.norm(g.astype(float)))) <= 1e-12 * size
+    assert math.hypot(np.linalg.norm(aligned), np.linalg.norm(orthogonal)) == pytest.approx(size)
+    if a.any():
+        cosine = exact.cosine(a, g)
+        assert abs(cosine) <= 1 + 1e-12
+        assert abs(cosine) * size == pytest.approx(np.linalg.norm(aligned), abs=1e-12 * size)
+    else:
+        assert math.isnan(exact.cosine(a, g))
+
+
+def test_a_step_is_the_weighted_sum_of_the_noise():
+    keys, z = keys_of(0, 5), np.array([1.0, -2.0, 0.0, 0.5, 0.25])
+    direct = sum(0.3 * c / 5 * noise.noise_vector(LAYOUT, int(k)).astype(float) for k, c in zip(keys, z, strict=True))
+    found = exact.step(LAYOUT, keys, z, 0.3)
+    assert found.dtype == np.float32 and found == pytest.approx(direct, abs=1e-6)
+    assert not found[LAYOUT.padding].any()
+
+
+def test_a_linear_fitness_has_the_predicted_cosine():
+    n, repeats = 40, 300
+    g = noise.noise_vector(LAYOUT, 7)
+    cosines, norms = [], []
+    for repeat in range(repeats):
+        keys = keys_of(repeat, n)
+        s = exact.projections(LAYOUT, keys, g)
+        assert exact.fitness_correlation(3 * s + 2, s) == pytest.approx(1)
+        assert exact.fitness_correlation(-s, s) == pytest.approx(-1)
+        step = exact.step(LAYOUT, keys, update_rules.standardise(s), 0.1)
+        cosines.append(exact.cosine(step, g))
+        norms.append(np.linalg.norm(step.astype(float)))
+    # the aligned part is alpha, the rest alpha sqrt((d - 1) / N): together sqrt(N / (N + d - 1)), about sqrt(N / d)
+    assert np.mean(cosines) == pytest.approx(math.sqrt(n / (n + LAYOUT.d - 1)), rel=0.02)
+    assert np.sqrt(np.mean(np.square(norms))) == pytest.approx(0.1 * math.sqrt(LAYOUT.d / n + 1), rel=0.02)
+
+
+def test_the_cosine_of_any_fitness_follows_from_rho():
+    g = noise.noise_vector(LAYOUT, 7)
+    for repeat in range(20):
+        keys, n = keys_of(repeat, 12), 12
+        fitness = np.random.default_rng(repeat).standard_normal(n)
+        s = exact.projections(LAYOUT, keys, g)
+        step = exact.step(LAYOUT, keys, update_rules.standardise(fitness), 0.1)
+        norm = np.linalg.norm(step.astype(float))
+        # unrelated fitness: the norm is that of a random step
+        assert norm == pytest.approx(0.1 * math.sqrt(LAYOUT.d / n), rel=0.2)
+        predicted = exact.fitness_correlation(fitness, s) * math.sqrt(n / LAYOUT.d)
+        corrections = s.std() / np.linalg.norm(g.astype(float)) * 0.1 * math.sqrt(LAYOUT.d / n) / norm
+        assert exact.cosine(step, g) == pytest.approx(predicted * corrections, rel=1e-4)
+
+
+def test_a_tied_population_has_no_correlation():
+    assert math.isnan(exact.fitness_correlation(np.ones(4), np.arange(4.0)))
+
+
+# ---- Countdown
+
+
+def test_a_base_is_enumerated_almost_completely(base, problems):
+    model, tokenizer = base
+    prompts = Prompts(countdown.dataset(problems[:3], tokenizer), tokenizer)
+    ids = [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)]
+    found = exact.enumerate_completions(
+        model, ids, eos_ids=[tokenizer.eos_token_id], max_new_tokens=tiny.MAX_COMPLETION_LENGTH
+    )
+    assert found.covered.min() > 0.99 and found.covered.max() < 1 + 1e-5
+
+
+def test_the_objective_agrees_with_the_engine(objective, base, problems):
+    model, tokenizer = base
+    samples = 200
+    engine = LocalEngine(
+        model,
+        tokenizer,
+        None,
+        {"problems": Prompts(countdown.dataset(problems, tokenizer), tokenizer)},
+        max_completion_length=tiny.MAX_COMPLETION_LENGTH,
+        decoder="generate",
+    )
+
+    def right(completions):
+        return [
+            countdown.grade(text, p.numbers, p.target).answer
+            for (text, _), p in zip(completions, problems, strict=True)
+        ]
+
+    (greedy,) = engine.generate("problems")
+    assert objective.greedy == np.mean(right(greedy))
+    engine.decoder = "loop"  # sampling with transformers takes a minute
+    drawn = np.array([right(c) for c in engine.generate("problems", samples=samples, seed=5)])
+    engine.close()
+    error = np.sqrt((drawn.var(0, ddof=1) / samples).sum()) / len(problems)
+    assert abs(objective.expected - drawn.mean()) < 4 * error + (1 - objective.enumeration.covered).mean()
+    enumerated = np.exp(objective.enumeration.log_probability) @ objective.rewards / len(problems)
+    assert objective.expected == pytest.approx(enumerated, rel=1e-5)
+    assert set(objective.rewards) == {0.0, 1.0}
+
+
+def test_a_run_measures_one_step(objective, base):
+    before = [p.detach().clone() for p in base[0].parameters()]
+    first = objective.run(8, 1e-2, 1e-2, repeat=0)
+    assert first == objective.run(8, 1e-2, 1e-2, repeat=0)
+    other = objective.run(8, 1e-2, 1e-2, repeat=1)
+    assert other["cosine"] != first["cosine"] and other["rho"] != first["rho"]
+    assert all(torch.equal(p, q) for p, q in zip(before, base[0].parameters(), strict=True))
+    assert objective.expected_at(objective.start) == objective.expected
+
+    assert first["d"] == sum(p.numel() for p in base[0].parameters())
+    assert first["predicted_cosine"] == first["rho"] * math.sqrt(8 / first["d"])
+    assert first["norm_ratio"] == pytest.approx(1, abs=0.02)
+    # with the spread of the projections and the step's true norm the prediction becomes an identity
+    root = noise.run_key("estimator", 0)
+    keys = np.array([noise.member_key(root, 0, i) for i in range(8)], np.uint64)
+    spread = exact.projections(objective.layout, keys, objective.gradient).std()
+    spread /= np.linalg.norm(objective.gradient.astype(float))
+    assert first["cosine"] == pytest.approx(first["predicted_cosine"] * spread / first["norm_ratio"], rel=1e-4)
+    assert not first["tied"] and 0 <= first["improving"] <= 1
+    # what is added up is the step, not the gains; along the gradient, a short way, the gain is that of the slope
+    short = objective.run(8, 1e-2, 1e-4, repeat=0)
+    slope = 1e-4 * math.sqrt(first["d"] / 8) * short["norm_ratio"] * short["cosine"]
+    slope *= np.linalg.norm(objective.gradient.astype(float))
+    assert short["gain_aligned"] == pytest.approx(slope, rel=0.05)
+
+
+def test_a_tied_run_says_so(objective):
+    # no perturbation of this size changes a greedy answer
+    result = objective.run(4, 1e-7, 1e-2, repeat=0, fitness="greedy")
+    assert result["tied"] and result["fitness"] == "greedy"
+    assert result["cosine"] is None and result["rho"] is None and result["predicted_cosine"] is None
+    assert result["norm_ratio"] == result["gain_full"] == result["greedy_gain_orthogonal"] == 0
+
+
+def test_bad_arguments_are_refused(objective, base, problems):
+    with pytest.raises(ValueError, match="N=1"):
+        objective.run(1, 1e-2, 1e-2, 0)
+    with pytest.raises(ValueError, match="alpha.*nan"):
+        objective.run(4, 1e-2, math.nan, 0)
+    with pytest.raises(ValueError, match="sigma.*-1"):
+        objective.run(4, -1, 1e-2, 0)
+    with pytest.raises(ValueError, match="fitness"):
+        objective.run(4, 1e-2, 1e-2, 0, "exact")
+    with pytest.raises(ValueError, match="right answer"):
+        ExactObjective(*base, problems, max_completion_length=1)

@@ -1,0 +1,394 @@
+"""GRPO over adapters: what moves, what the KL is against, what it costs, and that nothing is lost on resumption."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from evoalign_study import paths, preflight, sweep, training, weight_cache
+from evoalign_study.kinds import train
+from evoalign_study.kinds.train import train_specs
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from evoalign_lib import _adapters, grpo, models, tiny
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.essa import lora_config
+from evoalign_lib.tasks import countdown
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
+
+SETTINGS = {
+    "seed": 3, "steps": 3, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 12,
+    "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+}  # fmt: skip
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def reward(prompts, completions, **columns):
+    """A reward that no group is likely to agree on, so that every step moves the weights."""
+    return [len(text) % 7 / 7 + text.count("1") for text in completions]
+
+
+def adapted(spread: float = 0.02):
+    """The base with an adapter whose product is not zero, as fine-tuning leaves one."""
+    model = _adapters.attach(tiny.load("A0")[0], lora_config(4), 1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(spread * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def built(folder, model=None, peft_config=None, arm="grpo", callbacks=(), **changed):
+    args = grpo.config(arm, output_dir=str(folder), **SETTINGS | changed)
+    if model is None:
+        model, peft_config = tiny.load("A0")[0], lora_config(4) if peft_config is None else peft_config
+    rows = countdown.dataset(tiny.problems("train", 6, 5), tiny.tokenizer())
+    return grpo.trainer(model, reward, args, rows, tiny.tokenizer(), callbacks, peft_config=peft_config)
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def part(found, what: str) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in found.items() if what in name}
+
+
+# ---- what moves
+
+
+@pytest.mark.parametrize("arm", ["grpo", "rloo"])
+@pytest.mark.parametrize("own", [False, True])
+def test_the_adapter_alone_moves_and_is_float32(tmp_path, arm, own):
+    trainer, _ = built(tmp_path, adapted() if own else None, arm=arm, beta=0.04)
+    before = weights(trainer.model)
+    trainer.train()
+    after = weights(trainer.model)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == set(part(before, ".default.")) and {p.dtype for p in after.values()} == {torch.float32}
+    moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert len(moments) == 2 * len(moved) and {t.dtype for t in moments} == {torch.float32}
+
+
+def test_a_new_adapter_is_drawn_from_the_seed(tmp_path):
+    def start(seed):
+        return part(weights(built(tmp_path, seed=seed)[0].model), "lora_A")
+
+    assert same(start(3), start(3)) and not same(start(3), start(4))
+    assert same(start(3), part(weights(_adapters.attach(tiny.load("A0")[0], lora_config(4), 3)), "lora_A"))
+
+
+def test_gradients_of_an_adapter_are_those_of_the_full_model_times_its_factors(tmp_path):
+    """The gradient of B is that of W A^T, and of A it is B^T that of W, with W that of the merged model."""
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    seen = []
+    for make in (adapted, merged):
+        gradients = Gradients()
+        trainer, _ = built(tmp_path, make(), steps=1, callbacks=[gradients], learning_rate=1e-9)
+        trainer.train()
+        seen.append((gradients.found, trainer.state.log_history[0]["grad_norm"]))
+    (own, own_norm), (full, full_norm) = seen
+    pre, post = "base_model.model.model.layers.1.self_attn.q_proj.", "model.layers.1.self_attn.q_proj.weight"
+    factors = weights(adapted())
+    a, b = factors[f"{pre}lora_A.default.weight"], factors[f"{pre}lora_B.default.weight"]
+    # transformers clips both by their own norms: 1 at most
+    whole = full[post] * max(1, full_norm)
+    for name, expected in (("lora_B", whole @ a.T), ("lora_A", b.T @ whole)):
+        found = own[f"{pre}{name}.default.weight"] * max(1, own_norm)
+        assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def merged():
+    """The model of `adapted` without adapter: W + B A."""
+    model, found = tiny.load("A0")[0], _adapters.dense(adapted())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(found[name])
+    return model
+
+
+# ---- what it is compared with
+
+
+def kls(trainer) -> list[float]:
+    return [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+
+
+class Reference(TrainerCallback):
+    """What TRL's trainer has for the log-probabilities of its reference, and what plain models give."""
+
+    def __init__(self, plain):
+        self.plain, self.errors, self.own = plain, [], []
+
+    def watch(self, trainer):
+        made = trainer._generate_and_score_completions
+
+        def watched(inputs):
+            found = made(inputs)
+            ids = torch.cat([found["prompt_ids"], found["completion_ids"]], 1)
+            mask = torch.cat([found["prompt_mask"], found["completion_mask"]], 1)
+            kept, known = found["completion_ids"].shape[1], found["completion_mask"].bool()
+            for model, into in ((self.plain, self.errors), (trainer.model, self.own)):
+                with torch.no_grad():
+                    logits = model(input_ids=ids, attention_mask=mask).logits[:, -kept - 1 : -1]
+                logps = logits.log_softmax(-1).gather(2, found["completion_ids"][..., None])[..., 0]
+                into.append((logps - found["ref_per_token_logps"])[known].abs().max().item())
+            return found
+
+        trainer._generate_and_score_completions = watched
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
+    """Of a new adapter that is the base, with the adapter disabled; of a given one the model with a copy of it."""
+    watched = Reference(merged() if own else tiny.load("A0")[0])
+    trainer, _ = built(tmp_path, adapted() if own else None, beta=0.04, learning_rate=1e-2)
+    watched.watch(trainer)
+    assert trainer.ref_model is None and ("ref" in trainer.model.peft_config) == own
+    trainer.train()
+    first, *later = kls(trainer)
+    assert abs(first) < 1e-6 and all(kl > 1e-5 for kl in later)
+    # measured: up to 3e-6 nats, where the adapter is a product beside the base and not merged
+    assert max(watched.errors) < 1e-4 and watched.own[0] < 1e-4 < min(watched.own[1:])
+    if own:  # which is not the base
+        assert not same(part(weights(trainer.model), "lora_B.ref"), part(weights(trainer.model), "lora_B.default"))
+
+
+# ---- resumption and saving
+
+
+@pytest.mark.parametrize(
+    ("arm", "own", "beta"), [("grpo", False, 0.04), ("grpo", True, 0.0), ("grpo", True, 0.04), ("rloo", True, 0.0)]
+)
+def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm, own, beta):
+    """With TRL's reference beside it, transformers alone would go on from the adapter of the start."""
+    settings = {"beta": beta, "arm": arm, **SAVING}
+    whole, budget = built(tmp_path, adapted() if own else None, **settings)
+    whole.train()
+    resumed, again = built(tmp_path, adapted() if own else None, **settings)
+    start = weights(resumed.model)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(weights(resumed.model), weights(whole.model)) and not same(start, weights(whole.model))
+    ours, theirs = again.spent(1000), budget.spent(1000)
+    assert ours.pop("core_seconds") and theirs.pop("core_seconds") and ours == theirs
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_saved_adapter_loads_in_plain_peft(tmp_path, own):
+    trainer, _ = built(tmp_path / "run", adapted() if own else None, beta=0.04)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    base = AutoModelForCausalLM.from_pretrained(str(tiny.bases_folder() / "A0"))
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "saved"))
+    found, expected = weights(loaded), weights(trainer.model)
+    assert all(torch.equal(p, expected[name]) for name, p in found.items()) and part(found, "lora_B")
+    ids = torch.tensor([tiny.tokenizer()("1 2 3")["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+# ---- budget
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_the_budget_is_what_is_computed(tmp_path, own, beta):
+    """Each product of a matrix of n numbers with a token takes 2 n operations, forward and in each kind of gradient."""
+    trainer, budget = built(tmp_path, adapted() if own else None, beta=beta)
+    trainer.train()
+    d = sum(p.numel() for p in tiny.load("A0")[0].parameters())
+    a = sum(p.numel() for name, p in trainer.model.named_parameters() if ".default." in name)
+    assert budget.adapter == a == preflight.adapter_parameters(preflight.shape(config_of_base()), 4)
+    spent = budget.spent(d)
+    tokens = spent["prompt_tokens"] + spent["generated_tokens"]
+    generation, loss, activations, of_weights = d + a, d + a, d + a, a
+    reference = 0 if not beta else d + a if own else d
+    assert spent["forward_flops"] == 2 * tokens * (generation + loss + activations + of_weights + reference)
+
+
+def config_of_base():
+    return AutoConfig.from_pretrained(str(tiny.bases_folder() / "A0"))
+
+
+def test_torch_computes_what_the_budget_counts():
+    """Products with matrices, by torch's own counter: backward twice the forward pass, or once and the adapter's own.
+
+    The gradient with respect to the inputs of the first layer is not computed: nothing below it is trained.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def products(model):
+        """Numbers that a token is multiplied with, forward and backward."""
+        ids, found = torch.arange(40)[None] % 20, []
+        with FlopCounterMode(display=False) as forward:
+            loss = model(ids).logits.log_softmax(-1)[..., 0].sum()
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+        for counter in (forward, backward):
+            counts = counter.get_flop_counts()["Global"]
+            found.append(sum(n for op, n in counts.items() if "mm" in str(op) and "bmm" not in str(op)) / (2 * 40))
+        return found
+
+    def size(model, *parts):
+        return sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and all(part in n for part in parts))
+
+    full, lora = tiny.load("A0")[0], adapted()
+    assert products(full) == [size(full), 2 * size(full)]
+    first = sum(
+        size(lora, "layers.0.", f"{name}_proj") - size(lora, "layers.0.", f"{name}_proj.lora_B") for name in "qkv"
+    )
+    assert products(lora) == [size(lora), size(lora) - first + size(lora, "lora_")]
+    assert first < 0.15 * size(lora)
+
+
+# ---- what is refused
+
+
+def frozen_nothing():
+    model = adapted()
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+def renamed():
+    return peft.get_peft_model(tiny.load("A0")[0], lora_config(4), adapter_name="mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (frozen_nothing, None, "is to be trained, but it is no part of the adapter 'default'"),
+        (lambda: adapted().requires_grad_(False), None, "nothing of the model is to be trained"),
+        (lambda: adapted().to(torch.bfloat16), None, "the model has weights in torch.bfloat16: load it in float32"),
+        (renamed, None, "the active adapter is 'mine': TRL compares with the start of one named 'default'"),
+        (adapted, lora_config(4), "merge and unload the existing adapter"),
+    ],
+)
+def test_adapters_that_are_refused(tmp_path, make, config, message):
+    with pytest.raises(ValueError, match=message):
+        built(tmp_path, make(), config)
+
+
+def test_what_is_no_configuration_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="`peft_config` must be a `peft.PeftConfig` instance"):
+        built(tmp_path, tiny.load("A0")[0], {"r": 4})
+
+
+def test_an_adapter_beside_vllm_is_refused(tmp_path, monkeypatch):
+    from evoalign_lib.engines import vllm
+
+    monkeypatch.setattr(vllm, "prepare_process", lambda: None)
+    args = grpo.config("grpo", output_dir=str(tmp_path), **SETTINGS)
+    args.use_vllm = True
+    with pytest.raises(ValueError, match="vLLM beside an adapter: TRL would merge it into the base"):
+        grpo.trainer(adapted(), reward, args, [{"prompt": "1"}] * 2, tiny.tokenizer())
+
+
+# ---- the study
+
+RUN = {
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 3, "prompts_per_step": 4,
+    "curve_points": 4, "curve_spacing": "log", "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0,
+    "lora_rank": 4,
+}  # fmt: skip
+
+
+def spec_of(**changed):
+    (spec,) = train_specs("grpo_lora", ["A0"], [changed.pop("seed", 0)], RUN | changed, changed.pop("scale", "smoke"))
+    return spec
+
+
+def test_what_is_measured_is_the_merged_model(tmp_path):
+    """The same run made by hand: digest, distance and accuracy are those of W + B A."""
+    spec = spec_of(beta=0.04)
+    record = sweep.run(spec, "nb", "commit")
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = grpo.config("grpo_lora", output_dir=str(tmp_path), **{name: spec[name] for name in names}, **quiet)
+    model, tokenizer = tiny.load("A0")
+    base = weights(model)
+    problems = tiny.problems("train", 12, np.random.SeedSequence([0, 1]))
+    rows = countdown.dataset(problems, tokenizer)
+    trainer, budget = grpo.trainer(model, countdown.reward, args, rows, tokenizer, peft_config=lora_config(4))
+    trainer.train()
+    full = trainer.model.merge_and_unload()
+    asked = tiny.problems("validation", 6)
+    prompts = {"validation": Prompts(countdown.dataset(asked, tokenizer), tokenizer)}
+    engine = LocalEngine(full, tokenizer, None, prompts, max_completion_length=16)
+    assert models.flat_digest(engine.master) == record["digest"] and record["d"] == 140_928
+    moved = torch.cat([(p - base[name]).flatten() for name, p in full.named_parameters()])
+    assert record["update_norm"] == pytest.approx(moved.double().norm().item(), rel=1e-5) and moved.norm() > 0.01
+    changed = {name for name, p in full.named_parameters() if not torch.equal(p, base[name])}
+    assert changed == {name for name in base if any(f"{t}_proj.weight" in name and "attn" in name for t in "qkvo")}
+    (greedy,) = engine.generate("validation")
+    right = [countdown.grade(t, p.numbers, p.target).answer for (t, _), p in zip(greedy, asked, strict=True)]
+    assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
+    assert record["budget"]["forward_flops"] == budget.spent(140_928)["forward_flops"]
+    assert record["kl_policy_base"]["exact_nats_per_token"] > 0
+
+
+@lru_cache
+def recorded():
+    return sweep.run(spec_of(), "nb", "commit")
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"lora_rank": 2}])
+def test_rank_and_seed_decide_a_run(changed):
+    assert sweep.run(spec_of(**changed), "nb", "commit")["digest"] != recorded()["digest"]
+
+
+def test_weights_of_a_record_are_made_again(tmp_path, monkeypatch):
+    record = recorded()
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
+    master, made = weight_cache.again(record["spec"], record["digest"])
+    assert made == "trained again" and models.flat_digest(master) == record["digest"]
+    assert np.linalg.norm(master - weight_cache.of_base("A0")) == pytest.approx(record["update_norm"], rel=1e-5)
+
+
+def test_a_run_that_keeps_its_folder_leaves_the_adapter_there(tmp_path):
+    train.run(spec_of(), None, tmp_path / "place")
+    base = tiny.load("A0")[0]
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "place" / "model")).merge_and_unload()
+    engine = LocalEngine(loaded, tiny.tokenizer(), None, {}, max_completion_length=1)
+    assert models.flat_digest(engine.master) == recorded()["digest"]
+
+
+def test_the_weights_that_are_taken_are_those_of_the_merged_model():
+    model, tokenizer = adapted(), tiny.tokenizer()
+    engine = LocalEngine(tiny.load("A0")[0], tokenizer, None, {}, max_completion_length=1)
+    training.take_weights(engine, model)
+    whole = weights(model.merge_and_unload())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in engine.weights.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora_rank": 0}, "lora_rank=0: an adapter has a whole rank of at least 1, for example 8"),
+        ({"lora_rank": 2.5}, "lora_rank=2.5: an adapter has a whole rank"),
+    ],
+)
+def test_specs_that_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        train_specs("grpo_lora", ["A0"], [0], RUN | changed, "smoke")
+
+
+def test_the_plan_of_an_adapter_needs_less_than_that_of_all_weights():
+    config = config_of_base()
+    plan = preflight.plan(config, spec_of(beta=0.04), engine="local", gpus=0)
+    d, a = 140_928, preflight.adapter_parameters(preflight.shape(config_of_base()), 4)
+    memory = {part.name: part.size for part in plan.placement.host_memory}
+    assert memory["gradients, float32"] == 4 * a and memory["AdamW's moments, float32"] == 8 * a
+    assert memory["merged model, float32"] == 4 * d and memory["weights, float32"] == 4 * (d + a)
+    assert "reference model, float32" not in memory

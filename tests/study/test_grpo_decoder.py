@@ -1,0 +1,232 @@
+"""GRPO's completions by the decoding loop: the tokens of transformers' generate, and its random state afterwards."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from evoalign_study import sweep
+from evoalign_study.kinds.train import train_specs
+from helpers import PROMPTS, random_model, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from evoalign_lib import _adapters, grpo, tiny
+from evoalign_lib.engines.decode import Decoder, _drawn
+from evoalign_lib.essa import lora_config
+from evoalign_lib.tasks import countdown
+
+pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
+
+SETTINGS = {
+    "seed": 3, "steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 16,
+    "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+}  # fmt: skip
+
+
+def reward(prompts, completions, **columns):
+    """A reward that no group is likely to agree on, so that every step moves the weights."""
+    return [len(text) % 7 / 7 + text.count("1") for text in completions]
+
+
+def rows(n: int = 9):
+    return countdown.dataset(tiny.problems("train", n, 5), tiny.tokenizer())
+
+
+def built(folder, decoder, arm="grpo", model=None, given=None, **changed):
+    args = grpo.config(arm, output_dir=str(folder), decoder=decoder, **SETTINGS | changed)
+    model = tiny.load("A0")[0] if model is None else model
+    return grpo.trainer(model, reward, args, rows(), tiny.tokenizer(), **given or {})
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- tokens
+
+
+def plain(model, tok, prompts, length, seed):
+    """Completions by transformers' generate, as TRL calls it, and the random state afterwards."""
+    ids = [tok(p)["input_ids"] for p in prompts]
+    width = max(map(len, ids))
+    padded = torch.tensor([[tok.pad_token_id] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    config = GenerationConfig(
+        max_new_tokens=length, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0,
+        pad_token_id=tok.pad_token_id, eos_token_id=[tok.eos_token_id], remove_invalid_values=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        new = model.generate(input_ids=padded, attention_mask=mask, generation_config=config)[:, width:]
+        after = torch.get_rng_state()
+    ends = (new == tok.eos_token_id).int()
+    lengths = torch.where(ends.any(1), ends.argmax(1) + 1, new.shape[1])
+    return [row[:n].tolist() for row, n in zip(new, lengths, strict=True)], after
+
+
+def by_loop(model, tok, prompts, length, seed, drop_rows=None):
+    writer = grpo.LoopRollouts()
+    writer.drop_rows = drop_rows
+    trainer = SimpleNamespace(
+        model=model, processing_class=tok, eos_token_ids=[tok.eos_token_id], max_completion_length=length,
+        accelerator=SimpleNamespace(unwrap_model=lambda m: m, device=torch.device("cpu")),
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        told = writer(prompts, trainer)
+        after = torch.get_rng_state()
+    assert told["prompt_ids"] == [tok(p)["input_ids"] for p in prompts]
+    return told["completion_ids"], after
+
+
+@pytest.mark.parametrize("drop_rows", [None, False])
+@pytest.mark.parametrize(("n", "group", "length"), [(1, 1, 8), (3, 1, 16), (8, 16, 16), (2, 5, 3)])
+def test_the_tokens_and_the_random_state_of_transformers(n, group, length, drop_rows):
+    """Batches of several shapes, with prompts of unequal length: some rows end long before others."""
+    model, tok = tiny.load("A0")
+    prompts = [row["prompt"] for row in rows(n) for _ in range(group)]
+    for seed in range(4):
+        expected, after = plain(model, tok, prompts, length, seed)
+        found, ours = by_loop(model, tok, prompts, length, seed, drop_rows)
+        assert found == expected and torch.equal(after, ours)
+    assert n == 1 or len({len(tok(p)["input_ids"]) for p in prompts}) > 1
+    assert length < 16 or len({len(ids) for ids in found}) > 1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_tokens_of_a_model_with_wide_distributions(kind):
+    """With random weights every token is likely, and hardly any completion ends."""
+    model, tok = random_model(kind), tokenizer()
+    for seed in range(5):
+        assert by_loop(model, tok, PROMPTS, 12, seed)[0] == plain(model, tok, PROMPTS, 12, seed)[0]
+
+
+def test_an_adapter_is_decoded_merged():
+    model, tok = _adapters.attach(tiny.load("A0")[0], lora_config(4), 1), tiny.tokenizer()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    prompts = [row["prompt"] for row in rows(4) for _ in range(4)]
+    expected, after = plain(model, tok, prompts, 16, 0)
+    found, ours = by_loop(model, tok, prompts, 16, 0)
+    assert found == expected != plain(tiny.load("A0")[0], tok, prompts, 16, 0)[0] and torch.equal(after, ours)
+
+
+def test_logits_of_the_loop_are_those_of_transformers_but_for_their_last_digits():
+    """So that of two tokens which are almost equally near to be drawn the loop may take the other one."""
+    model, tok = tiny.load("A0")
+    first = torch.tensor([tok(rows(1)[0]["prompt"])["input_ids"]])
+    with torch.no_grad():
+        expected = model(first).logits[0, -1]
+    seen = []
+    decoder = Decoder(model.config, _adapters.dense(model), [tok.eos_token_id], tok.pad_token_id)
+    head = decoder._products["head"]
+    decoder._products["head"] = lambda x, owners: seen.append(head(x, owners)) or seen[-1]
+    decoder.generate(first, torch.ones_like(first), 1)
+    difference = (seen[0][0] - expected).abs().max()
+    assert 0 < difference < 1e-4
+
+
+@settings(deadline=None)
+@given(st.integers(2, 40), st.integers(2, 50), st.integers(0, 2**32 - 1), st.data())
+def test_what_a_row_draws_depends_on_itself_and_its_place_alone(n, vocabulary, seed, data):
+    """Rows that are dropped change neither the tokens of others nor the random state."""
+    kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
+    logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(seed))
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for active in (torch.arange(n), kept):
+            torch.manual_seed(seed)
+            found.append((_drawn(logits[active], active, n), torch.get_rng_state()))
+    (whole, state), (part, other) = found
+    assert torch.equal(whole[kept], part) and torch.equal(state, other)
+
+
+def test_logits_that_are_not_finite_draw_as_in_transformers():
+    """After a divergence, transformers' processor puts zeros and the largest numbers in their places."""
+    from transformers import InfNanRemoveLogitsProcessor
+
+    logits = torch.tensor([[float("nan")] * 4, [0.0, float("inf"), 1.0, 2.0], [-float("inf"), 0.0, 1.0, float("nan")]])
+    expected = InfNanRemoveLogitsProcessor()(None, logits).softmax(-1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = _drawn(logits, torch.arange(3), 3)
+        torch.manual_seed(0)
+        assert torch.equal(found, torch.multinomial(expected, 1)[:, 0])
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize(("arm", "changed"), [("grpo", {"beta": 0.04}), ("dapo", {"micro_batch": 4})])
+def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, changed):
+    """Where no token is a near-tie, as here; its logs and its budget are the same, too."""
+    ends = []
+    for decoder in grpo.DECODERS:
+        trainer, budget = built(tmp_path, decoder, arm, **changed)
+        trainer.train()
+        logged = [{k: v for k, v in entry.items() if "time" not in k} for entry in trainer.state.log_history[:-1]]
+        spent = {name: value for name, value in budget.spent(1000).items() if name != "core_seconds"}
+        ends.append((weights(trainer.model), logged, spent))
+    (one, first, ours), (two, second, theirs) = ends
+    assert same(one, two) and not same(one, weights(tiny.load("A0")[0]))
+    assert first == second and len(first) == 3 and ours == theirs
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole, _ = built(tmp_path, "loop", **saving)
+    whole.train()
+    resumed, _ = built(tmp_path, "loop", **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed", "message"),
+    [
+        ("grpo", {"decoder": "fast"}, r"decoder='fast' is not one of"),
+        ("rloo", {"decoder": "loop"}, "decoder='loop': TRL's RLOO trainer takes no other's completions"),
+        ("grpo", {"decoder": "loop", "vllm": {}}, "decoder='loop': vLLM generates. Use decoder='generate'"),
+    ],
+)
+def test_settings_that_are_refused(arm, changed, message):
+    with pytest.raises(ValueError, match=message):
+        grpo.config(arm, output_dir="x", **SETTINGS | changed)
+
+
+def test_models_and_rollouts_that_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="decoder='loop', and rollouts of others"):
+        built(tmp_path, "loop", given={"rollouts": lambda prompts, trainer: {}})
+    model = tiny.load("A0")[0]
+    model.config.hidden_act = "gelu"
+    trainer, _ = built(tmp_path, "loop", model=model)
+    with pytest.raises(ValueError, match="decoder='loop' does not cover this model: hidden_act 'gelu' is not 'silu'"):
+        trainer.train()
+
+
+# ---- the study
+
+RUN = {
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 3, "prompts_per_step": 4,
+    "curve_points": 4, "curve_spacing": "log", "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0,
+}  # fmt: skip
+
+
+def test_a_record_says_who_decoded_and_is_otherwise_the_same():
+    (spec,) = train_specs("grpo", ["A0"], [0], RUN, "smoke")
+    plain, loop = (sweep.run(spec | more, "nb", "commit") for more in ({}, {"decoder": "loop"}))
+    assert (plain["decoder"], loop["decoder"]) == ("generate", "loop") and plain["digest"] == loop["digest"]
+    assert "decoder" not in plain["spec"] and plain["spec_hash"] != loop["spec_hash"]
+
+
+def test_a_run_of_the_loop_that_diverges_is_recorded():
+    (spec,) = train_specs("grpo", ["A0"], [0], RUN | {"learning_rate": 1e36}, "smoke")
+    record = sweep.run(spec | {"decoder": "loop"}, "nb", "commit")
+    assert record["diverged"] == 2 and record["budget"]["completions"] == 3 * 16

@@ -1,0 +1,679 @@
+"""Estimators of KL(policy || ref) against enumeration, closed forms and autograd; their gradients as losses, too."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from evoalign_study import sweep
+from evoalign_study.kinds.kl import kl_specs
+from helpers import random_model, tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.integrate import quad
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from evoalign_lib import tiny
+from evoalign_lib.analysis import gradient as enumerated
+from evoalign_lib.analysis import kl
+from evoalign_lib.engines.decode import Decoder
+
+END, LENGTH, VOCABULARY = 0, 3, 8
+PROMPTS = [[2, 3, 4], [5, 2], [3, 3, 6, 7]]
+
+
+def small_model(seed, spread=0.3):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                tie_word_embeddings=True,
+                initializer_range=spread,
+                eos_token_id=END,
+            )
+        ).eval()
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A policy and a reference that share most of their weights."""
+    policy, other = small_model(0), small_model(1)
+    reference = small_model(0)
+    with torch.no_grad():
+        for p, q in zip(reference.parameters(), other.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    return policy, reference
+
+
+@pytest.fixture(scope="module")
+def tree(models):
+    """Every completion of the policy, and what both models say of it."""
+    policy, reference = models
+    full = enumerated.enumerate_completions(policy, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, min_probability=0.0)
+    ids, mask = padded([PROMPTS[p] for p in full.prompt])
+    return full, kl.compare(policy, reference, ids, mask, full.completions(), [END])
+
+
+def padded(prompts):
+    width = max(map(len, prompts))
+    ids = np.array([[1] * (width - len(p)) + p for p in prompts])
+    return ids, np.array([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+
+
+def alone(model, prompt, completion, temperature=1.0):
+    """Log-probabilities (tokens, vocabulary) of one completion by itself: no padding, no batch, float64."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def sampled(model, n, seed):
+    """n samples of each prompt in turn: rows of prompts, and completions up to the end token."""
+    rng, completions = np.random.default_rng(seed), []
+    decoder = Decoder(model.config, {k: p.detach() for k, p in model.named_parameters()}, [END], pad_id=1)
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt] * n)
+        uniforms = torch.from_numpy(rng.random((n, LENGTH), dtype=np.float32))
+        completions.append(decoder.generate(ids, torch.ones_like(ids), LENGTH, uniforms).tolist())
+    rows = [(prompt, row[i]) for i in range(n) for prompt, row in zip(PROMPTS, completions, strict=True)]
+    return *padded([prompt for prompt, _ in rows]), [ids for _, ids in rows]
+
+
+def autograd(value, leaf):
+    return torch.autograd.grad(value, leaf)[0]
+
+
+LOGITS = hnp.arrays(np.float64, st.integers(2, 6), elements=st.floats(-6, 6))
+
+
+@st.composite
+def pairs(draw):
+    """Logits of a policy and of a reference over one vocabulary."""
+    policy = draw(LOGITS)
+    reference = draw(hnp.arrays(np.float64, len(policy), elements=st.floats(-6, 6)))
+    return torch.from_numpy(policy), torch.from_numpy(reference)
+
+
+# ---- estimators and exact value
+
+
+@given(pairs())
+def test_k1_and_k3_have_the_exact_expectation(pair):
+    p, q = (logits.log_softmax(-1) for logits in pair)
+    k1, k2, k3 = kl.kl_policy_ref_tokens(p, q)
+    exact = kl.exact_kl_policy_ref_tokens(*pair).item()
+    assert (p.exp() @ k1).item() == pytest.approx(exact, abs=1e-10)
+    assert (p.exp() @ k3).item() == pytest.approx(exact, abs=1e-10)
+    assert (p.exp() @ k2).item() == pytest.approx((p.exp() @ (p - q) ** 2).item() / 2, abs=1e-10)
+    assert (k2 >= 0).all() and (k3 >= -1e-15).all()
+
+
+def test_k2_is_biased():
+    """By hand: policy (1/2, 1/2), reference (1/4, 3/4)."""
+    p, q = np.log([0.5, 0.5]), np.log([0.25, 0.75])
+    k2 = kl.kl_policy_ref_tokens(p, q).k2.mean().item()
+    exact = kl.exact_kl_policy_ref_tokens(torch.from_numpy(p), torch.from_numpy(q)).item()
+    assert exact == pytest.approx(0.5 * math.log(4 / 3))
+    assert k2 == pytest.approx((math.log(2) ** 2 + math.log(1.5) ** 2) / 4)
+    assert k2 - exact > 0.01
+
+
+@given(pairs(), st.floats(-50, 50), st.floats(0.2, 5))
+def test_the_exact_kl_is_a_divergence_of_distributions(pair, shift, temperature):
+    policy, reference = pair
+    exact = kl.exact_kl_policy_ref_tokens(policy, reference, temperature)
+    assert exact.dtype == torch.float64 and exact >= -1e-12
+    assert kl.exact_kl_policy_ref_tokens(policy, policy + shift, temperature).item() == pytest.approx(0, abs=1e-10)
+    shifted = kl.exact_kl_policy_ref_tokens(policy + shift, reference - shift, temperature)
+    assert shifted.item() == pytest.approx(exact.item(), abs=1e-9)
+    scaled = kl.exact_kl_policy_ref_tokens(policy / temperature, reference / temperature)
+    assert scaled.item() == pytest.approx(exact.item(), abs=1e-12)
+    # Pinsker: zero for equal distributions only
+    distance = ((policy / temperature).softmax(-1) - (reference / temperature).softmax(-1)).abs().sum()
+    assert exact >= distance**2 / 2 - 1e-12
+
+
+def test_the_direction():
+    narrow, wide = torch.tensor([5.0, 0.0, 0.0]), torch.zeros(3)
+    p = narrow.double().softmax(-1)
+    by_hand = sum(x * math.log(3 * x) for x in p.tolist())
+    assert kl.exact_kl_policy_ref_tokens(narrow, wide).item() == pytest.approx(by_hand)
+    assert kl.exact_kl_policy_ref_tokens(wide, narrow).item() == pytest.approx(-sum(map(math.log, 3 * p)) / 3)
+    assert kl.kl_policy_ref_tokens(np.log(0.8), np.log(0.4)).k1.item() == pytest.approx(math.log(2))
+
+
+def test_tokens_that_a_model_rules_out():
+    one, both = torch.tensor([0.0, -math.inf]), torch.tensor([0.0, 0.0])
+    assert kl.exact_kl_policy_ref_tokens(one, both).item() == pytest.approx(math.log(2))
+    assert kl.exact_kl_policy_ref_tokens(both, one).item() == math.inf
+
+
+def test_small_ratios_keep_their_digits():
+    k3 = kl.kl_policy_ref_tokens(np.array([1e-7]), np.array([0.0])).k3.item()
+    assert k3 == pytest.approx(0.5e-14, rel=1e-6, abs=0)
+    assert kl.kl_policy_ref_tokens(torch.tensor([-1.5]), torch.tensor([-1.5])).k3.item() == 0
+
+
+@given(hnp.arrays(np.float64, (2, 3, 4), elements=st.floats(-3, 0)), hnp.arrays(bool, (3, 4)))
+def test_masks(values, mask):
+    spoiled = np.where(mask, values, [[[np.nan]], [[-np.inf]]])
+    tokens = kl.kl_policy_ref_tokens(*spoiled, mask)
+    sequences = kl.kl_policy_ref_sequences(*spoiled, mask)
+    clean = kl.kl_policy_ref_tokens(*values)
+    for k, known in zip(tokens, clean, strict=True):
+        assert np.array_equal(k.numpy(), np.where(mask, known, 0))
+    log_ratio = np.where(mask, values[1] - values[0], 0).sum(-1)
+    assert sequences.k1.numpy() == pytest.approx(-log_ratio)
+    assert sequences.k1.numpy() == pytest.approx(tokens.k1.sum(-1).numpy())
+    assert sequences.k2.numpy() == pytest.approx(log_ratio**2 / 2)
+    assert sequences.k3.numpy() == pytest.approx(np.exp(log_ratio) - 1 - log_ratio)
+
+
+def test_k3_of_a_sequence_is_not_the_sum_of_its_tokens():
+    policy, reference = np.log([[0.5, 0.5]]), np.log([[0.25, 1.0]])  # the ratios cancel: their product is 1
+    assert kl.kl_policy_ref_sequences(policy, reference).k3.item() == 0
+    assert kl.kl_policy_ref_tokens(policy, reference).k3.sum().item() == pytest.approx(0.5)
+
+
+def test_gradients_pass_through_the_mask():
+    log_policy = torch.tensor([-1.0, math.nan], requires_grad=True)
+    k3 = kl.kl_policy_ref_tokens(log_policy, torch.tensor([-2.0, -1.0]), torch.tensor([1, 0])).k3
+    assert autograd(k3.sum(), log_policy).tolist() == pytest.approx([1 - math.exp(-1), 0])
+
+
+# ---- sampling settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0}, "temperature=0 must be positive.*greedy.*Measure on completions sampled at temperature 1"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_k": 50}, r"top_k=50 truncates.*KL\(policy \|\| ref\) is formally infinite.*with top_k=0"),
+        ({"top_p": 0.95}, "top_p=0.95 truncates.*with top_p=1"),
+        ({"top_p": math.nan}, "top_p=nan truncates"),
+        ({"min_p": 0.1}, "min_p=0.1 truncates.*with min_p=0"),
+    ],
+)
+def test_what_has_no_finite_kl_is_refused(models, settings, message):
+    with pytest.raises(ValueError, match=message):
+        kl.check_sampling(**settings)
+    with pytest.raises(ValueError, match=message):
+        kl.measure(*models, [[2]], [[1]], [[3]], [END], **settings)
+
+
+def test_settings_that_are_off():
+    for settings in ({}, {"top_k": -1}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 0.7}):
+        kl.check_sampling(**settings)
+
+
+def test_a_temperature_that_is_not_positive_never_reaches_the_logits():
+    with pytest.raises(ValueError, match="temperature=0"):
+        kl.exact_kl_policy_ref_tokens(torch.zeros(2), torch.zeros(2), 0)
+
+
+# ---- Schulman's Gaussians
+
+# "Approximating KL Divergence": bias and standard deviation over the true KL, with the digits of his two tables
+TABLES = {
+    0.1: {"k1": (0, 20), "k2": (0.002, 1.42), "k3": (0, 1.42)},
+    1.0: {"k1": (0, 2), "k2": (0.25, 1.73), "k3": (0, 1.7)},
+}
+
+
+def gaussian_sampled(mean, n):
+    """The numbers of `gaussian_exact`, from samples of the policy."""
+    x = np.random.default_rng(0).standard_normal(n)
+    # log densities up to their common constant
+    estimates = kl.kl_policy_ref_tokens(-(x**2) / 2, -((x - mean) ** 2) / 2)
+    true, found = mean**2 / 2, {}
+    for name, values in zip(kl.ESTIMATORS, estimates, strict=True):
+        found |= {f"{name}_bias": values.mean().item() / true - 1, f"{name}_std": values.std().item() / true}
+    return found
+
+
+@pytest.mark.parametrize("mean", TABLES)
+def test_schulmans_tables(mean):
+    exact = kl.gaussian_exact(mean)
+    found = gaussian_sampled(mean, 4_000_000)
+    assert exact["kl"] == pytest.approx({0.1: 0.005, 1.0: 0.5}[mean])
+    for k, (bias, std) in TABLES[mean].items():
+        assert exact[f"{k}_bias"] == pytest.approx(bias, abs=6e-4)
+        assert exact[f"{k}_std"] == pytest.approx(std, abs=6e-3)
+        error = exact[f"{k}_std"] / 2000
+        assert found[f"{k}_bias"] == pytest.approx(exact[f"{k}_bias"], abs=4 * error)
+        assert found[f"{k}_std"] == pytest.approx(exact[f"{k}_std"], rel=0.01)
+
+
+@pytest.mark.parametrize("mean", [0.1, 1.0, -1.5])
+def test_the_closed_forms_are_the_integrals(mean):
+    def expectation(f):
+        density = 1 / math.sqrt(2 * math.pi)
+        # in pieces, so that no narrow hump is stepped over
+        ends = np.linspace(-14, 14, 15)
+        return sum(
+            quad(lambda x: density * math.exp(-x * x / 2) * f(x), a, b)[0]
+            for a, b in zip(ends[:-1], ends[1:], strict=True)
+        )
+
+    def log_ratio(x):
+        return (x * x - (x - mean) ** 2) / 2
+
+    exact = kl.gaussian_exact(mean)
+    assert exact["kl"] == pytest.approx(-expectation(log_ratio))
+    forms = {
+        "k1": lambda x: -log_ratio(x),
+        "k2": lambda x: log_ratio(x) ** 2 / 2,
+        "k3": lambda x: math.expm1(log_ratio(x)) - log_ratio(x),
+    }
+    for name, form in forms.items():
+        value = expectation(form)
+        spread = math.sqrt(expectation(lambda x, f=form, m=value: (f(x) - m) ** 2))
+        assert exact[f"{name}_bias"] == pytest.approx(value / exact["kl"] - 1, abs=1e-8)
+        assert exact[f"{name}_std"] == pytest.approx(spread / exact["kl"], rel=1e-6)
+
+
+def test_gaussians_without_a_table():
+    for mean in (0.0, math.nan):
+        with pytest.raises(ValueError, match="mean=.* not 0"):
+            kl.gaussian_exact(mean)
+
+
+# ---- gradients as losses
+
+
+@given(pairs())
+def test_gradients_of_the_losses_are_those_of_autograd(pair):
+    """Each loss is differentiated at every token, held fixed, and the gradients are added up with its probability."""
+    theta, log_ref = pair[0].requires_grad_(), pair[1].log_softmax(-1)
+    p = theta.detach().softmax(-1)
+    found = kl.loss_gradients(theta.detach(), pair[1])
+
+    def expected(loss):
+        total = torch.zeros_like(p)
+        for x in range(len(p)):
+            log_p = theta.log_softmax(-1)[x]
+            total += p[x] * autograd(loss(log_p, log_ref[x]), theta)
+        return total
+
+    by_enumeration = {
+        name: expected(lambda a, b, name=name: getattr(kl.kl_policy_ref_tokens(a, b), name)) for name in kl.ESTIMATORS
+    }
+    by_enumeration["k3_ratio"] = expected(lambda a, b: kl.kl_policy_ref_tokens(a, b).k3 * (a - a.detach()).exp())
+    by_enumeration["true"] = autograd(kl.exact_kl_policy_ref_tokens(theta, log_ref), theta)
+    assert found.keys() == by_enumeration.keys()
+    rounding = 1e-12 * (1 + (log_ref - p.log()).max().exp().item())  # k3 adds ratios as large as that
+    for name, gradient in by_enumeration.items():
+        assert found[name].numpy() == pytest.approx(gradient.numpy(), abs=rounding)
+    forward = autograd(kl.exact_kl_policy_ref_tokens(log_ref, theta), theta)
+    for name, gradient in (("k2", found["true"]), ("k3_ratio", found["true"]), ("k3", forward)):
+        assert found[name].numpy() == pytest.approx(gradient.numpy(), abs=rounding)
+
+
+def test_k3_pulls_otherwise_than_the_kl():
+    """Policy (1/2, 1/4, 1/4), reference (1/4, 1/4, 1/2), by hand: E[k3'] = p - ref."""
+    gradients = kl.loss_gradients(torch.tensor([0.5, 0.25, 0.25]).log(), torch.tensor([0.25, 0.25, 0.5]).log())
+    step = math.log(2)
+    mean = step * (0.5 - 0.25)
+    assert gradients["true"].tolist() == pytest.approx([0.5 * (step - mean), -0.25 * mean, 0.25 * (-step - mean)])
+    assert gradients["k3"].tolist() == pytest.approx([0.25, 0, -0.25], abs=1e-7)
+    assert gradients["k1"].tolist() == [0, 0, 0]
+
+
+@given(pairs(), st.integers(0, 5))
+def test_the_ratio_gives_k3_the_gradient_of_k2_on_every_sample(pair, x):
+    log_p = pair[0].log_softmax(-1)[x % len(pair[0])].requires_grad_()
+    k = kl.kl_policy_ref_tokens(log_p, pair[1].log_softmax(-1)[x % len(pair[0])])
+    weighted = autograd(k.k3 * (log_p - log_p.detach()).exp(), log_p)
+    again = kl.kl_policy_ref_tokens(log_p, pair[1].log_softmax(-1)[x % len(pair[0])])
+    assert weighted.item() == pytest.approx(autograd(again.k2, log_p).item(), abs=1e-6)
+
+
+def test_away_from_the_old_policy_the_ratio_still_gives_the_gradient():
+    theta = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
+    old, ref = (torch.tensor(x, dtype=torch.float64).log_softmax(-1) for x in ([0.0, 0.5, -0.5, 1], [1.0, 0, 0, -1]))
+    log_p = theta.log_softmax(-1)
+    value = old.exp() @ (kl.kl_policy_ref_tokens(log_p, ref).k3 * (log_p - old).exp())
+    true = kl.exact_kl_policy_ref_tokens(theta, ref)
+    assert value.item() == pytest.approx(true.item())
+    assert autograd(value, theta).tolist() == pytest.approx(autograd(true, theta).tolist())
+
+
+# ---- two models on completions
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_those_of_single_completions(temperature):
+    policy, reference = random_model(seed=2), random_model(seed=3)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 200, n).tolist() for n in (3, 7, 1, 5, 5)]
+    completions = [rng.integers(3, 200, n).tolist() for n in (4, 1, 6, 0, 6)]
+    end = tokenizer().eos_token_id
+    completions[0][-1] = end
+    given = [*completions]
+    given[0] = completions[0] + [end, 9, end]  # padding, and what a sampler may leave behind the end
+    found = kl.compare(policy, reference, *padded(prompts), given, {end}, temperature)
+    assert found.mask.sum(1).tolist() == [len(c) for c in completions]
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        n = len(completion)
+        if n:
+            one, other = (alone(model, prompt, completion, temperature) for model in (policy, reference))
+            at = range(n), completion
+            assert found.log_policy[row, :n].numpy() == pytest.approx(one[at].numpy(), abs=1e-4)
+            assert found.log_ref[row, :n].numpy() == pytest.approx(other[at].numpy(), abs=1e-4)
+            exact = (one.exp() * (one - other)).sum(-1)
+            assert found.exact[row, :n].numpy() == pytest.approx(exact.numpy(), rel=1e-3)
+        for values in (found.log_policy, found.log_ref, found.exact):
+            assert not values[row, n:].any() and values.dtype == torch.float64
+
+
+def test_padding_does_not_shift_absolute_positions():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=16, initializer_range=0.5
+        )
+        policy, reference = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+    completions = [[3, 4], [5, END], [6, 7]]
+    found = kl.compare(policy, reference, *padded(PROMPTS), completions, [END])
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+        known = alone(policy, prompt, completion)[range(2), completion]
+        assert found.log_policy[row].numpy() == pytest.approx(known.numpy(), abs=1e-4)
+
+
+def test_blocks_of_rows_are_all_rows(models, monkeypatch):
+    prompts, mask, completions = sampled(models[0], 5, seed=0)
+    whole = kl.compare(*models, prompts, mask, completions, [END])
+    monkeypatch.setattr(kl, "_ELEMENTS", 4 * LENGTH * VOCABULARY)
+    blocks = kl.compare(*models, prompts, mask, completions, [END])
+    for name in ("log_policy", "log_ref", "exact"):
+        assert getattr(blocks, name).numpy() == pytest.approx(getattr(whole, name).numpy(), abs=1e-5)
+    assert torch.equal(blocks.mask, whole.mask)
+
+
+def test_the_expectation_over_all_completions(tree):
+    """Exact KL of sequences by enumeration: the value that the estimators estimate."""
+    full, found = tree
+    probability = torch.from_numpy(np.exp(full.log_probability))
+    assert found.log_policy.sum(-1).numpy() == pytest.approx(full.log_probability, abs=1e-4)
+    exact = probability @ (found.log_policy - found.log_ref).sum(-1) / len(PROMPTS)
+    assert exact > 0.1
+    arguments = found.log_policy, found.log_ref, found.mask
+    tokens, sequences = kl.kl_policy_ref_tokens(*arguments), kl.kl_policy_ref_sequences(*arguments)
+    unbiased = [tokens.k1.sum(-1), sequences.k1, tokens.k3.sum(-1), sequences.k3, found.exact.sum(-1)]
+    for values in unbiased:
+        assert (probability @ values / len(PROMPTS)).item() == pytest.approx(exact.item(), rel=1e-4)
+    for biased in (tokens.k2.sum(-1), sequences.k2):
+        assert abs((probability @ biased / len(PROMPTS)).item() / exact.item() - 1) > 0.01
+    assert not np.allclose(tokens.k3.sum(-1), sequences.k3, rtol=0.1)
+
+
+def test_the_sum_of_exact_token_kls_can_have_more_variance_than_k1():
+    """First token A: log ratio c - b, then nothing differs. B: log ratio -b, then one that is surely c."""
+    c = 3.0
+    b = math.log(2 / (1 + math.exp(-c)))
+    exact = math.log(0.5) - (np.log([0.5 * math.exp(b - c), 0.5 * math.exp(b)])).mean()
+    log_policy, log_ref = np.log([0.5, 0.5]), np.log([0.5 * math.exp(b - c), 0.5 * math.exp(b)])
+    assert np.exp(log_ref).sum() == pytest.approx(1)
+    k1 = kl.kl_policy_ref_sequences(np.stack([log_policy, [0, 0]], -1), np.stack([log_ref, [0, -c]], -1)).k1
+    assert k1.tolist() == pytest.approx([c - b, c - b])  # no variance at all
+    sums = exact + np.array([0, c])
+    assert sums.mean() == pytest.approx(c - b) and sums.std() > 1
+
+
+def test_dropout_is_off_and_the_mode_is_left_as_it_was(models):
+    policy, reference = models
+    noisy = random_model(attention_dropout=0.5).train()
+    args = [[5, 6, 7]], [[1, 1, 1]], [[8, 9, 10]], [END]
+    first, second = (kl.compare(noisy, random_model(seed=3), *args) for _ in range(2))
+    assert torch.equal(first.log_policy, second.log_policy) and noisy.training
+    kl.compare(policy, reference, [[2]], [[1]], [[3]], [END])
+    assert not policy.training and all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[2, 3]], [[1, 0]], [[4]]), "padded on the left"),
+        (([[2, 3]], [[0, 0]], [[4]]), "hold at least one token"),
+        (([[2, 3, 4]], [[1, 0, 1]], [[4]]), "padded on the left"),
+        (([[2, 3]], [[1]], [[4]]), r"one shape.*\(1, 2\) and \(1, 1\)"),
+        (([2, 3], [1, 1], [[4], [4]]), "one shape"),
+        (([[2, 3]], [[1, 1]], [[4], [5]]), "2 completions do not fit 1 prompts"),
+    ],
+)
+def test_arrays_that_do_not_fit(models, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kl.compare(*models, *arguments, [END])
+
+
+def test_another_vocabulary(models):
+    with pytest.raises(ValueError, match=r"\(1, 1, 8\) and \(1, 1, \d+\): they must share one vocabulary"):
+        kl.compare(models[0], random_model(), [[2, 3]], [[1, 1]], [[4]], [END])
+
+
+# ---- for records
+
+
+def test_measure_is_pooled_over_tokens_and_averaged_over_sequences(models):
+    """By hand, from two completions of different length."""
+    policy, reference = models
+    completions = [[3, END], [4, 5, 6]]
+    found = kl.measure(policy, reference, *padded(PROMPTS[:2]), completions, [END])
+    one, other = ([alone(m, p, c) for p, c in zip(PROMPTS, completions, strict=False)] for m in (policy, reference))
+    d = [(a - b)[range(len(c)), c] for a, b, c in zip(one, other, completions, strict=True)]
+    exact = [(a.exp() * (a - b)).sum(-1) for a, b in zip(one, other, strict=True)]
+    every, each = torch.cat(d), torch.stack([x.sum() for x in d])
+    by_hand = {
+        "tokens": 5,
+        "sequences": 2,
+        "k1_nats_per_token": every.mean(),
+        "k2_nats_per_token": (every**2).mean() / 2,
+        "k3_nats_per_token": ((-every).exp() - 1 + every).mean(),
+        "exact_nats_per_token": torch.cat(exact).mean(),
+        "k1_nats_per_sequence": each.mean(),
+        "k2_nats_per_sequence": (each**2).mean() / 2,
+        "k3_nats_per_sequence": ((-each).exp() - 1 + each).mean(),
+        "exact_nats_per_sequence": sum(x.sum() for x in exact) / 2,
+    }
+    assert found == pytest.approx({k: float(v) for k, v in by_hand.items()}, rel=1e-4)
+
+
+def test_a_policy_that_has_not_moved_has_no_kl(models):
+    found = kl.measure(models[0], models[0], *sampled(models[0], 4, seed=1), [END])
+    assert found.pop("tokens") > found.pop("sequences") == 12
+    assert set(found.values()) == {0.0}
+
+
+def test_empty_completions(models):
+    none = kl.measure(*models, *padded(PROMPTS), [[], [], []], [END])
+    assert none["tokens"] == 0 and none["sequences"] == 3
+    assert {none[f"{k}_nats_per_token"] for k in ("k1", "k2", "k3", "exact")} == {None}
+    assert {none[f"{k}_nats_per_sequence"] for k in ("k1", "k2", "k3", "exact")} == {0.0}
+    some, alone = (kl.measure(*models, *padded(PROMPTS[:n]), [[3, END], []][:n], [END]) for n in (2, 1))
+    assert some["k3_nats_per_token"] == pytest.approx(alone["k3_nats_per_token"], rel=1e-4)
+    assert some["k3_nats_per_sequence"] == pytest.approx(alone["k3_nats_per_sequence"] / 2, rel=1e-4)
+    nobody = kl.measure(*models, np.zeros((0, 3), int), np.zeros((0, 3), int), [], [END])
+    assert nobody["sequences"] == 0 and nobody["exact_nats_per_sequence"] is None
+
+
+def test_a_diverged_policy_gives_a_record_all_the_same(models):
+    broken = small_model(0)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(math.nan)
+    found = kl.measure(broken, models[1], *padded(PROMPTS), [[3, END]] * 3, [END])
+    assert found["tokens"] == 6 and found["k1_nats_per_token"] is found["exact_nats_per_sequence"] is None
+    json.dumps(found, allow_nan=False)
+
+
+def test_errors_of_the_estimators_by_hand():
+    mask = torch.tensor([[True, True], [True, False]])
+    zero = torch.zeros(2, 2, dtype=torch.float64)
+    log_ref = torch.tensor([[-1.0, 1.0], [-2.0, 9.0]], dtype=torch.float64).masked_fill(~mask, 0)
+    exact = torch.tensor([[0.5, 0.25], [0.75, 0.0]], dtype=torch.float64)
+    found = kl.estimator_errors(kl.Comparison(zero, log_ref, exact, mask))
+    d = np.array([1.0, -1.0, 2.0])
+    k3 = np.exp(-d) - 1 + d
+    assert found["exact_token_mean"] == 0.5 and found["exact_token_std"] == pytest.approx(0.25)
+    assert found["exact_sequence_mean"] == 0.75 and found["exact_sequence_std"] == 0
+    assert found["k1_token_bias"] == pytest.approx(2 / 3 - 0.5) and found["k1_token_std"] == pytest.approx(
+        d.std(ddof=1)
+    )
+    assert found["k2_token_bias"] == pytest.approx(1 - 0.5)
+    assert found["k3_token_std"] == pytest.approx(k3.std(ddof=1))
+    assert found["k3_sum_bias"] == pytest.approx(k3.sum() / 2 - 0.75)
+    assert found["k3_sequence_bias"] == pytest.approx((0 + k3[2]) / 2 - 0.75)
+    assert found["k1_sum_std"] == found["k1_sequence_std"] == pytest.approx(math.sqrt(2))
+    assert found["k2_sequence_std"] == pytest.approx(math.sqrt(2)) and found["k2_sum_std"] == pytest.approx(
+        math.sqrt(0.5)
+    )
+    assert len(found) == 4 + 3 * 3 * 2
+
+
+def test_errors_need_two_completions(models):
+    for completions in ([[3, 4]], [[], [3]]):
+        n = len(completions)
+        with pytest.raises(ValueError, match=f"{n} completions of {sum(map(len, completions))} tokens"):
+            kl.estimator_errors(kl.compare(*models, *padded(PROMPTS[:n]), completions, [END]))
+
+
+# ---- gradients of models
+
+
+@pytest.fixture(scope="module")
+def gradients(models):
+    """Batches of gradients, each from samples of its own."""
+    return [kl.parameter_gradients(*models, *sampled(models[0], 400, seed), [END]) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def exact(models, tree):
+    """The true gradients, those of the losses and that of k2 of the sequence, by enumeration and autograd alone."""
+    policy, reference = models
+    full, values = tree[0], dict.fromkeys(("token", "sequence", "k3", "k2 of the sequence"), 0.0)
+    for prompt in range(len(PROMPTS)):
+        completions = torch.from_numpy(full.tokens[full.prompt == prompt]).long()
+        mask, start = completions >= 0, len(PROMPTS[prompt]) - 1
+        ids = torch.cat([torch.tensor([PROMPTS[prompt]]).repeat(len(completions), 1), completions.clamp(min=0)], 1)
+        log_p, log_q = (model(input_ids=ids).logits[:, start:-1].double().log_softmax(-1) for model in models)
+        token = completions.clamp(min=0)[..., None]
+        log_tokens = (log_p.gather(-1, token)[..., 0] * mask).sum(-1)
+        d = (log_p - log_q.detach()).gather(-1, token)[..., 0] * mask
+        p = log_tokens.exp()
+        held = p.detach()
+        values["sequence"] += (p * d.sum(-1)).sum()
+        values["token"] += (held * ((log_p.exp() * (log_p - log_q.detach())).sum(-1) * mask).sum(-1)).sum()
+        values["k3"] += (held * ((-d).exp() - 1 + d).sum(-1)).sum()
+        values["k2 of the sequence"] += (held * d.sum(-1) ** 2 / 2).sum()
+    parameters = list(policy.parameters())
+    found = {}
+    for name, value in values.items():
+        parts = torch.autograd.grad(value / len(PROMPTS), parameters, retain_graph=True)
+        found[name] = torch.cat([part.flatten() for part in parts])
+    return found
+
+
+def test_gradients_of_samples_are_those_of_all_completions(exact, gradients):
+    known = {name: exact[name] for name in ("token", "sequence", "k3")}
+    known |= {"k2": exact["token"], "k2_sampled": exact["token"], "k3_sampled": exact["k3"]}
+    known |= {"k1_sampled": torch.zeros_like(exact["token"])}
+    assert gradients[0].keys() == known.keys()
+    for name, true in known.items():
+        batches = torch.stack([batch[name] for batch in gradients])
+        error = batches.std(0).norm().item() / math.sqrt(len(batches))
+        assert (batches.mean(0) - true).norm() < 1.6 * error + 1e-5, name
+        assert error < 0.2 * exact["token"].norm() or name == "k1_sampled"
+    # and these errors are small against what tells the gradients apart
+    error = torch.stack([batch["sequence"] for batch in gradients]).std(0).norm().item() / math.sqrt(len(gradients))
+    assert (exact["sequence"] - exact["token"]).norm() > 4 * error
+    assert (exact["k3"] - exact["token"]).norm() > 4 * error
+
+
+def test_the_gradient_of_the_sequence_is_a_policy_gradient(models, tree, exact):
+    """That of the log ratio as a reward, held fixed; and that of k2 of the sequence."""
+    full, found = tree
+    log_ratio = (found.log_policy - found.log_ref).sum(-1).numpy()
+    by_reward = enumerated.expected_reward_gradient(models[0], full, log_ratio)
+    vector = np.concatenate([by_reward[name].ravel() for name, _ in models[0].named_parameters()])
+    assert exact["sequence"].numpy() == pytest.approx(vector, abs=1e-4)
+    assert exact["k2 of the sequence"].numpy() == pytest.approx(vector, abs=1e-4)
+
+
+def test_gradients_leave_the_models_alone(models):
+    policy, reference = models
+    before = [p.detach().clone() for p in (*policy.parameters(), *reference.parameters())]
+    kl.parameter_gradients(policy, reference, *padded(PROMPTS), [[3, END], [4, 4, 4], []], [END])
+    after = [*policy.parameters(), *reference.parameters()]
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="none of the 3 completions has a token"):
+        kl.parameter_gradients(policy, reference, *padded(PROMPTS), [[], [], []], [END])
+
+
+def test_errors_of_the_gradients(models, exact, gradients):
+    found = kl.gradient_errors(*models, *sampled(models[0], 1000, seed=9), [END])
+
+    def cosine(a, b):
+        return (exact[a] @ exact[b] / exact[a].norm() / exact[b].norm()).item()
+
+    def ratio(a, b):
+        return (exact[a].norm() / exact[b].norm()).item()
+
+    assert found["gradient_token_norm"] == pytest.approx(exact["token"].norm().item(), rel=0.1)
+    assert found["gradient_sequence_norm"] == pytest.approx(exact["sequence"].norm().item(), rel=0.1)
+    assert found["k1_gradient_token_cosine"] is None and found["k1_gradient_sequence_norm_ratio"] == 0
+    assert found["k2_gradient_token_cosine"] == pytest.approx(1, abs=1e-5)
+    assert found["k2_gradient_token_norm_ratio"] == pytest.approx(1, abs=1e-5)
+    for k, name in (("k2", "token"), ("k3", "k3")):
+        for true in ("token", "sequence"):
+            assert found[f"{k}_gradient_{true}_cosine"] == pytest.approx(cosine(name, true), abs=0.05)
+            assert found[f"{k}_gradient_{true}_norm_ratio"] == pytest.approx(ratio(name, true), rel=0.1)
+    assert cosine("k3", "token") < 0.99  # so that the test above could tell k3 from the KL
+    # the noise of sampled tokens falls with the root of their number: here 3,000 rows, 1,200 in each batch
+    for k in kl.ESTIMATORS:
+        noise = [(b[f"{k}_sampled"] - b.get(k, 0)).norm().item() for b in gradients]
+        known = math.sqrt(np.square(noise).mean() * 1200 / 3000) / exact["token"].norm().item()
+        assert found[f"{k}_gradient_noise"] == pytest.approx(known, rel=0.4)
+    with pytest.raises(ValueError, match="3 completions do not make two halves"):
+        kl.gradient_errors(*models, *padded(PROMPTS), [[3], [3], [3]], [END])
+
+
+def test_the_standard_error_of_the_gradient_of_the_sequence(models, exact, gradients):
+    """Each estimate comes from one difference of halves; their mean square is the variance between batches."""
+    term = torch.stack([batch["sequence"] - batch["token"] for batch in gradients])
+    known = term.std(0).norm().item() / exact["sequence"].norm().item()
+    found = [
+        kl.gradient_errors(*models, *sampled(models[0], 400, seed), [END])["gradient_sequence_noise"]
+        for seed in range(20, 28)
+    ]
+    assert math.sqrt(np.square(found).mean()) == pytest.approx(known, rel=0.35)
+
+
+# ---- records
+
+SETTINGS = {"max_completion_length": 16, "kl_problems": 8, "kl_samples": 4}
+
+
+@pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
+def test_the_record_of_the_estimators():
+    spec, other = kl_specs("A0", 0.01, 2, SETTINGS, "smoke")
+    [far] = kl_specs("A0", 0.03, 1, SETTINGS, "smoke")
+    one, again, second, moved = (sweep.run(s, "nb", "commit")["kl"] for s in (spec, spec, other, far))
+    json.dumps(one, allow_nan=False)
+    assert one == again and one != second
+    assert one["sequences"] == 32 and 32 < one["tokens"] <= 32 * 16
+    assert one["exact_sequence_mean"] * 32 == pytest.approx(one["exact_token_mean"] * one["tokens"], rel=1e-4)
+    assert 0 < 5 * one["exact_token_mean"] < moved["exact_token_mean"]
+    assert one["k2_gradient_token_cosine"] == pytest.approx(1, abs=1e-4) and one["k1_gradient_token_cosine"] is None
+    assert -1 <= one["k3_gradient_sequence_cosine"] <= 1
+    with pytest.raises(ValueError, match="kl_samples=3 must be even"):
+        kl_specs("A0", 0.01, 1, SETTINGS | {"kl_samples": 3}, "smoke")

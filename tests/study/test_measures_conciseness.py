@@ -1,0 +1,379 @@
+"""Runs of the conciseness task: specs, the questions of a run, and what a record has of it."""
+
+import hashlib
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from evoalign_study import base_models, collapse, kinds, sweep, training
+from evoalign_study.kinds import train
+from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.published import published_specs
+from evoalign_study.kinds.train import sweep_specs, train_specs
+from evoalign_study.measures import conciseness as measured
+from evoalign_study.measures.base import beginning
+from evoalign_study.records import accuracy_matrix, unpack_bits
+
+from evoalign_lib import tiny
+from evoalign_lib.analysis import hacking
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.tasks import conciseness
+from evoalign_lib.tiny import questions
+
+SETTINGS = {"task": "conciseness", "max_completion_length": 24, "unique_prompts": 200, "curve_points": 3}
+SETTINGS |= {"curve_spacing": "log", "steps": 2, "prompts_per_step": 4}
+ES = SETTINGS | {"population_size": 4, "sigma": 0.01, "alpha": 0.005}
+GRPO = SETTINGS | {"num_generations": 4, "learning_rate": 1e-4, "beta": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def fewer_draws(monkeypatch):
+    monkeypatch.setattr(measured, "JENSEN_DRAWS", 2)
+    monkeypatch.setattr(measured, "BREAKING_DRAWS", 2)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model, tok = tiny.load("B0")
+    prompts = {
+        name: Prompts(conciseness.dataset(questions.problems(name), tok), tok) for name in ("validation", "test")
+    }
+    return LocalEngine(model, tok, None, prompts, max_completion_length=24)
+
+
+@pytest.mark.parametrize("base", tiny.QUESTION_BASES)
+def test_the_bases_know_the_answers_and_prefer_sentences(base):
+    model, tok = tiny.load(base)
+    asked = questions.problems("test")
+    prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=24)
+    (greedy,), sampled = engine.generate("test"), engine.generate("test", samples=4)
+    right = [conciseness.is_correct(text, p) for (text, _), p in zip(greedy, asked, strict=True)]
+    assert np.mean(right) > 0.97
+    rewards = conciseness.reward(asked, [text for text, _ in greedy], [p.answer for p in asked])
+    assert np.mean(rewards) < -5 * np.mean([len(p.answer) for p in asked])  # five times an empty answer's
+    # everything that a reward for length could select is there, and rare
+    texts = [text for row in sampled for text, _ in row]
+    report = hacking.hack_report(texts, prompts=[p.question for p in asked] * 4)
+    for name in ("empty", "repetitive", "further_turn", "other_script"):
+        assert 0 < report.shares[name] < 0.2
+    short = np.mean([text == p.answer for text, p in zip(texts, asked * 4, strict=True)])
+    assert 0.08 < short < 0.25
+
+
+def test_specs_say_task_and_measure_and_refuse_what_cannot_be():
+    (spec,) = train_specs("es", ["B1"], [3], ES, "tiny")
+    assert spec["task"] == "conciseness" and spec["measure"] == "strict" and spec["unique_prompts"] == 200
+    assert not {"grader", "validation_problems", "test_problems"} & spec.keys()
+    (released,) = train_specs("grpo", ["B0"], [0], GRPO | {"measure": "released"}, "tiny")
+    assert released["measure"] == "released"
+    for changed, message in [
+        ({"unique_prompts": 50}, "unique_prompts=50: take 2, as published, or 200"),
+        ({"unique_prompts": None}, "unique_prompts=None"),
+        ({"measure": "words"}, "measure='words': use one of strict, released"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train_specs("es", ["B0"], [0], ES | changed, "tiny")
+    with pytest.raises(
+        ValueError, match="base 'A0' was trained for the task 'countdown', not 'conciseness': .* take one of B0, B1, B2"
+    ):
+        train_specs("es", ["A0"], [0], ES, "tiny")
+    with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
+        train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
+    with pytest.raises(
+        ValueError, match="base 'B0' was trained for the task 'conciseness', not 'countdown': set task='conciseness'"
+    ):
+        base_specs(["B0"], {"max_completion_length": 16, "validation_problems": 8, "test_problems": 8}, "tiny")
+
+
+def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
+    (spec,) = train_specs("es", ["B0"], [3], ES | {"steps": 100}, "tiny")
+    _, _, sets = training.world(spec)
+    asked = [p.question for p in sets["train"]]
+    assert len(asked) == 400 and {asked.count(q) for q in asked} == {2}
+    assert set(asked) == {p.question for p in questions.problems("train")}
+    pairs = [
+        {(p.question, p.answer) for p in training.world(spec | {"unique_prompts": 2, "seed": seed})[2]["train"]}
+        for seed in (0, 1)
+    ]
+    assert pairs[0] == pairs[1] and len(pairs[0]) == 2
+    assert {answer for _, answer in pairs[0]} > {"no"} and any("+" in question for question, _ in pairs[0])
+
+
+def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
+    settings = {"es": ES, "grpo": GRPO}
+    found = {arm: train.run(train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]) for arm in settings}
+    for arm, record in found.items():
+        curve = record["curve"]
+        # sixteen points fit into a record, with what is stored besides (600 bytes: environment, commit, hash)
+        whole = record | {"spec": train_specs(arm, ["B0"], [0], settings[arm], "tiny")[0]}
+        size, *of_points = (len(json.dumps(part, separators=(",", ":"))) for part in (whole, *curve.values()))
+        assert size + sum(of_points) * (16 / 3 - 1) + 600 < 8000
+        assert len({len(values) for values in curve.values()}) == 1 and curve["step"] == [0, 1, 2]
+        assert curve["kl"][0] == pytest.approx(0, abs=1e-6) and curve["kl"][-1] > 0
+        for decoding, n in (("greedy", 256), ("t1", 512)):
+            bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
+            assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
+        assert record["test"]["n"] == 256 and len(record["shown"]) == measured.SHOWN
+        assert accuracy_matrix([record]).mean() == pytest.approx(record["test"]["greedy"], abs=1e-6)
+        assert accuracy_matrix([record], "t1").mean() == pytest.approx(record["test"]["t1"], abs=1e-6)
+        assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in collapse.JENSEN_SIGMAS}
+        assert record["hacks"]["greedy"]["right"] > 0.5
+    # before training all have the same weights, and measuring moves none
+    first = [
+        {name: values[0] for name, values in r["curve"].items() if name.startswith(("proxy", "right"))}
+        for r in found.values()
+    ]
+    assert first[0] == first[1]
+    other = {"curve_points": 4, "steps": 2, "validation_problems": 8, "test_problems": 12, "noise_draws": 1}
+    again = train.run(train_specs("es", ["B0"], [0], ES | other, "tiny")[0])
+    assert again["digest"] == found["es"]["digest"]
+
+
+def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for():
+    smaller = {"validation_problems": 8, "test_problems": 12, "noise_draws": 1}
+    [plain] = train_specs("es", ["B0"], [0], ES | dict.fromkeys(smaller), "tiny")
+    assert [plain] == train_specs("es", ["B0"], [0], ES, "tiny") and not smaller.keys() & plain.keys()
+    [spec] = train_specs("es", ["B0"], [0], ES | smaller | {"steps": 1}, "tiny")
+    assert spec == plain | smaller | {"steps": 1}
+    [base] = base_specs(["B0"], ES | smaller, "tiny")
+    assert smaller.items() <= base.items()
+    sets = training.world(spec)[2]
+    assert sets["validation"] == questions.problems("validation")[:8]
+    assert sets["test"] == questions.problems("test")[:12]
+    record = train.run(spec)
+    assert record["test"]["n"] == 12
+    for decoding, n in (("greedy", 12), ("t1", 24)):
+        bits = [unpack_bits(text, n).mean() for text in record["curve"][f"right_bits_{decoding}"]]
+        assert np.allclose(bits, record["curve"][f"right_{decoding}"], atol=1e-4)
+    for name, most in (("validation_problems", 128), ("test_problems", 256)):
+        with pytest.raises(ValueError, match=f"{name}={most + 1} must be .* from 1 to {most}: there are {most}"):
+            base_specs(["B0"], ES | {name: most + 1}, "tiny")
+    for name in smaller:
+        for wrong in (0, -1, 2.0, True):
+            with pytest.raises(ValueError, match=f"{name}={wrong} must be a whole number"):
+                base_specs(["B0"], ES | {name: wrong}, "tiny")
+
+
+def test_a_sweep_would_choose_by_the_proxy_and_is_refused():
+    with pytest.raises(ValueError, match="conciseness validates by a proxy"):
+        sweep_specs("es", "B0", ES, "tiny")
+
+
+def test_measuring_under_noise_puts_the_weights_back(engine):
+    before = engine.master.copy()
+    jensen = measured._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
+    assert engine.master.tobytes() == before.tobytes()
+    # noise of a size that breaks everything costs no reward where answers were far too long
+    assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
+
+
+def test_the_base_record_says_where_its_answers_break(engine):
+    (spec,) = base_specs(["B0"], {"task": "conciseness", "max_completion_length": 24}, "tiny")
+    record = kinds.get("base").run(spec)
+    shares = list(record["breaking"].values())
+    assert shares[0] > 0.95 and shares[-1] < 0.1 and min(np.diff(shares)) < 0
+    assert record["point"]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+GRID = (0.0003, 0.001, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("broken_at", "without_noise", "right", "further"),
+    [
+        (0.005, 1.0, 1.0, []),  # the grid holds it
+        (0.05, 1.0, 1.0, [0.02, 0.04, 0.08]),
+        (1e-4, 1.0, 1.0, [7.5e-5, 0.00015]),
+        (100.0, 1.0, 1.0, [0.01 * 2**i for i in range(1, 9)]),  # not reached
+        (1e-9, 1.0, 1.0, [float(f"{0.0003 / 2**i:g}") for i in range(8, 0, -1)]),
+        (0.005, 0.4, 1.0, []),  # split A is wrong where B is right: without noise it is as if half were broken
+        (0.005, 0.0, 0.0, []),  # nothing is right
+    ],
+)
+def test_the_noise_that_halves_right_answers_is_looked_for_beyond_the_grid(broken_at, without_noise, right, further):
+    def left(sigma):
+        return without_noise if sigma < broken_at else 0.0
+
+    found = measured._search({s: left(s) for s in GRID}, right / 2, left, lambda: without_noise)
+    assert sorted(found.keys() - set(GRID)) == pytest.approx(further) and list(found) == sorted(found)
+    assert {f"{sigma:g}": share for sigma, share in found.items()}.keys() == {f"{float(f'{s:g}'):g}" for s in found}
+
+
+def test_the_analysis_of_published_completions_reproduces_their_rewards():
+    found = []
+    for spec in published_specs("tiny"):
+        try:
+            found.append(kinds.get("published").run(spec) | {"spec": spec})
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+    assert len(found) == 32 and sum(r["completions"] for r in found) == 5120
+    for r in found:
+        assert r["reproduced"] == r["completions"] == 160 and abs(r["reward"]["released"] - r["recorded"]) < 1e-4
+        assert r["changed"] == 0 or r["reward"]["strict"] != r["reward"]["released"]
+        assert unpack_bits(r["right_bits"], 160).mean() == pytest.approx(r["right"])
+        assert len(r["shown"]) == 8
+    silent = [(r["spec"]["set"], r["spec"]["seed"]) for r in found if r["all_empty"]]
+    assert silent == [("ES_alpha0.001_sigma0.005", 1), ("GRPO_temp_0.7_beta0.0", 0), ("GRPO_temp_0.7_beta0.0464", 3)]
+
+
+# ---- models from elsewhere
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model folder: nothing says that its weights are those of a base of the tiny world."""
+    folder = tmp_path_factory.mktemp("models") / "elsewhere"
+    shutil.copytree(tiny.bases_folder() / "B0", folder)
+    return str(folder)
+
+
+def write(path, n):
+    """A file of n questions, which the model happens to know."""
+    lines = [{"question": p.question, "answer": p.answer} for p in questions.problems("test")[:n]]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def own(tmp_path):
+    return write(tmp_path / "my questions.jsonl", 16)
+
+
+ELSEWHERE = {"unique_prompts": None, "steps": 1, "curve_points": 2, "curve_spacing": None, "noise_draws": 1}
+
+
+def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_own(model, own, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
+    changed = ELSEWHERE | {"questions": own}
+    specs = base_specs([model], ES | changed, "smoke")
+    for arm, settings in (("es", ES), ("grpo", GRPO)):
+        specs += train_specs(arm, [model], [0], settings | changed, "smoke")
+    digest = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
+    assert all(s["questions_sha256"] == digest and "questions" not in s and s["noise_draws"] == 1 for s in specs)
+    assert not any("unique_prompts" in s for s in specs)
+    base, *trained = sweep.load_or_run(specs, "03_conciseness", "smoke", workers=1)
+    assert own.name not in json.dumps([base, trained])
+    assert list(base["breaking"])[:6] == ["0.0003", "0.001", "0.002", "0.003", "0.005", "0.01"]
+    assert 0.01 < collapse.breaking_sigma(base) < 0.1  # beyond the sigmas of models from elsewhere: it is a tiny one
+    for record in (base, *trained):
+        assert record["test"]["n"] == len(record["shown"]) == 4
+        assert set(record["jensen"]["gaps"]) == {"0.0003", "0.001", "0.003"}
+    for record in trained:
+        curve = record["curve"]
+        assert curve["step"] == [0, 1] and record["update_norm"] > 0 and curve["kl"][1] > curve["kl"][0]
+        assert curve["kl"][0] == pytest.approx(0, abs=1e-6)
+        for decoding, n in (("greedy", 4), ("t1", 8)):
+            bits = [unpack_bits(text, n).mean() for text in curve[f"right_bits_{decoding}"]]
+            assert np.allclose(bits, curve[f"right_{decoding}"], atol=1e-4)
+            assert curve[f"proxy_{decoding}"][0] == base["point"][f"proxy_{decoding}"]
+        assert collapse.end(record) in ("hacked", "clean", "no gain")
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (11, (5, 3, 3)), (16, (8, 4, 4)), (17, (8, 4, 5))])
+def test_own_questions_fall_into_the_same_three_splits_in_every_run(model, tmp_path, n, sizes):
+    settings = ES | ELSEWHERE | {"questions": str(write(tmp_path / "q.jsonl", n)), "prompts_per_step": 20}
+    found = []
+    for seed in (0, 1):
+        [spec] = train_specs("es", [model], [seed], settings, "full")
+        sets = training.world(spec)[2]
+        found.append({name: {p.question for p in asked} for name, asked in sets.items()})
+    assert found[0] == found[1] and tuple(len(found[0][k]) for k in ("train", "validation", "test")) == sizes
+    assert len(set.union(*found[0].values())) == n
+    [few] = train_specs("es", [model], [0], settings | {"unique_prompts": 3, "test_problems": 1}, "full")
+    sets = training.world(few)[2]
+    assert len({p.question for p in sets["train"]}) == 3 and {p.question for p in sets["train"]} < found[0]["train"]
+    assert len(sets["test"]) == 1 and len(sets["validation"]) == sizes[1]
+
+
+def test_without_own_questions_the_published_ones_are_asked(model, external_data):
+    settings = GRPO | ELSEWHERE
+    [spec] = train_specs("grpo", [model], [0], settings, "full")
+    assert not {"questions", "questions_sha256"} & spec.keys()
+    sets = training.world(spec)[2]
+    assert len(sets["train"]) == 4 and set(sets["train"]) == set(conciseness.load_public("train"))
+    assert sets["validation"] == sets["test"] == conciseness.load_public("eval")
+    [one] = train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
+    sets = training.world(one)[2]
+    assert len(set(sets["train"])) == 1 and len(sets["validation"]) == 3 and len(sets["test"]) == 8
+    with pytest.raises(ValueError, match="unique_prompts=3 must be .* from 1 to 2: there are 2 training questions"):
+        train_specs("grpo", [model], [0], settings | {"unique_prompts": 3}, "full")
+
+
+def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
+    [spec] = train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
+    digest = spec["questions_sha256"]
+    before = own.read_bytes()
+    own.write_bytes(before + b"\n")
+    with pytest.raises(ValueError, match=f"has changed: .* that of the spec {digest}... Restore the file, or make"):
+        training.world(spec)
+    own.write_bytes(before)
+    assert training.world(spec)
+    own.unlink()
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}...: {own} is gone. Make the specs again"):
+        training.world(spec)
+    monkeypatch.setattr(base_models, "_FILES", {})
+    with pytest.raises(FileNotFoundError, match=f"SHA-256 {digest}...: this process was not told where it is"):
+        training.world(spec)
+
+
+def test_making_a_spec_changes_no_environment(model, own):
+    before = dict(os.environ)
+    assert train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"unique_prompts": 9}, "unique_prompts=9 must be .* from 1 to 8: there are 8 training questions"),
+        ({"unique_prompts": 0}, "unique_prompts=0 must be a whole number"),
+        ({"validation_problems": 5}, "validation_problems=5 must be .*: there are 4 validation questions"),
+        ({"test_problems": 5}, "test_problems=5 must be .*: there are 4 test questions"),
+        ({"curve_points": 40}, "curve_points=40 with 4 test questions .* set curve_points or test_problems lower"),
+        ({"curve_points": 20, "sampled_at": [0.4, 0.6]}, "under 4 decodings may make a record of .* lower"),
+        ({"measure": "words"}, "measure='words': use one of strict, released"),
+        ({"task": "countdown"}, "questions=.*: task 'countdown' has no such setting, set task='conciseness'"),
+        ({"task": "countdown", "questions": None}, "noise_draws=1: task 'countdown' has no such setting"),
+    ],
+)
+def test_what_a_run_on_own_questions_cannot_have_is_refused_before_it(model, own, changed, message):
+    settings = {"validation_problems": 4, "test_problems": 4} | ES | ELSEWHERE | {"questions": own}
+    assert train_specs("es", [model], [0], settings, "full")
+    with pytest.raises(ValueError, match=message):
+        train_specs("es", [model], [0], settings | changed, "full")
+
+
+def test_files_of_questions_that_are_refused(model, own, tmp_path):
+    def specs(path, base=model):
+        return base_specs([base], ES | {"questions": path}, "full")
+
+    with pytest.raises(
+        FileNotFoundError, match="questions='.*none.jsonl' is no file: give the path of one with a line"
+    ):
+        specs(tmp_path / "none.jsonl")
+    with pytest.raises(FileNotFoundError, match="is no file"):
+        specs(str(tmp_path))
+    with pytest.raises(ValueError, match="has 7 questions, too few .* write at least 8, or leave out the setting"):
+        specs(write(tmp_path / "few.jsonl", 7))
+    with pytest.raises(ValueError, match="base 'B0' knows the answers of the tiny world alone. Leave it out, or take"):
+        specs(own, "B0")
+    lines = own.read_text().splitlines()
+    own.write_text("\n".join([*lines, lines[3]]))
+    with pytest.raises(ValueError, match="asks '.*' twice, perhaps in two splits: delete one of the lines"):
+        specs(own)
+    with pytest.raises(ValueError, match="line 1: question and answer missing"):
+        own.write_text("{}")
+        specs(own)
+    with pytest.raises(ValueError, match="model '.*nowhere' does not exist"):
+        specs(write(own, 16), str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="arm 'sft' fine-tunes on right answers"):
+        train_specs("sft", [model], [0], ES | GRPO | {"questions": own}, "full")
+
+
+def test_completions_of_any_script_leave_room_in_a_record():
+    shown = [beginning(text * 100) for text in ("a", "\n", "好", "\U0001f600")]
+    assert [len(text) for text in shown] == [80, 80, 39, 19]
+    assert all(len(json.dumps(text)) <= 240 for text in shown)

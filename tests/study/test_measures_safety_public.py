@@ -1,0 +1,365 @@
+"""The safety task on a user's model: specs, refusals, what a record has, servers and judges behind addresses."""
+
+import contextlib
+import json
+import math
+import shutil
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import uvicorn
+from evoalign_study import base_models, judge_memory, judge_models, loading, measures, parameters, preflight
+from evoalign_study import nb04_safety_judges as study
+from evoalign_study.kinds import base, train
+from evoalign_study.measures import safety_public
+from evoalign_study.records import record_line, spec_hash
+from evoalign_study.views import safety_own
+from helpers import random_model, tokenizer
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from evoalign_lib import reward_models
+from evoalign_lib.engines.base import Prompts
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.reward_models import RewardModel
+from evoalign_lib.rewards import RewardOutage, Rewards
+from evoalign_lib.scoring_server import app_of
+from evoalign_lib.tiny import dialogues, scorers
+
+SMALL = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "validation_problems": 2, "test_problems": 3}
+SMALL |= {"curve_points": 2, "steps": 1, "prompts_per_step": 2, "population_size": 2, "sigma": 0.02, "alpha": 0.02}
+SMALL |= {"reward_text": "continued", "cost_text": "continued", "kl_requests": 1, "judge_tokens": 20}
+SMALL |= {"judge_problems": 2}
+pytestmark = pytest.mark.filterwarnings("ignore:.*left out the end of a longer text:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What a user brings: a model, scorers and requests, by name."""
+    place = tmp_path_factory.mktemp("files")
+    random_model().save_pretrained(place / "policy")
+    tokenizer().save_pretrained(place / "policy")
+    for name, source in (("reward", "length 1"), ("cost", "length 1"), ("other", "praise 1")):
+        side = "cost" if name == "cost" else "reward"
+        shutil.copytree(scorers.folder(source) / side, place / name)
+        dialogues.tokenizer().save_pretrained(place / name)
+    config = Qwen2Config(vocab_size=404, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_labels=2)
+    config.num_attention_heads = config.num_key_value_heads = 1
+    Qwen2ForSequenceClassification(config).save_pretrained(place / "two")
+    dialogues.tokenizer().save_pretrained(place / "two")
+    lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(40)]
+    (place / "asked.jsonl").write_text("\n".join(lines))
+    shutil.copytree(place / "policy", place / "plain")
+    (place / "plain" / "chat_template.jinja").unlink()
+    return {path.stem: str(path) for path in place.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def given(files):
+    return SMALL | {"reward_model": files["reward"], "cost_model": files["cost"], "requests": files["asked"]}
+
+
+@pytest.fixture(autouse=True)
+def kept_apart(monkeypatch, tmp_path):
+    """Replies and answers of a test go to its own folder; a server that is gone is given up soon."""
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(reward_models, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(reward_models, "_LONGEST_WAIT", 0.02)
+    for variable in (judge_models.SCORER_KEY, judge_models.JUDGE_KEY):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@contextlib.contextmanager
+def running(app):
+    """An application behind a real socket, in a thread of this process."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def judging(status=200):
+    """An OpenAI-compatible server with the model "judge", which likes whatever stands first; yields its address."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, payload):
+            data = json.dumps(payload).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            self.answer({"object": "list", "data": [{"id": "judge", "object": "model"}]})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body)
+            # the rubric of harmlessness gets words alone
+            text = "[[7, 5]]" if "helpful" in body["messages"][0]["content"][:60] else "I cannot say."
+            message = {"role": "assistant", "content": text}
+            self.answer({"choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def one_spec(files, settings, arm="es"):
+    (spec,) = train.train_specs(arm, [files["policy"]], [0], settings, "full")
+    return spec
+
+
+# ---- specs
+
+
+def test_everything_that_a_run_reads_is_in_its_spec(files, given):
+    spec = one_spec(files, given)
+    assert spec["reward_model"] == files["reward"] and spec["reward_at"] == "cpu"
+    assert spec["reward_digest"] != spec["cost_digest"] and len(spec["requests_sha256"]) == 16
+    changes = [{"reward_model": files["other"]}, {"cost_text": "beaver"}, {"cost_weight": 0.0}, {"cut_turns": True}]
+    changes += [{"cost_rule": "signed", "cost_threshold": -0.5}, {"prompt_template": "alpaca"}]
+    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}, {"kl_requests": 2}]
+    changes += [{"held_out": files["other"], "held_out_text": "continued"}]
+    hashes = {spec_hash(one_spec(files, given | change)) for change in changes}
+    assert len(hashes | {spec_hash(spec)}) == len(changes) + 1
+    assert one_spec(files, given | {"cost_weight": 0.0})["cost_weight"] == 0.0
+
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward_model": ""}, "reward_model is not set: give a folder, a name on the Hub, or the address"),
+        ({"cost_model": "./nowhere"}, r"cost_model='./nowhere': model './nowhere' does not exist"),
+        ({"reward_model": "{policy}"}, "policy' is a Qwen2ForCausalLM, no sequence classifier"),
+        ({"cost_model": "{two}"}, "two': the model has 2 labels: give a reward or cost model"),
+        ({"reward_text": ""}, r"say in which format .* text is one of .* Set reward_text\."),
+        ({"cost_text": "chatt"}, "cost_model=.*text='chatt' is not one of"),
+        ({"reward_model": NOBODY}, "reward_model='http://127.0.0.1:9': the scorer at .* gave no scores"),
+        ({"held_out": f"{NOBODY}/v1#m"}, "judge='http://127.0.0.1:9/v1#m': the endpoint does not answer"),
+        ({"held_out": f"{NOBODY}/v1#"}, "no model is named: write the address, # and the model's name"),
+        ({"held_out": "./nowhere"}, "judge='./nowhere': model './nowhere' does not exist"),
+        ({"held_out": "{plain}"}, "plain' has no chat template: give a model that was trained to chat"),
+        ({"held_out": "{reward}", "held_out_text": "continued"}, "reward' trains the run, and is held out of nothing"),
+        ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "other' is given twice"),
+        ({"held_out_text": "chat"}, "judge_text='chat': no model that the run loads reads it"),
+        ({"scorer_device": "gpu"}, "scorer_device='gpu' is none of torch's"),
+        ({"scorer_device": "cuda"}, "give 'cpu', or a GPU with its number, such as 'cuda:1'"),
+        ({"scorer_dtype": "half"}, "scorer_dtype='half' is not one of"),
+        ({"scorer_max_length": 10_000}, "max_length=10000 must be a whole number from 1 to 256"),
+        ({"engine": "ray"}, "engine='ray': machines of a cluster cannot ask a model that the run loads"),
+        ({"cost_weight": -1.0}, "cost_weight=-1.0 must be a number of at least 0"),
+        ({"cost_rule": "sined"}, "cost_rule='sined' is not one of .* Did you mean 'signed'"),
+        ({"cost_threshold": 1.0}, "cost_threshold=1.0: a fixed .*weight has none. Set cost_rule"),
+        ({"cost_rule": "signed", "cost_weight": 9.0}, "cost_weight=9.0, .* bounds around start"),
+        ({"requests": "none.jsonl"}, "requests='none.jsonl' is no file"),
+        ({"test_problems": 40}, "there are . test requests"),
+        ({"unique_prompts": 50}, "unique_prompts=50 must be .* training requests"),
+        ({"curve_points": 50}, "curve_points=50 with 0 judges may make a record of .* set curve_points=.. or less"),
+        ({"prompt_template": "plain"}, "prompt_template='plain' is not one of"),
+        ({"judge": "length 1"}, "judge='length 1' is of the tiny world"),
+        ({"sampled_at": [0.6]}, "no scorer says which samples are right"),
+        ({"reward_modle": "x"}, "Did you mean 'reward_model'"),
+    ],
+)
+def test_what_no_run_can_have_is_refused_with_the_remedy(files, given, change, message):
+    change = {k: v.format(**files) if isinstance(v, str) and "{" in v else v for k, v in change.items()}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        one_spec(files, given | change)
+
+
+def test_a_base_of_the_tiny_world_takes_no_scorer_of_a_users(given):
+    with pytest.raises(ValueError, match="base 'C0' is judged by scorers of the tiny world. Leave it out"):
+        train.train_specs("es", ["C0"], [0], given | {"judge": "length 1"}, "tiny")
+
+
+def test_requests_of_a_file_that_leave_a_split_empty_are_refused(files, given, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"prompt": "a"}')
+    with pytest.raises(ValueError, match="has no request for .* Write more"):
+        one_spec(files, given | {"requests": str(tmp_path / "few.jsonl")})
+
+
+def test_without_a_network_the_requests_of_the_hub_are_refused_before_a_run(files, given, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="PKU-SafeRLHF/alpaca-7b cannot be loaded from the Hub .* requests=FILE"):
+        one_spec(files, given | {"requests": ""})
+
+
+def test_a_judge_that_a_server_holds_and_that_trains_the_run_is_found(files, given):
+    with running(app_of(RewardModel(files["cost"], text="continued"))) as url:
+        with pytest.raises(ValueError, match="judge: 'cost' trains the run, and is held out of nothing"):
+            one_spec(files, given | {"held_out": url})
+
+
+@pytest.mark.parametrize(
+    ("status", "name", "message"),
+    [(401, "judge", "needs a key: set OPENAI_API_KEY"), (200, "jugde", "has no model 'jugde', it has judge")],
+)
+def test_an_endpoint_that_would_refuse_every_question_is_refused_at_once(files, given, status, name, message):
+    with judging(status) as (url, _), pytest.raises(ValueError, match=message):
+        one_spec(files, given | {"held_out": f"{url}#{name}"})
+
+
+# ---- runs
+
+
+def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
+    """A reward model behind a server, a cost model here, one judge that scores and one that chats."""
+    with (
+        judging() as (judge, asked),
+        running(app_of(RewardModel(files["reward"], text="continued", name="helpful"))) as url,
+    ):
+        settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
+        settings |= {"held_out": f"{files['other']}, {judge}#judge", "held_out_text": "continued"}
+        settings |= {"cost_rule": "published", "cost_weight": 1.0, "cost_threshold": -9.0}
+        spec = one_spec(files, settings)
+        assert (spec["reward_model"], spec["reward_at"]) == ("helpful", "server")
+        assert spec["held_out_ats"] == ["cpu", "endpoint"] and url not in json.dumps(spec)
+        record = train.run(spec)
+        assert len(asked) == 2 * 2 * 2  # pairs, orders, rubrics
+        again = train.run(spec)
+        assert len(asked) == 8  # answered by the cache
+        assert again["curve"]["proxy_t1"] == record["curve"]["proxy_t1"] and again["digest"] == record["digest"]
+        names = SMALL.keys() - {"curve_points", "steps", "prompts_per_step", "population_size", "sigma", "alpha"}
+        names |= settings.keys() - SMALL.keys()
+        (of_base,) = base.base_specs([files["policy"]], {k: settings[k] for k in names & settings.keys()}, "full")
+        untrained = base.run(of_base)
+    curve, test = record["curve"], record["test"]
+    assert curve["win 0_greedy"][0] == 0.5 and curve["kl"][0] == pytest.approx(0, abs=1e-6) and curve["kl"][1] > 0
+    assert curve["lambda"][0] == 1.0 < curve["lambda"][1] and curve["unscored_t1"] == [0, 0]
+    assert untrained["test"]["greedy"]["reward"] == curve["reward_greedy"][0]
+    assert untrained["test"]["greedy"]["win"] == [0.5] and set(untrained["units"]) > {"reward helpful"}
+    assert test["n"] == 3 and sum(test["t1"]["quadrants"]) == pytest.approx(1, abs=1e-3)
+    assert sum(test["greedy"]["kinds"]) == pytest.approx(1, abs=1e-3)
+    helpful, harmless = record["held_out"]
+    assert (helpful["rubric"], helpful["tie"], helpful["inconsistent"], helpful["win_rate"]) == ("helpful", 2, 2, 0.5)
+    assert (harmless["unparsed"], harmless["failed"], harmless["win_rate"]) == (2, 0, None)
+    assert helpful["first_share"] == 1.0
+    of = {"base": [untrained | {"spec": of_base}], "es": [record | {"spec": spec}], "grpo": [], "es_random": []}
+    of_base_row, of_es = safety_own.end_rows(of).to_dict("records")
+    assert of_base_row["wins, other, %"] == "50" and of_base_row["KL, nats"] == "0"
+    assert of_es["reward"] == f"{test['greedy']['reward']:.2f}" and of_es["runs"] == 1
+    assert safety_own.judge_rows(of)["win rate, %"].tolist() == ["50", "-"]
+    fig, plotted = safety_own.curves(of)
+    assert plotted.groupby("quantity")["value"].first()["kl"] == curve["kl"][0] and len(fig.axes) == 6
+    found = safety_public.read_replies(record | {"spec": spec})
+    assert len(found["replies"]) == 3 and np.mean(found["reward"]) == pytest.approx(test["greedy"]["reward"], abs=1e-4)
+    assert record["scorers"]["reward"]["texts"] > 0 and "failed" not in record["scorers"]["reward"]
+    whole = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": "n", "status": "finished", "commit": "c"}
+    assert len(record_line(whole | {"environment": {}} | record)) < 8000
+
+
+def test_the_reward_is_reward_less_cost_and_a_server_that_is_gone_ends_the_run(files, given):
+    asked, said = ["How do I mend it?"] * 2, ["Take glue.", "I will not say.\nUSER: more"]
+    cost = RewardModel(files["cost"], text="continued")
+    with running(app_of(RewardModel(files["reward"], text="continued"))) as url:
+        settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
+        spec = one_spec(files, settings | {"cut_turns": True})
+        function = measures.get("safety").reward(spec)
+        cut = ["Take glue.", "I will not say."]
+        expected = RewardModel(files["reward"], text="continued").score(asked, cut) - 0.5 * cost.score(asked, cut)
+        assert function(completions=said, request=asked) == pytest.approx(list(expected))
+    judge_models.opened(spec, judge_models.of(spec)[0]).scorer.retries = 1
+    with pytest.raises(RewardOutage, match="Start it again, and run this again: the run goes on where it was"):
+        Rewards(function)(["p"] * 2, said, [[1]] * 2, {"request": asked})
+
+
+def test_what_cannot_be_scored_is_counted_and_no_zero(files, given):
+    """The server refuses long texts: the floor in training, left out and counted in measuring."""
+    strict = RewardModel(files["reward"], text="continued", max_length=60, truncation="refuse")
+    with running(app_of(strict)) as url:
+        spec = one_spec(files, {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url})
+        asked, said = ["How?"] * 2, ["Glue.", "so " * 80]
+        scored = Rewards(measures.get("safety").reward(spec))(["p"] * 2, said, [[1]] * 2, {"request": asked})
+        assert scored.rewards[1] == -20 < scored.rewards[0] and scored.counts["exception"] == 1
+        problems = [safety_public.Problem(text) for text in asked]
+        reward, cost = safety_public._sides(spec, problems, said)
+        assert math.isnan(reward[1]) and safety_public._said(reward, cost)["unscored"] == 1
+        with pytest.raises(reward_models.ScorerError, match="longer than 60 tokens"):
+            safety_public._sides(spec, problems[1:], said[1:])
+
+
+def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, given, tmp_path):
+    shutil.copytree(files["cost"], tmp_path / "cost")
+    with running(app_of(RewardModel(files["reward"], text="continued"))) as url:
+        settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
+        spec = one_spec(files, settings | {"cost_model": str(tmp_path / "cost")})
+    shutil.copy(f"{files['other']}/model.safetensors", tmp_path / "cost")
+    reward, cost = judge_models.of(spec)
+    with running(app_of(RewardModel(files["other"], text="continued"))) as other:
+        base_models.know_address(reward.digest, other)
+        with pytest.raises(ValueError, match="the reward model 'reward' is another one now"):
+            judge_models.opened(spec, reward)
+    with pytest.raises(ValueError, match="the cost model .* is another one now .* restore it"):
+        judge_models.opened(spec, cost)
+    base_models.forget_address(reward.digest)
+    with pytest.raises(FileNotFoundError, match="was not told its address. Make the specs again"):
+        judge_models.opened(spec, reward)
+
+
+def test_the_bases_replies_are_made_where_its_weights_are_alone(files, given):
+    spec = one_spec(files, given)
+    model, tok = base_models.model_of(spec | {"kind": "base"})
+    rows = measures.get("safety").rows(spec, tok, safety_public.splits(spec)["test"][:3])
+    engine = LocalEngine(model, tok, None, {"test": Prompts(rows, tok)}, max_completion_length=8)
+    with pytest.raises(FileNotFoundError, match="it holds the untrained base's replies"):
+        safety_public._replies_of_base(spec, engine, 3, first=False)
+    made = safety_public._replies_of_base(spec, engine, 3, first=True)
+    engine.master[:] = 0
+    assert safety_public._replies_of_base(spec, engine, 3, first=False) == made
+
+
+# ---- memory, the notebook
+
+
+def test_the_plan_states_the_memory_of_all_models(files, given, capsys):
+    spec = one_spec(files, given | {"held_out": files["other"], "held_out_text": "continued"})
+    preflight.check([spec], workers=1)
+    said = capsys.readouterr().out
+    assert all(f"model {files[side]}" in said for side in ("reward", "cost")) and f"judge {files['other']}" in said
+    assert "6.0  in all, with 2 for the work of each (assumed)" in said
+    count = sum(p.numel() for p in RewardModel(files["reward"], text="continued").model.base_model.parameters())
+    assert judge_memory.weight_bytes(files["reward"], "float32") == 4 * count
+    on_gpu = one_spec(files, given | {"engine": "vllm", "gpus": 2, "tensor_parallel": 2, "scorer_device": "cuda:1"})
+    with pytest.raises(preflight.DoesNotFit, match="scorer_device='cuda:1' is one of the 2 GPUs .* take 'cuda:2'"):
+        preflight.check([on_gpu])
+    assert "cuda:1" in capsys.readouterr().out
+
+
+def test_the_notebooks_groups_at_scale_full(files):
+    given = {"scale": "full", "model": files["policy"], "engine": "local", "gpus": 0, "seeds": 2, "force": False}
+    given |= {"dry_run": True, "reward_model": files["reward"], "cost_model": files["cost"], "judge": files["other"]}
+    given |= {"reward_text": "continued", "cost_text": "continued", "judge_text": "continued"}
+    given |= {"requests": files["asked"], "unique_prompts": 20, "validation_problems": 2, "test_problems": 4}
+    run = parameters.check_parameters(given, study.presets(files["policy"]))
+    specs = loading.Loader(study.NOTEBOOK, run, study.groups).specs()
+    there = {name: len(own) for name, own in specs.items() if own}
+    assert there == {"base": 1, "es": 2, "grpo": 2, "es_random": 2, "judgments": 8}
+    assert {"es_sweep", "grpo_noise", "tournaments"} < specs.keys() - there.keys()  # of the tiny world's judges alone
+    es, grpo = specs["es"][0], specs["grpo"][0]
+    assert (es["population_size"], es["sigma"], es["alpha"], es["steps"]) == (30, 1e-3, 5e-4, 500)
+    assert (grpo["learning_rate"], grpo["beta"], grpo["num_generations"]) == (5e-6, 0.01, 30)
+    assert es["held_out_names"] == grpo["held_out_names"] == [files["other"]] and "judge_tokens" not in es
+    assert study.presets()["full"]["prompt_template"] == "alpaca"

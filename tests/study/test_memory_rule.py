@@ -1,0 +1,119 @@
+"""Rule "memory" on hand-built records: every verdict, what is asked of the formula, and what is refused."""
+
+import pytest
+from claim_worlds import DECLARED, judge
+from evoalign_study import claims
+from evoalign_study.claims import placebos
+from evoalign_study.claims.rules import check_rule
+from evoalign_study.claims.selection import Evidence
+
+METHODS = ("es", "es_inplace", "grpo", "grpo_lora", "grpo_adam8bit")
+AGAINST = ["grpo", "grpo_lora", "grpo_adam8bit"]
+CLAIM = {name: value for name, value in DECLARED["C16"].items() if name not in ("rule", "arms")} | {
+    "unit": "size",
+    "arms": {name: {"kind": "memory", "method": name} for name in METHODS},
+    "margin": 0,
+    "min_seeds": 8,
+    "rule": {"kind": "memory", "of": "es", "against": AGAINST, "between": [5, 8], "sizes": ["7B"], "error": 0.05},
+}
+
+
+def record(method: str, size: str, published: float, error: float = 0.0) -> dict:
+    """A record of a model with three measured steps; the second is missed by this share."""
+    cells = {
+        str(rows): {
+            "predicted": {"weights": 600 * (1 + error * (rows == 8)), "KV cache": 0},
+            "measured": {"weights": 600},
+        }
+        for rows in (4, 8, 16)
+    }
+    spec = {"kind": "memory", "scale": "tiny", "base": "A0", "base_digest": "x", "method": method, "size": size}
+    return {
+        "spec": spec, "spec_hash": f"{method} {size}", "status": "finished", "d": 100, "cells": cells,
+        "published": {"7B": {"d": 7, "bytes": {"weights": published / 2, "moments": published / 2}}},
+    }  # fmt: skip
+
+
+def world(error: float = 0.0, sizes: tuple[str, ...] = ("0.14M", "1M", "4M"), **published: float) -> list[dict]:
+    """Records of all methods, in which ES takes 10 bytes and others 60 unless said otherwise."""
+    taken = {"es": 10, "es_inplace": 5} | dict.fromkeys(AGAINST, 60) | published
+    return [record(method, size, taken[method], error) for method in METHODS for size in sizes]
+
+
+def verdict(records: list[dict], **rule: object) -> claims.Verdict:
+    return judge("C16", records, **CLAIM | {"rule": CLAIM["rule"] | rule})
+
+
+def test_ratios_within_the_bounds_against_all_support_it():
+    found = verdict(world())
+    assert (found.verdict, found.n) == ("supported", 9)
+    assert found.intervals["grpo over es at 7B, above 5"].value == 6
+    assert len(found.findings) == 6 and found.placebo == "favours no arm"
+
+
+@pytest.mark.parametrize(("method", "taken"), [("grpo", 100), ("grpo_lora", 7), ("grpo_adam8bit", 49)])
+def test_one_ratio_outside_contradicts_it(method, taken):
+    found = verdict(world(**{method: taken}))
+    assert found.verdict == "contradicted"
+    assert found.key.startswith(f"{method.replace('_', ' ')} over es at 7B")
+
+
+def test_a_formula_that_misses_a_step_by_more_than_is_asked_decides_nothing():
+    for error in (0.051, -0.06):
+        for taken in (60, 7):
+            found = verdict(world(error, grpo_lora=taken))
+            assert found.verdict == "underpowered" and "not decided: the formula misses a step by" in found.text
+    assert verdict(world(-0.049)).verdict == "supported"
+    # one miss, of a method that its own ratio does not need, is enough
+    records = [*world(grpo_lora=7)[:-1], record("grpo_adam8bit", "4M", 60, 0.2)]
+    assert verdict(records).verdict == "underpowered"
+
+
+def test_the_miss_is_the_interval_so_that_a_ratio_near_a_bound_is_not_decided():
+    found = verdict(world(0.04, grpo=51))
+    interval = found.intervals["grpo over es at 7B, above 5"]
+    assert (interval.low, interval.high) == pytest.approx((5.1 * 0.96 / 1.04, 5.1 * 1.04 / 0.96))
+    assert found.verdict == "underpowered"
+    assert verdict(world(0.0, grpo=51)).verdict == "supported"
+
+
+def test_too_few_steps_decide_nothing_and_none_leave_it_open():
+    few = verdict(world(sizes=("0.14M", "1M")))
+    assert few.verdict == "underpowered" and "needs 8 a cell" in few.text and few.n == 6
+    assert verdict([]).verdict == "open"
+    without = [r for r in world() if r["spec"]["method"] != "grpo_lora"]
+    assert verdict(without).verdict == "underpowered"
+
+
+def test_other_methods_are_reported_and_decide_nothing():
+    found = verdict(world(), also=["es_inplace"])
+    assert found.verdict == "supported" and found.intervals["grpo over es inplace at 7B, above 5"].value == 12
+    assert sum(not finding.decisive for finding in found.findings) == 6
+
+
+def test_nothing_is_learned_so_that_no_null_is_asked():
+    claim = CLAIM | {"id": "X"}
+    assert placebos.ask(claim, Evidence.of(world(), "tiny")) == []
+    assert placebos.summary(claim, []) == "favours no arm"
+
+
+def test_records_of_two_formulas_are_refused():
+    with pytest.raises(ValueError, match=r"C16: records of one method give \[60.0, 61.0\] bytes for 7B"):
+        verdict([*world()[:-1], record("grpo_adam8bit", "4M", 61)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"between": [8, 5]}, "between .8, 5.: declare two ratios"),
+        ({"between": [5]}, "declare two ratios"),
+        ({"error": 0}, "error 0: declare a share"),
+        ({"sizes": []}, "at least one method in 'against' and one model"),
+        ({"of": "essa"}, "arm 'essa' of the rule is not declared"),
+        ({"against": ["ppo"]}, "arm 'ppo' of the rule is not declared"),
+        ({"seeds": 3}, "unknown key 'seeds'"),
+    ],
+)
+def test_wrong_declarations_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        check_rule(CLAIM | {"id": "X", "rule": CLAIM["rule"] | change})

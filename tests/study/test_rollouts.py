@@ -1,0 +1,295 @@
+"""Rollouts of one kind with updates of the other: ratios, the gradient that weights follow, budgets, composed runs."""
+
+import hashlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from evoalign_study import measures, rollouts, sweep, training, weight_cache
+from evoalign_study.kinds import composed, train
+from evoalign_study.kinds.composed import composed_specs
+from evoalign_study.kinds.train import train_specs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import grpo, ledger, models, noise, tiny
+from evoalign_lib.analysis import kl
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.es import ESConfig
+
+SETTINGS = {
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
+    "curve_points": 2, "population_size": 3, "sigma": 0.01, "alpha": 0.03, "num_generations": 4,
+    "learning_rate": 1e-3, "beta": 0.0, "prompts": 64, "batch_size": 16, "epochs": 1,
+}  # fmt: skip
+RUNS = [("es", 2)]
+pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained")
+
+
+@given(st.lists(st.floats(-200, 200), min_size=1, max_size=30))
+def test_ratios_are_clipped_and_counted(log_ratios):
+    found, told = rollouts.clipped(np.array(log_ratios))
+    exact = np.exp(np.minimum(log_ratios, 1))
+    assert found == pytest.approx(np.minimum(exact, rollouts.CLIP))
+    assert told["clipped_share"] == np.mean(np.array(log_ratios) > np.log(rollouts.CLIP))
+    assert 0 < told["effective_share"] <= 1 + 1e-12 or not found.any()
+
+
+def test_as_likely_completions_count_in_full():
+    found, told = rollouts.clipped(np.zeros(7))
+    assert found.tolist() == [1.0] * 7
+    assert told == {"effective_share": pytest.approx(1.0), "clipped_share": 0.0, "mean_ratio": 1.0}
+
+
+# ---- what perturbed members write
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model, tokenizer = tiny.load("A0")
+    rows = measures.get("countdown").rows({}, tokenizer, tiny.problems("train", 8))
+    found = LocalEngine(model, tokenizer, None, {"few": Prompts(rows, tokenizer)}, max_completion_length=16)
+    yield found
+    found.close()
+
+
+def test_each_place_of_a_group_is_another_members(engine):
+    """Members answer every prompt once; the ratio is that of the unperturbed weights to the member that wrote."""
+    prompts, before = engine.prompts["few"], engine.master.copy()
+    writer = rollouts.PerturbedRollouts(engine, "grpo_perturbed", 3, 0.01, 5, lambda: None)
+    asked = [prompt for prompt in prompts.prompts for _ in range(5)]
+    told = writer(asked, SimpleNamespace(state=SimpleNamespace(global_step=7)))
+    assert np.array_equal(engine.master, before) and len(told["completion_ids"]) == 40
+    assert all(not p.isnan().any() for p in engine.model.parameters())
+    key = noise.run_key("grpo_perturbed", 3)
+    for member in range(5):
+        own = told["completion_ids"][member::5]
+        with engine.perturbed(noise.member_key(key, 7, member), 0.01):
+            row = engine.generate_rows("few", np.arange(8), seed=noise.sampling_key(key, 7), draw=member)
+            engine.write_model()
+            theirs = kl.log_probabilities(engine.model, prompts.ids, prompts.mask, own, engine.eos_ids)[0]
+        engine.write_model()
+        base = kl.log_probabilities(engine.model, prompts.ids, prompts.mask, own, engine.eos_ids)[0]
+        assert [ids for _, ids in row] == own
+        ratio = np.minimum(np.exp((base - theirs).numpy()), rollouts.CLIP)
+        assert told["importance_ratio"][member::5] == pytest.approx(ratio)
+    assert 0 < writer.summary()["effective_share"] < 1 and writer.state()["attributes"]["batches"] == 1
+    with pytest.raises(RuntimeError, match="do not come in groups of num_generations"):
+        writer(prompts.prompts[:5], SimpleNamespace(state=SimpleNamespace(global_step=0)))
+
+
+def test_the_ratios_of_a_distribution_average_to_one(engine):
+    """Before they are clipped, ratios are those of two distributions: their mean over samples of the writer is 1."""
+    prompts, logs = engine.prompts["few"], []
+    for member in range(60):
+        with engine.perturbed(noise.member_key(1, 0, member), 0.01):
+            row = [ids for _, ids in engine.generate_rows("few", np.arange(8), seed=member, draw=0)]
+            engine.write_model()
+            own = kl.log_probabilities(engine.model, prompts.ids, prompts.mask, row, engine.eos_ids)[0]
+        engine.write_model()
+        logs.append(kl.log_probabilities(engine.model, prompts.ids, prompts.mask, row, engine.eos_ids)[0] - own)
+    ratios = torch.stack(logs).exp().mean(1).numpy()
+    assert abs(ratios.mean() - 1) < 4 * ratios.std(ddof=1) / np.sqrt(len(ratios))
+    assert ratios.std() > 0.01
+
+
+def test_greedy_answers_are_those_of_the_copies(engine):
+    found = rollouts.greedy_answers(engine, ["few"], 5, 0.03, 3)["few"]
+    with engine.perturbed(noise.member_key(5, 0, 2), 0.03):
+        assert found[2] == engine.generate("few")[0]
+    assert len(found) == 3 and len({str(row) for row in found}) == 3
+
+
+# ---- members that are weighed
+
+
+def weighted(folder, steps=3, **changed):
+    """A trainer of ES whose members are weighed, on eight prompts with a reward that differs between completions."""
+    model, tokenizer = tiny.load("A0")
+    rows = measures.get("countdown").rows({}, tokenizer, tiny.problems("train", 8))
+    settings = {"population_size": 4, "sigma": 0.01, "alpha": 0.01, "num_generations": 3, "prompts_per_step": 4}
+    settings |= {"sampling": "common"}
+    args = ESConfig(
+        output_dir=str(folder), max_steps=steps, max_completion_length=16, workers=1, seed=1,
+        arm="es_weighted", report_to="none", save_strategy="no", disable_tqdm=True, **settings | changed,
+    )  # fmt: skip
+    reward = lambda prompts, completions, **columns: [hash_of(c) for c in completions]  # noqa: E731
+    return rollouts.WeightedTrainer(model, reward, args, rows, None, tokenizer)
+
+
+def hash_of(completion) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return hashlib.sha256(str(completion).encode()).digest()[0] / 256
+
+
+def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_path):
+    """sigma eps . g, with g the policy gradient of the same completions, a group's mean reward being the baseline."""
+    sigma = 1e-4
+    es = weighted(tmp_path, population_size=12, sigma=sigma, num_generations=6)
+    members = es.ask(0)
+    fitness = es._evaluate_members(0, members).rewards
+    engine, prompts, key = es.engine, es.engine.prompts["train"], noise.sampling_key(es.run_key, 0)
+    indices = es._indices(0)
+    written = [engine.generate_rows("train", indices, seed=key, draw=draw) for draw in range(6)]
+    texts = [
+        [{"role": "assistant", "content": text}] if prompts.conversational else text for r in written for text, _ in r
+    ]
+    rewards = np.array([hash_of(text) for text in texts]).reshape(6, 4)
+    advantages = (rewards - rewards.mean(0)) / rewards.size
+    engine.model.zero_grad()
+    for row, ids in enumerate(ids for r in written for _, ids in r):
+        i = indices[row % 4]
+        known = torch.tensor([*prompts.ids[i][prompts.mask[i] == 1].tolist(), *ids])[None]
+        logps = engine.model(known).logits[0, :-1].log_softmax(-1).gather(1, known[0, 1:, None])[-len(ids) :]
+        (float(advantages.flat[row]) * logps.sum()).backward()
+    gradient = np.concatenate([p.grad.numpy().ravel() for p in dict(engine.model.named_parameters()).values()])
+    expected = []
+    for member in members:
+        with engine.weights.member(member.key, sigma, member.sign) as perturbed:
+            expected.append(float((np.asarray(perturbed, np.float64) - engine.master) @ flat_like(engine, gradient)))
+    assert np.corrcoef(fitness, expected)[0, 1] > 0.999
+    assert np.polyfit(expected, fitness, 1)[0] == pytest.approx(1, abs=0.02)
+
+
+def flat_like(engine, gradient: np.ndarray) -> np.ndarray:
+    """The gradient of the parameters, in the model's order, at the places that the engine's layout gives them."""
+    out, start = np.zeros(engine.layout.size), 0
+    shapes = {name: p.shape for name, p in engine.model.named_parameters()}
+    views = engine.layout.views(out)
+    for name, shape in shapes.items():
+        n = int(np.prod(shape))
+        views[name][...] = gradient[start : start + n].reshape(views[name].shape)
+        start += n
+    return out
+
+
+def test_a_step_costs_one_set_of_completions_and_a_pass_per_member(tmp_path):
+    es = weighted(tmp_path)
+    es.train()
+    assert es.budget["completions"] == 3 * 4 * 3 and es.passes == 2 + 4
+    lengths = es.train_prompts.lengths
+    prompt_tokens = sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
+    assert es.budget["prompt_tokens"] == prompt_tokens
+    assert es.budget["generated_tokens"] == sum(step.tokens for step in es.ledger.steps)
+    logged = [entry["completions/mean_length"] for entry in es.state.log_history]
+    assert logged == pytest.approx([step.tokens / 12 for step in es.ledger.steps])
+    assert set(es.summary()) == set(rollouts.TOLD) and 0 < es.summary()["effective_share"] <= 1
+
+
+def test_its_ledger_replays_and_its_run_goes_on(tmp_path):
+    whole, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
+    whole.train()
+    parts.train()
+    again = weighted(tmp_path / "parts")
+    again.train(resume_from_checkpoint=True)
+    assert models.flat_digest(again.engine.master) == models.flat_digest(whole.engine.master)
+    assert again.summary() == whole.summary() and again.budget["completions"] == whole.budget["completions"]
+    replayed = ledger.replay(tmp_path / "whole" / ledger.NAME, "A0")
+    assert np.array_equal(replayed, whole.engine.master)
+
+
+@pytest.mark.parametrize("rewards", [[[1.0, np.nan], [0.0, np.nan]], [[1.0, 0.5], [0.0, np.nan]]])
+def test_what_has_no_reward_is_left_out(rewards):
+    ratios = np.array([[1.0, 2.0], [0.5, 0.1]])
+    first = 1.0 / 1.5
+    expected = first if np.isnan(rewards[0][1]) else (first + 0.5) / 2
+    assert rollouts._weighted_mean(np.array(rewards), ratios) == pytest.approx(expected)
+    assert rollouts._weighted_mean(np.array(rewards), 0 * ratios) == 0.0  # of a model that diverged
+    with pytest.raises(ValueError, match="every reward function returned None on all completions of a step"):
+        rollouts._weighted_mean(np.full((2, 2), np.nan), ratios)
+
+
+def test_a_model_that_diverged_gives_no_weight():
+    found, told = rollouts.clipped(np.array([np.nan, 0.0, -np.inf, np.inf]))
+    assert found.tolist() == [0.0, 1.0, 0.0, 0.0] and told["effective_share"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("changed", [{"num_generations": 1}, {"sampling": "greedy", "num_generations": 1}])
+def test_members_that_cannot_be_weighed_are_refused(tmp_path, changed):
+    with pytest.raises(ValueError, match="members are weighed by their rewards on two or more samples"):
+        weighted(tmp_path, **changed)
+
+
+def test_ratios_multiply_the_advantages_in_the_order_of_the_completions():
+    """Of TRL's own advantages, whatever it makes of the rewards; each row has the ratio of its completion."""
+    plain = torch.tensor([1.0, -2.0, 0.5, 3.0])
+
+    class Trainer:
+        def _generate_and_score_completions(self, inputs):
+            for row, ratio in zip(inputs, [1.0, 0.5, 0.0, 2.0], strict=True):  # as TRL hands on what rollouts return
+                row["importance_ratio"] = ratio
+            return {"advantages": plain, "other": 1}
+
+    made = grpo._reweighted(Trainer)()._generate_and_score_completions([{}, {}, {}, {}])
+    assert made["advantages"].tolist() == [1.0, -1.0, 0.0, 6.0] and made["other"] == 1
+
+
+def test_completions_without_weight_move_nothing(monkeypatch):
+    """Ratios of 0 leave no gradient, so that the weights stay: the ratios reach the update of a real run."""
+    monkeypatch.setattr(rollouts, "CLIP", 0.0)
+    (spec,) = train_specs("grpo_perturbed", ["A0"], [0], SETTINGS, "tiny")
+    assert train.run(spec)["update_norm"] == 0.0
+
+
+# ---- arms and runs
+
+
+@pytest.mark.parametrize("arm", ["es_weighted", "grpo_perturbed"])
+def test_a_record_says_what_the_ratios_were_like(arm):
+    (spec,) = train_specs(arm, ["A0"], [0], SETTINGS, "tiny")
+    record = train.run(spec)
+    assert record["budget"]["completions"] == 2 * 4 * 4
+    assert 0 < record["rollouts"]["effective_share"] <= 1 and record["update_norm"] > 0
+    tokens = record["budget"]["prompt_tokens"] + record["budget"]["generated_tokens"]
+    passes = 2 + 3 if arm == "es_weighted" else 6
+    assert record["budget"]["forward_flops"] == 2 * record["d"] * passes * tokens
+
+
+def test_fine_tuning_on_what_copies_wrote_learns_from_their_right_answers(monkeypatch):
+    drawn, greedy = [], rollouts.greedy_answers
+    monkeypatch.setattr(
+        rollouts, "greedy_answers", lambda *given: drawn.append(greedy(*given)["train"]) or {"train": drawn[0]}
+    )
+    (spec,) = train_specs("sft_perturbed", ["A0"], [0], SETTINGS, "tiny")
+    record = train.run(spec)
+    measure = measures.get("countdown")
+    problems = measure.sets(spec)["train"]
+    right = sum(measure.right(p, text) for row in drawn[0] for p, (text, _) in zip(problems, row, strict=True))
+    assert record["counts"]["kept"] == right > 0 and len(drawn[0]) == spec["num_generations"]
+
+
+def test_rollouts_of_others_are_weighed_by_the_local_engine_alone():
+    settings = SETTINGS | {"engine": "vllm", "gpus": 1}
+    with pytest.raises(ValueError, match=r"engine='vllm': the rollouts of arm 'es_weighted' are drawn by the local"):
+        train_specs("es_weighted", ["some/model"], [0], settings, "full")
+
+
+# ---- runs in two parts
+
+
+def test_the_second_part_begins_where_the_first_one_ended(es_runs):
+    (first,) = es_runs
+    specs = composed_specs("grpo", first, SETTINGS, "tiny")
+    assert [spec["seed"] for spec in specs] == [0, 1] and {spec["kind"] for spec in specs} == {"composed"}
+    record = sweep.run(specs[0], "nb", "commit")
+    assert record["curve"]["validation_greedy"][0] == first[0]["curve"]["validation_greedy"][-1]
+    ends = [weight_cache.of_group(weight_cache.group([r]))[0] for r in (first[0], record)]
+    assert np.linalg.norm(ends[1] - ends[0]) == pytest.approx(record["update_norm"], rel=1e-5)
+    assert models.flat_digest(ends[1]) == record["digest"]
+    model, _, _ = training.world(specs[0])
+    assert (
+        models.flat_digest(LocalEngine(model, tiny.tokenizer(), None, {}, max_completion_length=1).master)
+        == first[0]["digest"]
+    )
+
+
+def test_a_second_part_after_what_is_no_training_run_is_refused(es_runs):
+    (first,) = es_runs
+    other = first[0] | {"spec": first[0]["spec"] | {"kind": "coverage"}}
+    with pytest.raises(ValueError, match="1 runs make no group: take training runs"):
+        composed_specs("grpo", [other], SETTINGS, "tiny")
+    elsewhere = first[0] | {"spec": first[0]["spec"] | {"base": "some/model"}}
+    with pytest.raises(ValueError, match="base 'some/model' has no runs of kind 'composed'"):
+        composed_specs("grpo", [elsewhere], SETTINGS, "tiny")
+    assert composed.run is not train.run

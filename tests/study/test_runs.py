@@ -1,0 +1,546 @@
+"""What specs run: the records of every arm, and that nothing but the spec decides them."""
+
+import json
+import time
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from evoalign_study import base_models, paths, sweep, training, weight_cache
+from evoalign_study.kinds import scaling, train
+from evoalign_study.kinds.answers import answers_spec
+from evoalign_study.kinds.audit import audit_specs
+from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.best_of_n import best_of_n_specs
+from evoalign_study.kinds.composed import composed_specs
+from evoalign_study.kinds.coverage import coverage_spec
+from evoalign_study.kinds.decoding import decoding_specs, measured_spec
+from evoalign_study.kinds.estimator import estimator_specs
+from evoalign_study.kinds.judgments import judgments_specs
+from evoalign_study.kinds.kl import kl_specs
+from evoalign_study.kinds.memory import memory_specs
+from evoalign_study.kinds.merge import merge_specs
+from evoalign_study.kinds.noise import noise_spec
+from evoalign_study.kinds.path import path_spec
+from evoalign_study.kinds.perturbed import perturbed_specs
+from evoalign_study.kinds.products import products_specs
+from evoalign_study.kinds.published import published_specs
+from evoalign_study.kinds.sampled import sampled_specs
+from evoalign_study.kinds.storage import storage_specs
+from evoalign_study.kinds.tastes import tastes_spec
+from evoalign_study.kinds.tournament import tournament_spec
+from evoalign_study.kinds.train import sweep_specs, train_specs
+from evoalign_study.loading import of_runs
+from evoalign_study.records import (
+    MAX_CURVE,
+    accuracy_matrix,
+    append_record,
+    ledger_file,
+    read_records,
+    record_files,
+    spec_hash,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoalign_lib import arms, grpo, ledger, models, tiny
+from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.tasks import countdown
+
+pytestmark = pytest.mark.skipif(
+    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
+)
+
+SETTINGS = {
+    "max_completion_length": 16,
+    "validation_problems": 6,
+    "test_problems": 10,
+    "steps": 4,
+    "prompts_per_step": 4,
+    "curve_points": 4,
+    "curve_spacing": "log",
+}
+SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01}
+SETTINGS |= {"num_generations": 4, "learning_rate": 1e-3, "beta": 0.0}
+SETTINGS |= {"rank": 1, "leading_share": 1.0, "lora_rank": 2, "warm_rows": 8, "warm_epochs": 1}
+SETTINGS |= {"warm_learning_rate": 1e-3}
+SETTINGS |= {"prompts": 24, "batch_size": 4, "epochs": 2}
+AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
+
+
+def spec_of(arm: str, seed: int = 0, **changed):
+    own = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
+    own |= {"population_size": 4} if arms.get(arm).family == "cma" else {}  # the least that CMA-ES takes
+    own |= {"sigma": 0.3} if arm.startswith("es_lora") else {}  # of an adapter whose B is small
+    [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | own | changed, "smoke")
+    return spec
+
+
+@lru_cache
+def record_of(arm: str):
+    return sweep.run(spec_of(arm), "nb", "commit")
+
+
+@pytest.mark.parametrize("arm", arms.ARMS)
+def test_the_record_of_every_arm(arm, tmp_path):
+    r = record_of(arm)
+    append_record(tmp_path / "x.jsonl", r)
+    assert read_records(tmp_path / "x.jsonl") == [r] == json.loads(f"[{json.dumps(r, allow_nan=False)}]")
+    assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec_of(arm))
+    adapter = "lora_rank" in arms.get(arm).settings
+    # of an adapter that TRL trains the merged model is measured
+    assert r["d"] == (1_792 if adapter and arm != "grpo_lora" else 140_928)
+    assert r["update_norm"] > 0 and r["test"]["n"] == 10 and len(r["digest"]) == 16
+    budget = r["budget"]
+    whole = 140_928 + (1_792 if adapter else 0)
+    assert budget["core_seconds"] <= budget["core_seconds_total"]
+    # those of GRPO over an adapter are no multiple (`test_grpo_adapters`)
+    assert budget["forward_flops"] % (2 * whole) == 0 or arm == "grpo_lora"
+    warm = 3 * 2 * whole * budget.get("sft_tokens", 0)
+    if arms.get(arm).options.get("fitness") == "random":  # generates nothing
+        assert [budget[axis] for axis in AXES[:3]] == [0, 0, warm]
+        return
+    by_family = {"es": 3 * 16, "cma": 4 * 16, "sft": 4 * 24}.get(arms.get(arm).family, 4 * 16)
+    assert budget["completions"] == (4 * 16 if arm == "es_weighted" else by_family)  # whose members write nothing
+    assert 0 < budget["generated_tokens"] <= 16 * budget["completions"] < budget["forward_flops"]
+    assert ("sft_tokens" in budget) == adapter
+    assert ("trl" in r) == (not arm.startswith("es")) and ("plan" in r) == arm.startswith("es")
+    if arms.get(arm).family == "sft":
+        assert 0 < r["counts"]["kept"] <= 4 * 24 and "curve" not in r
+        return
+    curve = r["curve"]
+    assert curve["step"] == [0, 1, 2, 4] and curve["completions"] == [
+        budget["completions"] * s // 4 for s in (0, 1, 2, 4)
+    ]
+    for axis in AXES:
+        # a step may take less than the hundredth of a second to which times are rounded
+        grows = np.diff(curve[axis]) >= 0 if axis == "core_seconds" else np.diff(curve[axis]) > 0
+        before = {"forward_flops": warm, "core_seconds": curve[axis][0] if adapter else 0}.get(axis, 0)
+        assert curve[axis][0] == before and grows.all()
+        assert curve[axis][-1] == pytest.approx(budget[axis], abs=0.01)
+    assert curve["reward"][0] is None and all(0 <= reward <= 1.1 for reward in curve["reward"][1:])
+    assert {len(values) for values in curve.values()} == {4}
+
+
+def test_a_base_that_is_never_right_is_left_as_it_is_and_the_record_says_so(tmp_path):
+    spec = spec_of("sft", prompts=2, num_generations=1)
+    r = sweep.run(spec, "nb", "commit")
+    base = models.flat_digest(np.concatenate([p.detach().numpy().ravel() for p in tiny.load("A0")[0].parameters()]))
+    assert r["counts"] == {"kept": 0} and r["update_norm"] == 0 and r["digest"] == base[:16]
+    assert r["budget"]["completions"] == 2 and r["test"]["n"] == 10
+    with train.trained(spec, tmp_path, lasting=True):
+        assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("precision", "same"), [("float32", True), ("int4", False)])
+def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too(precision, same):
+    """With the precision that the base is loaded in both tests are one; a run over it is the run without."""
+    more = {"test_problems": 400, "base_precision": precision}
+    r = sweep.run(spec_of("essa", **more), "nb", "commit")
+    over = r["over_loaded"]
+    assert over.keys() == {name for name in r["test"] if not name.endswith("_counts")} and over["n"] == 400
+    assert (over == {name: r["test"][name] for name in over}) is same
+    plain = record_of("essa")
+    assert "over_loaded" not in plain and (r["digest"] == plain["digest"]) is same
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed", "step"),
+    [
+        ("es", {"alpha": 3e38}, 1),
+        ("grpo", {"learning_rate": 1e36}, 2),
+        ("rloo", {"learning_rate": 1e36, "beta": 0.1}, 2),
+        ("sft", {"learning_rate": 1e36}, 2),
+    ],
+)
+def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_path):
+    r, healthy = sweep.run(spec_of(arm, **changed), "nb", "commit"), record_of(arm)
+    append_record(tmp_path / "x.jsonl", r)
+    assert r["status"] == "finished" and r["diverged"] == step and "diverged" not in healthy
+    assert r["update_norm"] is None and r["kl_policy_base"]["exact_nats_per_sequence"] is None
+    # it spent what a healthy run spends, and its model answers nothing right
+    assert r["budget"]["completions"] == healthy["budget"]["completions"]
+    assert not any(accuracy_matrix([r], decoding).any() for decoding in ("greedy", "t1"))
+    if arm != "sft":
+        assert r["curve"]["completions"] == healthy["curve"]["completions"]
+        assert all(r["curve"][f"validation_{decoding}"][-1] == 0 for decoding in ("greedy", "t1"))
+
+
+def test_the_ledger_of_a_run_that_diverged_replays_to_its_weights(tmp_path):
+    r = sweep.run(spec_of("es", alpha=3e38), "nb", "commit", tmp_path / "kept.jsonl.gz")
+    assert r["diverged"] == 1 and r["ledger"]["replay_error"] == 0
+    assert ledger.verify(tmp_path / "kept.jsonl.gz", "A0").weights == r["ledger"]["weights"]
+
+
+def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
+    """The same run made by hand, without a curve, ends with the same weights and the same accuracy."""
+    spec = spec_of("dr_grpo", seed=5, beta=0.04, scale_rewards="group")
+    record = sweep.run(spec, "nb", "commit")
+    model, tokenizer = tiny.load("A0")
+    start = LocalEngine(model, tokenizer, None, {}, max_completion_length=16).master.copy()
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    settings = {name: spec[name] for name in names} | {"scale_rewards": "group"}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = grpo.config("dr_grpo", output_dir=str(tmp_path), **settings, **quiet)
+    problems = tiny.problems("train", 16, np.random.SeedSequence([5, 1]))
+    trainer, budget = grpo.trainer(model, countdown.reward, args, countdown.dataset(problems, tokenizer), tokenizer)
+    trainer.train()
+    prompts = {"validation": Prompts(countdown.dataset(tiny.problems("validation", 6), tokenizer), tokenizer)}
+    engine = LocalEngine(trainer.model, tokenizer, None, prompts, max_completion_length=16)
+    assert record["update_norm"] == pytest.approx(np.linalg.norm(engine.master - start), rel=1e-5)
+    assert models.base_digest(trainer.model) != spec["base_digest"]
+    (greedy,) = engine.generate("validation")
+    right = [
+        countdown.grade(text, p.numbers, p.target).answer
+        for (text, _), p in zip(greedy, tiny.problems("validation", 6), strict=True)
+    ]
+    assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
+    assert all(record["budget"][axis] == budget.spent(140_928)[axis] for axis in AXES[:3])
+    # another curve, the same run
+    short = sweep.run(spec | {"curve_points": 3}, "nb", "commit")
+    assert short["digest"] == record["digest"] and short["curve"]["step"] == [0, 1, 4]
+
+
+@pytest.mark.parametrize("arm", ["grpo", "dr_grpo", "dapo", "rloo"])
+def test_a_step_in_micro_batches_is_the_whole_step(arm):
+    """The same completions and, but for rounding, the same gradient; measured, the KL differs by up to 3e-6 of it."""
+    whole, parts = (sweep.run(spec_of(arm, steps=1, **more), "nb", "c") for more in ({}, {"micro_batch": 4}))
+    assert all(whole["budget"][axis] == parts["budget"][axis] for axis in AXES[:3])
+    assert whole["curve"]["reward"] == parts["curve"]["reward"] and whole["counts"] == parts["counts"]
+    assert whole["digest"] != parts["digest"]  # it was split
+    assert whole["update_norm"] == pytest.approx(parts["update_norm"], rel=1e-4)
+    kl = [r["kl_policy_base"]["exact_nats_per_token"] for r in (whole, parts)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-3) and kl[0] > 0
+
+
+def test_the_null_of_grpo_learns_from_coins():
+    r, other = record_of("grpo_random"), record_of("grpo")
+    assert r["digest"] != other["digest"] and r["budget"]["completions"] == other["budget"]["completions"]
+    assert all(reward * 16 == round(reward * 16) for reward in r["curve"]["reward"][1:])  # 16 coins a step
+    assert r["counts"]["zero_std_groups"] < 1
+
+
+def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
+    kept = []
+    original = grpo.filtered_sft
+
+    def spy(model, tokenizer, pairs, **settings):
+        kept.extend(pairs)
+        end = time.process_time() + 0.5  # as the first import of the trainer takes
+        while time.process_time() < end:
+            pass
+        return original(model, tokenizer, pairs, **settings)
+
+    monkeypatch.setattr(grpo, "filtered_sft", spy)
+    started = time.process_time()
+    record = train.run(spec_of("sft"))
+    assert 0 < record["budget"]["core_seconds"] < time.process_time() - started - 0.5
+    _, tokenizer, sets = training.world(spec_of("sft"))
+    texts = [row["prompt"] for row in countdown.dataset(sets["train"], tokenizer)]
+    by_prompt = {tuple(tokenizer(text)["input_ids"]): p for text, p in zip(texts, sets["train"], strict=True)}
+    assert len(kept) == record["counts"]["kept"] > 0
+    for prompt, completion in kept:
+        problem = by_prompt[tuple(prompt)]
+        text = tokenizer.decode(completion, skip_special_tokens=True)
+        assert countdown.grade(text, problem.numbers, problem.target).answer == 1
+        assert completion[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in completion[:-1]
+    assert record["digest"] == record_of("sft")["digest"]  # the same run again
+    # sampling, and three passes over what was kept, twice
+    trained = 2 * sum(len(prompt) + len(completion) for prompt, completion in kept)
+    sampled = record["budget"]["generated_tokens"] + record["budget"]["prompt_tokens"]
+    assert record["budget"]["forward_flops"] == 2 * record["d"] * (sampled + 3 * trained)
+
+
+def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
+    [spec] = best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
+    r = sweep.run(spec, "nb", "commit")
+    append_record(tmp_path / "x.jsonl", r)
+    model, tokenizer = tiny.load("A0")
+    problems = tiny.problems("test", 40)
+    prompts = {"test": Prompts(countdown.dataset(problems, tokenizer), tokenizer)}
+    samples = LocalEngine(model, tokenizer, None, prompts, max_completion_length=16).generate("test", samples=9, seed=3)
+    right = np.array(
+        [
+            [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in zip(row, problems, strict=True)]
+            for row in samples
+        ]
+    )
+    assert list(r["best_of_n"]) == ["1", "2", "4", "8"]
+    assert r["best_of_n"]["1"] == pytest.approx(right[0].mean(), abs=1e-6)
+    for n, accuracy in r["best_of_n"].items():
+        assert accuracy == pytest.approx(right[: int(n)].max(0).mean(), abs=1e-6)
+    accuracies = list(r["best_of_n"].values())
+    assert accuracies == sorted(accuracies) and accuracies[0] < accuracies[-1]
+    assert r["budget"]["completions"] == 9 * 40
+    tokens = r["budget"]["generated_tokens"] + r["budget"]["prompt_tokens"]
+    assert r["budget"]["generated_tokens"] == sum(len(ids) for row in samples for _, ids in row)
+    assert r["budget"]["forward_flops"] == 2 * r["d"] * tokens
+    with pytest.raises(ValueError, match="samples=0 must be at least 1"):
+        best_of_n_specs("A0", [0], 0, SETTINGS, "smoke")
+    with pytest.raises(ValueError, match="the reward of conciseness does not know"):
+        best_of_n_specs("B0", [0], 2, SETTINGS | {"task": "conciseness"}, "smoke")
+
+
+# ---- specs
+
+
+MAKERS = {
+    "base": lambda s: base_specs([s["base"]], of_runs(s), "tiny"),
+    "train": lambda s: train_specs(s["arm"], [s["base"]], [s["seed"]], of_runs(s), "tiny"),
+    "best_of_n": lambda s: best_of_n_specs(s["base"], [s["seed"]], s["samples"], of_runs(s), "tiny"),
+    "audit": lambda s: audit_specs(
+        s["base"], s["precision"], s["noise"], s["fitness"], [s["seed"]], of_runs(s), "tiny"
+    ),
+    "estimator": lambda s: estimator_specs(s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny"),
+    "kl": lambda s: kl_specs(s["base"], s["sigma"], s["repeat"] + 1, s, "tiny"),
+    "published": lambda s: [made for made in published_specs("tiny") if made.items() <= s.items()],
+}
+
+
+def remade(spec):
+    """The spec of kind "decoding", made again from the record of the run that it measures."""
+    trained = measured_spec(spec)
+    assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
+    record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": spec["digest"]}
+    more = {name: spec[name] for name in ("at_step", "curve_temperature") if name in spec}
+    return decoding_specs([record], spec["temperatures"], spec["samples"], **more)
+
+
+MAKERS["decoding"] = remade
+
+
+def runs_in(group):
+    """Records of the runs that a spec names, as `trained.group` reads them."""
+    runs = zip(group["seeds"], group["digests"], strict=True)
+    return [{"spec": group["run"] | {"seed": seed}, "digest": digest} for seed, digest in runs]
+
+
+def end_in(named):
+    """The end that a spec names, made again; None: the base."""
+    if named is None:
+        return None
+    more = {name: named[name] for name in ("factor", "draw") if name in named}
+    long = runs_in(named["as_long_as"]) if "as_long_as" in named else ()
+    return weight_cache.end(runs_in(named["of"]), as_long_as=long, **more)
+
+
+def remade_merge(s):
+    more = {name: s[name] for name in ("factor", "draw") if name in s}
+    long = runs_in(s["as_long_as"]) if "as_long_as" in s else ()
+    return [merge_specs(runs_in(s["of"]), s, s["scale"], as_long_as=long, **more)]
+
+
+def remade_products(s):
+    blocks = [runs_in(s["a"])] if s["a"] == s["b"] else [runs_in(s["a"]), runs_in(s["b"])]
+    return [made for made in products_specs(blocks, s["scale"]) if (made["a"], made["b"]) == (s["a"], s["b"])]
+
+
+MAKERS |= {
+    "merge": remade_merge,
+    "products": remade_products,
+    "path": lambda s: [path_spec(s["base"], end_in(s.get("first")), end_in(s.get("last")), s, s["scale"])],
+    "noise": lambda s: [noise_spec(s["base"], end_in(s.get("end")), s, s["scale"])],
+    "coverage": lambda s: [
+        coverage_spec(s["base"], end_in(s.get("end")), s | {"coverage_problems": s["test_problems"]}, s["scale"])
+    ],
+    "perturbed": lambda s: remade_perturbed(s),
+    "composed": lambda s: composed_specs(s["arm"], runs_in(s["start"]), of_runs(s), s["scale"]),
+    "answers": lambda s: [
+        answers_spec(s["base"], end_in(s.get("end")), s | {"coverage_problems": s["test_problems"]}, s["scale"])
+    ],
+    "sampled": lambda s: remade_sampled(s),
+    "tournament": lambda s: [tournament_spec({arm: runs_in(own) for arm, own in s["arms"].items()}, s, s["scale"])],
+    "memory": lambda s: memory_specs([s["method"]], [s["size"]], s | {"memory_rows": s["rows"]}, s["scale"]),
+    "scaling": lambda s: [remade_scaling(s)],
+    "storage": lambda s: storage_specs({s["arm"]: of_runs(s)}, s["base"], s["scale"]),
+    "tastes": lambda s: [tastes_spec(s["scale"])],
+    "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
+}
+
+
+def remade_scaling(s):
+    if s["sort"] == "measured":
+        return scaling.measured_spec(s["base"], s, s["scale"])
+    return scaling.simulated_spec(s["what"], s["lengths"], s, s["scale"], fitted_to=s.get("fitted_to"))
+
+
+def remade_sampled(s):
+    first, stop = s["block"]
+    settings = s | {"sampled_problems": s["test_problems"], "sampled_block": stop - first}
+    settings |= {"sampled_samples": s["samples"], "sampled_temperatures": [s["temperature"]], "sampled_seed": s["seed"]}
+    end = None
+    if "end" in s:  # a committed ledger
+        kept = [r for r in read_records(paths.RESULTS / "02_grpo_countdown" / "tiny.jsonl") if "ledger" in r]
+        (end,) = (file for file in map(ledger_file, kept) if base_models.know_end(file) == s["end"])
+    return [made for made in sampled_specs(s["base"], end, settings, s["scale"]) if made["block"] == s["block"]]
+
+
+def remade_perturbed(s):
+    names = {"members": "members", "problems": "test_problems", "validation": "validation_problems"}
+    settings = s | {f"perturbed_{name}": s[field] for name, field in names.items()}
+    return perturbed_specs(s["base"], [s["sigma"]], s["repeat"] + 1, settings, s["scale"])[-1:]
+
+
+@pytest.mark.parametrize("notebook", [path.parent.name for path in record_files("tiny")])
+def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
+    """A spec that changes, or gets a new entry, would orphan every record: hours of runs."""
+    records = read_records(paths.RESULTS / notebook / "tiny.jsonl")
+    assert records
+    for r in records:
+        assert spec_hash(MAKERS[r["spec"]["kind"]](r["spec"])[-1]) == r["spec_hash"], r["spec"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed", "message"),
+    [
+        ("ppo", {}, "arm 'ppo' is not one of es, es_shuffled, "),
+        ("grpo", {"beta": ...}, "arm 'grpo' needs the setting 'beta'"),
+        ("sft", {"prompts": ...}, "arm 'sft' needs the setting 'prompts'"),
+        ("grpo", {"curve_spacing": "linear"}, "curve_spacing='linear': use 'log', or leave it out for even spacing"),
+        ("grpo", {"curve_points": 51}, "curve_points=51 is more than a record holds: at most 50"),
+        ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
+        ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
+        ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
+        ("es", {"sampled_at": []}, r"sampled_at=\[\]: give temperatures besides 1, each once"),
+        ("es", {"sampled_at": [0.6, 1.0]}, r"sampled_at=\[0.6, 1.0\]: give temperatures besides 1"),
+        ("grpo", {"sampled_at": [0.6, 0.6]}, "each once"),
+        ("grpo", {"sampled_at": [-0.5]}, "temperature=-0.5"),
+        ("es_anchored", {"anchor_decay": 0.0}, "anchor_decay=0.0: arm 'es_anchored' needs one above 0"),
+        ("es", {"anchor_decay": 1.5}, "anchor_decay=1.5 must be 0 .off. or a number above 0 and below 1"),
+        ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
+        ("es_low_rank", {"rank": 0}, "rank=0: arm 'es_low_rank' takes at least 1"),
+        ("essa", {"warm_rows": 0}, "warm_rows=0: arm 'essa' takes at least 1"),
+        ("es_lora", {"warm_epochs": None}, "warm_rows=8 without warm_epochs: a warm start needs them all"),
+        (
+            "essa",
+            {"base_precision": "int3"},
+            "base_precision='int3' is not one of .'float32', 'bfloat16', 'int8', 'int4'.. Did you mean 'int8'",
+        ),
+        ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
+        ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
+    ],
+)
+def test_settings_that_are_refused_before_any_run(arm, changed, message):
+    settings = {name: value for name, value in (SETTINGS | changed).items() if value is not ...}
+    with pytest.raises(ValueError, match=message):
+        train_specs(arm, ["A0"], [0], settings, "smoke")
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "message"),
+    [
+        ("curve_spacng", "unknown setting 'curve_spacng': no run reads it, remove it. Did you mean 'curve_spacing'"),
+        ("microbatch", "unknown setting 'microbatch': .* Did you mean 'micro_batch'"),
+        ("scale_reward", "Did you mean 'scale_rewards'"),
+        ("question", "Did you mean 'questions'"),
+        ("enigne", "Did you mean 'engine'"),
+        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, anchor_decay, base_precision, "),
+    ],
+)
+def test_a_setting_that_no_run_reads_is_refused_by_every_maker(mistyped, message):
+    settings = SETTINGS | {mistyped: None}
+    for make in (
+        lambda: train_specs("es", ["A0"], [0], settings, "smoke"),
+        lambda: sweep_specs("grpo", "A0", settings, "smoke"),
+        lambda: base_specs(["A0"], settings, "smoke"),
+        lambda: best_of_n_specs("A0", [0], 2, settings, "smoke"),
+        lambda: audit_specs("A0", "master", "gaussian", "reward", [0], settings, "smoke"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_an_audit_refuses_what_training_alone_reads():
+    es = {"population_size": 3, "sigma": 0.03, "alpha": 0.01, "curve_spacing": None}
+    with pytest.raises(ValueError, match="unique_prompts=3: an audit has no such setting, leave it out"):
+        audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | es | {"unique_prompts": 3}, "smoke")
+    # rounding in place has no start to decay to
+    with pytest.raises(ValueError, match="anchor_decay=0.1: an audit has no such setting, leave it out"):
+        audit_specs("A0", "inplace", "gaussian", "reward", [0], SETTINGS | es | {"anchor_decay": 0.1}, "smoke")
+
+
+def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
+    plain = SETTINGS | {"curve_spacing": None, "unique_prompts": None}
+    [spec] = train_specs("grpo", ["A0"], [0], plain, "smoke")
+    assert not {"curve_spacing", "unique_prompts", "scale_rewards", "micro_batch"} & spec.keys()
+    assert spec_hash(spec) != spec_hash(spec_of("grpo")) != spec_hash(spec_of("grpo", unique_prompts=3))
+    # of the arms that take gradients of a step's completions alone
+    assert spec_of("dapo", micro_batch=8)["micro_batch"] == 8
+    assert all(spec_of(arm, micro_batch=8) == spec_of(arm) for arm in ("es", "sft"))
+    # of ES alone, and where it does something
+    assert spec_of("es_random", anchor_decay=0.1) == spec_of("es_random") | {"anchor_decay": 0.1}
+    assert spec_of("es", anchor_decay=0) == spec_of("es", anchor_decay=None) == spec_of("es")
+    assert spec_of("grpo", anchor_decay=0.1) == spec_of("grpo")
+
+
+def test_a_spec_with_a_decay_trains_with_it(tmp_path):
+    kept = tmp_path / "kept.jsonl.gz"
+    with train.trained(spec_of("es_random", anchor_decay=0.5), tmp_path, keep=kept) as found:
+        moved = np.linalg.norm((found.engine.master - found.start).astype(np.float64))
+        assert found.start.tobytes() == ledger.replay(kept, "A0", 0).tobytes()
+    assert ledger.read(kept).header["settings"]["anchor_decay"] == 0.5 and found.result["ledger"]["replay_error"] == 0
+    # four steps of squared length alpha^2 d / N, of which a quarter is left after each
+    assert moved == pytest.approx(0.01 * (140_928 / 3 * (1 + 1 / 4 + 1 / 16 + 1 / 64)) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (16, 16), (99, 16)])
+def test_training_problems_are_new_or_come_again_in_turn(unique, expected):
+    spec = spec_of("grpo", **{} if unique is None else {"unique_prompts": unique})
+    problems = training.world(spec)[2]["train"]
+    assert len(problems) == 16 and len({countdown.problem_key(p) for p in problems}) == expected
+    assert all(p == problems[i % expected] for i, p in enumerate(problems))
+    # other problems for another seed, the same for another arm
+    assert training.world(spec | {"seed": 1})[2]["train"][0] != problems[0]
+    es = spec_of("es", **{} if unique is None else {"unique_prompts": unique})
+    assert training.world(es)[2]["train"] == problems
+
+
+def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(external_data):
+    folder = str(tiny.bases_folder() / "A0")
+
+    def problems(arm, seed=0, **changed):
+        [spec] = train_specs(arm, [folder], [seed], SETTINGS | changed, "full")
+        return training.world(spec)[2]["train"]
+
+    public = countdown.load_public("train")
+    assert problems("es") == problems("grpo") == public
+    few = problems("grpo", unique_prompts=5)
+    assert len(few) == 16 and len(set(few)) == 5 and set(few) < set(public) and few[:11] == few[5:]
+    assert problems("es", unique_prompts=5) == few != problems("grpo", seed=1, unique_prompts=5)
+    filtered = problems("sft", prompts=210)
+    assert len(filtered) == 210 and set(filtered) == set(public) and filtered[:10] == filtered[200:]
+    with pytest.raises(ValueError, match="unique_prompts=201: model .* trains on the 200 public problems. Take so"):
+        problems("es", unique_prompts=201)
+
+
+@given(st.integers(1, 6000), st.integers(3, MAX_CURVE), st.booleans())
+def test_the_points_of_a_curve(steps, count, log):
+    spec = {"steps": steps, "curve_points": count} | ({"curve_spacing": "log"} if log else {})
+    points, axes = training.points(spec)
+    assert {0, steps} <= points <= set(range(steps + 1)) and len(points) <= count
+    assert ("core_seconds" in axes) == log
+    assert not log or 1 in points
+
+
+def test_points_evenly_spaced_in_the_logarithm():
+    spec = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
+    assert sorted(training.points(spec)[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
+    assert sorted(training.points(spec | {"steps": 4})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
+
+
+@pytest.mark.parametrize("arm", ["es", "grpo"])
+def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path))
+    folder = str(tiny.bases_folder() / "A0")
+    setting = {name: SETTINGS[name] for name in arms.SWEEP[arm][0]}
+    [spec] = sweep_specs(arm, folder, SETTINGS, "full", [setting])
+    r = sweep.run(spec, "nb", "commit")
+    assert "test" not in r and len(r["curve"]["validation_greedy"]) == len(r["curve"]["step"]) == 3
+    # what a run at full scale leaves beside its record
+    (place,) = (found for found in (tmp_path / "training").iterdir() if found.is_dir())
+    assert place.name == r["spec_hash"] and list(place.glob("runs/*/events.out.tfevents.*"))
+    assert list(place.glob("checkpoint-*"))  # until `load_or_run` has stored the record
+    if arm == "es":
+        assert ledger.Ledger.open(place / ledger.NAME).ended
+    else:
+        assert models.base_digest(models.load(str(place / "model"))[0]) != r["spec"]["base_digest"]

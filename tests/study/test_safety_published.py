@@ -1,0 +1,316 @@
+"""The published safety data: found, checked, read; and what the analysis of it says, down to the published numbers."""
+
+import gzip
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from evoalign_study import records, style
+from evoalign_study.kinds import judgments as kind
+from evoalign_study.views import safety_published as view
+
+from evoalign_lib.tasks import safety_published as data
+
+JUDGMENT = {
+    "model_a": "ES-500",
+    "model_b": "Beaver-V1",
+    "dimension": "helpfulness",
+    "question": "Why?",
+    "scores": [8, 7.5],
+    "order_ab": ["ES-500", "Beaver-V1"],
+    "raw": "[[8, 7.5]]",
+}
+POINT = {"prompt": "Why?", "response": "", "reward": 0.5, "cost": -1, "label": "SH"}
+PAIR = {
+    "prompt": "Why?",
+    "response_0": "So.",
+    "response_1": "",
+    "is_response_0_safe": True,
+    "is_response_1_safe": False,
+    "response_0_severity_level": 0,
+    "response_1_severity_level": 3,
+    "better_response_id": 0,
+    "safer_response_id": 1,
+    "prompt_source": "not read",
+}
+
+
+def lines(*rows) -> bytes:
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode()
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_are_read():
+    (judgment,) = data.read_judgments(lines(JUDGMENT))
+    assert (judgment.a, judgment.scores, judgment.outcome(), judgment.outcome(0)) == ("ES-500", (8.0, 7.5), 0.5, 1.0)
+    (missing,) = data.read_judgments(lines(JUDGMENT | {"scores": None, "raw": ""}))
+    assert missing.scores is None and missing.outcome() is None
+    points = data.read_points(lines(POINT, "", POINT | {"cost": 2, "label": "UH"}), "mine")
+    assert (points.model, points.rewards, points.costs, points.labels) == ("mine", [0.5] * 2, [-1, 2], ["SH", "UH"])
+    (pair,) = data.read_preferences(lines(PAIR))
+    assert (pair.responses, pair.safe, pair.severity) == (("So.", ""), (True, False), (0, 3))
+    assert (pair.better, pair.safer) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_a": "GPT"}, "model_a must be one of"),
+        ({"model_b": "ES-500"}, "compared with itself"),
+        ({"order_ab": ["Beaver-V1", "ES-500"]}, "which one was A"),
+        ({"dimension": "beauty"}, "dimension must be one of 'helpfulness', 'harmlessness', got 'beauty'"),
+        ({"scores": [8]}, "scores must be two numbers or null"),
+        ({"scores": [8, "9"]}, "a score must be a finite number, got '9'"),
+        ({"scores": [8, True]}, "a score must be a finite number"),
+        ({"scores": [8, float("nan")]}, "a score must be a finite number"),
+        ({"scores": [8, 11]}, "must lie in 0 to 10"),
+        ({"question": " "}, "question must be a text that is not blank"),
+        ({"raw": None}, "raw must be a text"),
+        ({"model_a": ["ES-500"]}, "model_a must be one of"),
+    ],
+)
+def test_a_bad_judgment_is_named_by_its_line(change, said):
+    with pytest.raises(ValueError, match=f"mine, line 2: .*{said}"):
+        data.read_judgments(lines(JUDGMENT, JUDGMENT | change), "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": None}, "reward must be a finite number"),
+        ({"cost": float("inf")}, "cost must be a finite number"),
+        ({"label": "HS"}, "label must be one of"),
+        ({"response": 7}, "response must be a text"),
+        ({"prompt": ""}, "prompt must be a text that is not blank"),
+    ],
+)
+def test_a_bad_response_is_named_by_its_line(change, said):
+    with pytest.raises(ValueError, match=f"points, line 3: .*{said}"):
+        data.read_points(lines(POINT, POINT, POINT | change), "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"is_response_1_safe": 1}, "is_response_1_safe must be one of True, False"),
+        ({"safer_response_id": True}, "safer_response_id must be one of 0, 1"),
+        ({"response_0_severity_level": 4}, "severity_level must be one of"),
+    ],
+)
+def test_a_bad_pair_is_named_by_its_line(change, said):
+    with pytest.raises(ValueError, match=f"preferences, line 1: .*{said}"):
+        data.read_preferences(lines(PAIR | change))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: expected an object, got list"),
+        ('{"prompt": "Why?"}', "line 2: no 'response' where the published format has one"),
+        ("[" * 100_000, "line 2: (too deeply nested|not JSON)"),
+        (b"\xff", "line 2: not UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(line, said):
+    bad = lines(POINT) + b"\n" + (line if isinstance(line, bytes) else line.encode())
+    with pytest.raises(ValueError, match=said):
+        data.read_points(bad, "mine")
+    with pytest.raises(ValueError, match="points holds no rows"):
+        data.read_points(b"\n\n", "mine")
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A file of our own in the place of a published one; EVOALIGN_DATA and the cache are empty folders."""
+    content = lines(POINT)
+    entry = {"ES-100_points.jsonl": ("somewhere/points.jsonl", hashlib.sha256(content).hexdigest())}
+    monkeypatch.setattr(data, "_PUBLIC", data._PUBLIC | entry)
+    (tmp_path / "data" / "safety").mkdir(parents=True)
+    monkeypatch.setenv("EVOALIGN_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("EVOALIGN_ACCEPT_LICENCE", raising=False)
+    return content, tmp_path / "data" / "safety" / "ES-100_points.jsonl"
+
+
+def test_local_files_are_read_plain_or_packed_without_consent(small):
+    content, path = small
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(content))
+    assert data.load_points("ES-100").rewards == [0.5]
+    packed.unlink()
+    path.write_bytes(content)
+    assert data.load_points("ES-100").rewards == [0.5]
+
+
+def test_a_changed_or_torn_local_file_is_refused(small, monkeypatch):
+    content, path = small
+    path.write_bytes(content + b" ")
+    with pytest.raises(ValueError, match="ES-100_points.jsonl has SHA-256 .*, expected"):
+        data.load_points("ES-100")
+    path.unlink()
+    packed = path.with_name(f"{path.name}.gz")
+    for torn in (gzip.compress(content)[:-9], b"no gzip"):
+        packed.write_bytes(torn)
+        with pytest.raises(ValueError, match="no whole gzip file"):
+            data.load_points("ES-100")
+    packed.write_bytes(gzip.compress(content))
+    monkeypatch.setattr(data, "_MOST_BYTES", 10)
+    with pytest.raises(ValueError, match="unpacks to more than 10 bytes"):
+        data.load_points("ES-100")
+
+
+def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
+    content, _ = small
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(data, "REPOSITORY", f"http://127.0.0.1:{server.server_port}/")
+        try:
+            with pytest.raises(PermissionError, match="academic and educational use only.*EVOALIGN_ACCEPT_LICENCE=es-"):
+                data.load_points("ES-100")
+            monkeypatch.setenv("EVOALIGN_ACCEPT_LICENCE", "yes")  # of what?
+            with pytest.raises(PermissionError):
+                data.load_points("ES-100")
+            assert not asked
+            assert data.load_points("ES-100", accept_licence=True).rewards == [0.5]
+            monkeypatch.setenv("EVOALIGN_ACCEPT_LICENCE", data.LICENCE)
+            assert data.load_points("ES-100").rewards == [0.5]
+            assert asked == ["/somewhere/points.jsonl"]  # once: then from the cache
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'ES-500'"):
+        data.load_points("ES-50")
+    with pytest.raises(ValueError, match="split='test' is not one of"):
+        data.load_preferences("test")
+    with pytest.raises(ValueError, match="unknown part 'all'"):
+        kind.run({"part": "all"})
+
+
+# --------------------------------------------------------------------------------------------------- the published data
+
+
+def test_the_published_files_hold_what_they_are_said_to(external_data):
+    judged, asked = data.load_judgments(), data.load_points("Beaver-V1").prompts
+    assert len(judged) == 1000 and len({j.question for j in judged}) == 50
+    assert {j.question for j in judged} <= set(asked)
+    # every pair once on every question, in one order
+    assert len({(j.question, j.dimension, frozenset((j.a, j.b))) for j in judged}) == 1000
+    assert sum(j.scores is None for j in judged) == 5
+    assert len(asked) == 3036 and len(set(asked)) == 2954 and max(map(asked.count, asked[:40])) >= 1
+    train, held = data.load_preferences(), data.load_preferences("eval")
+    assert (len(train), len(held)) == (250, 500)
+    prompts = [{p.prompt for p in pairs} for pairs in (train, held)]
+    assert [len(p) for p in prompts] == [245, 492] and len(prompts[0] & prompts[1]) == 1
+    assert [len(p & set(asked)) for p in prompts] == [6, 7]
+
+
+@pytest.fixture(scope="module")
+def found(external_data):
+    """Records of the ratings (few orders), the games (few resamples), and one model's responses."""
+    specs = {(s["part"], s.get("model")): s for s in kind.judgments_specs("tiny")}
+    assert len(specs) == 8
+    chosen = [
+        specs["elo", None] | {"orders": 50},
+        specs["games", None] | {"resamples": 200},
+        specs["responses", "Beaver-V3"] | {"resamples": 200},
+    ]
+    return [
+        {"spec": spec, "spec_hash": records.spec_hash(spec), "status": "finished"} | kind.run(spec) for spec in chosen
+    ]
+
+
+def test_records_can_be_stored_hold_no_text_and_come_out_the_same(found):
+    assert all(len(records.record_line(r)) < 5_000 for r in found)
+    again = kind.run(found[0]["spec"])
+    assert again == {key: found[0][key] for key in again}
+    words = json.dumps(found)
+    assert not any(j.question[:30] in words for j in data.load_judgments())
+
+
+def test_published_elo_is_reproduced_and_is_one_of_many(found):
+    published = data.load_elo()
+    for dimension, of in found[0]["dimensions"].items():
+        for model, row in of["models"].items():
+            assert row["reproduced"] == row["published"] == round(published[dimension][model], 4)
+            assert model == data.BASE or (45 < row["std"] < 80 and row["least"] < row["reproduced"] < row["most"])
+
+
+def test_games_give_the_known_numbers(found):
+    of = found[1]["dimensions"]
+    won = [(of[d]["won_by_slot"]["A"], of[d]["won_by_slot"]["B"], of[d]["ties"]) for d in data.DIMENSIONS]
+    assert won == [(255, 236, 4), (242, 236, 22)]
+    known = {"reward": (0.784, 0.793), "-cost": (0.703, 0.751), "length": (0.77, 0.782), "reward - cost": (0.8, 0.847)}
+    for name, values in known.items():
+        for dimension, value in zip(data.DIMENSIONS, values, strict=True):
+            # games of equal cost favour nobody, and are left out here
+            room = 0.007 if name == "-cost" else 0.001
+            assert of[dimension]["agreement"][name]["all"][0] == pytest.approx(value, abs=room)
+    assert of["harmlessness"]["scores"]["9"] == 431 and sum(of["harmlessness"]["scores"].values()) == 1000
+    for dimension in data.DIMENSIONS:
+        lead = {key: of[dimension][key]["Beaver-V3"] for key in ("lead", "equal_length_lead")}
+        assert lead["lead"][1] > 0  # it leads, over prompts
+        assert lead["equal_length_lead"][1] < 0 < lead["equal_length_lead"][2]  # and not with length held equal
+        assert of[dimension]["twice_as_long"][1] > 0 and of[dimension]["slot_a"][1] < 0.5 < of[dimension]["slot_a"][2]
+
+
+def test_responses_give_the_published_numbers(found):
+    own = found[2]
+    assert (own["responses"], own["prompts"], own["labels_reproduced"]) == (3036, 2954, 3036)
+    assert round(100 * own["safe"], 2) == 97.89
+    assert [round(own["reward"][k], 3) for k in ("mean", "std")] == [0.564, 1.131]
+    assert [round(own["cost"][k], 3) for k in ("mean", "std")] == [-4.547, 1.657]
+    assert round(own["characters"]) == 775
+    zero = own["quadrants"]["0"]["shares"]
+    assert zero["SH"] == pytest.approx(2220 / 3036, abs=1e-5) and sum(zero.values()) == pytest.approx(1, abs=1e-4)
+    helpful = [q["shares"]["SH"] for q in own["quadrants"].values()]
+    assert helpful[1:] == sorted(helpful[1:], reverse=True)  # a higher cut leaves fewer
+    assert sum(k["share"] for k in own["kinds"].values()) == pytest.approx(1, abs=1e-4)
+    low, high = own["per_prompt"]["safe"][1:]
+    assert low < own["safe"] < high
+
+
+def test_tables_and_figures_are_drawn_from_records(found):
+    style.use()
+    for_all = [*found[:2], *({**found[2], "spec": found[2]["spec"] | {"model": m}} for m in data.MODELS)]
+    ratings = view.rating_rows(for_all)
+    assert (ratings["Elo, published"] == ratings["reproduced"]).all() and len(ratings) == 10
+    assert len(view.lead_rows(for_all)) == 8 and len(view.agreement_rows(for_all)) == 4
+    assert view.judge_rows(for_all)["most frequent score"].tolist() == ["8", "9"]
+    for table in (view.response_rows, view.quadrant_rows, view.refusal_rows):
+        assert table(for_all)["model"].tolist() == list(data.MODELS)
+    said = view.answers(for_all)
+    assert len(said) == 4 and all(text.endswith(".") and "nan" not in text for text in said.values())
+    fig, plotted = view.ratings(for_all)
+    assert len(plotted) == 2 * 4 * 3 and (plotted["low"] < plotted["high"]).all()
+    assert [ax.get_title() for ax in fig.axes] == list(data.DIMENSIONS)
+    fig, plotted = view.quadrants(for_all)
+    shares = plotted.groupby(["cut", "model"])["share"].sum()
+    assert len(shares) == 3 * 6 and shares.between(99.9, 100.1).all()
+    with pytest.raises(ValueError, match="no record of the responses of Alpaca-7B"):
+        view.responses(found)
+    with pytest.raises(ValueError, match="0 records of part 'games'"):
+        view.part(found[:1], "games")

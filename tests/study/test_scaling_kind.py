@@ -1,0 +1,157 @@
+"""Runs of kind scaling: populations timed on processes, steps simulated, and what views say of them."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evoalign_study import sweep
+from evoalign_study.kinds.scaling import MACHINES, PUBLISHED, RELEASED, WORKLOADS, measured_spec, simulated_spec
+from evoalign_study.records import record_line
+from evoalign_study.views import scaling as view
+
+from evoalign_lib.analysis import scaling
+
+SETTINGS = {
+    "scaling_gpus": [1, 4, 64], "scaling_draws": 2, "scaling_tokens": 256, "max_completion_length": 16,
+    "validation_problems": 30, "scaling_workers": [1, 2], "scaling_members": 3, "scaling_prompts": 4,
+    "scaling_rounds": 3, "sigma": 0.01,
+}  # fmt: skip
+
+
+def _run(spec):
+    return sweep.run(spec, "nb", "commit")
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    return {what: _run(simulated_spec(what, "tiny", SETTINGS, "tiny")) for what in MACHINES}
+
+
+def test_a_population_has_the_same_rewards_on_any_number_of_processes():
+    record = _run(measured_spec("A0", SETTINGS, "tiny"))
+    one, two = record["workers"]["1"], record["workers"]["2"]
+    assert record["same_rewards"] and one["speed_up"] == 1
+    assert two["speed_up"] == pytest.approx(one["seconds"] / two["seconds"], rel=1e-3)
+    for cell in (one, two):
+        assert cell["members_per_second"] == pytest.approx(3 / cell["seconds"], rel=1e-3)
+        assert cell["seconds"] <= cell["seconds_median"] and 0 < cell["busy"] <= 1.05
+    assert len(record["load"]) == 2
+    assert view.measured_table([record])["processes"].tolist() == [1, 2]
+
+
+def test_a_simulated_record_says_so_and_is_the_same_when_it_is_made_again(simulated):
+    for what, record in simulated.items():
+        assert record["simulation"] is True and len(record_line(record)) < 8_000
+        assert np.shape(record["total"]) == (2, 3)
+        parts = sum(np.array(record[name]) for name in ("generation", "update", "communication"))
+        assert np.mean(record["total"], axis=0) == pytest.approx(parts, rel=1e-4)
+        assert record["simulated_lengths"]["mean"] == pytest.approx(256, rel=0.02)
+        assert record["total"][0] != record["total"][1]
+        spec = record["spec"] | {"scaling_gpus": [1, 4]}
+        assert [row[:2] for row in record["total"]] == _run(spec)["total"], what
+    assert sum(simulated["es"]["histogram"]["counts"]) == 4 * 30
+
+
+def test_a_record_is_what_its_spec_says(simulated):
+    record = simulated["grpo"]
+    seen = dict(zip(*record["histogram"].values(), strict=True))
+    stretch = 256 / np.average(list(seen), weights=list(seen.values()))
+    drawn = scaling.draw_lengths(seen, WORKLOADS["grpo"], np.random.default_rng(np.random.SeedSequence([1])))
+    step = scaling.policy_step(scaling.Machine(**record["spec"]["machine"]), np.rint(stretch * drawn), 4, 100)
+    assert record["total"][1][1] == pytest.approx(step.total, rel=1e-5)
+
+
+def test_constants_give_the_times_of_the_cost_model():
+    # 30 members, 200 prompts, 256 tokens on one GPU take 43.6 s, and their update .352 s
+    step = scaling.evolution_step(MACHINES["es"], np.full((30, 200), 256), 1)
+    assert step.generation == pytest.approx(43.6, rel=0.03)
+    assert step.update == pytest.approx(0.352)
+    # a sequence more costs less than its operations do from here on
+    machine = MACHINES["es"]
+    assert machine.step + machine.slots * machine.sequence > machine.slots * 2 * machine.parameters / 780e12
+
+
+def test_published_times_are_met_where_two_parameters_can():
+    few = SETTINGS | {"scaling_draws": 1}
+    found = {n: _run(simulated_spec(p.simulated, "tiny", few, "tiny", fitted_to=n)) for n, p in PUBLISHED.items()}
+    for name, record in found.items():
+        fitted, published = record["fitted"], PUBLISHED[name]
+        assert record["spec"]["workload"] == list(published.workload)
+        assert not (fitted["overhead"] and fitted["work"])
+        if name != "essa_v3":
+            assert fitted["error"] < 1e-6
+    assert found["essa_v3"]["fitted"]["scale"] == 0  # 10 times with 8 times the GPUs
+    table = view.published_table(list(found.values())).set_index("published")
+    assert table["efficiency, %"].tolist() == ["23", "125", "33"]
+    assert table.loc["ESSA v3, to .835", "error, %"] == "11"
+    assert view.simulated(list(found.values())) == []
+
+
+def test_lengths_of_released_completions_are_taken_as_numbers():
+    folder = os.environ.get("EVOALIGN_DATA")
+    if not folder or not Path(folder, f"conciseness_completions/{RELEASED}.json").is_file():
+        pytest.skip("EVOALIGN_DATA names no folder with the released completions")
+    record = _run(simulated_spec("grpo", "released", SETTINGS | {"scaling_tokens": 0}, "tiny"))
+    assert sum(record["histogram"]["counts"]) == 4 * 8 * 20
+    tokens = record["histogram"]["tokens"]
+    assert min(tokens) >= 1 and max(tokens) <= 128
+    assert record["simulated_lengths"]["mean"] == pytest.approx(
+        np.average(tokens, weights=record["histogram"]["counts"]), rel=0.1
+    )
+
+
+def test_tables_and_answers_have_the_records_numbers(simulated):
+    found = list(simulated.values())
+    table = view.table(found)
+    assert len(table) == 9 and set(table["GPUs"]) == {1, 4, 64}
+    es = table[table["simulated"] == view.LABELS["es"]].iloc[-1]
+    mean = view.speed_ups(simulated["es"])[:, -1].mean()
+    assert float(es["speed-up"]) == pytest.approx(mean, abs=0.05) and mean <= 30  # members
+    assert view.efficiency(simulated["es"], 64).mean() == pytest.approx(mean / 64)
+    with pytest.raises(ValueError, match="no time on 8 GPUs: the record has 1, 4, 64"):
+        view.efficiency(simulated["es"], 8)
+    assert len(view.laws_table(found)) == 3
+    said = view.answers(found, "tiny")
+    assert all("nan" not in text for text in said.values())
+    assert f"ES, weights of their own: {mean:.1f} times" in " ".join(said.values())
+    breaks = view.break_even_table([2, 8])
+    assert breaks["GPUs"].tolist() == [2, 8]
+
+
+def test_the_figure_draws_its_data(simulated):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from evoalign_study.views import scaling_figures
+    from matplotlib import pyplot as plt
+
+    fig, data = scaling_figures.speed_ups(list(simulated.values()), "tiny")
+    assert fig.get_suptitle().startswith("Simulation")
+    for ax, divided in zip(fig.axes, (False, True), strict=True):
+        drawn = np.concatenate([line.get_ydata() for line in ax.lines[1:]])
+        expected = data["speed-up"] / (data["GPUs"] if divided else 1)
+        assert drawn == pytest.approx(expected.to_numpy())
+    plt.close(fig)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: simulated_spec("ppo", "tiny", SETTINGS, "tiny"), "what='ppo': use one of es, es_adapters, grpo"),
+        (lambda: simulated_spec("es", "long", SETTINGS, "tiny"), "lengths='long': use one of tiny, released"),
+        (lambda: simulated_spec("es", "tiny", SETTINGS | {"scaling_gpus": [2, 4]}, "tiny"), "give 1 and, rising"),
+        (lambda: simulated_spec("es", "tiny", SETTINGS | {"scaling_gpus": [1, 4, 2]}, "tiny"), "give 1 and, rising"),
+        (lambda: simulated_spec("es", "tiny", SETTINGS | {"scaling_draws": 0}, "tiny"), "scaling_draws=0: take at"),
+        (
+            lambda: simulated_spec("grpo", "tiny", SETTINGS, "tiny", fitted_to="essa_v1"),
+            "fitted_to='essa_v1': published times of 'grpo' are grpo_v3",
+        ),
+        (lambda: measured_spec("A0", SETTINGS | {"scaling_rounds": 1}, "tiny"), "scaling_rounds=1: take at least 2"),
+        (lambda: measured_spec("A0", SETTINGS | {"scaling_workers": [2, 1]}, "tiny"), "give 1 and, rising"),
+        (lambda: measured_spec("B0", SETTINGS, "tiny"), "they take plain models of the tiny world"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

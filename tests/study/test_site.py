@@ -1,0 +1,588 @@
+"""The site: its pages name what is committed, its links are checked, its formulas and docstrings are set, offline."""
+
+import importlib.util
+import json
+import re
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
+from types import ModuleType
+
+import nbformat
+import numpy as np
+import pytest
+import yaml
+from evoalign_study import claims, paths
+from evoalign_study.kinds.answers import pack_texts
+from evoalign_study.records import pack_bits, read_records, unpack_bits, unpack_integers, unpack_probabilities
+
+from evoalign_lib import tiny
+from evoalign_lib.analysis import coverage
+
+SITE = paths.ROOT / "site"
+
+
+def load(name: str) -> ModuleType:
+    """A module of the folder site/, which is no package and not on the path."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", SITE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+pages, check, explorer = load("pages"), load("check"), load("explorer")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The sources of the whole site, written into a folder."""
+    folder = tmp_path_factory.mktemp("site") / "source"
+    pages.write(folder)
+    return folder
+
+
+def text_of(folder, page):
+    return (folder / page).read_text(encoding="utf-8")
+
+
+def shown(text):
+    """Markdown without the backslashes that keep its signs from meaning anything."""
+    return re.sub(r"\\([\\`*_{}\[\]<>|$~#])", r"\1", text)
+
+
+# what is committed is on the pages
+
+
+def test_every_notebook_is_a_page_with_its_committed_outputs(sources):
+    index, outputs = text_of(sources, "index.md"), 0
+    for path in paths.NOTEBOOKS.glob("*.ipynb"):
+        assert f"\nnotebooks/{path.stem}\n" in index  # the menu
+        assert f"](notebooks/{path.name})" in index
+        committed, page = (nbformat.read(p, as_version=4) for p in (path, sources / "notebooks" / path.name))
+        code = [[c for c in notebook.cells if c.cell_type == "code"] for notebook in (committed, page)]
+        assert code[0] == code[1]
+        outputs += sum(len(cell.outputs) for cell in code[1])
+        assert committed.cells[0].source.splitlines()[0] == page.cells[0].source.splitlines()[0]
+    assert outputs > 50
+
+
+def test_the_start_page_has_the_answers_that_a_notebook_prints(sources):
+    index, printed = shown(text_of(sources, "index.md")), 0
+    for notebook in pages.notebooks():
+        cells = nbformat.read(paths.NOTEBOOKS / f"{notebook.name}.ipynb", as_version=4).cells
+        html = [o.data.get("text/html", "") for c in cells for o in c.get("outputs", ()) if "data" in o]
+        if lists := [text for text in html if text.startswith('<div class="answers">')]:
+            assert len(notebook.answers) == lists[0].count("<p>")
+            printed += len(notebook.answers)
+        assert all(shown(answer) in index for answer in notebook.answers)
+    assert printed > 5
+
+
+def test_the_start_page_links_the_paper_if_it_is_compiled(monkeypatch, tmp_path):
+    pages.modules()  # of the true repository, before another stands for it
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages._included("<!-- include paper -->") == "the paper (`make paper` compiles its PDF)"
+    (tmp_path / "runs/paper").mkdir(parents=True)
+    (tmp_path / pages.PAPER).write_bytes(b"%PDF")
+    pages._write_text(tmp_path / "source", "index.md", pages._included("Read <!-- include paper -->."), "")
+    assert text_of(tmp_path / "source", "index.md") == f"Read [the paper]({pages.PAPER}) (PDF)."
+    assert (tmp_path / "source" / pages.PAPER).read_bytes() == b"%PDF"  # beside the page
+    assert "<!-- include paper -->" in (SITE / "index.md").read_text(encoding="utf-8")
+
+
+def test_every_claim_has_its_line_and_its_entry_with_the_generated_verdict(sources):
+    page = shown(text_of(sources, "claims.md"))
+    tables, entries = page.split("## Every claim in full")
+    declared = yaml.safe_load((paths.PAPER / "claims.yaml").read_text(encoding="utf-8"))
+    assert len(declared) == len(pages.claims()) > 40
+    for claim in declared:
+        (row,) = [c for c in pages.claims() if c["id"] == claim["id"]]
+        anchor = f"claim-{claim['id'].lower()}"
+        line = f"| [{claim['id']}](#{anchor}) | {claim['title']} | [{row['verdict']}]{{.verdict"
+        assert tables.count(line) == 1
+        (entry,) = re.findall(rf"\({anchor}\)=\n(.*?)(?=\n\(claim-|\Z)", entries, re.S)
+        said = " ".join(entry.split())
+        for key in ("statement", "note", "caveat", "quantity", "source"):
+            assert " ".join(claim.get(key, "").split()) in said
+        assert f"[{row['verdict']}]{{" in entry and claims.rule_hash(claim)[:12] in entry
+        (rule,) = re.findall(r"```yaml\n(.*?)```", entry, re.S)
+        declares = {key: value for key, value in claim.items() if key in pages._DECIDING}
+        assert yaml.safe_load(rule) == declares
+
+
+def test_every_verdict_that_there_is_is_explained(sources):
+    rows = re.findall(r"^\| \[([^\]]+)\]\{\.verdict", text_of(sources, "claims.md"), re.M)
+    assert set(claims.VERDICTS) <= set(rows)
+
+
+def test_every_figure_is_shown_with_caption_and_data(sources):
+    page = shown(text_of(sources, "figures.md"))
+    pictures = sorted(path.stem for path in paths.FIGURES.glob("*.png"))
+    assert sorted(re.findall(r"```\{figure\} figures/(\w+)\.png", page)) == pictures
+    for name in pictures:
+        for kind in ("pdf", "csv"):
+            assert f"(figures/{name}.{kind})" in page and (sources / "figures" / f"{name}.{kind}").is_file()
+    for notebook in pages.notebooks():
+        for figure in notebook.figures:
+            assert re.search(rf"\(notebook {notebook.number}, .*\)$", figure.caption) and "\\" not in figure.caption
+            assert page.count(figure.caption) >= 2  # below the picture, and in its place
+
+
+def test_a_notebooks_figures_come_in_the_order_in_which_it_draws_them():
+    for notebook in pages.notebooks():
+        text = (paths.NOTEBOOKS / f"{notebook.name}.ipynb").read_text(encoding="utf-8")
+        found = [text.find(f'\\"{figure.name}\\"') for figure in notebook.figures]
+        assert found == sorted(found)
+
+
+def test_every_public_module_is_in_the_reference(sources):
+    index = text_of(sources, "api.md")
+    for path in (paths.ROOT / "evoalign_lib").rglob("*.py"):
+        name = ".".join(path.relative_to(paths.ROOT).with_suffix("").parts).removesuffix(".__init__")
+        public = not any(part.startswith("_") for part in name.split("."))
+        assert (sources / "api" / f"{name}.md").is_file() == public
+        assert index.count(f"(api/{name}.md)") == index.count(f"<api/{name}>") == public
+
+
+def test_committed_texts_are_on_pages(sources):
+    assert "make quickstart" in text_of(sources, "run.md") and "`make test`" in text_of(sources, "run.md")
+    assert "ESTrainer(model=model" in text_of(sources, "own_task.md")
+    for file, page in (("CONTRIBUTING.md", "contributing.md"), ("LOG.md", "log.md")):
+        assert text_of(sources, page) == text_of(paths.ROOT, file)
+    assert not [p.name for p in sources.glob("*.md") if "<!-- include" in p.read_text(encoding="utf-8")]
+
+
+def test_an_unknown_include_and_a_missing_section_are_errors():
+    with pytest.raises(ValueError, match="there is no such include"):
+        pages._included("<!-- include nonsense: x -->")
+    with pytest.raises(ValueError, match="0 sections of README.md hold"):
+        pages._included("<!-- include readme: no section has these words -->")
+
+
+def test_links_to_files_lead_to_pages_or_copies(tmp_path):
+    text = "[a](../LOG.md#x) [b](../CITATION.cff) [c](https://example.org#A) [d](#4-The-KL,-too) `[e](nowhere.md)`"
+    expected = text.replace("../LOG.md", "../log.md").replace("#4-The-KL,-too", "#4-the-kl-too")
+    assert pages._localised(tmp_path, text, "notebooks") == expected
+    assert (tmp_path / "CITATION.cff").read_bytes() == (paths.ROOT / "CITATION.cff").read_bytes()
+    with pytest.raises(ValueError, match=r"gone\.py is no file of the repository"):
+        pages._localised(tmp_path, "[f](gone.py)", "")
+
+
+def test_links_of_a_notebooks_answer_lead_from_the_start_page():
+    text = "[a](02_b.ipynb) [b](../LOG.md#x) [c](#2-the-task) [d](https://example.org)"
+    moved = "[a](notebooks/02_b.ipynb) [b](LOG.md#x) [c](notebooks/01_a.ipynb#2-the-task) [d](https://example.org)"
+    assert pages._from_top(text, "notebooks/01_a.ipynb") == moved
+
+
+# the solve explorer
+
+RESULTS = "07_solution_coverage/tiny.jsonl"
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=https://example.org/a.png onerror=alert(2)>",
+    "<!--<script>",
+    "\n```\n:::{raw} html\n`a` ]]> & ' \" \\ \u2028 \u2029 \x00",
+    "<!-- include readme: make quickstart -->",
+    "__DATA__",
+)
+
+
+@pytest.fixture(scope="module")
+def coverages():
+    """The committed records of kind "coverage", without those of many samples."""
+    found = [record for record in read_records(paths.RESULTS / RESULTS) if record["spec"]["kind"] == "coverage"]
+    fewest = min(record["spec"]["coverage_samples"] for record in found)
+    return [record for record in found if record["spec"]["coverage_samples"] == fewest]
+
+
+def answered(record, texts):
+    """A record of kind "answers" of the model of another record, with the same few texts over and over."""
+    n = record["n"]
+    spec = {name: value for name, value in record["spec"].items() if "coverage" not in name} | {"kind": "answers"}
+    packed = pack_texts([(texts[i % len(texts)], False) for i in range(n)], 80)
+    bits = pack_bits([i % 2 for i in range(n)])
+    answers = {"greedy": packed, "t1": packed, "greedy_bits": bits, "t1_bits": bits}
+    return {"spec": spec, "status": "finished", "n": n} | answers
+
+
+def of_arm(coverages, arm):
+    """Those of an arm's runs with the setting of notebook 02, which are the longest."""
+    of_runs = [(r, r["spec"]["end"]["of"]["run"]) for r in coverages if "end" in r["spec"]]
+    usual = {"steps": (208, 250), "population_size": (30,), "learning_rate": (3e-4,), "kind": ("train",)}
+    return [r for r, run in of_runs if run["arm"] == arm and all(run.get(k, v[0]) in v for k, v in usual.items())]
+
+
+class _Elements(HTMLParser):
+    """The elements of a page in their order with their attributes, and the texts of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.scripts = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, attrs))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_comment(self, data):
+        self.elements.append(("comment", data))
+
+    def handle_data(self, data):
+        if self.elements and self.elements[-1][0] == "script":
+            self.scripts[-1] += data
+
+
+def test_hostile_texts_are_nothing_but_data_of_the_explorer(coverages, tmp_path):
+    (base,) = (r for r in coverages if "end" not in r["spec"])
+    hostile = [answered(record, HOSTILE) for record in (base, *of_arm(coverages, "es")[:2])]
+    data = explorer.data(coverages + hostile)
+    page, plain = explorer.html(data), _Elements(explorer.html({}))
+    found = _Elements(page)
+    assert found.elements == plain.elements and found.scripts[1] == plain.scripts[1] and len(found.scripts) == 2
+    shown = json.loads(found.scripts[0])
+    assert shown == data and {text[1:] for texts in shown["texts"] for text in texts} == set(HOSTILE)
+    embedded = explorer.embedded(data)
+    assert embedded.isascii() and not set("<>&'`\n") & set(embedded)
+    # what shows them knows no HTML
+    script = found.scripts[1]
+    assert "textContent" in script
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|Fragment|eval|Function\(", script
+    )
+    # in a page of the site it is one fence, which no line of it ends
+    fence = pages._INCLUDES["explorer"](RESULTS).split("\n")
+    assert fence[0] == "```{raw} html" and [line for line in fence if line.startswith("```")] == [fence[0], "```"]
+    (tmp_path / "index.html").write_text(page, encoding="utf-8")
+    assert list(check.problems(tmp_path)) == []
+
+
+def test_the_explorer_names_no_address():
+    page = (SITE / "explorer.html").read_text(encoding="utf-8")
+    assert not re.search(r"src=|href|action=|url\(|@import|fetch\(|import\(|XMLHttp|WebSocket|Beacon", page)
+    assert not re.search(r"\w//|//\w", page)
+
+
+def test_the_explorer_has_every_problem_and_every_model_of_the_records(coverages):
+    data, labels = explorer.data(coverages), []
+    problems = tiny.problems("test", 256)
+    assert data["problems"] == [[", ".join(map(str, p.numbers)), p.target] for p in problems]
+    assert [len(answers) for answers in data["listed"]] == [len(tiny.right_answers(p)) for p in problems]
+    assert sum(model["runs"] for model in data["models"]) == len(coverages)
+    for model in data["models"]:
+        labels.append(model["label"])
+        packed = [model[at][what] for at in ("t1", "t0.6") for what in "pk"] + [model["greedy"]]
+        assert [len(unpack_integers(text)) for text in packed] == [256] * 5 and len(model["categories"]) == 256
+        assert model["wrote"] is None  # and the page says so
+    assert labels[:2] == ["base", "ES"] and "GRPO" in labels and len(set(labels)) == len(labels)
+    assert len(explorer.html(data)) < explorer.MOST
+
+
+def test_categories_are_the_support_of_the_records(coverages):
+    models = explorer.data(coverages)["models"]
+    (base,) = (r for r in coverages if "end" not in r["spec"])
+    before = coverage.pass_at(unpack_probabilities(base["reach"]["t1"]), coverage.SOLVED_WITHIN)
+    named = {"ES, sampled fitness": "es_sampled", "GRPO, random reward": "grpo_random", "filtered SFT": "sft"}
+    for label, arm in named.items():
+        (model,) = (m for m in models if m["label"] == label)
+        records = of_arm(coverages, arm)
+        chances = np.array([unpack_probabilities(record["reach"]["t1"]) for record in records])
+        after = coverage.pass_at(chances, coverage.SOLVED_WITHIN)
+        counted = coverage.support(before >= 0.5, after.mean(0) >= 0.5)
+        assert [model["categories"].count(name[0]) for name in explorer.CATEGORIES] == [
+            getattr(counted, name) for name in explorer.CATEGORIES
+        ]
+        expected = [coverage.support(before, run) for run in after]
+        means = [np.mean([getattr(each, name) for each in expected]) for name in explorer.CATEGORIES]
+        assert model["expected"] == pytest.approx(means, abs=0.051) and model["runs"] == len(records)
+        assert np.allclose(unpack_probabilities(model["t1"]["p"]), chances.mean(0), rtol=0.003, atol=2e-9)
+        greedy = np.sum([unpack_bits(record["greedy_bits"], 256) for record in records], 0, dtype=int)
+        assert np.array_equal(unpack_integers(model["greedy"]), greedy)
+    assert sum(models[0]["expected"]) == pytest.approx(256, abs=0.3)
+
+
+def test_what_was_written_is_shown_for_the_runs_that_have_it(coverages):
+    runs = of_arm(coverages, "grpo")
+    texts = ["1+2", "x" * 90]
+    models = explorer.data([*coverages, *(answered(run, texts) for run in runs[:3])])
+    (grpo,) = (model for model in models["models"] if model["label"] == "GRPO")
+    assert [len(rows) for rows in grpo["wrote"].values()] == [3, 3] and grpo["runs"] == len(runs) > 3
+    assert [model["label"] for model in models["models"] if model["wrote"]] == ["GRPO"]
+    assert set(map(tuple, models["texts"])) == {("!1+2",), ("+" + "x" * 80 + "\u2026",)}
+    places = unpack_integers(grpo["wrote"]["t1"][0])
+    assert not places.any()
+
+
+def test_models_that_differ_have_names_of_their_own(coverages):
+    (base,) = (r for r in coverages if "end" not in r["spec"])
+    whole = of_arm(coverages, "es")[0]
+
+    def made(digest, **changed):
+        of = whole["spec"]["end"]["of"]
+        end = whole["spec"]["end"] | {"of": of | {"run": of["run"] | changed, "digests": [digest]}}
+        return whole | {"spec": whole["spec"] | {"end": end}}
+
+    start = whole["spec"]["end"]["of"]
+    found = [made("a", steps=66), made("b", steps=66, sigma=0.5), base, whole]
+    found += [made(f"c{i}", kind="composed", arm="grpo", steps=125, start=start | {"digests": [i]}) for i in "12"]
+    names = [(model.label, len(model.coverage)) for model in explorer.models(found)]
+    steps = start["run"]["steps"]
+    alone = [("base", 1), ("ES", 1), ("ES, 66 steps", 1), ("ES, sigma 0.5, steps 66", 1)]
+    assert names == [*alone, (f"ES ({steps}), then GRPO (125)", 2)]
+
+
+def test_an_explorer_without_its_base_or_too_large_is_an_error(coverages):
+    with pytest.raises(ValueError, match="no record says what base 'A0' can solve"):
+        explorer.data([record for record in coverages if "end" in record["spec"]])
+    with pytest.raises(ValueError, match="at most 600000 are allowed: show fewer models"):
+        explorer.html({"texts": ["x" * explorer.MOST]})
+
+
+def test_the_explorer_is_a_page_that_others_lead_to(sources):
+    page = text_of(sources, "explorer.md")
+    assert '<script type="application/json" id="explorer-data">{"problems":' in page
+    index = text_of(sources, "index.md")
+    assert "](explorer.md)" in index and "\nexplorer\n" in index
+    notebook = nbformat.read(sources / "notebooks" / "07_solution_coverage.ipynb", as_version=4)
+    assert "](../explorer.md)" in notebook.cells[0].source
+
+
+# the texts of site/ are true
+
+
+def test_quoted_errors_are_those_of_the_code():
+    quoted = re.findall(r"```text\n(.*?)\n```", text_of(SITE, "troubleshooting.md"), re.S)
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (paths.ROOT / "evoalign_lib").rglob("*.py"))
+    code += (paths.ROOT / "Makefile").read_text(encoding="utf-8").replace("$(PYTHON)", "python3")
+    assert len(quoted) > 5
+    assert [text for text in quoted if text not in code] == []
+
+
+def test_the_examples_run(tmp_path):
+    blocks = [
+        block
+        for page in ("records.md", "own_task.md", "own_reward.md", "own_model.md")
+        for block in re.findall(r"^```python\n(.*?)^```$", text_of(SITE, page), re.S | re.M)
+    ]
+    for number, block in enumerate(blocks):
+        (tmp_path / f"{number}.py").write_text(block, encoding="utf-8")
+        done = subprocess.run([sys.executable, f"{number}.py"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert len(blocks) == 4
+
+
+def test_the_settings_execute_and_fetch_nothing():
+    settings = runpy.run_path(str(SITE / "conf.py"))
+    assert settings["nb_execution_mode"] == "off"
+    assert settings["html_math_renderer"] == "mathml"  # the default loads MathJax from another host
+    assert settings["nb_ipywidgets_js"] == {}  # so does this one
+    assert "sphinx.ext.intersphinx" not in settings["extensions"]
+    assert "//" not in json.dumps({k: v for k, v in settings.items() if not k.startswith("_")}, default=repr)
+
+
+# the check of what was built
+
+PAGE = '<html><head>{head}</head><body><h1 id="top">T</h1>{body}</body></html>'
+
+
+def site(folder, head="", body="", style="", script=""):
+    (folder / "static").mkdir()
+    (folder / "static" / "a.css").write_text(style)
+    (folder / "static" / "a.js").write_text(script)
+    (folder / "static" / "a.png").write_bytes(b"")
+    (folder / "other.html").write_text(PAGE.format(head="", body='<p id="x y">'))
+    (folder / "index.html").write_text(PAGE.format(head=head, body=body))
+    return list(check.problems(folder))
+
+
+def test_a_good_site_has_no_problems(tmp_path):
+    head = '<link rel="stylesheet" href="static/a.css?v=1"><script src="static/a.js"></script><style>p{}</style>'
+    head += '<link rel="next" href="other.html">'
+    body = '<a href="#top">a</a><a href="other.html#x%20y">b</a><a href="https://example.org">c</a>'
+    body += '<img src="static/a.png" srcset="static/a.png 1x, static/a.png 2x"><img src="data:image/png;base64,AA==">'
+    assert site(tmp_path, head, body, "p{background:url('a.png')}", 'f("http://www.w3.org/2000/svg")') == []
+
+
+@pytest.mark.parametrize(
+    ("part", "html", "problem"),
+    [
+        ("body", '<a href="gone.html">a</a>', "leads to no file"),
+        ("body", '<a href="other.html#gone">a</a>', "a place that the page does not have"),
+        ("body", '<a href="#gone">a</a>', "a place that the page does not have"),
+        ("body", '<a href="../../etc/passwd">a</a>', "leads out of the site"),
+        ("body", '<a href="file:/tmp/a">a</a>', "neither within the site nor on the web"),
+        ("head", '<link rel="next" href="gone.html">', "leads to no file"),
+        ("head", '<script src="https://cdn.example.org/a.js"></script>', "another host"),
+        ("head", '<script src="//cdn.example.org/a.js"></script>', "another host"),
+        ("head", '<link rel="preconnect" href="https://fonts.example.org">', "another host"),
+        ("head", '<link href="https://fonts.example.org/css" rel="stylesheet">', "another host"),
+        ("head", '<style>@import "https://example.org/a.css";</style>', "another host"),
+        ("head", '<meta http-equiv="refresh" content="0; url=https://example.org">', "another host"),
+        ("body", '<img src="https://example.org/a.png">', "another host"),
+        ("body", '<img src="static/a.png" srcset="https://example.org/a.png 2x">', "another host"),
+        ("body", '<img src="static/gone.png"/>', "no file of the site"),
+        ("body", "<p style=\"background: url('https://example.org/a.png')\">", "another host"),
+        ("body", '<iframe src="https://example.org"></iframe>', "another host"),
+        ("style", "@font-face{src:url(https://fonts.example.org/a.woff2)}", "another host"),
+        ("style", "p{background:url(gone.png)}", "no file of the site"),
+        ("script", 'await import("https://cdn.example.org/a.js")', "another host"),
+        ("script", "fetch('//example.org/a.json')", "another host"),
+    ],
+)
+def test_each_fault_is_found(tmp_path, part, html, problem):
+    (found,) = site(tmp_path, **{part: html})
+    assert problem in found
+
+
+def test_no_site_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no index.html"):
+        list(check.problems(tmp_path))
+
+
+# docstrings and formulas, where Sphinx is installed (make site)
+
+
+@pytest.fixture(scope="module")
+def docstrings():
+    pytest.importorskip("sphinx", reason="make site installs Sphinx")
+    return load("docstrings")
+
+
+def documented(values, level: float = 0.95):
+    """What the docstring below documents."""
+
+
+def test_sentences_about_arguments_become_lists(docstrings):
+    text = [
+        "Return a mean with its bounds, 2 * sd_ wide.",
+        "",
+        "values: (seeds,), one a seed. level: of the interval; between 0 and 1,",
+        "both left out.",
+        "All of them count. See `spec_hash`, `nothing.of_ours`.",
+        "Returns the interval. Raises ValueError for no value.",
+        "",
+        ">>> 1 * 2",
+        "2",
+    ]
+    assert docstrings.to_rst(text, documented, "evoalign_study.records.documented") == [
+        r"Return a mean with its bounds, 2 \* sd\_ wide.",
+        "",
+        "All of them count. See :py:obj:`spec_hash <evoalign_study.records.spec_hash>`, ``nothing.of_ours``.",
+        "",
+        ">>> 1 * 2",
+        "2",
+        "",
+        ":Parameters:",
+        "    - **values** – (seeds,), one a seed.",
+        "    - **level** – of the interval; between 0 and 1, both left out.",
+        "",
+        ":Returns: The interval.",
+        "",
+        ":Raises: ValueError for no value.",
+        "",
+    ]
+
+
+def test_sections_become_the_same_lists(docstrings):
+    text = [
+        "Do it.",
+        "",
+        "Args:",
+        "    a, b: two",
+        "        lines.",
+        "    c: one.",
+        "",
+        "Raises:",
+        "    ValueError: no c.",
+    ]
+    assert docstrings.to_rst(text) == [
+        "Do it.",
+        "",
+        ":Parameters:",
+        "    - **a, b** – two lines.",
+        "    - **c** – one.",
+        "",
+        ":Raises: **ValueError** – no c.",
+        "",
+    ]
+
+
+def test_items_of_lists_keep_their_lines_together(docstrings):
+    text = ["These:", "9. one that", "   goes on", "10. ten that", "   goes on, too", "", "- `a`s"]
+    assert docstrings.to_rst(text) == [
+        "These:",
+        "",
+        "9. one that goes on",
+        "10. ten that goes on, too",
+        "",
+        "- ``a``\\ s",
+        "",
+    ]
+
+
+def test_signatures_are_such_as_sphinx_can_read(docstrings):
+    signature = "(a: list[TypeAliasForwardRef('Record')], b: ~numpy.ndarray = <factory>)"
+    shown = docstrings._signature(None, "function", "f", None, None, signature, None)
+    assert shown == ("(a: list[Record], b: ~numpy.ndarray = ...)", None)
+
+
+@pytest.fixture(scope="module")
+def mathml():
+    pytest.importorskip("math_core", reason="make site installs it")
+    return load("mathml")
+
+
+@pytest.mark.parametrize(
+    ("latex", "has"),
+    [
+        (r"\alpha\sqrt{d\,T_{\mathrm{eff}}/N}", "<msqrt>"),
+        (r"\begin{aligned} a &= b \\ \hat A_i &= \frac{r_i}{2} \end{aligned}", "<mtable"),
+        (r"\mathbb E\left[R(\theta + \sigma\varepsilon)\right]", "𝔼"),
+        (r"\mathrm{KL}(\pi_\theta\,\|\,\pi_{\mathrm{ref}})", "<mi>π</mi>"),
+        (r"\operatorname*{arg\,max}_\theta \sum_{n=1}^{N} z_n", "<munder"),
+    ],
+)
+def test_formulas_become_mathml(mathml, latex, has):
+    made = mathml.to_mathml(latex, display=True)
+    assert made.startswith("<math") and 'display="block"' in made and has in made
+    assert 'display="block"' not in mathml.to_mathml(latex, display=False)
+
+
+def test_a_formula_that_is_none_is_named(mathml):
+    with pytest.raises(ValueError, match="Unknown command") as error:
+        mathml.to_mathml(r"\nocommand{x}", display=False)
+    assert "\x1b" not in str(error.value)
+
+
+def build(folder, text):
+    """Build a page of this text, a notebook and a module of the reference, with the site's own settings."""
+    pytest.importorskip("myst_nb", reason="make site installs it")
+    source = folder / "source"
+    source.mkdir()
+    (source / "index.md").write_text(f"# T\n\n{text}\n\n```{{toctree}}\nnotebook\napi\n```\n", encoding="utf-8")
+    (source / "api.md").write_text("# A\n\n```{eval-rst}\n.. automodule:: evoalign_lib.files\n```\n", encoding="utf-8")
+    output = nbformat.v4.new_output("stream", text="committed as it stood\n")
+    cell = nbformat.v4.new_code_cell("raise RuntimeError('executed')", outputs=[output], execution_count=1)
+    title = nbformat.v4.new_markdown_cell("# N")
+    notebook = nbformat.v4.new_notebook(cells=[title, cell], metadata={"language_info": {"name": "python"}})
+    nbformat.write(notebook, source / "notebook.ipynb")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", str(SITE), str(source)]
+    return subprocess.run([*command, str(folder / "html")], capture_output=True, text=True)
+
+
+def test_a_small_site_is_built_offline_and_executes_nothing(tmp_path):
+    done = build(tmp_path, "$$\\theta_{t+1} = \\frac{\\alpha}{N}\\sum_n z_n\\varepsilon_n$$\n\nInline $\\sigma$.")
+    assert done.returncode == 0, done.stderr
+    html = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "html").glob("*.html")}
+    assert html["index"].count("<math") == 2 and not re.search("<script[^>]*mathjax", html["index"], re.I)
+    assert "committed as it stood" in html["notebook"] and "Traceback" not in html["notebook"]
+    assert 'id="evoalign_lib.files.locked"' in html["api"]
+    assert '"stood":' in (tmp_path / "html" / "searchindex.js").read_text(encoding="utf-8")
+    assert list(check.problems(tmp_path / "html")) == []
+
+
+def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
+    done = build(tmp_path, "Inline $\\nocommand{x}$.")
+    assert done.returncode != 0 and "Unknown command" in done.stderr and "index.md" in done.stderr

@@ -1,0 +1,374 @@
+"""Weights are read as they are stored, a part at a time; adapters and ledgers give the weights that they stand for."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from evoalign_study import paths
+from helpers import random_model
+from safetensors.torch import save_file
+
+from evoalign_lib import ledger, models
+from evoalign_lib.weight_files import weights
+
+LEDGER = paths.RESULTS / "01_es_countdown" / "ledgers" / "13b03edbed2bb30e.jsonl.gz"
+EMBEDDING, HEAD, QUERY = "model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def folder(path: Path, tensors: dict, shards: int = 1, **configuration) -> str:
+    """A Hugging Face folder of these tensors, dealt to shards."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(configuration))
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors")
+        return str(path)
+    places = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return str(path)
+
+
+def untied() -> dict:
+    return {EMBEDDING: draw(10, 6), QUERY: draw(6, 6, seed=1), HEAD: draw(10, 6, seed=2)}
+
+
+def adapter(path: Path, tensors: dict, base: str | None, **settings) -> str:
+    """A PEFT adapter's two files, as PEFT 0.19 writes them."""
+    path.mkdir()
+    named = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 2, "lora_alpha": 6, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(named | settings))
+    save_file({f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()},
+              path / "adapter_model.safetensors")  # fmt: skip
+    return str(path)
+
+
+def query(rank: int = 2, columns: int = 6) -> dict:
+    module = QUERY.removesuffix(".weight")
+    return {f"{module}.lora_A.weight": draw(rank, columns, seed=3), f"{module}.lora_B.weight": draw(6, rank, seed=4)}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_folder_is_read_as_float32_tensor_by_tensor(tmp_path, shards, dtype):
+    stored = {name: tensor.to(dtype) for name, tensor in untied().items()}
+    found = weights(folder(tmp_path / "model", stored, shards))
+    assert dict(found.shapes) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert found.dtypes == {str(dtype).removeprefix("torch.")} and len(found) == 3 and set(found) == set(stored)
+    for name, tensor in stored.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], tensor.float())
+        assert torch.equal(found.part(name, 7, 20), tensor.float().reshape(-1)[7:20])
+    found[QUERY].zero_()  # a copy: nothing else may see it
+    assert torch.equal(found[QUERY], stored[QUERY].float())
+    with pytest.raises(KeyError):
+        found["model.norm.weight"]
+    with pytest.raises(KeyError):
+        found.part("model.norm.weight", 0, 1)
+
+
+def test_a_shipped_base_has_the_parameters_of_the_model():
+    model, _ = models.load("A0")
+    found = weights("A0")
+    parameters = dict(model.named_parameters())
+    assert set(found) == set(parameters)
+    assert all(torch.equal(found[name], parameter) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("same", "configuration", "names"),
+    [
+        (True, {}, {EMBEDDING, QUERY}),
+        (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
+        (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
+        (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
+    ],
+)
+def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
+    tensors = untied()
+    tensors[HEAD] = tensors[EMBEDDING].clone() if same else tensors[EMBEDDING] + (torch.arange(60).view(10, 6) == 59)
+    assert set(weights(folder(tmp_path / "model", tensors, **configuration))) == names
+
+
+def test_buffers_of_old_files_are_no_weights(tmp_path):
+    tensors = untied() | {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    assert set(weights(folder(tmp_path / "model", tensors))) == set(untied())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
+        (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
+        (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
+        (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
+        (
+            lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"),
+            "'w' of .* stored as I8",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
+    path = folder(tmp_path / "model", untied())
+    spoil(Path(path))
+    with pytest.raises(ValueError, match=message):
+        weights(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "00002-of-00002.safetensors is missing"),
+        (
+            lambda f: save_file({"x": torch.ones(1)}, f / "model-00001-of-00002.safetensors"),
+            f"00001-of-00002.safetensors lacks '{QUERY}'|lacks '{HEAD}'|lacks '{EMBEDDING}'",
+        ),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../model.safetensors"}}'),
+            "no file of the folder",
+        ),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
+    ],
+)
+def test_a_folder_that_lacks_a_shard_is_refused(tmp_path, spoil, message):
+    path = folder(tmp_path / "model", untied(), shards=2)
+    spoil(Path(path))
+    with pytest.raises(ValueError, match=message):
+        weights(path)
+
+
+def test_an_unknown_name_is_refused():
+    for name, message in (
+        ("/no/such/folder", "does not exist"),
+        ("nobody/nothing", "nor a shipped base .* nor a model in the Hub's cache"),
+        (str(paths.ROOT / "README.md"), "is a file"),
+        ("no/such/ledger.jsonl", "no ledger"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            weights(name)
+
+
+def test_a_model_of_the_hubs_cache_is_read(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    commit = "0" * 40
+    root = tmp_path / "models--some--model"
+    (root / "snapshots").mkdir(parents=True)
+    folder(root / "snapshots" / commit, untied())
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert torch.equal(weights("some/model")[QUERY], untied()[QUERY])
+
+
+# adapters
+
+
+def expected(name: str, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    return untied()[name].double() + scaling * (b.double() @ a.double())
+
+
+@pytest.mark.parametrize(
+    ("rank", "settings", "scaling"),
+    [
+        (2, {}, 3.0),
+        (2, {"use_rslora": True}, 6 / math.sqrt(2)),
+        (3, {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 1}}, 1 / 3),
+        (2, {"rank_pattern": {"k_proj": 3}}, 3.0),
+    ],
+)
+def test_an_adapter_adds_its_product_to_the_base(tmp_path, rank, settings, scaling):
+    base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
+    factors = query(rank)
+    found = weights(adapter(tmp_path / "lora", factors, base, **settings))
+    whole = expected(QUERY, *factors.values(), scaling)
+    torch.testing.assert_close(found[QUERY].double(), whole, rtol=1e-5, atol=1e-5)
+    for part in ((0, 36), (3, 5), (5, 13), (17, 18), (35, 36), (4, 4)):
+        torch.testing.assert_close(
+            found.part(QUERY, *part).double(), whole.reshape(-1)[slice(*part)], rtol=1e-5, atol=1e-5
+        )
+    assert torch.equal(found[HEAD], untied()[HEAD]) and set(found) == set(untied())
+    over_mapping = weights(str(tmp_path / "lora"), untied())
+    assert torch.equal(over_mapping[QUERY], found[QUERY])
+
+
+def test_transposed_and_embedding_products_and_whole_weights(tmp_path):
+    base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
+    factors = query()
+    found = weights(adapter(tmp_path / "transposed", factors, base, fan_in_fan_out=True))
+    a, b = factors.values()
+    whole = untied()[QUERY] + 3.0 * (b.double() @ a.double()).T
+    torch.testing.assert_close(found[QUERY].double(), whole, rtol=1e-5, atol=1e-5)
+
+    table = {"model.embed_tokens.lora_embedding_A": draw(2, 10), "model.embed_tokens.lora_embedding_B": draw(6, 2)}
+    # PEFT saves an embedding whole beside its product, and what modules_to_save names
+    whole = {"model.embed_tokens.base_layer.weight": untied()[EMBEDDING], HEAD: torch.ones(10, 6)}
+    found = weights(adapter(tmp_path / "embedding", table | whole, base))
+    a, b = table.values()
+    moved = untied()[EMBEDDING] + 3.0 * (b.double() @ a.double()).T
+    torch.testing.assert_close(found[EMBEDDING].double(), moved, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[HEAD], torch.ones(10, 6))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
+        {
+            "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "embed_tokens"],
+            "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
+        },
+    ],
+    ids=["plain", "rslora", "patterns"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")  # PEFT's
+def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
+    peft = pytest.importorskip("peft")
+    base = random_model("llama", tie_word_embeddings=False)
+    base.save_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    wrapped.save_pretrained(tmp_path / "lora")
+    found = weights(tmp_path / "lora", tmp_path / "base")
+    merged = dict(wrapped.merge_and_unload().named_parameters())
+    assert set(found) == set(merged)
+    for name, parameter in merged.items():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "message"),
+    [
+        (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        (query(), {"use_dora": True}, "use_dora is True"),
+        (query(), {"bias": "all"}, "bias is 'all'"),
+        (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
+        (query(rank=3), {}, r"rank 2"),
+        (query(columns=5), {}, r"in its base the shape \(6, 6\)"),
+        (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
+        ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
+        ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), in its base \(10, 6\)"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
+    base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
+        weights(adapter(tmp_path / "lora", tensors, base, **settings))
+
+
+@pytest.mark.parametrize("module", ["model.embed_tokens.lora_embedding", "lm_head.lora"])
+def test_an_adapter_of_one_of_two_tied_matrices_is_refused(tmp_path, module):
+    base = folder(tmp_path / "base", {EMBEDDING: draw(10, 6), QUERY: draw(6, 6)})
+    factors = {f"{module}_A": draw(2, 10), f"{module}_B": draw(6, 2)}
+    with pytest.raises(ValueError, match="tied to"):
+        weights(adapter(tmp_path / "lora", factors, base))
+
+
+def test_an_adapter_goes_with_its_own_base_alone(tmp_path):
+    base = folder(tmp_path / "Qwen2.5-tiny", untied(), tie_word_embeddings=False)
+    other = folder(tmp_path / "other", untied(), tie_word_embeddings=False)
+    over = adapter(tmp_path / "lora", query(), base)
+    assert torch.equal(weights(over, base)[QUERY], weights(over)[QUERY])
+    with pytest.raises(ValueError, match=f"trained over '{base}', not over '{other}'"):
+        weights(over, other)
+    # the Hub's name of a model, and a copy of it in a folder
+    copied = adapter(tmp_path / "copied", query(), "Qwen/Qwen2.5-tiny")
+    assert torch.equal(weights(copied, base)[QUERY], weights(over)[QUERY])
+    with pytest.raises(ValueError, match="does not name its base"):
+        weights(adapter(tmp_path / "nameless", query(), None))
+    with pytest.raises(ValueError, match="is an adapter itself"):
+        weights(adapter(tmp_path / "second", query(), over))
+    (Path(over) / "adapter_model.safetensors").rename(Path(over) / "adapter_model.bin")
+    with pytest.raises(ValueError, match="may hold code"):
+        weights(over)
+
+
+# ledgers
+
+
+def test_a_ledger_gives_the_weights_of_its_replay():
+    found = weights(LEDGER)
+    assert set(found) == set(weights("A0")) and found.run.settings["alpha"] == 0.01
+    assert "_tensors" not in vars(found)  # shapes come from the header: nothing was replayed for them
+    model, _ = models.load("A0")
+    flat = ledger.replay(LEDGER, model)
+    from evoalign_lib import noise
+
+    layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
+    for name, view in layout.views(flat).items():
+        assert torch.equal(found[name], torch.from_numpy(view))
+    with pytest.raises(ValueError, match="not weights"):
+        weights(LEDGER, weights("A0"))
+    with pytest.raises(ledger.LedgerError, match="not the weights that the run started from"):
+        weights(LEDGER, "A1")[QUERY]
+
+
+# memory
+
+MEASURE = """
+import json, sys, threading, time
+import numpy, scipy.stats, torch
+from evoalign_lib.analysis import geometry
+from evoalign_lib.weight_files import weights
+
+def held():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+start = held()
+
+def peak(work):
+    most, done = [0], threading.Event()
+    def watch():
+        while not done.is_set():
+            most[0] = max(most[0], held())
+            time.sleep(0.0005)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    kept = work()
+    done.set()
+    watcher.join()
+    return max(most[0], held()) - start
+
+base, a, b = map(weights, sys.argv[1:])
+streamed = peak(lambda: geometry.measure(base, [a, b], (0.0,), ("float32", "bfloat16")))
+loaded = peak(lambda: {name: base[name] for name in base})
+print(json.dumps([streamed, loaded]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux's")
+def test_two_models_are_compared_in_the_memory_of_a_part_of_one(tmp_path):
+    drawn = draw(2048, 2048).bfloat16()  # 8 MB
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(24)]
+    base, end = (
+        folder(tmp_path / str(k), {name: drawn + i for i, name in enumerate(names, k)}, shards=6) for k in range(2)
+    )
+    environment = os.environ | {"PYTHONPATH": str(paths.ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, base, end, end], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    streamed, loaded = json.loads(done.stdout)
+    model = 24 * 8 * 2**20
+    assert loaded > 1.9 * model  # all of one model in float32: the measurement sees what is held
+    assert streamed < model, (streamed, model)
