@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart reproduce test test-failed test-engines smoke bench paper site lint
+.PHONY: quickstart reproduce test test-slow test-failed test-engines smoke bench paper site lint
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt
@@ -74,6 +74,11 @@ reproduce: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL)
 	$(NBVAL)
+
+# The tests marked slow: longer kills, every committed ledger replayed, notebooks on a model and data of the user's own, a
+# wheel in a fresh environment. Those of engines are in the second environment (tests/engines).
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m slow --timeout 900 --ignore tests/engines tests
 
 # The tests that failed last time, one after the other; then the notebooks.
 test-failed: $(STAMP)
