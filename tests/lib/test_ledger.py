@@ -14,7 +14,6 @@ import shutil
 import signal
 import time
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +25,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
-from evoalign_lib import ledger, models, noise, precision, tiny
+from evoalign_lib import ledger, models, noise
 from evoalign_lib.cli import app
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
-from evoalign_lib.update_rules import population
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 
@@ -118,15 +116,6 @@ def test_means_over_prompts_are_short_fractions(prompts, values, sign, seed):
     assert line["of"] % prompts == 0 and len(line["rewards"]) < 30 * 11
 
 
-EDGES = [0.0, -0.0, 5e-324, -5e-324, 2.2250738585072014e-308, 1.7976931348623157e308, -1.7976931348623157e308, 1e-17]
-
-
-def test_edges_of_float64():
-    for i, x in enumerate(EDGES):
-        for y in [*EDGES[i:], 1.0, 1 / 3]:
-            round_trip(np.array([x, y]), 128)
-
-
 def test_the_two_forms_by_hand():
     third = 1 / 3
     line = ledger.encode_rewards(np.array([0.25, math.nextafter(0.25, 1), -math.nextafter(third, 0), 0.0]), 12)
@@ -186,32 +175,6 @@ def test_the_file_line_by_line(run):
     assert list(json.loads(end)) == ["end", "weights", "hash"] and json.loads(end)["end"] == 12
 
 
-def test_the_ledger_holds_what_the_run_computed_with(run, tmp_path):
-    told = []
-
-    class Noted(ESTrainer):
-        def tell(self, members, fitness):
-            told.append(fitness.tobytes())
-            return super().tell(members, fitness)
-
-    for fitness in ("reward", "shuffled", "random"):
-        told.clear()
-        config = trainer(tmp_path / fitness, fitness=fitness, max_steps=3).args
-        tested = Noted(random_model(), token_mean, config, ROWS, None, tokenizer())
-        tested.train()
-        log = ledger.read(tmp_path / fitness / "ledger.jsonl")
-        assert [step.rewards.tobytes() for step in log.steps] == told and len(told) == 3
-        assert sum(step.tokens for step in log.steps) == tested.budget["generated_tokens"]
-        assert log.weights[3] == precision.digest(tested.engine.layout, tested.engine.master)
-
-
-def test_reading_changes_nothing(copy):
-    copy.write_bytes(copy.read_bytes() + b'{"step":12')
-    before = copy.read_bytes()
-    log = ledger.read(copy)
-    assert log.torn == b'{"step":12' and len(log.steps) == 12 and copy.read_bytes() == before
-
-
 def test_a_compressed_ledger(run, copy, tmp_path):
     packed = tmp_path / "ledger.jsonl.gz"
     packed.write_bytes(gzip.compress(copy.read_bytes()))
@@ -233,23 +196,6 @@ def test_a_compressed_ledger(run, copy, tmp_path):
 def test_shapes_come_back(shapes):
     packed = json.loads(json.dumps(ledger.pack_shapes(shapes.items())))
     assert {name: tuple(shape) for name, shape in ledger.unpack_shapes(packed)} == shapes
-
-
-def test_layers_are_written_once():
-    model = random_model(num_hidden_layers=30)
-    packed = ledger.pack_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
-    assert len(packed) < 16 < 300 < len(ledger.unpack_shapes(packed))
-
-
-def test_a_shipped_base_is_known_by_its_name(tmp_path):
-    model, tok = tiny.load("A0")
-    config = trainer(tmp_path / "run", fitness="random", max_steps=2).args
-    tested = ESTrainer(model, token_mean, config, ROWS, None, tok)
-    tested.train()
-    log = ledger.read(tmp_path / "run/ledger.jsonl")
-    assert log.header["model"]["name"] == "A0"
-    assert ledger.replay(log, "A0").tobytes() == tested.engine.master.tobytes()
-    assert str(Path(tiny.bases_folder())) not in (tmp_path / "run/ledger.jsonl").read_text()
 
 
 def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):
@@ -347,12 +293,6 @@ def test_states_of_other_functions_than_the_header(adaptive, tmp_path, states):
         ledger.read(path)
 
 
-def test_a_state_in_a_run_without_one(copy):
-    log = Ledger.open(copy)
-    with pytest.raises(LedgerError, match=r"step 12 has the state of the reward functions \['f'\], the run .* \[\]"):
-        log.append(Step(12, np.arange(4.0), reward_state={"f": {"a": 1.0}}))
-
-
 # ---- size
 
 
@@ -382,41 +322,6 @@ def written(path: Path, steps: int, rewards, log) -> tuple[int, int]:
     return len(data), len(gzip.compress(data, 9))
 
 
-def countdown_rewards(rng, done):
-    p = np.array([0.3 - 0.2 * done, 0.1, 0.5, 0.1 + 0.2 * done])
-    return np.array([rng.choice([0, 0.06, 0.1, 1.1], 128, p=p).mean() for _ in range(30)])
-
-
-def countdown_log(rewards):
-    accuracy = float(np.mean(np.round(rewards * 12800) // 140 / 128))
-    names = ["accuracy", "format", "completions/clipped_ratio", "rewards/reward/mean"]
-    return dict(zip(names, [accuracy, float(rewards.mean() / 3), accuracy / 7, float(rewards.mean())], strict=True))
-
-
-def test_500_steps_cost_less_than_250_kB(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # 1,500 syncs take seconds on some disks
-    plain, packed = written(tmp_path / "countdown", 500, countdown_rewards, countdown_log)
-    assert plain <= 250_000 and packed <= 100_000
-    # a reward model's scores are no fractions, and fill all the bits of a float32
-    means = lambda rng, done: rng.normal(1.5, 1, (30, 128)).astype(np.float32).astype(float).mean(1)  # noqa: E731
-    plain, packed = written(tmp_path / "model", 500, means, lambda rewards: {"rewards/model/mean": rewards.mean()})
-    assert plain <= 250_000 and packed <= 125_000
-    # and the null arm's normals fill those of a float64
-    plain, packed = written(tmp_path / "random", 500, lambda rng, done: rng.standard_normal(30), lambda rewards: {})
-    assert plain <= 250_000 and packed <= 150_000
-
-
-def test_storage_beside_checkpoints():
-    rows = ledger.storage(30, 500, {"plain": 250_000, "gzip": 100_000}, {"A0": 140_000, "7B": 7 * 10**9}, itemsize=4)
-    assert [(r["model"], r["form"], r["bytes"]) for r in rows] == [
-        (model, form, size)
-        for model in ("A0", "7B")
-        for form, size in (("seeds and coefficients", 180_000), ("plain", 250_000), ("gzip", 100_000))
-    ]
-    assert [r["checkpoint"] for r in rows[::3]] == [560_000, 28 * 10**9]
-    assert all(r["ratio"] == r["checkpoint"] / r["bytes"] == 4 * r["parameters"] / r["bytes"] for r in rows)
-
-
 # ---- what is refused
 
 
@@ -439,21 +344,6 @@ def test_appending_what_is_wrong(copy):
     assert copy.read_bytes() == before
     log.append(step(12))
     assert [s.step for s in ledger.read(copy).steps] == list(range(13))
-
-
-def test_another_run_of_the_same_length(copy):
-    """Two runs with other seeds begin in one folder: their headers have as many bytes."""
-    log = Ledger.open(copy)
-    data = copy.read_bytes()
-    header, *others = map(json.loads, lines(copy))
-    copy.write_bytes(chained([header | {"run_key": f"{noise.run_key('es', 6):#018x}"}, *others]))
-    other = copy.read_bytes()
-    assert len(other) == len(data) and ledger.read(copy).ended
-    with pytest.raises(LedgerError, match="ends with another line than this run wrote: another process writes to it"):
-        log.append(step(12))
-    with pytest.raises(LedgerError, match="ends with another line than this run wrote"):
-        log.check_file()
-    assert copy.read_bytes() == other
 
 
 def test_two_writers(copy):
@@ -481,15 +371,6 @@ def test_an_edited_reward(copy):
             ledger.read(copy)
 
 
-def test_an_edited_reward_in_an_older_format(old):
-    good = lines(old)
-    text = json.loads(good[7])["rewards"]
-    edited = text.replace(text[0], "9" if text[0] != "9" else "8", 1)
-    rewrite(old, [*good[:7], change(good[7], rewards=edited), *good[8:]])
-    with pytest.raises(LedgerError, match="line 9: it does not follow from the line before it: one of the two"):
-        ledger.read(old)
-
-
 def test_an_older_format_is_read_and_goes_on(run, old):
     log, new = Ledger.open(old), ledger.read(run / "out/ledger.jsonl")
     assert log.weights == new.weights and log.ended and not log.torn
@@ -503,33 +384,6 @@ def test_an_older_format_is_read_and_goes_on(run, old):
     assert json.loads(last)["prev"] == hashlib.sha256(before[-1]).hexdigest()[:32]
     again = ledger.read(old)
     assert (len(again.steps), again.ended, again.tips) == (13, True, log.tips)
-
-
-def flips(data: bytes) -> list[int]:
-    """Bits to flip: all of the last line and its newline, and 200 of the lines before."""
-    last = data.rindex(b"\n", 0, -1) + 1
-    before = np.random.default_rng(0).choice(8 * last, 200, replace=False).tolist()
-    return [*before, *range(8 * last, 8 * len(data))]
-
-
-def test_a_flipped_bit_of_an_open_ledger_is_found_or_harmless(copy):
-    """Harmless is a last line that does not count: its step is computed again, with the same result."""
-    rewrite(copy, lines(copy)[:-1])  # not closed: no digest answers for the last steps
-    data, whole = copy.read_bytes(), ledger.read(copy)
-    found = harmless = 0
-    for bit in flips(data):
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
-        copy.write_bytes(damaged)
-        try:
-            read = ledger.read(copy)
-        except LedgerError:
-            found += 1
-            continue
-        harmless += 1
-        assert read.torn and len(read.steps) == 11 and read.header == whole.header, bit
-        assert [s.rewards.tobytes() for s in read.steps] == [s.rewards.tobytes() for s in whole.steps[:11]], bit
-    assert found > 1000 and harmless < 20
 
 
 @pytest.mark.parametrize("form", ["copy", "old"])
@@ -555,16 +409,11 @@ def test_lines_missing_twice_or_swapped(request, form):
         ledger.read(copy)
 
 
-@pytest.mark.parametrize("bad", [b"", b"{", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"9" * 5000], ids=repr)
+DAMAGED = [b"", b"{", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"9" * 5000, b"[]", b"3", b"null", b"{}", b'{"prev":[]}']
+
+
+@pytest.mark.parametrize("bad", DAMAGED, ids=repr)
 def test_a_damaged_line(copy, bad):
-    good = lines(copy)
-    rewrite(copy, [*good[:5], bad, *good[6:]])
-    with pytest.raises(LedgerError, match=r"line 6 is n.*restore the file from a copy, or cut it off .*\(head -n 5\)"):
-        ledger.read(copy)
-
-
-@pytest.mark.parametrize("bad", [b"[]", b"3", b"null", b"{}", b'"prev"', b'{"prev":[]}'], ids=repr)
-def test_a_line_of_something_else(copy, bad):
     good = lines(copy)
     rewrite(copy, [*good[:5], bad, *good[6:]])
     with pytest.raises(LedgerError, match="line 6"):
@@ -599,7 +448,9 @@ HOSTILE_SETTINGS = {
     "sigma": [math.inf, 10**4000, [], None],
     "population_size": [10**400, 1, 4.0, True, math.inf],
     "prompts_per_step": [2**60, 0, "3"],
-    "noise": [[], {}, 1], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x"],
+    "noise": [[], {}, 1, "rademacher"], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x", 1],
+    "antithetic": ["yes"], "fitness_shaping": ["z"], "alpha_schedule": ["step"], "num_generations": [0],
+    "rank": [-1, 2**16], "update_scaling": ["x"], "frozen": ["0" * 63], "search": ["x"],
 }  # fmt: skip
 HOSTILE_MODEL = {
     "name": [3, ["A0"], {}], "dtype": ["float64", "float8_e4m3fn", "device", None], "digest": ["0" * 63, 7, None],
@@ -631,18 +482,6 @@ def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where, 
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "bad", [{"tokens": 10**400}, {"seconds": 10**400}, {"core": "1e999"}, {"counts": {"nan": 0.5}}]
-)
-def test_numbers_of_a_line_without_bounds(copy, bad):
-    good = lines(copy)
-    rewrite(copy, [*good[:5], change(good[5], **bad), *good[6:]], rechain=True)
-    try:
-        ledger.read(copy)
-    except LedgerError as error:
-        assert "line 6 is no line of a ledger" in str(error)
-
-
 def test_no_ledger(copy, tmp_path):
     with pytest.raises(LedgerError, match="there is no ledger '.*/nothing.jsonl'"):
         ledger.read(tmp_path / "nothing.jsonl")
@@ -664,12 +503,10 @@ def test_no_ledger(copy, tmp_path):
 def test_other_versions(copy):
     good = lines(copy)
     rewrite(copy, [change(good[0], noise=2), *good[1:]], rechain=True)
-    with pytest.raises(
-        LedgerError, match="the run has version 2 of the noise law, this evoalign has version 1: use an"
-    ):
+    with pytest.raises(LedgerError, match="the run has version 2 of the noise law, this evoalign has 1: use an"):
         ledger.read(copy)
     rewrite(copy, [change(good[0], evoalign_ledger="x"), *good[1:]], rechain=True)
-    with pytest.raises(LedgerError, match="the run has version 'x' of the format, this evoalign has version 1"):
+    with pytest.raises(LedgerError, match="the run has version 'x' of the format, this evoalign has 1"):
         ledger.read(copy)
 
 
@@ -689,15 +526,6 @@ def test_a_ledger_cut_at_any_byte(copy, tmp_path):
         assert log.torn == data[whole[-1] : cut] and path.read_bytes() == data[: whole[-1]]
         log.append(step(len(log.steps)))
         assert len(ledger.read(path).steps) == min(12, len(whole) - 1) + 1
-
-
-def test_a_last_line_of_which_the_disk_lost_a_part(copy):
-    """After a power cut a file may be as long as it should be, with zeros where a block was not written."""
-    data = copy.read_bytes()
-    last = data.rindex(b"\n", 0, -1) + 1
-    copy.write_bytes(data[:last] + b"\0" * 20 + data[last + 20 :])
-    log = Ledger.open(copy)
-    assert len(log.steps) == 12 and not log.ended and copy.read_bytes() == data[:last]
 
 
 # ---- a new run does not destroy an old one
@@ -792,35 +620,6 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_trains(tmp_path):
     assert counted.calls == 0
 
 
-def test_two_processes_that_start_at_once_in_one_folder(tmp_path):
-    """Of different seeds: one trains undisturbed, the other is told."""
-
-    def start(seed):
-        tested = trainer(tmp_path / "run", seed=seed, max_steps=40, alpha=0.01)
-        (tmp_path / f"ready-{seed}").touch()
-        while not all((tmp_path / f"ready-{s}").exists() for s in (5, 6)):
-            pass
-        try:
-            tested.train()
-        except LedgerError as error:
-            assert "another run trains in" in str(error) or "is the ledger of another run" in str(error)
-            (tmp_path / f"refused-{seed}").touch()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pids = []
-        for seed in (5, 6):
-            if (pid := os.fork()) == 0:
-                os._exit(in_child(lambda seed=seed: start(seed)))
-            pids.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
-    (refused,) = tmp_path.glob("refused-*")
-    survivor = 11 - int(refused.name.removeprefix("refused-"))
-    found = ledger.read(tmp_path / "run/ledger.jsonl")
-    assert found.header["settings"]["seed"] == survivor and len(found.steps) == 40
-    assert ledger.verify(found, random_model()).recomputed
-
-
 def test_a_killed_run_leaves_no_lock(tmp_path):
     """Nor do its forked workers, which live on for a moment."""
 
@@ -842,12 +641,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "flock", none)
     trainer(tmp_path / "run", max_steps=1).train()
     assert "this file system has no locks. Let no other run use the folder" in caplog.text
-
-
-def test_a_step_alone_records_nothing(tmp_path):
-    tested = trainer(tmp_path / "run")
-    tested.step()
-    assert not (tmp_path / "run").exists() and tested.state.global_step == 0
 
 
 def test_weights_that_moved_outside_train_are_noticed(tmp_path):
@@ -875,7 +668,7 @@ def test_rewards_without_coefficients_are_not_recorded(tmp_path):
 # ---- a full disk
 
 
-@pytest.mark.parametrize(("whole", "more"), [(0, 100), (1, 5), (1, 150), (5, 1), (13, 20)])
+@pytest.mark.parametrize(("whole", "more"), [(0, 100), (5, 1), (13, 20)])
 def test_a_full_disk_stops_the_run_and_loses_nothing(run, tmp_path, whole, more):
     """Room for some whole lines and a part of one; in the end for another line and a half."""
     path = tmp_path / "run/ledger.jsonl"
@@ -931,35 +724,6 @@ def test_replay_is_the_run_at_every_step(tmp_path):
         for i in range(7):
             assert ledger.replay(tmp_path / fitness / "ledger.jsonl", start, i).tobytes() == live[i]
         assert len(set(live.values())) == 7
-
-
-def test_replay_of_tied_populations(tmp_path):
-    tested = trainer(tmp_path / "run", lambda completions, **kw: [0.1 + 0.2] * len(completions), max_steps=3)
-    tested.engine.master[:4] = -0.0  # a sign that adding nothing would lose
-    start = tested.engine.master.copy()
-    tested.engine.write_model()
-    model = random_model()
-    model.load_state_dict(tested.model.state_dict())
-    tested.train()
-    assert ledger.replay(tmp_path / "run/ledger.jsonl", model).tobytes() == start.tobytes()
-
-
-def test_replay_by_hand(run):
-    """Key, coefficient and noise of each member written out, in NumPy."""
-    log = ledger.read(run / "out/ledger.jsonl")
-    model = random_model()
-    layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
-    master = np.zeros(layout.size, np.float32)
-    for name, p in model.named_parameters():
-        layout.views(master)[name][...] = p.detach().numpy()
-    for record in log.steps:
-        keys = [noise.member_key(noise.run_key("es", 5), record.step, i) for i in range(4)]
-        assert keys == [m.key for m in population(noise.run_key("es", 5), record.step, 4)]
-        mean = math.fsum(record.rewards) / 4
-        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in record.rewards) / 4)
-        c = np.array([np.float32(0.05 * ((r - mean) / deviation) / 4) for r in record.rewards], np.float32)
-        master = noise.reference_update(master, layout, np.array(keys, np.uint64), c)
-    assert master.tobytes() == ledger.replay(log, model).tobytes()
 
 
 def test_the_wrong_model(run, copy):
@@ -1079,12 +843,6 @@ def test_a_ledger_does_not_choose_what_is_loaded(run, copy, tmp_path):
     result = CliRunner().invoke(app, ["replay", str(copy), "--verify", "--model", str(evil)], input="y\n" * 9)
     assert result.exit_code == 1 and "is neither a folder with a model nor could it be loaded" in result.output
     assert not mark.exists()
-
-
-def test_the_command_names_a_torn_line(run, copy, tmp_path):
-    copy.write_bytes(copy.read_bytes()[:-30])
-    code, text = call(copy, "--out", tmp_path / "out", "--model", run / "base")
-    assert code == 0 and "the model after step 12" in text and "has a torn last line of" in text
 
 
 def test_a_half_precision_model_is_replayed_in_its_dtype(run, tmp_path):
