@@ -1,4 +1,24 @@
-"""The lines of a ledger (`evoalign_lib.ledger`): what a header may say, how rewards are written, hashes, files."""
+"""The lines of a ledger (`evoalign_lib.ledger`): what a header may say, how rewards are written, hashes, files.
+
+After the header there is one line per step:
+
+- `step`: 0, 1, ...
+- `rewards`: what the step was computed with (permuted in the null arm "shuffled"), exactly, member by member. "17 23-1"
+  with `of` D means 17 / D, and the float64 that lies one unit in the last place nearer to 0 than 23 / D: a mean over
+  prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
+- `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
+- `log`: further metrics of the step; `names`: theirs, where they differ from those of the line before.
+- `reward_state`, in a run whose reward functions have a state (`evoalign_lib.rewards`): function -> state after the
+  step. The header's settings have it before the first step, by the same name. Rewards are recorded, so that a replay
+  needs none of it; a resumed run goes on with the last one.
+- `weights`, every `digest_every` steps: the digest before the step.
+- `hash`, the last entry of every line, the header's included: the first 128 bits of the SHA-256 of the hash of the line
+  before (of nothing, for the header) followed by all of this line that stands before `,"hash"`. So a line answers for
+  itself and for all before it. The chain finds accidents and careless edits, for which 128 bits do as well as 256; it
+  has no secret, so no length would stop a forger. Over 500 steps the other half would cost 16 kB.
+- `prev`, in format 1: the first 128 bits of the SHA-256 of the previous line (without its newline). Nothing
+  answers for the last line of such a ledger.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,9 @@ setting `precision` names: the float32 master; with "inplace" the values in the 
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
 # = 0 .. n - 1. The number of the format tells which readers know all settings that decide how rewards become weights:
-that of a new run is 4; 5 where its noise has a low `rank` or its update another `update_scaling`, which a header names
-only then; 6 for a `search` (see below). Those of older runs are
-read, continued and replayed to the same bits; they have `prev` instead of `hash`: 1; 2 for precision, noise, antithetic
-pairs, fitness shaping and schedules; 3 for anchored weight decay, which a header names only where it is on.
+that of a new run is 4; 5 where its noise has a low `rank`, which a header names only then (so has an older run whose
+update has another `update_scaling`); 6 for a `search` (see below). Runs of format 1, which have `prev` instead of
+`hash`, are read, continued and replayed to the same bits; 2 and 3 are no longer read.
 
 Of a run that moves a part of its model (an adapter over its base, or a model of which a part is frozen) `parameters`
 and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
@@ -27,24 +26,7 @@ decides it (`_singular.SearchSettings`), its `dimension`, whether the members of
 machine. On another one a replay compares no digests but `search/sigma` and `search/distance` of the log of every step,
 which may differ by `_singular.TOLERANCE`. `warm_start` beside the settings is what fine-tuning before the run cost.
 
-Then one line per step, synced to disk before the weights move:
-
-- `step`: 0, 1, ...
-- `rewards`: what the step was computed with (permuted in the null arm "shuffled"), exactly, member by member. "17 23-1"
-  with `of` D means 17 / D, and the float64 that lies one unit in the last place nearer to 0 than 23 / D: a mean over
-  prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
-- `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
-- `log`: further metrics of the step; `names`: theirs, where they differ from those of the line before.
-- `reward_state`, in a run whose reward functions have a state (`evoalign_lib.rewards`): function -> state after the
-  step. The header's settings have it before the first step, by the same name. Rewards are recorded, so that a replay
-  needs none of it; a resumed run goes on with the last one.
-- `weights`, every `digest_every` steps: the digest before the step.
-- `hash`, the last entry of every line, the header's included: the first 128 bits of the SHA-256 of the hash of the line
-  before (of nothing, for the header) followed by all of this line that stands before `,"hash"`. So a line answers for
-  itself and for all before it. The chain finds accidents and careless edits, for which 128 bits do as well as 256; it
-  has no secret, so no length would stop a forger. Over 500 steps the other half would cost 16 kB.
-- `prev`, in formats 1 to 3: the first 128 bits of the SHA-256 of the previous line (without its newline). Nothing
-  answers for the last line of such a ledger.
+Then one line per step, synced to disk before the weights move (`_ledger_lines`).
 
 When `train()` returns, a line with `end` (steps so far) and `weights` (the digest after them) closes the ledger; a run
 that goes on continues below it.

@@ -275,31 +275,6 @@ def test_two_workers_are_one(tmp_path):
 # ---- resuming
 
 
-def sometimes(completion_ids, number, **columns):
-    """A reward that applies to some prompts only, so that there is something to count."""
-    return [None if n == 3 else float(sum(ids)) for n, ids in zip(number, completion_ids, strict=True)]
-
-
-@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
-@pytest.mark.parametrize("how", [True, "path"])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, how, fitness):
-    whole = trainer(tmp_path / "whole", sometimes, max_steps=6, fitness=fitness)
-    whole.train()
-    settings = {"fitness": fitness, "save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path / "cut", sometimes, max_steps=4, **settings).train()
-    resumed = trainer(tmp_path / "cut", sometimes, max_steps=6, model=random_model(seed=9), **settings)
-    resumed.train(resume_from_checkpoint=True if how is True else str(tmp_path / "cut/run/checkpoint-2"))
-    assert resumed.engine.master.tobytes() == whole.engine.master.tobytes()
-    assert resumed.state.global_step == 6 and resumed.state.epoch == whole.state.epoch
-    timing = {"step_time", "members_per_second", "core_seconds"}
-    for one, other in zip(resumed.state.log_history, whole.state.log_history, strict=True):
-        assert {k: v for k, v in one.items() if k not in timing} == {k: v for k, v in other.items() if k not in timing}
-    assert resumed.counts == whole.counts and (whole.counts["none"] > 6 or fitness == "random")
-    assert {k: v for k, v in resumed.budget.items() if k != "core_seconds"} == {
-        k: v for k, v in whole.budget.items() if k != "core_seconds"
-    }
-
-
 def test_a_checkpoint_does_not_say_where_weights_decay_to(tmp_path):
     """The model does: another one is refused, whose weights a checkpoint would replace otherwise."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "anchor_decay": 0.3, "fitness": "random"}

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from evoalign_lib import _noise_cpu, _noise_host, ledger, noise, precision
+from evoalign_lib import _noise_cpu, _noise_host, ledger, noise
 from evoalign_lib.engines import local
 from evoalign_lib.engines.base import Options, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.low_rank import Population
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import population
 
@@ -110,18 +109,6 @@ def test_the_kernel_fuses_no_multiplication_with_an_addition():
     assert not fused.findall(assembly)
 
 
-@pytest.mark.parametrize("mode", ["inplace", "kahan"])
-def test_the_other_precision_modes_draw_it_too(mode):
-    model = random_model().to(torch.bfloat16)
-    weights = precision.open_weights(model, None, mode, rank=2)
-    before = torch.as_tensor(weights.flat).float().numpy().copy()
-    with weights.member(KEY, 0.5) as flat:
-        moved = weights.layout.views(torch.as_tensor(flat).float().numpy() - before)
-    entry = next(entry for entry in weights.layout.entries if len(entry.shape) == 2)
-    expected = 0.5 * noise.eps(KEY, entry.id, entry.shape, 2)
-    np.testing.assert_allclose(moved[entry.name], expected, atol=0.03, rtol=0.02)
-
-
 # ---- batches of members
 
 
@@ -162,30 +149,6 @@ def test_joined_members_write_what_their_own_matrices_write(rank, tied):
     assert all(e.core_seconds > 0 for e in found)
 
 
-def test_logits_of_joined_members_differ_by_rounding_alone():
-    tested = engine(rank=3)
-    three = MEMBERS[:3]
-    joined = Population(tested.master, tested.layout, three, 0.1, "gaussian", 3)
-    ids = torch.from_numpy(tested.prompts["train"].ids[:1])
-    mask = torch.from_numpy(tested.prompts["train"].mask[:1])
-    for i, member in enumerate(three):
-        seen: list = []
-        with tested.weights.member(member.key, 0.1, member.sign) as weights:
-            own = tested._decoder(weights, "train")
-        for decoder in (own, tested._decoder(tested.weights.flat, "train", joined)):
-            choose = decoder._choose
-
-            def record(logits, uniforms, choose=choose, seen=seen):
-                seen.append(logits.clone())
-                return choose(logits, uniforms)
-
-            decoder._choose = record
-            owners = np.full(1, i) if decoder is not own else None
-            decoder.generate(ids, mask, 1, owners=owners)
-        assert seen[0].std() > 0.1
-        torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_samples_and_stop_strings(workers):
     options = Options(temperature=0.8, top_k=20, stop_strings=("1",))
@@ -211,20 +174,6 @@ def test_what_is_decoded_member_by_member():
     assert len(calls) == len(MEMBERS)
     tested.evaluate(MEMBERS, 0.1, "train", np.arange(2))  # room for five
     assert len(calls) == len(MEMBERS)
-
-
-def test_a_failed_reward_names_its_member():
-    def failing(completion_ids, **columns):
-        if failing.calls == 5:
-            raise OSError("the disk is full")
-        failing.calls += 1
-        return [0.0] * len(completion_ids)
-
-    failing.calls = 0
-    rows = {"train": Prompts([{"prompt": p} for p in PROMPTS], tokenizer())}
-    tested = local.LocalEngine(random_model(), tokenizer(), Rewards([failing]), rows, max_completion_length=4, rank=1)
-    with pytest.raises(Exception, match="^member 5: "):
-        tested.evaluate(MEMBERS, 0.1, "train", np.arange(2))
 
 
 # ---- a step of a run

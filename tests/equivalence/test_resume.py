@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -112,10 +111,13 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
     (folder / "outcome.json").write_text(json.dumps(outcome(tested)))
 
 
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "reward", "greater_is_better": True}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"workers": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2},
+        {"workers": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, **EVALUATING},
         *(
             pytest.param(settings, marks=pytest.mark.slow)
             for settings in (
@@ -135,7 +137,7 @@ def test_killed_at_random_instants(tmp_path, settings):
     assert wait(fork(work, tmp_path / "whole", settings)) == 0
     duration = time.perf_counter() - started
     whole = json.loads((tmp_path / "whole/outcome.json").read_text())
-    assert whole["counts"]["none"] > 0 and len(whole["log"]) == STEPS
+    assert whole["counts"]["none"] > 0 and len([log for log in whole["log"] if "reward" in log]) == STEPS
     one = ledger.read(tmp_path / "whole" / ledger.NAME)
 
     def check(folder: Path) -> None:
@@ -260,47 +262,6 @@ def test_a_run_goes_on_in_another_folder(tmp_path):
 
 
 # ---- what is refused
-
-
-def test_checkpoints_that_do_not_fit(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    cut(tmp_path / "run", 5, **saving)
-    newest = tmp_path / "run/checkpoint-4"
-
-    def refused(message: str) -> None:
-        with pytest.raises(
-            ValueError, match=message + ".*: remove '.*checkpoint-4' to resume from what was saved before"
-        ):
-            trainer(tmp_path / "run", **saving).train(resume_from_checkpoint=True)
-
-    weights = (newest / "master.safetensors").read_bytes()
-    (newest / "master.safetensors").write_bytes(weights[:-100])
-    refused("checkpoint-4' is damaged")
-    (newest / "master.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    refused("the weights of '.*checkpoint-4' are not those that were saved")
-    (newest / "master.safetensors").write_bytes(weights)
-    for name in ("es_state.json", "trainer_state.json"):
-        text = (newest / name).read_text()
-        for damaged in ("", text[:99]):
-            (newest / name).write_text(damaged)
-            refused("checkpoint-4' is damaged")
-        (newest / name).write_text(text)
-    # a ledger that somebody cut is shorter than the checkpoint
-    path = tmp_path / "run" / ledger.NAME
-    data = path.read_bytes()
-    path.write_bytes(b"".join(data.splitlines(keepends=True)[:4]))
-    refused("checkpoint-4' is not of the run that .*ledger.jsonl records")
-    # and one of another run is another story
-    path.unlink()
-    trainer(tmp_path / "run", seed=5).train()
-    refused("checkpoint-4' is not of the run that .*ledger.jsonl records")
-    path.write_bytes(data)
-    # removed, as the message says
-    shutil.rmtree(newest)
-    resumed, whole = trainer(tmp_path / "run", **saving), trainer(tmp_path / "whole")
-    resumed.train(resume_from_checkpoint=True)
-    whole.train()
-    assert outcome(resumed) == outcome(whole)
 
 
 def test_weights_that_come_out_otherwise_stop_the_resumed_run(tmp_path):
