@@ -53,7 +53,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 from evoalign_lib import _adapters, ledger, precision
 from evoalign_lib._singular import SEARCH, SearchSettings, SingularWeights, machine
@@ -190,16 +190,10 @@ class ESSATrainer(ESTrainer):
         model: Any,
         reward_funcs: RewardFunction | Sequence[RewardFunction],
         args: ESSAConfig | None = None,
-        train_dataset: Iterable[Mapping[str, Any]] | None = None,
-        eval_dataset: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
-        processing_class: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        reward_processing_classes: Any = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        *others: Any,
         sft_dataset: Iterable[Mapping[str, Any]] | None = None,
         sft_args: Any = None,
-        **others: Any,
+        **named: Any,
     ):
         if not isinstance(args, ESSAConfig | None):
             raise TypeError(
@@ -212,19 +206,7 @@ class ESSATrainer(ESTrainer):
         self.warm_start_cost: dict[str, Any] | None = None
         """what fine-tuning before the search took: tokens, steps, forward_flops (backward counts twice), core_seconds,
         seconds, device, and completions, 0"""
-        super().__init__(
-            model,
-            reward_funcs,
-            ESSAConfig() if args is None else args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks,
-            reward_processing_classes,
-            quantization_config,
-            peft_config,
-            **others,
-        )
+        super().__init__(model, reward_funcs, ESSAConfig() if args is None else args, *others, **named)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.budget |= {"sft_tokens": 0, "forward_flops": 0}
 

@@ -154,3 +154,15 @@ def reference_update(master, layout, keys, coefficients, distribution="gaussian"
             total = total + coefficient * noise.eps(int(key), entry.id, entry.shape, rank, **law)
         weights[...] = weights + total
     return updated
+
+
+def greedy(model, length: int = 6) -> list[list[int]]:
+    """Tokens of transformers' generate for `PROMPTS`, one prompt at a time."""
+    tok, found = tokenizer(), []
+    ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
+    for prompt in PROMPTS:
+        ids = torch.tensor([tok(prompt)["input_ids"]])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": length}
+        new = model.generate(**given, do_sample=False, **ends)
+        found.append(new[0, ids.shape[1] :].tolist())
+    return found

@@ -164,19 +164,10 @@ def token_sum(completion_ids, **columns):
 
 def trainer(tmp_path, reward=token_sum, callbacks=None, model=None, **changed) -> ESTrainer:
     config = {
-        "output_dir": str(tmp_path / "run"),
-        "population_size": 6,
-        "sigma": 0.05,
-        "alpha": 0.05,
-        "max_steps": 3,
-        "prompts_per_step": 3,
-        "max_completion_length": 5,
-        "workers": 1,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "seed": 5,
-    } | changed
+        "output_dir": str(tmp_path / "run"), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 3,
+        "prompts_per_step": 3, "max_completion_length": 5, "workers": 1, "disable_tqdm": True, "report_to": "none",
+        "save_strategy": "no", "seed": 5,
+    } | changed  # fmt: skip
     return ESTrainer(
         random_model() if model is None else model, reward, ESConfig(**config), ROWS, None, tokenizer(), callbacks
     )

@@ -266,14 +266,6 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
     holds(reference_update(master, layout, keys, coefficients), weights.views())
 
 
-@kernels
-def test_one_launch_serves_all_tensors_whose_columns_come_in_fours():
-    tensors = [torch.zeros(size, dtype=torch.bfloat16, device=DEVICE) for size in [(4, 8), (64,), (3, 4, 7), (96, 16)]]
-    pieces = [(tensor, str(i)) for i, tensor in enumerate(tensors)]
-    assert len(device_weights(pieces)._launches) == 1
-    assert len(device_weights([*pieces, (torch.zeros_like(tensors[0][:, 1:4]), "odd")])._launches) == 2
-
-
 TENSOR = torch.zeros(8, 8, device="cpu" if DEVICE == "cpu" or not torch.cuda.is_available() else DEVICE)
 
 

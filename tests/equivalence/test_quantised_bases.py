@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, greedy, random_model, tokenizer
 
 from evoalign_lib import _adapters, ledger, models
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -49,19 +49,6 @@ def trainer(folder, model, search=False, peft_config=None, **changed):
     config, kind = (ESSAConfig, ESSATrainer) if search else (ESConfig, ESTrainer)
     tok = None if isinstance(model, str) else tokenizer()
     return kind(model, token_sum, config(**given), ROWS, ROWS, tok, peft_config=peft_config)
-
-
-def greedy(model, length: int = 6) -> list[list[int]]:
-    """Tokens of transformers' generate, one prompt at a time."""
-    tok, found = tokenizer(), []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tok(prompt)["input_ids"]])
-        ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
-        new = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, **ends
-        )
-        found.append(new[0, ids.shape[1] :].tolist())
-    return found
 
 
 def own(tested) -> list[list[int]]:

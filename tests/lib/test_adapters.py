@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, greedy, random_model, tokenizer
 from transformers import AutoModelForCausalLM
 
 from evoalign_lib import ledger, models, weight_files
@@ -55,20 +55,6 @@ def moved(before: dict[str, bytes], model) -> set[str]:
 
 def trainable(model) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-def greedy(model, length: int = 6) -> list[list[int]]:
-    """Tokens of plain generate, one prompt at a time."""
-    tok, found = tokenizer(), []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tok(prompt)["input_ids"]])
-        with torch.inference_mode():
-            new = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False,
-                eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
-            )  # fmt: skip
-        found.append(new[0, ids.shape[1] :].tolist())
-    return found
 
 
 def own(tested: ESTrainer) -> list[list[int]]:
@@ -271,13 +257,6 @@ def torchao(bits: int):
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-QUANTISED = pytest.mark.parametrize(
-    ("how", "bits"),
-    [(bitsandbytes, 4), (bitsandbytes, 8), (quanto, 4), (quanto, 8), (torchao, 8)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-
-
 def quantised(folder, how, bits: int):
     """A quantised model, from its own folder as a user loads it."""
     if not (folder / "base").exists():
@@ -292,17 +271,6 @@ def state_bits(model) -> dict[str, bytes]:
 
     state = {name: b"".join(raw_bytes(value)) for name, value in model.state_dict().items() if "lora_" not in name}
     return {name: bits for name, bits in state.items() if bits}
-
-
-@QUANTISED
-@pytest.mark.filterwarnings("ignore")
-def test_a_quantised_model_without_adapter_is_refused(tmp_path, how, bits):
-    model = quantised(tmp_path, how, bits)
-    with pytest.raises(ValueError, match=r"quantised.*peft_config=LoraConfig\(...\)"):
-        trainer(tmp_path / "run", model)
-    given = {"quantization_config": how(bits)}
-    with pytest.raises(ValueError, match=r"quantised.*peft_config=LoraConfig\(...\)"):
-        trainer(tmp_path / "run", str(tmp_path / "base"), model_init_kwargs=given)
 
 
 # quanto's 4 bits are left out: on a CPU it compiles C++ for minutes when they are first multiplied

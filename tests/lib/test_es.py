@@ -43,15 +43,9 @@ def constant(completions, **columns):
 
 def config(tmp_path, **changed) -> ESConfig:
     settings = {
-        "population_size": 4,
-        "sigma": 0.05,
-        "alpha": 0.05,
-        "max_steps": 2,
-        "max_completion_length": 4,
-        "workers": 1,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    } | changed
+        "population_size": 4, "sigma": 0.05, "alpha": 0.05, "max_steps": 2, "max_completion_length": 4, "workers": 1,
+        "disable_tqdm": True, "save_strategy": "no",
+    } | changed  # fmt: skip
     # a new run in the folder of another is refused: those without checkpoints get one each
     tmp_path.mkdir(exist_ok=True)
     folder = tempfile.mkdtemp(dir=tmp_path) if settings["save_strategy"] == "no" else tmp_path / "run"

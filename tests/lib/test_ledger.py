@@ -94,19 +94,6 @@ def test_any_rewards_come_back_with_their_bits(values, prompts):
     assert len(line["rewards"]) <= 4 * math.ceil(8 * len(values) / 3)
 
 
-@given(
-    st.integers(1, 600),
-    st.lists(st.sampled_from([0.0, 0.06, 0.1, 1.1, 0.5, 2.0, 0.125]), min_size=1, max_size=6),
-    st.sampled_from([1, -1]),  # of one sign: where rewards cancel, a mean is many units in its last place off
-    st.integers(0, 2**32),
-)
-def test_means_over_prompts_are_short_fractions(prompts, values, sign, seed):
-    rng = np.random.default_rng(seed)
-    rewards = np.array([rng.choice(values, prompts).mean() * sign for _ in range(30)]) + 0.0  # no -0
-    line = round_trip(rewards, prompts)
-    assert line["of"] % prompts == 0 and len(line["rewards"]) < 30 * 11
-
-
 def test_the_two_forms_by_hand():
     third = 1 / 3
     line = ledger.encode_rewards(np.array([0.25, math.nextafter(0.25, 1), -math.nextafter(third, 0), 0.0]), 12)
@@ -271,19 +258,6 @@ def test_what_is_no_state(adaptive, tmp_path, number, bad):
         ledger.read(tmp_path / "ledger.jsonl")
 
 
-@pytest.mark.parametrize("states", [{}, {"Other": {"bias": 0.5}}, {"Adaptive": {"bias": 0.5}, "Other": {}}], ids=str)
-def test_states_of_other_functions_than_the_header(adaptive, tmp_path, states):
-    path, message = tmp_path / "ledger.jsonl", r"has the state of the reward functions \[.*of \['Adaptive'\]"
-    changed = adaptive.splitlines()[:-1]
-    path.write_bytes(b"\n".join(changed) + b"\n")
-    with pytest.raises(LedgerError, match=f"step 4 {message}"):
-        Ledger.open(path).append(Step(4, np.arange(4.0), reward_state=states))
-    changed[2] = json.dumps(json.loads(changed[2]) | {"reward_state": states}).encode()
-    rewrite(path, changed, rechain=True)
-    with pytest.raises(LedgerError, match=f"line 3: step 1 {message}"):
-        ledger.read(path)
-
-
 # ---- what is refused
 
 
@@ -306,17 +280,6 @@ def test_appending_what_is_wrong(copy):
     assert copy.read_bytes() == before
     log.append(step(12))
     assert [s.step for s in ledger.read(copy).steps] == list(range(13))
-
-
-def test_two_writers(copy):
-    one, other = Ledger.open(copy), Ledger.open(copy)
-    one.append(step(12))
-    with pytest.raises(LedgerError, match="another process writes to it, or it was edited"):
-        other.append(step(12))
-    with pytest.raises(LedgerError, match="another process writes to it, or it was edited"):
-        other.end("0" * 64)
-    one.append(step(13))
-    assert len(ledger.read(copy).steps) == 14
 
 
 def change(line: bytes, **values) -> bytes:
@@ -426,22 +389,15 @@ def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where, 
     tracemalloc.stop()
 
 
-def test_no_ledger(copy, tmp_path):
-    with pytest.raises(LedgerError, match="there is no ledger '.*/nothing.jsonl'"):
-        ledger.read(tmp_path / "nothing.jsonl")
-    good = lines(copy)
-    rewrite(copy, good[1:])
-    with pytest.raises(
-        LedgerError, match="line 1: this is not the header of a ledger: the file has lost its first line"
-    ):
-        ledger.read(copy)
-    copy.write_text('{"some": "json"}\n')
-    with pytest.raises(LedgerError, match="line 1: this is not the header of a ledger"):
-        ledger.read(copy)
-    for nothing in (b"", good[0][:50]):
-        copy.write_bytes(nothing)
-        with pytest.raises(LedgerError, match="has no header: no step was recorded in it, so nothing is lost"):
-            ledger.read(copy)
+@pytest.mark.parametrize(
+    "text", [b"", b'{"evoalign_ledger":4,"noise"', b'{"some": "json"}\n', b'{"step":0}\n{"step":1}\n']
+)
+def test_no_ledger(tmp_path, text):
+    with pytest.raises(LedgerError, match="there is no ledger '.*/none.jsonl'"):
+        ledger.read(tmp_path / "none.jsonl")
+    (tmp_path / "ledger.jsonl").write_bytes(text)
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl.*( has no | is not the )header"):
+        ledger.read(tmp_path / "ledger.jsonl")
 
 
 def test_other_versions(copy):

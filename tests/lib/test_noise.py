@@ -267,23 +267,6 @@ def test_uniforms_by_hand():
         assert numbers == [(w >> 8) / 2**24 for w in words[:10]]
 
 
-def test_uniforms_are_uniform_and_differ_by_step_row_sample_and_position():
-    root = run_key("es", 1)
-    numbers = [
-        noise.uniforms(noise.sampling_key(root, step), np.arange(50), 40, sample)
-        for step in (0, 1)
-        for sample in (0, 1)
-    ]
-    flat = np.concatenate([n.ravel() for n in numbers])
-    assert flat.min() >= 0 and flat.max() < 1
-    assert stats.kstest(flat, "uniform").pvalue > 1e-3
-    assert len(np.unique(flat)) > 0.999 * len(flat)
-    # a row's numbers depend on nothing but itself
-    assert (noise.uniforms(noise.sampling_key(root, 1), np.array([7]), 9, 1) == numbers[3][7:8, :9]).all()
-    # and no member of any population has the key
-    assert noise.sampling_key(root, 1) not in {member_key(root, 1, i) for i in range(10_000)}
-
-
 def test_layout_places_tensors_on_multiples_of_16():
     layout = Layout.from_shapes([("a", (3, 5)), ("b", ()), ("c", (2, 4, 2)), ("d", (17,))])
     assert [(e.name, e.shape, e.rows, e.cols, e.offset) for e in layout.entries] == [

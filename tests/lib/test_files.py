@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from evoalign_study import paths
 
 from evoalign_lib.files import canonical_json, locked
 
@@ -33,7 +32,7 @@ for _ in range(200):
 
 def start(program: str, path: Path) -> subprocess.Popen:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=paths.ROOT, **pipes)
+    return subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=Path(__file__).parents[2], **pipes)
 
 
 def test_a_lock_has_one_holder_and_a_killed_one_gives_it_back(tmp_path):

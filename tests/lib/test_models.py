@@ -4,7 +4,6 @@ import hashlib
 
 import pytest
 import torch
-from evoalign_study.measures import safety
 from helpers import random_model
 
 from evoalign_lib import models, noise, precision, tiny
@@ -25,11 +24,6 @@ def test_a_shipped_base_is_loaded_by_name(capfd):
 def test_what_is_shipped_has_its_digest_without_a_model(base):
     file = tiny.bases_folder() / base / "model.safetensors"
     assert models.stored_digest(file) == models.base_digest(tiny.load(base)[0])
-
-
-def test_so_has_a_shipped_scorer():
-    both = "".join(models.base_digest(side.model) for side in safety.loaded("bert"))
-    assert safety.scorer_digest("bert") == hashlib.sha256(both.encode()).hexdigest()[:16]
 
 
 def test_names_and_places(tmp_path, monkeypatch):
