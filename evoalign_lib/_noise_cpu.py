@@ -45,10 +45,9 @@ _2_22, _2_24, _2_25 = np.float32(2.0**-22), np.float32(2.0**-24), np.float32(2.0
 # 1 / sqrt(21845): the sum of four uniform bytes has the variance 4 (256^2 - 1) / 12 = 21845 and the mean 510.
 BYTE_SUM_SCALE = np.float32(0.006765875)
 BYTE_SUM_MEAN = 510
-ONE_BITS, SIGN_BIT = np.uint32(0x3F800000), np.uint32(0x80000000)
 
 # Numbers of the distributions, for the kernels.
-GAUSSIAN, BYTE_SUM, RADEMACHER = 0, 1, 2
+GAUSSIAN, BYTE_SUM = 0, 1
 
 # Where a sum of noise starts. -0 + x is x for every x, zeros of both signs included; 0 + -0 is 0.
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)
@@ -114,12 +113,8 @@ def _byte_sum(words: np.ndarray) -> np.ndarray:
     return (total.astype(np.int32) - BYTE_SUM_MEAN).astype(np.float32) * BYTE_SUM_SCALE
 
 
-def _rademacher(words: np.ndarray) -> np.ndarray:
-    return ((words & SIGN_BIT) | ONE_BITS).view(np.float32)
-
-
 # uint32 (..., 4) words of one counter each to the float32 (..., 4) numbers of its four columns.
-_REFERENCES = {GAUSSIAN: _gaussian, BYTE_SUM: _byte_sum, RADEMACHER: _rademacher}
+_REFERENCES = {GAUSSIAN: _gaussian, BYTE_SUM: _byte_sum}
 
 
 def reference(
@@ -202,16 +197,6 @@ def _byte_sum_numbers(w0, w1, w2, w3):
     return _sum_of_bytes(w0), _sum_of_bytes(w1), _sum_of_bytes(w2), _sum_of_bytes(w3)
 
 
-@_inline
-def _random_sign(w):
-    return np.uint32((w & SIGN_BIT) | ONE_BITS).view(np.float32)
-
-
-@_inline
-def _rademacher_numbers(w0, w1, w2, w3):
-    return _random_sign(w0), _random_sign(w1), _random_sign(w2), _random_sign(w3)
-
-
 def _loop_over_counters(four_numbers: Callable) -> Callable:
     """Make the loop that takes the time, for one distribution."""
 
@@ -231,7 +216,6 @@ def _loop_over_counters(four_numbers: Callable) -> Callable:
 
 _add_gaussian = _loop_over_counters(_gaussian_numbers)
 _add_byte_sum = _loop_over_counters(_byte_sum_numbers)
-_add_rademacher = _loop_over_counters(_rademacher_numbers)
 
 
 def _add_noise_kernel(
@@ -269,10 +253,8 @@ def _add_noise_kernel(
                 k0, k1 = np.uint32(keys[m]), np.uint32(keys[m] >> np.uint64(32))
                 if kind == GAUSSIAN:
                     _add_gaussian(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
-                elif kind == BYTE_SUM:
-                    _add_byte_sum(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
                 else:
-                    _add_rademacher(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
+                    _add_byte_sum(total, counters, padded, ids[i], stream, k0, k1, coefficients[m])
             for j in range(n):
                 for x in range(4):
                     line[4 * j + x] = total[x, j]

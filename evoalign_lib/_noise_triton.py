@@ -20,6 +20,7 @@ import torch
 from evoalign_lib import _noise_cpu
 from evoalign_lib._anchor import TensorAnchor
 from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
+from evoalign_lib._noise_host import MasterOnDevice
 
 try:
     import triton
@@ -53,11 +54,9 @@ _LN2, _ROUNDER, _SCALE = (
     tl.constexpr(float(n)) for n in (_noise_cpu.LN2, _noise_cpu.ROUNDER, _noise_cpu.BYTE_SUM_SCALE)
 )
 _MEAN = tl.constexpr(_noise_cpu.BYTE_SUM_MEAN)
-_SQRT_HALF_BITS, _ONE_BITS, _SIGN_BIT = (
-    tl.constexpr(int(n)) for n in (_noise_cpu.SQRT_HALF_BITS, _noise_cpu.ONE_BITS, _noise_cpu.SIGN_BIT)
-)
+_SQRT_HALF_BITS = tl.constexpr(int(_noise_cpu.SQRT_HALF_BITS))
 _2_22, _2_24, _2_25 = tl.constexpr(2.0**-22), tl.constexpr(2.0**-24), tl.constexpr(2.0**-25)
-_GAUSSIAN, _BYTE_SUM = tl.constexpr(_noise_cpu.GAUSSIAN), tl.constexpr(_noise_cpu.BYTE_SUM)
+_GAUSSIAN = tl.constexpr(_noise_cpu.GAUSSIAN)
 # The interpreter truncates where a GPU rounds to the nearest bfloat16.
 _ROUND_BY_HAND = tl.constexpr(INTERPRETED)
 
@@ -114,21 +113,14 @@ def _sum_of_bytes(w):
 
 
 @triton.jit
-def _random_sign(w):
-    return ((w & _SIGN_BIT) | _ONE_BITS).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
     """Return four float32 (tile,): the numbers of the four columns of each counter."""
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, key.to(tl.uint32), (key >> 32).to(tl.uint32))
     if KIND == _GAUSSIAN:
         z0, z1 = _normal_pair(w0, w1)
         z2, z3 = _normal_pair(w2, w3)
-    elif KIND == _BYTE_SUM:
-        z0, z1, z2, z3 = _sum_of_bytes(w0), _sum_of_bytes(w1), _sum_of_bytes(w2), _sum_of_bytes(w3)
     else:
-        z0, z1, z2, z3 = _random_sign(w0), _random_sign(w1), _random_sign(w2), _random_sign(w3)
+        z0, z1, z2, z3 = _sum_of_bytes(w0), _sum_of_bytes(w1), _sum_of_bytes(w2), _sum_of_bytes(w3)
     return z0, z1, z2, z3
 
 
@@ -336,7 +328,7 @@ class _Launch(NamedTuple):
     tensor_of_tile: torch.Tensor  # int32 (tiles,)
 
 
-class DeviceWeights:
+class DeviceWeights(MasterOnDevice):
     """A float32 master on a device, and the tensors there that the members' weights are written to.
 
     Made by `noise.device_weights`, which checks the arguments.
@@ -367,17 +359,8 @@ class DeviceWeights:
                 f"Triton's kernels need a GPU, got tensors on {device}; to run them in Triton's interpreter, set "
                 "TRITON_INTERPRET=1 before Triton is imported"
             )
-        self.most_members = most_members
-        self._kind, self._matrices, self._anchor = kind, list(matrices), anchor
-        self._rank = max(ranks, default=0)
-        self._offsets, size = [], 0
-        for matrix in matrices:
-            self._offsets.append(size)
-            size = -(-(size + matrix.numel()) // _noise_cpu.ALIGNMENT) * _noise_cpu.ALIGNMENT
-        self.master = torch.zeros(size, dtype=torch.float32, device=device)
-        """float32 (size,): the tensors one after the other, as a `noise.Layout` of them in this order has them"""
-        for view, matrix in zip(self.views(), matrices, strict=True):
-            view.copy_(matrix)
+        super().__init__(matrices, kind, anchor)
+        self.most_members, self._rank = most_members, max(ranks, default=0)
         low = [rank > 0 for rank in ranks] or [False] * len(self._matrices)
         self._launches = self._plan(windows, stream, low) + self._plan_low_rank(windows, low)
         # What the kernels read at fixed addresses: one member, and a population.
@@ -386,13 +369,6 @@ class DeviceWeights:
         self._keys = torch.zeros(most_members, dtype=torch.int64, device=device)
         self._coefficients = torch.zeros(most_members, dtype=torch.float32, device=device)
         self._members = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def views(self) -> list[torch.Tensor]:
-        """Return the master of each working tensor, float32 (rows, cols), without a copy."""
-        return [
-            self.master[offset : offset + matrix.numel()].view(matrix.shape)
-            for offset, matrix in zip(self._offsets, self._matrices, strict=True)
-        ]
 
     def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
         """Write one member's weights, cast(fl(master + fl(fl32(sign * sigma) * eps))), in one launch.
@@ -428,11 +404,6 @@ class DeviceWeights:
                 *law,
                 **options,
             )
-
-    def restore(self) -> None:
-        """Write the master itself, cast to the working tensors' dtypes."""
-        for view, matrix in zip(self.views(), self._matrices, strict=True):
-            matrix.copy_(view)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
@@ -495,59 +466,58 @@ class DeviceWeights:
         return float(_noise_cpu.root(self._rank)), self._rank
 
     def _plan_low_rank(self, windows: Sequence[tuple[int, int, int]], low: Sequence[bool]) -> list[_Launch]:
-        groups: dict[torch.dtype, list[list[int]]] = {}
-        targets: dict[torch.dtype, torch.Tensor] = {}
-        for matrix, offset, (param_id, row0, col0), is_low in zip(
-            self._matrices, self._offsets, windows, low, strict=True
-        ):
-            if not is_low or not matrix.numel():
-                continue
-            (rows, cols), target = matrix.shape, targets.setdefault(matrix.dtype, matrix)
-            down = -(-((row0 & 3) + rows) // TILE_ROWS)
-            across = -(-((col0 & 3) + cols) // TILE_COLS)
-            if down * across >= 1 << 31:
-                raise ValueError(f"a tensor of {rows} x {cols} has too many elements for one launch; cut it in pieces")
-            place = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
+        rows_of: dict[tuple, list[list[int]]] = {}
+        targets: dict[tuple, torch.Tensor] = {}
+        for matrix, offset, (param_id, row0, col0) in self._placed(windows, low, True):
+            rows, cols = matrix.shape
+            down, across = -(-((row0 & 3) + rows) // TILE_ROWS), -(-((col0 & 3) + cols) // TILE_COLS)
+            _check_size(matrix, down * across, 1 << 31)
+            place = _place_of(matrix, targets.setdefault((matrix.dtype, False), matrix))
             row = [param_id, row0 >> 2, row0 & 3, rows, col0 >> 2, col0 & 3, cols, across, down * across, offset, place]
-            groups.setdefault(matrix.dtype, []).append([*row, matrix.stride(0)])
-        launches = []
-        for dtype, rows in groups.items():
-            table = torch.tensor(rows, dtype=torch.int64)
-            tiles = table[:, _L_FIRST_TILE.value].clone()
-            table[:, _L_FIRST_TILE.value] = tiles.cumsum(0) - tiles
-            tensor_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), tiles)
-            device = self.master.device
-            launches.append(_Launch(targets[dtype], False, True, table.to(device), tensor_of_tile.to(device)))
-        return launches
+            rows_of.setdefault((matrix.dtype, False), []).append([*row, matrix.stride(0)])
+        return self._launches_of(rows_of, targets, lambda table: table[:, _L_FIRST_TILE.value], is_low=True)
 
     def _plan(self, windows: Sequence[tuple[int, int, int]], stream: int, low: Sequence[bool]) -> list[_Launch]:
-        groups: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
-        targets: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
-        for matrix, offset, (param_id, row0, col0), is_low in zip(
-            self._matrices, self._offsets, windows, low, strict=True
-        ):
+        rows_of: dict[tuple, list[list[int]]] = {}
+        targets: dict[tuple, torch.Tensor] = {}
+        for matrix, offset, (param_id, row0, col0) in self._placed(windows, low, False):
             rows, cols = matrix.shape
-            if is_low or not matrix.numel():
-                continue
-            first_quad, lead, size = col0 >> 2, col0 & 3, matrix.element_size()
+            first_quad, lead = col0 >> 2, col0 & 3
             row_quads = ((col0 + cols + 3) >> 2) - first_quad
-            if rows * row_quads + TILE >= 1 << 32:
-                raise ValueError(f"a tensor of {rows} x {cols} has too many elements for one launch; cut it in pieces")
-            in_fours = all(number % 4 == 0 for number in (lead, cols, matrix.data_ptr() // size))
+            _check_size(matrix, rows * row_quads + TILE, 1 << 32)
+            in_fours = all(n % 4 == 0 for n in (lead, cols, matrix.data_ptr() // matrix.element_size()))
             group = matrix.dtype, in_fours and matrix.is_contiguous()
-            target = targets.setdefault(group, matrix)
-            place = (matrix.data_ptr() - target.data_ptr()) // size
+            place = _place_of(matrix, targets.setdefault(group, matrix))
             row = [param_id, stream, row0, first_quad, lead, cols, row_quads, rows * row_quads, 0, offset, place]
-            groups.setdefault(group, []).append([*row, matrix.stride(0)])
-        launches = []
-        for group, rows in groups.items():
+            rows_of.setdefault(group, []).append([*row, matrix.stride(0)])
+        return self._launches_of(rows_of, targets, lambda table: -(-table[:, _QUADS.value] // TILE), is_low=False)
+
+    def _placed(self, windows, low, wanted: bool) -> Iterator[tuple[torch.Tensor, int, tuple[int, int, int]]]:
+        """Go over the tensors with noise of low rank, or the others: tensor, place in the master, window."""
+        for matrix, offset, window, is_low in zip(self._matrices, self._offsets, windows, low, strict=True):
+            if is_low == wanted and matrix.numel():
+                yield matrix, offset, window
+
+    def _launches_of(self, rows_of, targets, tiles_of, is_low: bool) -> list[_Launch]:
+        """Return launches from the rows of their tables by (dtype, linear), given how many tiles each row has."""
+        launches, device = [], self.master.device
+        for group, rows in rows_of.items():
             table = torch.tensor(rows, dtype=torch.int64)
-            tiles = -(-table[:, _QUADS.value] // TILE)
-            table[:, _FIRST_TILE.value] = tiles.cumsum(0) - tiles
+            tiles = tiles_of(table).clone()
+            table[:, _FIRST_TILE.value] = tiles.cumsum(0) - tiles  # the same column in both kinds of table
             tensor_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), tiles)
-            device = self.master.device
-            launches.append(_Launch(targets[group], group[1], False, table.to(device), tensor_of_tile.to(device)))
+            launches.append(_Launch(targets[group], group[1], is_low, table.to(device), tensor_of_tile.to(device)))
         return launches
+
+
+def _check_size(matrix: torch.Tensor, found: int, most: int) -> None:
+    if found >= most:
+        raise ValueError(f"a tensor of {tuple(matrix.shape)} has too many elements for one launch; cut it in pieces")
+
+
+def _place_of(matrix: torch.Tensor, target: torch.Tensor) -> int:
+    """Return where a tensor begins, counted in elements from another one of its dtype."""
+    return (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
 
 
 def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:

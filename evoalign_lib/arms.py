@@ -7,7 +7,7 @@ the tuned arms choose from, and `ranked` orders the runs of such a sweep.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -60,141 +60,98 @@ _CMA += ("lora_rank", *_WARM)
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
 _CURVED = (*_OPTIONAL, "reach_at")
+_DECAYING = (*_CURVED, "anchor_decay")
 _GRPO_LOSS = {"loss_type": "grpo", "scale_rewards": "group", "epsilon_high": None}
 _SGD = {"optim": "sgd"}
 
 
-def _es(
-    color: str, marker: str | tuple[int, int, int], label: str, options: Mapping[str, Any], null: bool = False
-) -> Arm:
-    return Arm("es", color, marker, label, _ES, (*_CURVED, "anchor_decay"), options, sweep="es", null=null)
+def _es(color: str, marker: Any, label: str, *needs: str, optional: tuple[str, ...] = _DECAYING, **others: Any) -> Arm:
+    """Return an arm of ES; needs: settings besides those of all; others: fields of `Arm`, and of `ESConfig`."""
+    known = {name: others.pop(name) for name in Arm.__dataclass_fields__ if name in others}
+    return Arm("es", color, marker, label, (*_ES, *needs), optional, others, **{"sweep": "es"} | known)
 
 
 def _gradient(
-    color: str, marker: str | tuple[int, int, int], label: str, options: Mapping[str, Any], **others: Any
+    color: str,
+    marker: Any,
+    label: str,
+    options: Mapping[str, Any],
+    *needs: str,
+    more: tuple[str, ...] = (),
+    **others: Any,
 ) -> Arm:
-    return Arm(
-        "gradient",
-        color,
-        marker,
-        label,
-        _GRADIENT,
-        (*_CURVED, "scale_rewards", "micro_batch"),
-        options,
-        sweep="grpo",
-        **others,
-    )
+    """Return an arm that TRL trains; needs, more: settings that it must and may have besides those of all."""
+    settings, optional = (*_GRADIENT, *needs), (*_CURVED, "scale_rewards", "micro_batch", *more)
+    return Arm("gradient", color, marker, label, settings, optional, options, **{"sweep": "grpo"} | others)
 
+
+def _essa(color: str, marker: Any, label: str, **others: Any) -> Arm:
+    return Arm("cma", color, marker, label, _CMA, (*_CURVED, *_FROZEN), sweep="essa", **others)
+
+
+_NULL, _RANDOM = "#999999", {"fitness": "random", "null": True}
+_LOW_RANK = {"perturbation": "low_rank", "optional": _CURVED, "sweep": "es_low_rank"}
+_LORA: dict[str, Any] = {"optional": (*_CURVED, *_WARM, *_FROZEN), "sweep": "es_lora"}
+_RLOO_LOSS = {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None}
+_UNPERTURBED: dict[str, Any] = {"sweep": "es_weighted", "rollouts": "unperturbed"}
 
 ARMS: dict[str, Arm] = {
-    "es": _es("#0072B2", "o", "ES", {"fitness": "reward"}),
+    "es": _es("#0072B2", "o", "ES", fitness="reward"),
     # the fitness of a generation, permuted over its members
-    "es_shuffled": _es("#E69F00", "s", "ES, shuffled fitness", {"fitness": "shuffled"}, null=True),
+    "es_shuffled": _es("#E69F00", "s", "ES, shuffled fitness", fitness="shuffled", null=True),
     # fitness drawn without generating anything
-    "es_random": _es("#999999", "<", "ES, random fitness", {"fitness": "random"}, null=True),
+    "es_random": _es(_NULL, "<", "ES, random fitness", **_RANDOM),
     # rollouts at temperature 1 with common random numbers; its own draws of noise
-    "es_sampled": _es(
-        "#56B4E9",
-        "h",
-        "ES, sampled fitness",
-        {"fitness": "reward", "sampling": "common", "arm": "es_sampled"},
-    ),
+    "es_sampled": _es("#56B4E9", "h", "ES, sampled fitness", fitness="reward", sampling="common", arm="es_sampled"),
     # each step takes back a share of the way from the base; its own draws of noise
-    "es_anchored": replace(
-        _es("#56B4E9", "p", "ES, anchored decay", {"fitness": "reward", "arm": "es_anchored"}),
-        settings=(*_ES, "anchor_decay"),
-        optional=_CURVED,
+    "es_anchored": _es(
+        "#56B4E9", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, fitness="reward", arm="es_anchored"
     ),
     # rollouts at temperature 1 from the unperturbed weights, as a policy gradient has them
-    "es_weighted": replace(
-        _es(
-            "#56B4E9",
-            (4, 1, 0),
-            "ES, unperturbed rollouts",
-            {"fitness": "reward", "sampling": "common", "arm": "es_weighted"},
-        ),
-        settings=(*_ES, "num_generations"),
-        sweep="es_weighted",
-        rollouts="unperturbed",
+    "es_weighted": _es(
+        "#56B4E9",
+        (4, 1, 0),
+        "ES, unperturbed rollouts",
+        "num_generations",
+        fitness="reward",
+        sampling="common",
+        arm="es_weighted",
+        **_UNPERTURBED,
     ),
     # noise of low rank on each matrix; its own draws of noise
-    "es_low_rank": replace(
-        _es(
-            "#009E73",
-            (8, 1, 0),
-            "ES, low rank",
-            {"fitness": "reward", "perturbation": "low_rank", "arm": "es_low_rank"},
-        ),
-        settings=(*_ES, "rank"),
-        optional=_CURVED,
-        sweep="es_low_rank",
-    ),
-    "es_low_rank_random": replace(
-        _es(
-            "#999999",
-            (11, 1, 0),
-            "ES, low rank, random fitness",
-            {"fitness": "random", "perturbation": "low_rank", "arm": "es_low_rank_random"},
-            null=True,
-        ),
-        settings=(*_ES, "rank"),
-        optional=_CURVED,
-        sweep="es_low_rank",
+    "es_low_rank": _es("#009E73", (8, 1, 0), "ES, low rank", "rank", fitness="reward", arm="es_low_rank", **_LOW_RANK),
+    "es_low_rank_random": _es(
+        _NULL, (11, 1, 0), "ES, low rank, random fitness", "rank", arm="es_low_rank_random", **_LOW_RANK | _RANDOM
     ),
     # noise on an adapter over the frozen base, which may be warm-started; its own draws of noise
-    "es_lora": replace(
-        _es("#0072B2", (7, 1, 0), "ES, LoRA", {"fitness": "reward", "arm": "es_lora"}),
-        settings=(*_ES, "lora_rank"),
-        optional=(*_CURVED, *_WARM, *_FROZEN),
-        sweep="es_lora",
-    ),
-    "es_lora_random": replace(
-        _es(
-            "#999999", (12, 1, 0), "ES, LoRA, random fitness", {"fitness": "random", "arm": "es_lora_random"}, null=True
-        ),
-        settings=(*_ES, "lora_rank"),
-        optional=(*_CURVED, *_WARM, *_FROZEN),
-        sweep="es_lora",
+    "es_lora": _es("#0072B2", (7, 1, 0), "ES, LoRA", "lora_rank", fitness="reward", arm="es_lora", **_LORA),
+    "es_lora_random": _es(
+        _NULL, (12, 1, 0), "ES, LoRA, random fitness", "lora_rank", arm="es_lora_random", **_LORA | _RANDOM
     ),
     # CMA-ES over the singular values of a LoRA adapter that was warm-started
-    "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", _CMA, (*_CURVED, *_FROZEN), {"fitness": "reward"}, sweep="essa"),
-    "essa_random": Arm(
-        "cma",
-        "#999999",
-        (9, 1, 0),
-        "ESSA, random fitness",
-        _CMA,
-        (*_CURVED, *_FROZEN),
-        {"fitness": "random", "arm": "essa_random"},
-        sweep="essa",
-        null=True,
+    "essa": _essa("#E69F00", (10, 1, 0), "ESSA", options={"fitness": "reward"}),
+    "essa_random": _essa(
+        _NULL, (9, 1, 0), "ESSA, random fitness", options={"fitness": "random", "arm": "essa_random"}, null=True
     ),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     # an adapter over the frozen base, which may be warm-started
-    "grpo_lora": replace(
-        _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS),
-        settings=(*_GRADIENT, "lora_rank"),
-        optional=(*_CURVED, "scale_rewards", "micro_batch", *_WARM),
-        sweep="grpo_lora",
-    ),
+    "grpo_lora": _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
     # rollouts at temperature 1 from perturbed weights, as ES has them
-    "grpo_perturbed": replace(
-        _gradient("#D55E00", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, rollouts="perturbed"),
-        settings=(*_GRADIENT, *_PERTURBED),
+    "grpo_perturbed": _gradient(
+        "#D55E00",
+        (6, 1, 0),
+        "GRPO, perturbed rollouts",
+        _GRPO_LOSS,
+        *_PERTURBED,
+        rollouts="perturbed",
         sweep="grpo_perturbed",
     ),
     "dr_grpo": _gradient(
         "#CC79A7", "v", "Dr.GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None}
     ),
     "dapo": _gradient("#009E73", "D", "DAPO", {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
-    "rloo": _gradient(
-        "#009E73",
-        "P",
-        "RLOO",
-        {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None},
-        trl="RLOO",
-    ),
-    "grpo_random": _gradient("#999999", ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
+    "rloo": _gradient("#009E73", "P", "RLOO", _RLOO_LOSS, trl="RLOO"),
+    "grpo_random": _gradient(_NULL, ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
     # what of an update is the optimiser's, and what is rounding
     "grpo_sgd": _gradient("#CC79A7", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
     "grpo_rounded": _gradient("#CC79A7", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),

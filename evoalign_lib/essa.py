@@ -48,20 +48,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 from evoalign_lib import _adapters, ledger, precision
-from evoalign_lib._singular import DECOMPOSITIONS, SEARCH, SearchSettings, SingularWeights, check_options, machine
-from evoalign_lib.checks import choose
-from evoalign_lib.es import ESConfig, ESTrainer, failures, generator, with_settings
+from evoalign_lib._singular import SEARCH, SearchSettings, SingularWeights, machine
+from evoalign_lib.config import ESConfig, refused, with_settings
+from evoalign_lib.es import ESTrainer
 from evoalign_lib.rewards import RewardFunction
-from evoalign_lib.update_rules import Member
+from evoalign_lib.update_rules import Member, generator
 
 __all__ = ["ESSAConfig", "ESSATrainer", "fine_tune", "lora_config"]
 
@@ -69,7 +68,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """the attention projections, which the paper adapts"""
 # settings of ES that CMA-ES has no use for -> why
 _OF_ES = dict.fromkeys(
-    ("sigma_schedule", "alpha_schedule", "sigma_final_fraction", "alpha_final_fraction", "update_scaling"),
+    ("sigma_schedule", "alpha_schedule", "sigma_final_fraction", "alpha_final_fraction"),
     "CMA-ES adapts its step size",
 )
 _OF_ES |= {
@@ -121,29 +120,27 @@ class ESSAConfig(ESConfig):
 
     _VALID_DICT_FIELDS = [*ESConfig._VALID_DICT_FIELDS, "cma_options"]
 
-    def _check_method(self) -> list[str]:
-        """Return what is wrong with the settings of the search, and those of ES that it has no use for."""
-        found = []
-        plain = {name: known.default for name, known in ESConfig.__dataclass_fields__.items()}
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with the settings of the search, and those of ES that it has no use for."""
         for name, why in _OF_ES.items():
-            if getattr(self, name) != plain[name]:
-                found.append(f"{name}={getattr(self, name)!r} has no effect on ESSA: {why}. Remove it.")
+            if getattr(self, name) != ESConfig.__dataclass_fields__[name].default:
+                yield name, f"{name}={getattr(self, name)!r} has no effect on ESSA: {why}. Remove it."
         if self.engine == "ray":
-            found.append("engine='ray' does not evaluate candidates of ESSA so far: use engine='local' or 'vllm'.")
+            why = "engine='ray' does not evaluate candidates of ESSA so far: use engine='local' or 'vllm'."
+            yield "engine", why
         if not isinstance(self.shared_batch, bool):
-            found.append(f"shared_batch={self.shared_batch!r} must be True or False.")
+            yield "shared_batch", f"shared_batch={self.shared_batch!r} must be True or False."
+        yield from super()._problems()
         options = self.cma_options
         if isinstance(options, str):  # from a command line; the parent refuses what is no JSON
             try:
                 options = json.loads(options)
             except ValueError:
                 options = {}
-        numbers = SearchSettings(96, 0.32, self.leading_share, DECOMPOSITIONS[0], {})
-        checks = [numbers.check, partial(choose, "decomposition", self.decomposition, DECOMPOSITIONS)]
-        if isinstance(self.population_size, int) and self.population_size > 1:  # what is less, ESConfig says
-            sized = SearchSettings(self.population_size, 0.32, 1.0, DECOMPOSITIONS[0], {})
-            checks += [sized.check, partial(check_options, options or {}, self.population_size)]
-        return found + failures(checks)
+        whole = isinstance(self.population_size, int) and self.population_size > 1  # what is less, ESConfig says
+        n = self.population_size if whole else 96
+        search = SearchSettings(n, 0.32, self.leading_share, self.decomposition, options or {})
+        yield from refused(lambda _: search.check(), "a setting of the search")
 
 
 with_settings(ESSAConfig)
@@ -193,16 +190,10 @@ class ESSATrainer(ESTrainer):
         model: Any,
         reward_funcs: RewardFunction | Sequence[RewardFunction],
         args: ESSAConfig | None = None,
-        train_dataset: Iterable[Mapping[str, Any]] | None = None,
-        eval_dataset: Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
-        processing_class: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        reward_processing_classes: Any = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        *others: Any,
         sft_dataset: Iterable[Mapping[str, Any]] | None = None,
         sft_args: Any = None,
-        **others: Any,
+        **named: Any,
     ):
         if not isinstance(args, ESSAConfig | None):
             raise TypeError(
@@ -215,19 +206,7 @@ class ESSATrainer(ESTrainer):
         self.warm_start_cost: dict[str, Any] | None = None
         """what fine-tuning before the search took: tokens, steps, forward_flops (backward counts twice), core_seconds,
         seconds, device, and completions, 0"""
-        super().__init__(
-            model,
-            reward_funcs,
-            ESSAConfig() if args is None else args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks,
-            reward_processing_classes,
-            quantization_config,
-            peft_config,
-            **others,
-        )
+        super().__init__(model, reward_funcs, ESSAConfig() if args is None else args, *others, **named)
         self._parameters = sum(p.numel() for p in self.model.parameters())
         self.budget |= {"sft_tokens": 0, "forward_flops": 0}
 

@@ -166,48 +166,50 @@ def _largest(model: Shape) -> int:
 # ---- what stays
 
 
+_FULL = {
+    "es": {"working copy": 2, "master": 4},
+    "es_kahan": {"weights": 2, "compensation": 2},
+    "es_inplace": {"weights": 2},
+    "es_loop": {"weights": 4, "master": 4, "working copy": 4},
+    "es_low_rank": {"master": 4},
+    "grpo": TRAINED,
+    "grpo_reference": TRAINED | {"reference model": 4},
+    "grpo_mixed": {"weights": 2, "gradients": 2, "moments": 8, "master": 4},
+    "grpo_adam8bit": {"weights": 4, "gradients": 4},
+    "grpo_adam8bit_bfloat16": {"weights": 2, "gradients": 2},
+} | dict.fromkeys(("es_lora", "essa", "grpo_lora"), {"weights": 2})
+"""method -> component -> bytes a parameter of the model"""
+_ADAPTED = {
+    "es_lora": {"adapter": 4, "master": 4, "working copy": 4},
+    "essa": {"adapter": 4, "master": 4, "working copy": 4},
+    "grpo_lora": {"adapter": 4, "gradients": 4, "moments": 8},
+}
+"""the same a parameter of the adapter"""
+
+
 def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
     """Return what a method keeps from step to step."""
     d, adapter = model.d, adapter_parameters(model)
-    if method in ("grpo", "grpo_reference", "grpo_adam8bit", "grpo_adam8bit_bfloat16", "grpo_mixed"):
-        width = _width(method)
-        found = {"weights": width * d, "gradients": width * d, "moments": TRAINED["moments"] * d}
-        if method == "grpo_mixed":
-            found["master"] = 4 * d
-        if method == "grpo_reference":
-            found["reference model"] = width * d
-        if method.startswith("grpo_adam8bit"):
-            sizes = [*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)]
-            found["moments"] = 2 * sum(_in_eight_bits(n, width) for n in sizes)
-    elif method == "grpo_lora":
-        found = {"weights": 2 * d, "adapter": 4 * adapter, "gradients": 4 * adapter, "moments": 8 * adapter}
-    elif method == "es":
-        found = {"working copy": 2 * d, "master": 4 * d}
-    elif method == "es_kahan":
-        found = {"weights": 2 * d, "compensation": 2 * d}
-    elif method == "es_inplace":
-        found = {"weights": 2 * d}
+    kept = {name: width * d for name, width in _FULL[method].items()}
+    kept |= {name: width * adapter for name, width in _ADAPTED.get(method, {}).items()}
+    if method.startswith("grpo_adam8bit"):
+        sizes = [*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)]
+        kept["moments"] = 2 * sum(_in_eight_bits(n, _width(method)) for n in sizes)
     elif method == "es_loop":
-        found = {"weights": 4 * d, "master": 4 * d, "working copy": 4 * d + 4 * _joined(model)}
+        kept["working copy"] += 4 * _joined(model)
     elif method == "es_low_rank":
         factors = sum(work.rank * (rows + cols) for rows, cols in _matrices(model))
-        found = {"master": 4 * d, "noise or factors": 4 * work.members * (factors + sum(_vectors(model)))}
+        kept["noise or factors"] = 4 * work.members * (factors + sum(_vectors(model)))
         # products read a copy in bfloat16 on a GPU; the CPU's engine reads the master itself, and joins matrices
-        found |= {"working copy": 2 * d} if gpus else {"weights": 4 * d, "working copy": 4 * _joined(model)}
-    elif method == "es_lora":
-        found = {"weights": 2 * d, "adapter": 4 * adapter, "master": 4 * adapter, "working copy": 4 * adapter}
+        kept |= {"working copy": 2 * d} if gpus else {"weights": 4 * d, "working copy": 4 * _joined(model)}
     elif method == "essa":
         n = 2 * ADAPTER_RANK * len(_adapted(model))
         directions = sum(ADAPTER_RANK * (rows + cols + 2 * ADAPTER_RANK) for rows, cols in _adapted(model))
         # the start; in float64 directions, candidates in their table and twice within cma, C and its eigenvectors
-        search = 4 * adapter + 8 * (directions + (3 * work.population + _CMA_VECTORS) * n + 2 * n * n)
-        found = {"weights": 2 * d, "adapter": 4 * adapter, "master": 4 * adapter, "working copy": 4 * adapter}
-        found["search"] = search
-    else:
-        raise KeyError(method)
+        kept["search"] = 4 * adapter + 8 * (directions + (3 * work.population + _CMA_VECTORS) * n + 2 * n * n)
     if gpus and METHODS[method].gradients:
-        found["rollout copy"] = model.width * d
-    return found
+        kept["rollout copy"] = model.width * d
+    return kept
 
 
 _CMA_VECTORS = 14  # mean, paths, scales and the like (cma 4.5)

@@ -9,10 +9,9 @@ setting `precision` names: the float32 master; with "inplace" the values in the 
 and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
 and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
 # = 0 .. n - 1. The number of the format tells which readers know all settings that decide how rewards become weights:
-that of a new run is 4; 5 where its noise has a low `rank` or its update another `update_scaling`, which a header names
-only then; 6 for a `search` (see below). Those of older runs are
-read, continued and replayed to the same bits; they have `prev` instead of `hash`: 1; 2 for precision, noise, antithetic
-pairs, fitness shaping and schedules; 3 for anchored weight decay, which a header names only where it is on.
+that of a new run is 4; 5 where its noise has a low `rank`, which a header names only then (so has an older run whose
+update has another `update_scaling`); 6 for a `search` (see below). Runs of format 1, which have `prev` instead of
+`hash`, are read, continued and replayed to the same bits; 2 and 3 are no longer read.
 
 Of a run that moves a part of its model (an adapter over its base, or a model of which a part is frozen) `parameters`
 and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
@@ -27,24 +26,7 @@ decides it (`_singular.SearchSettings`), its `dimension`, whether the members of
 machine. On another one a replay compares no digests but `search/sigma` and `search/distance` of the log of every step,
 which may differ by `_singular.TOLERANCE`. `warm_start` beside the settings is what fine-tuning before the run cost.
 
-Then one line per step, synced to disk before the weights move:
-
-- `step`: 0, 1, ...
-- `rewards`: what the step was computed with (permuted in the null arm "shuffled"), exactly, member by member. "17 23-1"
-  with `of` D means 17 / D, and the float64 that lies one unit in the last place nearer to 0 than 23 / D: a mean over
-  prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
-- `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
-- `log`: further metrics of the step; `names`: theirs, where they differ from those of the line before.
-- `reward_state`, in a run whose reward functions have a state (`evoalign_lib.rewards`): function -> state after the
-  step. The header's settings have it before the first step, by the same name. Rewards are recorded, so that a replay
-  needs none of it; a resumed run goes on with the last one.
-- `weights`, every `digest_every` steps: the digest before the step.
-- `hash`, the last entry of every line, the header's included: the first 128 bits of the SHA-256 of the hash of the line
-  before (of nothing, for the header) followed by all of this line that stands before `,"hash"`. So a line answers for
-  itself and for all before it. The chain finds accidents and careless edits, for which 128 bits do as well as 256; it
-  has no secret, so no length would stop a forger. Over 500 steps the other half would cost 16 kB.
-- `prev`, in formats 1 to 3: the first 128 bits of the SHA-256 of the previous line (without its newline). Nothing
-  answers for the last line of such a ledger.
+Then one line per step, synced to disk before the weights move (`_ledger_lines`).
 
 When `train()` returns, a line with `end` (steps so far) and `weights` (the digest after them) closes the ledger; a run
 that goes on continues below it.
@@ -58,15 +40,11 @@ Of the models that it may name only a shipped base is loaded without the user's 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import logging
 import math
 import os
-import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,54 +52,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import _adapters, _singular, files, models, noise, quantisation, tiny, update_rules
-from evoalign_lib._anchor import check_decay
+from evoalign_lib import _adapters, _ledger_lines, _singular, files, models, noise, quantisation, tiny, update_rules
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.precision import PRECISIONS, Weights, copy_to, digest, open_weights
+from evoalign_lib._ledger_lines import (
+    LedgerError,
+    decode_rewards,
+    encode_rewards,
+    format_of,
+    pack_shapes,
+    unpack_shapes,
+    with_defaults,
+)
+from evoalign_lib.precision import Weights, copy_to, digest, open_weights
 
 logger = logging.getLogger(__name__)
 
-FORMATS = (1, 2, 3, 4, 5, 6)
 NAME = "ledger.jsonl"
 START = "start"
 """folder beside the ledger of an adapter's run: the adapter as it was at the start"""
 DIGEST_EVERY = 10  # steps
-_PREV = 32  # hexadecimal digits
-_HASH = ',"hash":"{}"}}'  # the end of a line
-_SINCE_HASHES = 4
-_NEW = 4  # the format of a run whose settings need no later one
-_BEGIN = b'{"evoalign_ledger":'
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
-# bounds of what a header may ask for: DeepSeek-V3, of 671 B parameters, has 46,000 tensors
-_MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST = 200_000, 500, 8, 2**53
-_DTYPES = ("float32", "bfloat16", "float16")
-_HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
-# Settings that older ledgers do not name, and the values that their runs had: readers of format 1 know no others.
-_LATER: dict[str, Any] = {
-    "precision": "master",
-    "noise": "gaussian",
-    "antithetic": False,
-    "fitness_shaping": "zscore",
-    "sigma_schedule": "constant",
-    "alpha_schedule": "constant",
-}
-# The same for readers of format 2.
-_LATER_3 = {"anchor_decay": 0.0}
-# And of format 3; None: everything moves.
-_LATER_4 = {"frozen": None}
-# And of format 4; 0: noise of full rank.
-_LATER_5 = {"rank": 0, "update_scaling": "mean"}
-# And of format 5; None: members are noise around the weights. The search of `_singular` has settings of its own.
-_LATER_6 = {"search": None}
-# The same for settings that enter the weights through the rewards alone.
-_LATER_EVALUATION = {"sampling": "greedy", "num_generations": 1}
-# And for those that a header names only where they differ from this.
-_LATER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-_LATER_OPTIONS |= {"stop_strings": None, "generation_kwargs": None}
-
-
-class LedgerError(ValueError):
-    """A ledger that cannot be read, continued or replayed; the message says where and what to do."""
 
 
 @dataclass
@@ -186,7 +136,7 @@ class Ledger:
         """the recorded steps"""
         self.weights: dict[int, str] = {0: header["model"]["digest"]}
         """number of steps -> digest of the weights after them, where the ledger has it"""
-        self.tips = [_hash(line, "", self._hashed)]
+        self.tips = [_ledger_lines.hash_of(line, "", self._hashed)]
         """by number of steps: hash of the line of the last one"""
         self.ended = False
         """whether the last line closes the ledger"""
@@ -208,7 +158,7 @@ class Ledger:
     @property
     def _hashed(self) -> bool:
         """Whether a line holds a hash of its own."""
-        return self.header["evoalign_ledger"] >= _SINCE_HASHES
+        return self.header["evoalign_ledger"] >= _ledger_lines.NEW
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
@@ -222,10 +172,14 @@ class Ledger:
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        line = _dump(header) if header["evoalign_ledger"] < _SINCE_HASHES else _with_hash(header, "")
+        line = (
+            _ledger_lines.dump(header)
+            if header["evoalign_ledger"] < _ledger_lines.NEW
+            else _ledger_lines.with_hash(header, "")
+        )
         path.touch(exist_ok=False)
         try:
-            _append(path, 0, b"", line + b"\n", "the start of the run")
+            _ledger_lines.append(path, 0, b"", line + b"\n", "the start of the run")
         except OSError:
             path.unlink()
             raise
@@ -277,7 +231,7 @@ class Ledger:
         with interrupts_wait():
             text = self._write(line, f"step {step.step}")
             self.steps.append(step)
-            self.tips.append(_hash(text, self._last, self._hashed))
+            self.tips.append(_ledger_lines.hash_of(text, self._last, self._hashed))
             self._names, self.ended = names, False
             if weights is not None:
                 self.weights[step.step] = weights
@@ -293,16 +247,20 @@ class Ledger:
     def check_file(self) -> None:
         """Raise LedgerError if the file is not as this run left it."""
         with open(self.path, "rb", buffering=0) as file:
-            _check_end(file, self.path, self._size, self._text + b"\n")
+            _ledger_lines.check_end(file, self.path, self._size, self._text + b"\n")
 
     def _write(self, line: dict[str, Any], what: str) -> bytes:
         """Add a line to the file. Until `_written` knows of it the sizes differ, and nothing more can be added."""
-        text = _with_hash(line, self._last) if self._hashed else _dump(line | {"prev": self._last})
-        _append(self.path, self._size, self._text + b"\n", text + b"\n", what)
+        text = (
+            _ledger_lines.with_hash(line, self._last)
+            if self._hashed
+            else _ledger_lines.dump(line | {"prev": self._last})
+        )
+        _ledger_lines.append(self.path, self._size, self._text + b"\n", text + b"\n", what)
         return text
 
     def _written(self, text: bytes) -> None:
-        self._last = _hash(text, self._last, self._hashed)
+        self._last = _ledger_lines.hash_of(text, self._last, self._hashed)
         self._text, self._size = text, self._size + len(text) + 1
 
     def _check(self, step: Step) -> None:
@@ -327,22 +285,6 @@ class Ledger:
             )
 
 
-def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _LATER | _LATER_3 | _LATER_4 | _LATER_5 | _LATER_6 | _LATER_EVALUATION | _LATER_OPTIONS | settings
-
-
-def _format(settings: Mapping[str, Any]) -> int:
-    """Return the first format whose readers replay a run of these settings rightly."""
-
-    def names(later: Mapping[str, Any]) -> bool:
-        return any(settings.get(name, value) != value for name, value in later.items())
-
-    if names(_LATER_6):
-        return 6
-    return 5 if names(_LATER_5) else 4 if names(_LATER_4) else 3 if names(_LATER_3) else 2 if names(_LATER) else 1
-
-
 def recorded(path: str | os.PathLike) -> bool:
     """Return whether a file holds a ledger with at least one step (a killed run may leave less than a header)."""
     path = Path(path)
@@ -355,7 +297,9 @@ def refuse_existing(path: str | os.PathLike) -> None:
     if not path.exists():
         return
     data = path.read_bytes() if path.is_file() else None
-    if data is None or not (data.startswith(_BEGIN) or _BEGIN.startswith(data)):  # a killed run may leave a part of it
+    if data is None or not (
+        data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)
+    ):  # a killed run may leave a part of it
         raise LedgerError(f"{path} is there and is no ledger of a run: use another output_dir, or move it elsewhere.")
     if recorded(path):
         raise LedgerError(
@@ -383,7 +327,7 @@ def read(path: str | os.PathLike) -> Ledger:
     ledger = None
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text, parse_constant=_no_number)
+            line = json.loads(text, parse_constant=_ledger_lines.no_number)
         except (ValueError, RecursionError) as error:
             # the machine stopped before all of the line was on disk: there are zeros in its place
             if number == len(lines) > 1 and not torn and b"\0" in text:
@@ -392,10 +336,10 @@ def read(path: str | os.PathLike) -> Ledger:
             raise _damaged(path, number, f"is not JSON ({error})") from error
         try:
             if ledger is None:
-                _check_header(line)
+                _ledger_lines.check_header(line)
                 ledger = Ledger(path, line, text)
                 if ledger._hashed:
-                    _check_hash(text, "")
+                    _ledger_lines.check_hash(text, "")
                     del line["hash"]
             else:
                 _take(ledger, line, text)
@@ -440,129 +384,10 @@ def _damaged(path: Path, number: int, what: str) -> LedgerError:
     )
 
 
-def _check_header(line: Any) -> None:
-    if not isinstance(line, dict) or not line.keys() >= _HEADER:
-        raise LedgerError("this is not the header of a ledger: the file has lost its first line, or is something else.")
-    for what, found, known in (
-        ("format", line["evoalign_ledger"], FORMATS),
-        ("noise law", line["noise"], (noise.NOISE_VERSION,)),
-    ):
-        if found not in known:
-            *first, last = map(str, known)
-            raise LedgerError(
-                f"the run has version {found!r:.80} of the {what}, this evoalign has version "
-                f"{', '.join(first)}{' and ' * bool(first)}{last}: use an evoalign that has version {found!r:.80}."
-            )
-    settings, model = line["settings"], line["model"]
-    for name, value in (("settings", settings), ("model", model)):
-        if not isinstance(value, dict):
-            raise _edited(name, value)
-    settings = with_defaults(settings)
-    scheduled = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
-    whole = [("population_size", 2), ("prompts_per_step", 1), ("num_generations", 1)]
-    for name, least in whole + [("max_steps", 1)] * bool(scheduled):
-        if not _is_whole(settings[name], least):
-            raise _edited(name, settings[name])
-    if settings["search"] is not None:
-        _check_search(settings)
-    largest = dict.fromkeys(["sigma"] if settings["search"] else ["sigma", "alpha"], sys.float_info.max)
-    largest |= {f"{name}_final_fraction": 1 for name in scheduled}
-    for name, most in largest.items():
-        value = settings[name]
-        if isinstance(value, bool) or not (isinstance(value, float | int) and 0 < value <= most):  # nor NaN
-            raise _edited(name, value)
-    choices = {"precision": PRECISIONS, "noise": noise.DISTRIBUTIONS, "fitness_shaping": update_rules.SHAPINGS}
-    choices["update_scaling"] = update_rules.SCALINGS
-    choices |= dict.fromkeys(("sigma_schedule", "alpha_schedule"), update_rules.SCHEDULES)
-    choices["antithetic"] = (False,) if settings["population_size"] % 2 else (False, True)
-    for name, known in choices.items():
-        if settings[name] not in known:
-            raise LedgerError(f"{name} is {settings[name]!r:.80}, none of {known}: the header was edited.")
-    if (frozen := settings["frozen"]) is not None and not re.fullmatch("[0-9a-f]{64}", str(frozen)):
-        raise LedgerError(f"frozen is {frozen!r:.80}, no digest: the header was edited.")
-    _states(settings.get("reward_state", {}))
-    if not _is_whole(settings["rank"], 0) or settings["rank"] >= 1 << 16:
-        raise _edited("rank", settings["rank"])
-    try:
-        check_decay(settings["anchor_decay"], settings["precision"])
-    except ValueError as error:
-        raise LedgerError(
-            f"anchor_decay is {settings['anchor_decay']!r:.80}: the header was edited. {error!s:.400}"
-        ) from error
-    if line["evoalign_ledger"] < (least := _format(settings)):
-        raise LedgerError(
-            f"the format is {line['evoalign_ledger']!r}, but the settings need format {least}: the header was edited."
-        )
-    if not _is_whole(line["digest_every"], 1):
-        raise _edited("digest_every", line["digest_every"])
-    for name, value, form in (
-        ("run_key", line["run_key"], "0x[0-9a-f]{16}"),
-        ("digest", model["digest"], "[0-9a-f]{64}"),
-    ):
-        if not (isinstance(value, str) and re.fullmatch(form, value)):
-            raise _edited(name, value)
-    if not (model["name"] is None or isinstance(model["name"], str)):
-        raise _edited("the model's name", model["name"])
-    if model["dtype"] not in _DTYPES:
-        raise _edited("dtype", model["dtype"])
-    if "quantisation" in model:
-        _check_quantised(model["quantisation"])
-    _check_parameters(model["parameters"])
-
-
-def _check_quantised(how: Any) -> None:
-    """Raise LedgerError unless a header says how `quantisation.quantise` made its base."""
-    fits = isinstance(how, dict) and how.keys() == {"mode", "group_size", "torchao", "base"}
-    fits = fits and how["mode"] in quantisation.QUANTISED and isinstance(how["torchao"], str)
-    fits = fits and (_is_whole(how["group_size"], 1) if how["mode"] == "int4" else how["group_size"] is None)
-    if not (fits and isinstance(how["base"], str) and re.fullmatch("[0-9a-f]{16}", how["base"])):
-        raise _edited("quantisation", how)
-
-
-def _check_search(settings: Mapping[str, Any]) -> None:
-    """Raise LedgerError unless a header names a search that `_singular` can make."""
-    choices: dict[str, Any] = {"search": (_singular.SEARCH,), "precision": ("master",), "noise": ("gaussian",)}
-    choices |= {"antithetic": (False,), "anchor_decay": (0.0,), "rank": (0,), "sigma_schedule": ("constant",)}
-    for name, known in choices.items():
-        if settings[name] not in known:
-            raise _edited(name, settings[name])
-    if not isinstance(settings["machine"], str):
-        raise _edited("machine", settings["machine"])
-    try:
-        _singular.SearchSettings.of(settings).check()
-    except ValueError as error:
-        raise LedgerError(f"{error!s:.400} The header was edited.") from error
-
-
-def _edited(name: str, value: Any) -> LedgerError:
-    return LedgerError(f"{name} is {value!r:.80}: the header was edited.")
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
-
-
-def _check_parameters(rows: Any) -> None:
-    """Raise LedgerError unless `unpack_shapes` makes a list of bounded size of these."""
-    if not isinstance(rows, list):
-        raise _edited("parameters", rows)
-    tensors = 0
-    for row in rows:
-        if not (isinstance(row, list) and len(row) in (2, 3) and isinstance(row[0], str) and isinstance(row[1], list)):
-            raise _edited("a row of parameters", row)
-        name, shape, *layers = row
-        numbers = all(_is_whole(n, 0) for n in shape) and all(_is_whole(n, 1) for n in layers)
-        if not (len(name) <= _LONGEST_NAME and len(shape) <= _MOST_DIMENSIONS and numbers):
-            raise _edited("a row of parameters", row)
-        tensors += layers[0] if layers else 1
-    if tensors > _MOST_TENSORS:
-        raise LedgerError(f"parameters has {tensors} tensors, at most are {_MOST_TENSORS}: the header was edited.")
-
-
 def _take(ledger: Ledger, line: Any, text: bytes) -> None:
     """Check a line of a file and take it into the ledger."""
     if ledger._hashed:
-        _check_hash(text, ledger._last)
+        _ledger_lines.check_hash(text, ledger._last)
     elif line["prev"] != ledger._last:
         raise LedgerError(
             "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore the "
@@ -579,7 +404,7 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
         log = dict(zip(map(str, names), map(float, line.get("log", [])), strict=True))
         counts = {str(name): int(count) for name, count in line.get("counts", {}).items()}
         known = int(line["tokens"]), float(line["seconds"]), float(line["core"]), counts, log
-        step = Step(line["step"], rewards, *known, _states(line.get("reward_state", {})))
+        step = Step(line["step"], rewards, *known, _ledger_lines.states(line.get("reward_state", {})))
         ledger._check(step)
         ledger.steps.append(step)
         ledger._names = names
@@ -589,16 +414,6 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
     ledger._written(text)
     if not ledger.ended:
         ledger.tips.append(ledger._last)
-
-
-def _states(found: Any) -> dict[str, dict[str, float]]:
-    """Return the state of each reward function as a line has it; raise LedgerError for anything else."""
-    states = found.values() if isinstance(found, dict) else [found]
-    for state in states:
-        values = state.values() if isinstance(state, dict) else [state]
-        if not (isinstance(state, dict) and all(isinstance(x, float) and math.isfinite(x) for x in values)):
-            raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
-    return found
 
 
 # ---- replay
@@ -769,7 +584,7 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
         weights: digest of the starting weights.
     """
     return {
-        "evoalign_ledger": max(_NEW, _format(settings)),
+        "evoalign_ledger": max(_ledger_lines.NEW, format_of(settings)),
         "noise": noise.NOISE_VERSION,
         "run_key": f"{run_key:#018x}",
         "settings": dict(settings),
@@ -983,157 +798,3 @@ def storage(
         for name, d in models.items()
         for form, size in forms.items()
     ]
-
-
-# ---- lines
-
-
-def encode_rewards(rewards: np.ndarray, prompts: int) -> dict[str, Any]:
-    """Return rewards in the shorter of the two exact forms that the module's docstring describes.
-
-    Args:
-        rewards: (members,) float64.
-        prompts: over which they are means; says which fractions to try.
-
-    >>> encode_rewards(np.array([0.5, 0.1 + 0.2, 0.25]), 2)
-    {'of': 20, 'rewards': '10 6+1 5'}
-    """
-    exact = base64.b64encode(rewards.astype("<f8").tobytes()).decode()
-    for places in range(5):
-        of = prompts * 10**places
-        with np.errstate(over="ignore"):
-            scaled = rewards * of
-        if not (np.abs(scaled) < 2**53).all():
-            break
-        k = np.rint(scaled).astype(np.int64)
-        # neighbouring floats are neighbours as integers, and integer arithmetic is exact both ways
-        off = rewards.view(np.int64) - (k / of).view(np.int64)
-        if ((off >= -9) & (off <= 9)).all():
-            text = " ".join(f"{a}{b:+d}" if b else str(a) for a, b in zip(k.tolist(), off.tolist(), strict=True))
-            return {"of": of, "rewards": text} if len(text) + len(f'"of":{of},') < len(exact) else {"rewards": exact}
-    return {"rewards": exact}
-
-
-_FRACTION = re.compile(r"(-?[0-9]{1,16})([+-][1-9])?", re.ASCII)
-
-
-def decode_rewards(line: Mapping[str, Any]) -> np.ndarray:
-    """Return the rewards of a line, (members,) float64, with the bits that `encode_rewards` was given.
-
-    Raises:
-        LedgerError: neither of the two forms.
-
-    >>> decode_rewards({"of": 20, "rewards": "10 6+1 5"}).tolist()
-    [0.5, 0.30000000000000004, 0.25]
-    """
-    text, of = line["rewards"], line.get("of")
-    if of is None:
-        data = base64.b64decode(text, validate=True)
-        if len(data) % 8:
-            raise LedgerError(f"rewards has {len(data)} bytes, which are no float64s.")
-        return np.frombuffer(data, "<f8").astype(np.float64)
-    found = [_FRACTION.fullmatch(part) for part in text.split(" ")]
-    if not (isinstance(of, int) and 0 < of < 2**53) or None in found:
-        raise LedgerError(f"rewards {text:.80} of {of!r} are no fractions.")
-    k = np.array([int(m[1]) for m in found], np.int64)
-    return ((k / of).view(np.int64) + np.array([int(m[2] or 0) for m in found])).view(np.float64)
-
-
-def pack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[list]:
-    """Return names and shapes of parameters, with layers of one form written once.
-
-    >>> pack_shapes([("embed", (5, 2)), ("h.0.w", (3,)), ("h.1.w", (3,)), ("h.2.w", (4,))])
-    [['embed', [5, 2]], ['h.#.w', [3], 2], ['h.2.w', [4]]]
-    """
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, shape in shapes:
-        template = name if "#" in name else re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", name, count=1)
-        groups.setdefault((template, tuple(shape)), []).append(name)
-    packed: list[list] = []
-    for (template, shape), names in groups.items():
-        n = len(names)
-        if n > 1 and set(names) == {template.replace("#", str(i)) for i in range(n)}:
-            packed.append([template, list(shape), n])
-        else:
-            packed += [[name, list(shape)] for name in names]
-    return packed
-
-
-def unpack_shapes(packed: Iterable[Sequence]) -> list[tuple[str, list[int]]]:
-    """Return the (name, shape) of each parameter from what `pack_shapes` made, in any order."""
-    return [
-        (name.replace("#", str(i)) if n else name, shape) for name, shape, *n in packed for i in range(n[0] if n else 1)
-    ]
-
-
-def _dump(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _sha(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()[:_PREV]
-
-
-def _hash(text: bytes, last: str, hashed: bool) -> str:
-    """Return the hash of a line, which the next one takes up; last: that of the line before."""
-    return _sha(last.encode() + text[: -len(_HASH.format(" " * _PREV))]) if hashed else _sha(text)
-
-
-def _with_hash(line: Mapping[str, Any], last: str) -> bytes:
-    """Return a line that ends with the hash of itself and of all lines before it."""
-    text = _dump(line)[:-1]
-    return text + _HASH.format(_sha(last.encode() + text)).encode()
-
-
-def _check_hash(text: bytes, last: str) -> None:
-    """Raise LedgerError unless a line ends with the hash of itself and of all lines before it."""
-    if not text.endswith(_HASH.format(_hash(text, last, True)).encode()):
-        raise LedgerError(
-            "its hash is another: the line is damaged or was edited, or does not follow from the line before it. "
-            "Restore the file from a copy, or cut it off before this line and resume the run."
-        )
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _check_end(file: Any, path: Path, size: int, end: bytes) -> None:
-    """Raise LedgerError unless an open file has this size and this end, after which it then stands."""
-    found = file.seek(0, os.SEEK_END)
-    if found == size:
-        file.seek(size - len(end))
-        if file.read(len(end)) == end:
-            return
-        difference = "ends with another line than this run wrote"
-    else:
-        difference = f"has {found} bytes, this run left it with {size}"
-    raise LedgerError(
-        f"{path} {difference}: another process writes to it, or it was edited. End the other run, and resume this one "
-        "in a new process."
-    )
-
-
-def _append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
-    """Add bytes to a file of known size and end and sync it; leave one that cannot take all of them as it was."""
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            _check_end(file, path, size, end)
-            try:
-                _write(file, data)
-                os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(size)
-                raise
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{what} could not be recorded ({error.strerror}): the run stops, and what is recorded stays. Make room, "
-            "then call train(), or train(resume_from_checkpoint=True) in a new process",
-            str(path),
-        ) from error
-
-
-def _write(file: Any, data: bytes) -> None:
-    while data:  # a disk that is nearly full takes a part first
-        data = data[file.write(data) :]

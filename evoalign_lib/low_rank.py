@@ -12,7 +12,7 @@ code (HyperscaleES) in five points:
 1. The factors of a member are drawn once a step, not once a token and layer; a step's noise is never used again (their
    `noise_reuse=0` repeats the noise of the first epoch in every epoch).
 2. The update is the paper's, alpha / N sum z E; their code multiplies it by sigma and sqrt(N) once more
-   (`update_scaling="hyperscale"`).
+   (`update_scaling` "hyperscale" in older ledgers, which are replayed so).
 3. z is standardised over the population (`update_rules`); their code divides by the deviation of all scores, prompts
    included.
 4. All parameters move, those with one dimension by noise of full rank; their code freezes embeddings, head, norms and

@@ -17,7 +17,6 @@ change of a single bit makes a version 2.
      r = sqrt(-2 log u), a = pi (w' >> 8) 2^-23.
    - ``byte_sum``. A word w_i for column 4q + i, with the bytes b0 to b3: (b0 + b1 + b2 + b3 - 510) / sqrt(21845), the
      integer made a float32 and multiplied by the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
-   - ``rademacher``. The highest bit of word w_i is the sign bit of column 4q + i, which is 1 or -1.
    - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as in
      released codes, which seed anew for each tensor. It exists to reproduce and measure that.
 4. Low rank. With a rank r above 0 the noise of a tensor of two or more dimensions is E = A B^T / sqrt(r) (EGGROLL,
@@ -51,6 +50,15 @@ import numpy as np
 from evoalign_lib import _noise_cpu
 from evoalign_lib._anchor import TensorAnchor, check_decay
 from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
+from evoalign_lib._noise_host import (
+    Entry,
+    HostWeights,
+    add_noise,
+    add_products,
+    factors_of,
+    read_only,
+    rows_of_members,
+)
 from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
@@ -63,13 +71,10 @@ NOISE_VERSION = 1
 _LAWS = {
     "gaussian": (_noise_cpu.GAUSSIAN, True),
     "byte_sum": (_noise_cpu.BYTE_SUM, True),
-    "rademacher": (_noise_cpu.RADEMACHER, True),
     "tied": (_noise_cpu.GAUSSIAN, False),
 }
 DISTRIBUTIONS = tuple(_LAWS)
 BACKENDS = ("numba", "numpy", "triton")
-_FACTORS = 1 << 22  # numbers of low-rank factors in memory at once, 16 MB
-_LEAST_TILE = 64  # rows and columns of a matrix to which they are added at a time, at least
 
 
 # Keys and parameter ids.
@@ -201,7 +206,7 @@ def normals(
         rows: (start, stop) of the window's rows; all of them if None.
         cols: (start, stop) of the window's columns; all of them if None.
         stream: 0 full-rank noise, 1 and 2 low-rank factors A and B, 3 stochastic rounding, 4 sampling.
-        distribution: "gaussian", "byte_sum", "rademacher" or "tied": step 3 of the law.
+        distribution: "gaussian", "byte_sum" or "tied": step 3 of the law.
         backend: "numba"; the reference "numpy"; "triton" on a GPU, or in Triton's interpreter. All give the same bits.
 
     Returns:
@@ -227,7 +232,7 @@ def normals(
         window = np.empty((r1 - r0, c1 - c0), np.float32)
         table = (*(np.array([number], np.int64) for number in (0, *window.shape)), ids)
         nothing = np.full(window.size, _noise_cpu.NOTHING)
-        _add_noise(
+        add_noise(
             kind, window.reshape(-1), nothing, _noise_cpu.NOTHING, key, np.ones(1, np.float32), table, (r0, c0), stream
         )
     else:
@@ -271,22 +276,12 @@ def factors(
     windows = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
     if backend == "numba":
         kind, ids = _law(distribution, np.array([unsigned("param_id", param_id, 32)], np.uint32))
-        return _factors(kind, keys, int(ids[0]), rank, *windows)
+        return factors_of(kind, keys, int(ids[0]), rank, *windows)
     found, options = [], {"distribution": distribution, "backend": backend}
     for stream, length, window in ((1, n_rows, windows[0]), (2, n_cols, windows[1])):
         whole = [normals(int(k), param_id, (rank, length), cols=window, stream=stream, **options) for k in keys]
         found.append(np.array(whole, np.float32).reshape(len(keys), rank, window[1] - window[0]))
     return found[0] * _noise_cpu.root(rank), found[1]
-
-
-def _factors(
-    kind: int, keys: np.ndarray, param_id: int, rank: int, rows: tuple[int, int], cols: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `factors` returns, given the number of the distribution and the id that it uses."""
-    return (
-        _rows_of_members(kind, keys, param_id, rank, rows, 1, _noise_cpu.root(rank)),
-        _rows_of_members(kind, keys, param_id, rank, cols, 2),
-    )
 
 
 def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "gaussian") -> np.ndarray:
@@ -295,22 +290,7 @@ def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "g
     Arguments and errors are those of `factors`.
     """
     kind, ids = _law(distribution, np.array([unsigned("param_id", param_id, 32)], np.uint32))
-    return _rows_of_members(kind, keys, int(ids[0]), 1, (0, length), 0)[:, 0]
-
-
-def _rows_of_members(
-    kind: int,
-    keys: np.ndarray,
-    param_id: int,
-    rows: int,
-    cols: tuple[int, int],
-    stream: int,
-    scale: np.float32 = np.float32(1),  # noqa: B008, a number
-) -> np.ndarray:
-    """Return scale * the numbers of each member in the first rows and in these columns, float32 (members, rows, n)."""
-    drawn = np.full((len(keys), rows, cols[1] - cols[0]), _noise_cpu.NOTHING)
-    _noise_cpu.add_rows(kind, drawn, keys, scale, cols[0], np.uint32(param_id), np.uint32(stream))
-    return drawn
+    return rows_of_members(kind, keys, int(ids[0]), 1, (0, length), 0)[:, 0]
 
 
 def eps(
@@ -336,9 +316,8 @@ def eps(
         window = _noise_cpu.reference_product(a[0], b[0])
     else:
         window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
-        flat, cols_there = window.reshape(-1), b.shape[2]
-        one = np.ones(1, np.float32)
-        _noise_cpu.add_products(flat, _read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, cols_there)
+        flat, one = window.reshape(-1), np.ones(1, np.float32)
+        _noise_cpu.add_products(flat, read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, b.shape[2])
     return window.reshape(tuple(shape)) if rows is None and cols is None else window
 
 
@@ -389,60 +368,6 @@ def _law(distribution: str, ids: np.ndarray) -> tuple[int, np.ndarray]:
     return kind, ids if own_ids else np.zeros_like(ids)
 
 
-def _add_noise(
-    kind: int,
-    out: np.ndarray,
-    source: np.ndarray,
-    start: np.float32,
-    keys: int | np.ndarray,
-    coefficients: np.ndarray,
-    table: tuple[np.ndarray, ...],
-    first: tuple[int, int] = (0, 0),
-    stream: int = 0,
-    part: tuple[int, int] = (0, 1),
-) -> None:
-    """out = source + (start + sum of c_n eps_n) for each tensor of the table, in numba."""
-    source = _read_only(source)
-    keys = np.array([keys], np.uint64) if isinstance(keys, int) else keys
-    _noise_cpu.add_noise(kind, out, source, start, keys, coefficients, *table, *first, np.uint32(stream), *part)
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    """Return a read-only view, as all sources are: numba compiles anew for each kind of argument."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _add_products(
-    out: np.ndarray,
-    source: np.ndarray,
-    start: np.float32,
-    keys: np.ndarray,
-    coefficients: np.ndarray,
-    entry: Entry,
-    rank: int,
-    kind: int,
-    first: tuple[int, int] = (0, 0),
-    part: tuple[int, int] = (0, 1),
-) -> None:
-    """out = source + (start + sum of c_n E_n) for one matrix in flat buffers, or its i-th of n shares.
-
-    Factors of many members are large: a tile of the matrix is done at a time, for which `_FACTORS` numbers suffice.
-    Entry: where the matrix lies, a window of its parameter that begins at `first`, and the id that the kernels use.
-    """
-    side = max(_LEAST_TILE, _FACTORS // max(1, 2 * rank * len(keys)))
-    begin, end = (entry.rows * i // part[1] for i in (part[0], part[0] + 1))
-    row0, col0 = first
-    for row in range(begin, end, side):
-        rows = row0 + row, row0 + min(row + side, end)
-        for col in range(0, entry.cols, side):
-            cols = col0 + col, col0 + min(col + side, entry.cols)
-            a, b = _factors(kind, keys, entry.id, rank, rows, cols)
-            place = entry.offset + row * entry.cols + col
-            _noise_cpu.add_products(out, _read_only(source), start, coefficients, a, b, place, entry.cols)
-
-
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return rows and columns of a tensor as the noise law sees it."""
     n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
@@ -462,17 +387,6 @@ def _window(name: str, window: tuple[int, int] | None, length: int, shape: Seque
             f"{name}=({start}, {stop}) is no range within 0 to {length}, the {name} of shape {tuple(shape)}"
         )
     return start, stop
-
-
-class Entry(NamedTuple):
-    """One parameter of a Layout."""
-
-    name: str  # canonical Hugging Face name
-    shape: tuple[int, ...]
-    rows: int  # of the matrix that the noise law sees
-    cols: int
-    offset: int  # position of the first element in the flat buffer
-    id: int  # parameter id
 
 
 @dataclass(frozen=True, eq=False)
@@ -566,7 +480,7 @@ def perturb(
         key: 64-bit member key.
         sigma: standard deviation of the perturbation, weight units.
         sign: -1 for the second member of an antithetic pair.
-        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        distribution: "gaussian", "byte_sum" or "tied".
         rank: of the noise of matrices; 0: full rank.
 
     Raises:
@@ -603,7 +517,7 @@ def update(
         coefficients: float32 (members,), weight units; fl32(alpha * z_n / N) in an ES step.
         part: (i, n) does the i-th of n equal shares only. Shares touch different weights, so n threads or processes
             with one shared master get the bits of a single call.
-        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        distribution: "gaussian", "byte_sum" or "tied".
         rank: of the noise of matrices; 0: full rank.
 
     Raises:
@@ -636,10 +550,10 @@ def _add_members(
     rank, (kind, ids) = check_rank(rank), _law(distribution, layout.table[-1])
     low = np.array([is_low_rank(entry.shape, rank) for entry in layout.entries])
     table = tuple(column[~low] for column in (*layout.table[:-1], ids))
-    _add_noise(kind, out, source, start, keys, coefficients, table, part=part)
+    add_noise(kind, out, source, start, keys, coefficients, table, part=part)
     for i in np.flatnonzero(low):
         entry = layout.entries[i]._replace(id=int(ids[i]))
-        _add_products(out, source, start, keys, coefficients, entry, rank, kind, part=part)
+        add_products(out, source, start, keys, coefficients, entry, rank, kind, part=part)
 
 
 def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank: int = 0) -> np.ndarray:
@@ -648,7 +562,7 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
     Args:
         layout: the parameters.
         key: 64-bit member key.
-        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        distribution: "gaussian", "byte_sum" or "tied".
         rank: of the noise of matrices; 0: full rank.
 
     Returns:
@@ -661,45 +575,6 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
     for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):
         view[...] = eps(key, entry.id, entry.shape, rank, distribution=distribution)
     return vector
-
-
-def reference_perturb(
-    master: np.ndarray,
-    layout: Layout,
-    key: int,
-    sigma: float,
-    sign: Literal[1, -1] = 1,
-    distribution: str = "gaussian",
-    rank: int = 0,
-) -> np.ndarray:
-    """Return what `perturb` writes to its first argument, in plain NumPy; arguments and errors are the same."""
-    _check_buffer("master", master, layout)
-    out, scale = master.copy(), signed_sigma(sigma, sign)
-    for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
-        noise = eps(key, entry.id, entry.shape, rank, distribution=distribution, backend="numpy")
-        weights[...] = weights + scale * noise
-    return out
-
-
-def reference_update(
-    master: np.ndarray,
-    layout: Layout,
-    keys: np.ndarray,
-    coefficients: np.ndarray,
-    distribution: str = "gaussian",
-    rank: int = 0,
-) -> np.ndarray:
-    """Return what `update` makes of the master, in plain NumPy; arguments and errors are the same."""
-    _check_buffer("master", master, layout)
-    check_members(keys, coefficients)
-    updated = master.copy()
-    for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
-        total = np.zeros(entry.shape, np.float32)
-        for key, coefficient in zip(keys, coefficients, strict=True):
-            noise = eps(int(key), entry.id, entry.shape, rank, distribution=distribution, backend="numpy")
-            total = total + coefficient * noise
-        weights[...] = weights + total
-    return updated
 
 
 class Piece(NamedTuple):
@@ -730,7 +605,7 @@ def device_weights(
 
     Args:
         pieces: all tensors that are to be perturbed, on one device, tied weights once.
-        distribution: "gaussian", "byte_sum", "rademacher" or "tied".
+        distribution: "gaussian", "byte_sum" or "tied".
         most_members: largest population of an update.
         anchor_decay: share of the way from these weights that each update takes back first (`_anchor`); above 0 a copy
             of the tensors in their dtype is kept.
@@ -776,78 +651,6 @@ def device_weights(
     from evoalign_lib import _noise_triton
 
     return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor, ranks=ranks)
-
-
-class HostWeights:
-    """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master and members written from it.
-
-    Made by `device_weights`, which checks the arguments: working tensors as (rows, cols), (parameter id, first row,
-    first column) of each in its parameter, the number of the distribution, the tensors' start if updates decay toward
-    it, and the rank of each tensor's noise.
-    """
-
-    def __init__(
-        self,
-        matrices: Sequence[torch.Tensor],
-        windows: Sequence[tuple[int, int, int]],
-        kind: int,
-        anchor: TensorAnchor | None = None,
-        ranks: Sequence[int] = (),
-    ):
-        import torch
-
-        self._matrices, self._windows, self._kind, self._anchor = list(matrices), list(windows), kind, anchor
-        self._ranks = list(ranks) or [0] * len(self._matrices)
-        self._offsets, size = [], 0
-        for matrix in matrices:
-            self._offsets.append(size)
-            size = -(-(size + matrix.numel()) // _noise_cpu.ALIGNMENT) * _noise_cpu.ALIGNMENT
-        self.master = torch.zeros(size, dtype=torch.float32)
-        """float32 (size,): the tensors one after the other, as a `Layout` of them in this order has them"""
-        for view, matrix in zip(self.views(), matrices, strict=True):
-            view.copy_(matrix)
-
-    def views(self) -> list[torch.Tensor]:
-        """Return the master of each working tensor, float32 (rows, cols), without a copy."""
-        return [
-            self.master[offset : offset + matrix.numel()].view(matrix.shape)
-            for offset, matrix in zip(self._offsets, self._matrices, strict=True)
-        ]
-
-    def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
-        """Write one member's weights; arguments, bits and errors are those of `DeviceWeights.perturb`."""
-        import torch
-
-        key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
-        keys = np.array([key], np.uint64)
-        for view, matrix, *place in zip(self.views(), self._matrices, self._windows, self._ranks, strict=True):
-            member = np.empty(view.numel(), np.float32)
-            self._add(member, view, _noise_cpu.NOTHING, keys, scale, *place)
-            matrix.copy_(torch.from_numpy(member).view(matrix.shape))
-
-    def restore(self) -> None:
-        """Write the master itself, cast to the working tensors' dtypes."""
-        for view, matrix in zip(self.views(), self._matrices, strict=True):
-            matrix.copy_(view)
-
-    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Add the members' noise to the master; arguments, bits and errors are those of `DeviceWeights.update`."""
-        check_members(keys, coefficients)
-        if self._anchor is not None:
-            self._anchor.decay(self.views())
-        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
-        for view, *place in zip(self.views(), self._windows, self._ranks, strict=True):
-            self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], *place)
-
-    def _add(self, out, view, start, keys, coefficients, window, rank) -> None:
-        param_id, *first = window
-        rows, cols = view.shape
-        if rank:
-            entry, source = Entry("", (rows, cols), rows, cols, 0, param_id), view.numpy().reshape(-1)
-            _add_products(out, source, start, keys, coefficients, entry, rank, self._kind, tuple(first))
-            return
-        table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
-        _add_noise(self._kind, out, view.numpy().reshape(-1), start, keys, coefficients, table, tuple(first))
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -327,7 +327,7 @@ def open_weights(
         layout: of those that move; None: of what has requires_grad, an adapter's (PEFT) for example; of all parameters
             where none has it.
         precision: "master", "kahan" or "inplace".
-        distribution: of the noise: "gaussian", "byte_sum", "rademacher" or "tied".
+        distribution: of the noise: "gaussian", "byte_sum" or "tied".
         bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
             model takes no memory of its own; False: leave the model alone.
         threads: threads that share an update of the master (its bits do not depend on them); other modes use one.

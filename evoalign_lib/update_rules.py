@@ -20,6 +20,12 @@ SCHEDULES = ("constant", "linear", "cosine")
 _TIE = 1e-12  # of the largest reward: differences of this size are rounding, whatever the reward's unit
 
 
+def mean_reward(rewards: np.ndarray) -> float:
+    """Return the mean over the completions to which a reward function applied, (completions,); NaN if to none."""
+    applied = rewards[~np.isnan(rewards)]
+    return float(applied.mean()) if len(applied) else math.nan
+
+
 class Member(NamedTuple):
     """One member of a population: the key of its noise and the sign of the perturbation."""
 
@@ -180,3 +186,11 @@ def scheduled(value: float, schedule: str, final_fraction: float, step: int, max
     left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     # 12 decimals: cosines of different libraries differ in the last bit, and replays must not
     return value * round(final_fraction + (1 - final_fraction) * left, 12)
+
+
+_PURPOSES = {"order": 0, "shuffled": 1, "random": 2, "shown": 3, "batches": 4}
+
+
+def generator(seed: int, index: int, purpose: str) -> np.random.Generator:
+    """Return a branch of the run's one tree of seeds; member noise has a law of its own and is not part of it."""
+    return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from evoalign_lib import tiny
+from evoalign_lib import noise, tiny
 
 PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]
 
@@ -104,7 +104,7 @@ def qwen(size: str, **changed) -> dict:
 def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
     """The bytes of a ledger of these lines with hashes that fit, in the form of the format that the first one names."""
     lines = [{name: value for name, value in line.items() if name not in ("hash", "prev")} for line in lines]
-    old = lines[0].get("evoalign_ledger") in (1, 2, 3)
+    old = lines[0].get("evoalign_ledger") == 1
     texts: list[str] = []
     last = ""
     for line in lines:
@@ -135,3 +135,34 @@ def in_child(function: Callable[[], object]) -> int:
             sys.stderr.flush()
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian", rank=0) -> np.ndarray:
+    """What `noise.perturb` writes to its first argument, in plain NumPy."""
+    out, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
+    for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
+        weights[...] = weights + np.float32(sign * sigma) * noise.eps(key, entry.id, entry.shape, rank, **law)
+    return out
+
+
+def reference_update(master, layout, keys, coefficients, distribution="gaussian", rank=0) -> np.ndarray:
+    """What `noise.update` makes of the master, in plain NumPy."""
+    updated, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
+    for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
+        total = np.zeros(entry.shape, np.float32)
+        for key, coefficient in zip(keys, coefficients, strict=True):
+            total = total + coefficient * noise.eps(int(key), entry.id, entry.shape, rank, **law)
+        weights[...] = weights + total
+    return updated
+
+
+def greedy(model, length: int = 6) -> list[list[int]]:
+    """Tokens of transformers' generate for `PROMPTS`, one prompt at a time."""
+    tok, found = tokenizer(), []
+    ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
+    for prompt in PROMPTS:
+        ids = torch.tensor([tok(prompt)["input_ids"]])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": length}
+        new = model.generate(**given, do_sample=False, **ends)
+        found.append(new[0, ids.shape[1] :].tolist())
+    return found

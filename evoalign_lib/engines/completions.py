@@ -26,14 +26,13 @@ FOLDER = "completions"
 """folder in output_dir"""
 
 
-def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int, unique: bool) -> Table:
+def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int) -> Table:
     """Return the completions of the best and the worst member of a step.
 
     Args:
         evaluations: (members,).
         fitness: (members,) reward units; of equals the first counts.
         step: 0, 1, ...
-        unique: the best member alone, so that each prompt is there once (and each of its samples).
 
     Returns:
         "step", "member", then the columns of `Scored.table`, and "advantage": the member's reward, standardised over
@@ -42,7 +41,7 @@ def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int, u
     best, worst = int(np.argmax(fitness)), int(np.argmin(fitness))
     deviation = float(np.std(fitness))
     found: Table = {}
-    members = [best] if unique or best == worst else [best, worst]
+    members = [best] if best == worst else [best, worst]
     names = list(dict.fromkeys(name for member in members for name in evaluations[member].scored.table))
     for member in members:
         table = evaluations[member].scored.table

@@ -353,7 +353,6 @@ def noise_account(plan: Plan) -> dict:
 
     cases: dict[str, Callable] = {"ours: copy of the master": lambda: np.copyto(out, master)}
     for distribution, what in (
-        ("rademacher", "Philox words, one bit used"),
         ("byte_sum", "Philox words, bytes summed"),
         ("gaussian", "whole pass (Philox, Box-Muller)"),
     ):

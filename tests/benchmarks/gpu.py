@@ -35,7 +35,7 @@ from tests.benchmarks import shared
 from tests.benchmarks.shared import merge, public_perturb, run_sections
 
 SIGMA, ALPHA = 1e-3, 5e-4
-KERNELS = ("gaussian", "byte_sum", "rademacher")
+KERNELS = ("gaussian", "byte_sum")
 
 
 @dataclass(frozen=True)

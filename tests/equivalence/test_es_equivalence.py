@@ -6,7 +6,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, random_model, reference_perturb, reference_update, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,44 +155,6 @@ def test_what_prompts_have_in_common_is_computed_once():
     assert len(Prompts([{"prompt": "ab"}, {"prompt": "ba"}], tok).prefix) == 0
 
 
-@pytest.mark.parametrize("capability", ["none", "avx512_bf16", "amx_bf16"])
-def test_a_bfloat16_model_is_multiplied_as_the_cpu_can(capability, monkeypatch):
-    """In bfloat16 where it has instructions, else in float32 with the same rounded weights."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True})
-    model, tok = random_model().to(torch.bfloat16), tokenizer()
-    engine = LocalEngine(model, tok, None, {"train": Prompts(ROWS, tok)}, max_completion_length=8)
-    expected = "float32" if capability == "none" else "bfloat16"
-    assert engine.decoder == "loop" and engine.plan["products"] == expected
-    views = engine._views(engine.master)
-    assert {str(v.dtype) for v in views.values()} == {f"torch.{expected}"}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(views[name].float(), parameter.detach().float())
-    exact = random_model().to(torch.bfloat16).double()
-    for row, (_, ids) in zip(ROWS, engine.generate("train")[0], strict=True):
-        start = tok(row["prompt"])["input_ids"]
-        with torch.inference_mode():
-            scores = exact(torch.tensor([start + ids[:-1]])).logits[0, len(start) - 1 :]
-        below = scores.max(-1).values - scores[torch.arange(len(ids)), ids]
-        # bfloat16 has 8 significant bits: logits of size 4 are uncertain by some hundredths
-        assert below.max() < (1e-4 if expected == "float32" else 0.15)
-
-
-def test_logits_of_the_loop_against_float64():
-    """The loop's choice is never far below the best logit of a float64 model."""
-    for kind in ("qwen2", "llama"):
-        model = random_model(kind)
-        prompts = Prompts(ROWS, tokenizer())
-        decoder = Decoder(model.config, dict(model.named_parameters()), [tokenizer().eos_token_id], 0)
-        new = decoder.generate(torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask), 12)
-        exact = random_model(kind).double()
-        for row, tokens in zip(ROWS, new.tolist(), strict=True):
-            ids = tokenizer()(row["prompt"])["input_ids"]
-            with torch.inference_mode():
-                scores = exact(torch.tensor([ids + tokens[:-1]])).logits[0, len(ids) - 1 :]
-            chosen = scores[torch.arange(12), tokens]
-            assert (scores.max(-1).values - chosen).max() < 1e-4
-
-
 # ---- the step and its formula
 
 
@@ -202,19 +164,10 @@ def token_sum(completion_ids, **columns):
 
 def trainer(tmp_path, reward=token_sum, callbacks=None, model=None, **changed) -> ESTrainer:
     config = {
-        "output_dir": str(tmp_path / "run"),
-        "population_size": 6,
-        "sigma": 0.05,
-        "alpha": 0.05,
-        "max_steps": 3,
-        "prompts_per_step": 3,
-        "max_completion_length": 5,
-        "workers": 1,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "seed": 5,
-    } | changed
+        "output_dir": str(tmp_path / "run"), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 3,
+        "prompts_per_step": 3, "max_completion_length": 5, "workers": 1, "disable_tqdm": True, "report_to": "none",
+        "save_strategy": "no", "seed": 5,
+    } | changed  # fmt: skip
     return ESTrainer(
         random_model() if model is None else model, reward, ESConfig(**config), ROWS, None, tokenizer(), callbacks
     )
@@ -236,7 +189,7 @@ def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha:
         for i in range(n):
             message = b"v1" + run + step.to_bytes(4, "little") + i.to_bytes(4, "little")
             keys.append(int.from_bytes(blake2b(message, digest_size=8).digest(), "little"))
-            member = noise.reference_perturb(master, layout, keys[-1], sigma)
+            member = reference_perturb(master, layout, keys[-1], sigma)
             with torch.no_grad():
                 for name, view in layout.views(member).items():
                     dict(model.named_parameters())[name].copy_(torch.from_numpy(view))
@@ -251,7 +204,7 @@ def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha:
         c = np.array([np.float32(alpha * ((f - mean) / deviation) / n) for f in fitness], np.float32)
         if decay:
             master = master - np.float32(decay) * (master - origin)
-        master = noise.reference_update(master, layout, np.array(keys, np.uint64), c)
+        master = reference_update(master, layout, np.array(keys, np.uint64), c)
     return master
 
 
@@ -313,47 +266,6 @@ def test_two_workers_are_one(tmp_path):
 # ---- resuming
 
 
-class Kill(Exception):
-    pass
-
-
-class StopAfter:
-    """A reward that fails once a step is reached, as a killed process would."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, completion_ids, trainer_state, **columns):
-        if trainer_state.global_step == self.step:
-            raise Kill
-        return token_sum(completion_ids)
-
-
-def sometimes(completion_ids, number, **columns):
-    """A reward that applies to some prompts only, so that there is something to count."""
-    return [None if n == 3 else float(sum(ids)) for n, ids in zip(number, completion_ids, strict=True)]
-
-
-@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
-@pytest.mark.parametrize("how", [True, "path"])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, how, fitness):
-    whole = trainer(tmp_path / "whole", sometimes, max_steps=6, fitness=fitness)
-    whole.train()
-    settings = {"fitness": fitness, "save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path / "cut", sometimes, max_steps=4, **settings).train()
-    resumed = trainer(tmp_path / "cut", sometimes, max_steps=6, model=random_model(seed=9), **settings)
-    resumed.train(resume_from_checkpoint=True if how is True else str(tmp_path / "cut/run/checkpoint-2"))
-    assert resumed.engine.master.tobytes() == whole.engine.master.tobytes()
-    assert resumed.state.global_step == 6 and resumed.state.epoch == whole.state.epoch
-    timing = {"step_time", "members_per_second", "core_seconds"}
-    for one, other in zip(resumed.state.log_history, whole.state.log_history, strict=True):
-        assert {k: v for k, v in one.items() if k not in timing} == {k: v for k, v in other.items() if k not in timing}
-    assert resumed.counts == whole.counts and (whole.counts["none"] > 6 or fitness == "random")
-    assert {k: v for k, v in resumed.budget.items() if k != "core_seconds"} == {
-        k: v for k, v in whole.budget.items() if k != "core_seconds"
-    }
-
-
 def test_a_checkpoint_does_not_say_where_weights_decay_to(tmp_path):
     """The model does: another one is refused, whose weights a checkpoint would replace otherwise."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "anchor_decay": 0.3, "fitness": "random"}
@@ -361,21 +273,3 @@ def test_a_checkpoint_does_not_say_where_weights_decay_to(tmp_path):
     other = trainer(tmp_path, **settings, model=random_model(seed=9))
     with pytest.raises(ledger.LedgerError, match="not the weights that the run started from: .* Load that model anew"):
         other.train(resume_from_checkpoint=True)
-
-
-def test_a_run_that_dies_in_a_step_resumes_from_its_last_checkpoint(tmp_path):
-    whole = trainer(tmp_path / "whole", max_steps=5)
-    whole.train()
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
-    with pytest.raises(Exception, match="Kill"):
-        trainer(tmp_path / "cut", StopAfter(3), **settings).train()
-    resumed = trainer(tmp_path / "cut", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.engine.master.tobytes() == whole.engine.master.tobytes()
-    # and in the same process, without any checkpoint: the master had not moved in the step that died
-    again = trainer(tmp_path / "again", StopAfter(3), max_steps=5)
-    with pytest.raises(Exception, match="Kill"):
-        again.train()
-    again.rewards.functions[0].step = None
-    again.train()
-    assert again.engine.master.tobytes() == whole.engine.master.tobytes()

@@ -5,7 +5,6 @@ Every run of the tests takes a few of each. The full size, with its numbers, tak
     .venv/bin/python -m pytest -m slow tests/equivalence/test_faults.py -s
 """
 
-import hashlib
 import json
 import os
 import re
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evoalign_study.records import append_record, seal_problems, spec_hash
 from helpers import in_child, random_model
 from test_interrupts import Lines, lines_of
 from test_resume import EVALUATING, STEPS, cut, fork, outcome, trainer, wait
@@ -44,17 +42,20 @@ SETTINGS = {
 }
 
 
+FULL = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
 def in_full(few: int, full: int) -> pytest.MarkDecorator:
     """Run a test with a few faults, and where slow tests are asked for with all."""
-    slow = pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(3600)], id="full")
+    slow = pytest.param(full, marks=FULL, id="full")
     return pytest.mark.parametrize("faults", [pytest.param(few, id="few"), slow])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(tmp_path_factory):
     """Imports and compiled code that the children inherit."""
-    for i, settings in enumerate(SETTINGS.values()):
-        trainer(tmp_path_factory.mktemp(f"warm-{i}"), **settings | {"max_steps": 1, "workers": 1}).train()
+    for name in ("best", "inplace", "sampled"):
+        trainer(tmp_path_factory.mktemp(name), **SETTINGS[name] | {"max_steps": 1, "workers": 1}).train()
 
 
 # ---- interrupts
@@ -152,8 +153,13 @@ def interrupt(folder: Path, settings: dict, seconds: float, most: int, rng: np.r
     return times
 
 
-@in_full(2, INTERRUPTS // len(SETTINGS))
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("checkpoints", 2),
+        *(pytest.param(name, INTERRUPTS // len(SETTINGS), marks=FULL, id=f"{name}-full") for name in SETTINGS),
+    ],
+)
 def test_interrupts_at_random_instants(tmp_path, name, faults):
     """Weights, budget, log entries and ledger of the finished run are those of one that was left alone."""
     settings, rng = SETTINGS[name], np.random.default_rng(list(name.encode()))
@@ -194,6 +200,7 @@ trainer(Path(sys.argv[1], "run"), hanging, workers=2).train()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # a process that imports all anew, perhaps beside others
 def test_ctrl_c_ends_the_process_of_a_run_whose_reward_hangs_in_a_worker(tmp_path):
     """As in a terminal: the interrupt reaches the workers, which hang on; the process ends at once, they with it."""
@@ -236,7 +243,11 @@ def test_a_disk_that_fills_up_at_any_line_of_a_checkpoint(tmp_path):
         tested = trainer(tmp_path / "run", **SETTINGS["best"] | {"workers": 1, "max_steps": 2})
         tested.train()
         folder = tmp_path / "run/checkpoint-2"
-        lines = [line for line in lines_of(tested._save_checkpoint) if line[0] in ("/es.py", "/_checkpoints.py")]
+        lines = [
+            line
+            for line in lines_of(tested._save_checkpoint)
+            if line[0] in ("/es.py", "/_surface.py", "/_checkpoints.py")
+        ]
         whole, refused = {path.name: path.read_bytes() for path in folder.iterdir()}, Counter()
         for line in lines:
             try:
@@ -337,31 +348,3 @@ def test_flipped_bits_of_a_checkpoint(left, tmp_path, faults):
         results["harmless"] += 1  # what is for readers, such as the model that transformers loads
     assert results.total() == faults
     print(f"\ncheckpoint: {results.total()} of {faults} flipped bits found or harmless {dict(results)}")
-
-
-@in_full(20, FLIPS)
-def test_flipped_bits_of_records(left, tmp_path, faults):
-    """In the records, their seal, and the ledger that one of them names: every one is found."""
-    rng, results, made = np.random.default_rng(1), Counter(), []
-    for seed in range(4):
-        spec = {"kind": "train", "scale": "tiny", "seed": seed}
-        made.append({"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "value": seed / 7})
-    packed = (left / "packed.jsonl.gz").read_bytes()
-    run = ledger.read(left / "packed.jsonl.gz")
-    made[1]["ledger"] = {"sha256": hashlib.sha256(packed).hexdigest(), "weights": run.weights[STEPS]}
-    file = tmp_path / "tiny.jsonl"
-    kept = tmp_path / "ledgers" / f"{made[1]['spec_hash']}.jsonl.gz"
-    kept.parent.mkdir()
-    kept.write_bytes(packed)
-    for record in made:
-        append_record(file, record)
-    assert seal_problems(file) == []
-    for i in range(faults):
-        damaged = (file, file.with_suffix(".seal"), kept)[i % 3]
-        before = damaged.read_bytes()
-        bit = flip(damaged, rng)
-        assert seal_problems(file), (damaged.name, bit)
-        results["found"] += 1
-        damaged.write_bytes(before)
-    assert seal_problems(file) == [] and results.total() == faults
-    print(f"\nrecords: {results.total()} of {faults} flipped bits found")

@@ -98,7 +98,10 @@ def gradient(loss, model):
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-@pytest.mark.parametrize("arm", ["grpo", "dr_grpo", "dapo"])
+SLOW = [pytest.param(arm, marks=pytest.mark.slow) for arm in ("dr_grpo", "dapo")]
+
+
+@pytest.mark.parametrize("arm", ["grpo", *SLOW])
 def test_the_loss_of_the_notebook_is_the_one_of_trl(tmp_path, monkeypatch, arm):
     trainer, inputs, rewards = rollouts(tmp_path, monkeypatch, arm)
     model = trainer.model.train()

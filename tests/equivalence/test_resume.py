@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -14,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import PROMPTS, chained, random_model, tokenizer
-from transformers import EarlyStoppingCallback
 
-from evoalign_lib import ledger, precision
+from evoalign_lib import _ledger_lines, ledger, precision
 from evoalign_lib.engines.processes import own_progress_bars
 from evoalign_lib.es import ESConfig, ESTrainer
 
-KILLS = int(os.environ.get("EVOALIGN_KILLS", "5"))
+KILLS = int(os.environ.get("EVOALIGN_KILLS", "3"))
 STEPS = 12
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 
@@ -107,22 +105,29 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
                 os.kill(os.getpid(), signal.SIGKILL)
             file.write(data)
 
-        ledger._write = write
+        _ledger_lines.write = write
     tested = trainer(folder, **settings)
     tested.train(resume_from_checkpoint=(folder / ledger.NAME).exists())
     (folder / "outcome.json").write_text(json.dumps(outcome(tested)))
 
 
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "reward", "greater_is_better": True}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2},
-        {"workers": 2},
-        {"perturbation": "low_rank", "rank": 2, "workers": 2},
-        {"fitness": "shuffled"},
-        {"precision": "inplace", "noise": "tied", "save_strategy": "steps", "save_steps": 5},
-        {"anchor_decay": 0.1, "save_strategy": "steps", "save_steps": 5},
+        {"workers": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, **EVALUATING},
+        *(
+            pytest.param(settings, marks=pytest.mark.slow)
+            for settings in (
+                {},
+                {"perturbation": "low_rank", "rank": 2, "workers": 2},
+                {"fitness": "shuffled"},
+                {"precision": "inplace", "noise": "tied", "save_strategy": "steps", "save_steps": 5},
+                {"anchor_decay": 0.1, "save_strategy": "steps", "save_steps": 5},
+            )
+        ),
     ],
     ids=str,
 )
@@ -132,7 +137,7 @@ def test_killed_at_random_instants(tmp_path, settings):
     assert wait(fork(work, tmp_path / "whole", settings)) == 0
     duration = time.perf_counter() - started
     whole = json.loads((tmp_path / "whole/outcome.json").read_text())
-    assert whole["counts"]["none"] > 0 and len(whole["log"]) == STEPS
+    assert whole["counts"]["none"] > 0 and len([log for log in whole["log"] if "reward" in log]) == STEPS
     one = ledger.read(tmp_path / "whole" / ledger.NAME)
 
     def check(folder: Path) -> None:
@@ -162,7 +167,7 @@ def test_killed_at_random_instants(tmp_path, settings):
     assert ledger.verify(folder / ledger.NAME, random_model()).weights == whole["weights"]
 
 
-@pytest.mark.parametrize("share", [0, 0.01, 0.5, 1])
+@pytest.mark.parametrize("share", [0.5, 1])
 def test_killed_in_every_write(tmp_path, share):
     """Header, each line, and the line that closes the ledger: the run advances by a step a life."""
     folder, lives = tmp_path / "run", 0
@@ -207,23 +212,6 @@ def never(**columns):
     raise AssertionError("nothing is left to evaluate")
 
 
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "reward", "greater_is_better": True}
-
-
-@pytest.mark.parametrize("saving", [{}, {"save_strategy": "steps", "save_steps": 4}], ids=["ledger", "checkpoints"])
-def test_logs_evaluations_budget_and_state(tmp_path, saving):
-    whole = trainer(tmp_path / "whole", **EVALUATING)
-    whole.train()
-    cut(tmp_path / "run", 7, **EVALUATING, **saving)
-    resumed = trainer(tmp_path / "run", **EVALUATING, **saving)
-    resumed.train(resume_from_checkpoint=True)
-    assert outcome(resumed) == outcome(whole) and whole.state.best_global_step
-    first = ledger.read(tmp_path / "run" / ledger.NAME).steps[6]
-    [log] = [log for log in resumed.state.log_history if log["step"] == 7 and "reward" in log]
-    assert 0 < log["step_time"] == first.seconds  # of the run itself, not of its replay
-    assert resumed.budget["core_seconds"] > first.core > 0
-
-
 def test_recorded_steps_are_not_evaluated_again(tmp_path):
     whole = trainer(tmp_path / "run", max_steps=5)
     whole.train()
@@ -232,54 +220,6 @@ def test_recorded_steps_are_not_evaluated_again(tmp_path):
     assert outcome(again) == outcome(whole)
     data = (tmp_path / "run" / ledger.NAME).read_bytes()
     assert again.train().global_step == 5 and (tmp_path / "run" / ledger.NAME).read_bytes() == data
-
-
-def test_a_shorter_run_of_the_same_ledger_changes_nothing(tmp_path):
-    trainer(tmp_path / "run", max_steps=5).train()
-    data = (tmp_path / "run" / ledger.NAME).read_bytes()
-    shorter, other = trainer(tmp_path / "run", max_steps=3), trainer(tmp_path / "other", max_steps=3)
-    shorter.train(resume_from_checkpoint=True)
-    other.train()
-    assert outcome(shorter) == outcome(other) and (tmp_path / "run" / ledger.NAME).read_bytes() == data
-    shorter.args.max_steps = 7
-    shorter.train()
-    longer = trainer(tmp_path / "longer", max_steps=7)
-    longer.train()
-    assert outcome(shorter)["weights"] == outcome(longer)["weights"]
-
-
-def test_early_stopping_comes_at_the_same_step(tmp_path):
-    settings = {**EVALUATING, "eval_steps": 1, "alpha": 1e-9, "max_steps": 20}
-    whole = trainer(tmp_path / "whole", callbacks=[EarlyStoppingCallback(4)], **settings)
-    whole.train()
-    assert whole.state.global_step == 5
-    cut(tmp_path / "run", 3, **settings)
-    resumed = trainer(tmp_path / "run", callbacks=[EarlyStoppingCallback(4)], **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert outcome(resumed) == outcome(whole)
-
-
-def test_the_same_trainer_goes_on_after_an_error(tmp_path):
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    for resume in (None, True):
-        score = stopping(7)
-        tested = trainer(tmp_path / f"run{resume}", score)
-        with pytest.raises(Exception, match="Stop"):
-            tested.train()
-        tested.rewards.functions[0] = reward
-        tested.train(resume_from_checkpoint=resume)
-        assert outcome(tested)["weights"] == outcome(whole)["weights"]
-
-
-def test_a_step_beside_an_open_ledger_is_noticed(tmp_path):
-    tested = trainer(tmp_path / "run", stopping(7))
-    with pytest.raises(Exception, match="Stop"):
-        tested.train()
-    tested.rewards.functions[0] = reward
-    tested.step()  # to see what was wrong
-    with pytest.raises(RuntimeError, match="not those after step 7 of .*changed outside train"):
-        tested.train()
 
 
 @pytest.mark.parametrize("when", [3, 8])
@@ -322,69 +262,6 @@ def test_a_run_goes_on_in_another_folder(tmp_path):
 
 
 # ---- what is refused
-
-
-def test_another_model(tmp_path):
-    cut(tmp_path / "run", 3)
-    with pytest.raises(ledger.LedgerError, match="these are not the weights that the run started from"):
-        trainer(tmp_path / "run", model=random_model(seed=9)).train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize(("name", "value"), [("sigma", 0.1), ("seed", 7), ("chunk_rows", 2), ("decoder", "generate")])
-def test_other_settings(tmp_path, name, value):
-    cut(tmp_path / "run", 1)
-    with pytest.raises(
-        ValueError, match=f"ledger.jsonl' is of a run with {name}=.*, this one has {value!r}: use the same"
-    ):
-        trainer(tmp_path / "run", **{name: value}).train(resume_from_checkpoint=True)
-
-
-def test_checkpoints_that_do_not_fit(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    cut(tmp_path / "run", 5, **saving)
-    newest = tmp_path / "run/checkpoint-4"
-
-    def refused(message: str) -> None:
-        with pytest.raises(
-            ValueError, match=message + ".*: remove '.*checkpoint-4' to resume from what was saved before"
-        ):
-            trainer(tmp_path / "run", **saving).train(resume_from_checkpoint=True)
-
-    weights = (newest / "master.safetensors").read_bytes()
-    (newest / "master.safetensors").write_bytes(weights[:-100])
-    refused("checkpoint-4' is damaged")
-    (newest / "master.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    refused("the weights of '.*checkpoint-4' are not those that were saved")
-    (newest / "master.safetensors").write_bytes(weights)
-    for name in ("es_state.json", "trainer_state.json"):
-        text = (newest / name).read_text()
-        for damaged in ("", text[:99]):
-            (newest / name).write_text(damaged)
-            refused("checkpoint-4' is damaged")
-        (newest / name).write_text(text)
-    # a ledger that somebody cut is shorter than the checkpoint
-    path = tmp_path / "run" / ledger.NAME
-    data = path.read_bytes()
-    path.write_bytes(b"".join(data.splitlines(keepends=True)[:4]))
-    refused("checkpoint-4' is not of the run that .*ledger.jsonl records")
-    # and one of another run is another story
-    path.unlink()
-    trainer(tmp_path / "run", seed=5).train()
-    refused("checkpoint-4' is not of the run that .*ledger.jsonl records")
-    path.write_bytes(data)
-    # removed, as the message says
-    shutil.rmtree(newest)
-    resumed, whole = trainer(tmp_path / "run", **saving), trainer(tmp_path / "whole")
-    resumed.train(resume_from_checkpoint=True)
-    whole.train()
-    assert outcome(resumed) == outcome(whole)
-
-
-def test_a_checkpoint_without_its_ledger(tmp_path):
-    cut(tmp_path / "run", 5, save_strategy="steps", save_steps=2)
-    (tmp_path / "run" / ledger.NAME).unlink()
-    with pytest.raises(ValueError, match="checkpoint-4' has no ledger beside it: copy ledger.jsonl of its run there"):
-        trainer(tmp_path / "run").train(resume_from_checkpoint=True)
 
 
 def test_weights_that_come_out_otherwise_stop_the_resumed_run(tmp_path):

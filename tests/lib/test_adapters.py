@@ -2,14 +2,13 @@
 
 import json
 import os
-import resource
 import signal
 import warnings
 
 import pytest
 import torch
-from helpers import PROMPTS, in_child, random_model, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from helpers import PROMPTS, greedy, random_model, tokenizer
+from transformers import AutoModelForCausalLM
 
 from evoalign_lib import ledger, models, weight_files
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -58,20 +57,6 @@ def trainable(model) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def greedy(model, length: int = 6) -> list[list[int]]:
-    """Tokens of plain generate, one prompt at a time."""
-    tok, found = tokenizer(), []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tok(prompt)["input_ids"]])
-        with torch.inference_mode():
-            new = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False,
-                eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
-            )  # fmt: skip
-        found.append(new[0, ids.shape[1] :].tolist())
-    return found
-
-
 def own(tested: ESTrainer) -> list[list[int]]:
     return [ids for _, ids in tested.engine.generate("train")[0]]
 
@@ -101,22 +86,6 @@ def test_an_adapter_moves_and_its_base_does_not(tmp_path, decoder):
     assert greedy(plain) == greedy(tested.model) != untrained
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_peft_config_makes_the_adapter_as_in_trl(tmp_path, workers):
-    one, other = (
-        trainer(tmp_path / name, random_model(), peft_config=lora(), workers=workers) for name in ("one", "other")
-    )
-    assert isinstance(one.model, peft.PeftModel)
-    assert named(one.model) == named(other.model)  # drawn from the run's seed
-    state = torch.get_rng_state()
-    trainer(tmp_path / "third", random_model(), peft_config=lora())
-    assert torch.equal(torch.get_rng_state(), state)
-    one.train(), other.train()
-    assert named(one.model) == named(other.model)
-    seeded = trainer(tmp_path / "seeded", random_model(), peft_config=lora(), seed=7)
-    assert named(seeded.model) != named(trainer(tmp_path / "fourth", random_model(), peft_config=lora()).model)
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -144,15 +113,6 @@ def test_greedy_tokens_are_those_of_peft(tmp_path, changed):
     assert tested.engine.decoder == ("loop" if merged else "generate")
 
 
-def test_a_bfloat16_base_keeps_a_float32_adapter(tmp_path):
-    tested = trainer(tmp_path, adapted(random_model().to(torch.bfloat16)))
-    assert tested.engine.decoder == "generate"
-    before = named(tested.model)
-    tested.train()
-    assert moved(before, tested.model) == trainable(tested.model)
-    assert own(tested) == greedy(tested.model)
-
-
 def test_replay_of_an_adapters_ledger(tmp_path):
     random_model().save_pretrained(tmp_path / "base")
     tokenizer().save_pretrained(tmp_path / "base")
@@ -174,19 +134,6 @@ def test_replay_of_an_adapters_ledger(tmp_path):
         ledger.replay(path, tmp_path / "base")
     with pytest.raises(ValueError, match="moves a part of its model only.*evoalign replay --out"):
         weight_files.weights(path)
-
-
-def test_a_new_run_from_a_saved_adapter(tmp_path):
-    random_model().save_pretrained(tmp_path / "base")
-    tokenizer().save_pretrained(tmp_path / "base")
-    first = trainer(tmp_path / "first", str(tmp_path / "base"), peft_config=lora())
-    first.train()
-    first.save_model()
-    second = trainer(tmp_path / "second", str(tmp_path / "first"))
-    assert named(second.model) == named(first.model)
-    before = named(second.model)
-    second.train()
-    assert moved(before, second.model) == trainable(second.model) == trainable(first.model)
 
 
 @pytest.mark.parametrize("settings", [{}, {"anchor_decay": 0.1}, {"save_strategy": "steps", "save_steps": 2}])
@@ -218,56 +165,6 @@ def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
     assert named(again.model) == named(whole.model)
 
 
-def test_a_full_disk_leaves_no_part_of_the_adapter_that_a_run_begins_with(tmp_path):
-    def until_full():
-        tested = trainer(tmp_path / "run", random_model(), peft_config=lora())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))  # the header has room
-        with pytest.raises(OSError, match="the adapter that the run begins with could not be written .*Make room"):
-            tested.train()
-        assert tested.state.global_step == 0 and not ledger.recorded(tmp_path / "run" / ledger.NAME)
-        assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == []
-        # once there is room, the same trainer goes on
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        tested.train()
-
-    assert in_child(until_full) == 0
-    log = ledger.read(tmp_path / "run" / ledger.NAME)
-    assert log.ended and len(log.steps) == 3 and (tmp_path / "run/start/adapter_config.json").is_file()
-
-
-def test_a_checkpoint_goes_on_in_another_folder(tmp_path):
-    whole = trainer(tmp_path / "whole", adapted(), max_steps=4, save_strategy="steps", save_steps=2)
-    whole.train()
-    again = trainer(tmp_path / "other", adapted(seed=3), max_steps=5, anchor_decay=0.0)
-    again.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
-    assert (tmp_path / "other" / "start" / "adapter_model.safetensors").is_file()
-    whole.args.max_steps = 5
-    whole.train()
-    assert again.engine.weights.digest() == whole.engine.weights.digest()
-
-
-def test_a_run_over_another_base_is_not_gone_on_with(tmp_path):
-    trainer(tmp_path, adapted(), max_steps=1).train()
-    with pytest.raises(ValueError, match="is of a run with frozen='[0-9a-f]+', this one has"):
-        trainer(tmp_path, adapted(random_model(seed=3)), max_steps=2).train(resume_from_checkpoint=True)
-
-
-def test_other_adapters_are_refused_by_name(tmp_path):
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(ValueError, match="PROMPT_TUNING.*LoraConfig"):
-        trainer(tmp_path, random_model(), peft_config=config)
-
-
-def test_an_adapter_over_an_encoder_is_refused(tmp_path):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer()), **sizes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers says that it generates badly
-        base = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="of type 'bert', an encoder"):
-        trainer(tmp_path, base, peft_config=lora(target_modules=["query"]))
-
-
 def test_what_an_adapter_would_not_save_is_refused(tmp_path):
     model = adapted()
     model.base_model.model.model.norm.weight.requires_grad_(True)
@@ -284,21 +181,6 @@ def test_an_adapter_that_is_not_trainable_is_refused(tmp_path):
         trainer(tmp_path, random_model().requires_grad_(False))
 
 
-def test_two_adapters_at_once_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has an adapter, and peft_config asks for another"):
-        trainer(tmp_path, adapted(), peft_config=lora())
-    with pytest.raises(TypeError, match="peft_config is a dict"):
-        trainer(tmp_path, random_model(), peft_config=LORA)
-    model = adapted()
-    model.merge_adapter()
-    with pytest.raises(ValueError, match="is merged into its base.*unmerge_adapter"):
-        trainer(tmp_path, model)
-    model = random_model()
-    model.add_adapter(lora())
-    with pytest.raises(ValueError, match="has PEFT adapters .*peft_config"):
-        trainer(tmp_path, model)
-
-
 @pytest.mark.parametrize("settings", [{"engine": "vllm"}, {"engine": "vllm", "gpus": 2}, {"engine": "ray"}])
 def test_engines_that_move_all_weights_refuse_a_part(tmp_path, settings):
     model = random_model()
@@ -307,12 +189,6 @@ def test_engines_that_move_all_weights_refuse_a_part(tmp_path, settings):
     for given, of in cases:  # one engine of vLLM takes adapters
         with pytest.raises(ValueError, match=f"of {of} parameters are frozen.*engine='local'"):
             trainer(tmp_path, given, workers=None, **settings)
-
-
-@pytest.mark.parametrize("settings", [{"engine": "vllm"}, {"engine": "ray", "gpus": 1}])
-def test_a_batch_of_adapters_is_no_setting_of_a_model_without_one(tmp_path, settings):
-    with pytest.raises(ValueError, match="max_loras has no effect on a model without adapter"):
-        trainer(tmp_path, random_model(), workers=None, engine_kwargs={"max_loras": 4}, **settings)
 
 
 # ---- a part of the weights, without PEFT
@@ -355,27 +231,6 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
     assert moved(named(tested.model), longer.model) == trainable(longer.model)
 
 
-def test_a_ledger_of_all_weights_names_nothing_frozen(tmp_path):
-    trainer(tmp_path, random_model(), max_steps=1).train()
-    header = json.loads((tmp_path / ledger.NAME).read_bytes().splitlines()[0])
-    assert "frozen" not in header["settings"] and "adapter" not in header["model"]
-    assert not (tmp_path / "start").exists()
-    # frozen later, it replays all the same
-    assert len(ledger.replay(tmp_path / ledger.NAME, random_model().requires_grad_(False))) > 20_000
-
-
-@pytest.mark.parametrize("value", [7, "abc", None])
-def test_an_edited_header_is_refused(tmp_path, value):
-    trainer(tmp_path, adapted(), max_steps=1).train()
-    path = tmp_path / ledger.NAME
-    head, *rest = path.read_bytes().splitlines()
-    line = json.loads(head)
-    line["settings"]["frozen"] = value
-    path.write_bytes(b"\n".join([json.dumps(line).encode(), *rest, b""]))
-    with pytest.raises(ledger.LedgerError):
-        ledger.read(path)
-
-
 # ---- quantised bases
 
 
@@ -402,13 +257,6 @@ def torchao(bits: int):
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-QUANTISED = pytest.mark.parametrize(
-    ("how", "bits"),
-    [(bitsandbytes, 4), (bitsandbytes, 8), (quanto, 4), (quanto, 8), (torchao, 8)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-
-
 def quantised(folder, how, bits: int):
     """A quantised model, from its own folder as a user loads it."""
     if not (folder / "base").exists():
@@ -423,17 +271,6 @@ def state_bits(model) -> dict[str, bytes]:
 
     state = {name: b"".join(raw_bytes(value)) for name, value in model.state_dict().items() if "lora_" not in name}
     return {name: bits for name, bits in state.items() if bits}
-
-
-@QUANTISED
-@pytest.mark.filterwarnings("ignore")
-def test_a_quantised_model_without_adapter_is_refused(tmp_path, how, bits):
-    model = quantised(tmp_path, how, bits)
-    with pytest.raises(ValueError, match=r"quantised.*peft_config=LoraConfig\(...\)"):
-        trainer(tmp_path / "run", model)
-    given = {"quantization_config": how(bits)}
-    with pytest.raises(ValueError, match=r"quantised.*peft_config=LoraConfig\(...\)"):
-        trainer(tmp_path / "run", str(tmp_path / "base"), model_init_kwargs=given)
 
 
 # quanto's 4 bits are left out: on a CPU it compiles C++ for minutes when they are first multiplied

@@ -14,7 +14,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, random_model, reference_perturb, tokenizer
 from scipy import stats
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
@@ -422,7 +422,7 @@ def test_a_member_is_the_master_plus_its_noise(decoder):
     plus, minus = e.evaluate([Member(members(1)[0].key, sign) for sign in (1, -1)], 0.05, "train", np.arange(8))
     for evaluation, sign in ((plus, 1), (minus, -1)):
         model = random_model()
-        weights = noise.reference_perturb(e.master, e.layout, members(1)[0].key, 0.05, sign)
+        weights = reference_perturb(e.master, e.layout, members(1)[0].key, 0.05, sign)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(torch.from_numpy(e.layout.views(weights)[name]))

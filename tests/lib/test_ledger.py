@@ -14,7 +14,6 @@ import shutil
 import signal
 import time
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +25,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
-from evoalign_lib import ledger, models, noise, precision, tiny
+from evoalign_lib import ledger, models, noise
 from evoalign_lib.cli import app
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
-from evoalign_lib.update_rules import population
 
 ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 
@@ -70,15 +68,6 @@ def copy(run, tmp_path) -> Path:
     return path
 
 
-@pytest.fixture
-def old(run, tmp_path) -> Path:
-    """The same ledger as an older version would have written it, in format 1."""
-    path = tmp_path / "copy.jsonl"
-    header, *others = map(json.loads, lines(run / "out/ledger.jsonl"))
-    path.write_bytes(chained([header | {"evoalign_ledger": 1}, *others]))
-    return path
-
-
 def lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines()
 
@@ -103,28 +92,6 @@ def round_trip(rewards: np.ndarray, prompts: int) -> dict:
 def test_any_rewards_come_back_with_their_bits(values, prompts):
     line = round_trip(np.array(values), prompts)
     assert len(line["rewards"]) <= 4 * math.ceil(8 * len(values) / 3)
-
-
-@given(
-    st.integers(1, 600),
-    st.lists(st.sampled_from([0.0, 0.06, 0.1, 1.1, 0.5, 2.0, 0.125]), min_size=1, max_size=6),
-    st.sampled_from([1, -1]),  # of one sign: where rewards cancel, a mean is many units in its last place off
-    st.integers(0, 2**32),
-)
-def test_means_over_prompts_are_short_fractions(prompts, values, sign, seed):
-    rng = np.random.default_rng(seed)
-    rewards = np.array([rng.choice(values, prompts).mean() * sign for _ in range(30)]) + 0.0  # no -0
-    line = round_trip(rewards, prompts)
-    assert line["of"] % prompts == 0 and len(line["rewards"]) < 30 * 11
-
-
-EDGES = [0.0, -0.0, 5e-324, -5e-324, 2.2250738585072014e-308, 1.7976931348623157e308, -1.7976931348623157e308, 1e-17]
-
-
-def test_edges_of_float64():
-    for i, x in enumerate(EDGES):
-        for y in [*EDGES[i:], 1.0, 1 / 3]:
-            round_trip(np.array([x, y]), 128)
 
 
 def test_the_two_forms_by_hand():
@@ -186,32 +153,6 @@ def test_the_file_line_by_line(run):
     assert list(json.loads(end)) == ["end", "weights", "hash"] and json.loads(end)["end"] == 12
 
 
-def test_the_ledger_holds_what_the_run_computed_with(run, tmp_path):
-    told = []
-
-    class Noted(ESTrainer):
-        def tell(self, members, fitness):
-            told.append(fitness.tobytes())
-            return super().tell(members, fitness)
-
-    for fitness in ("reward", "shuffled", "random"):
-        told.clear()
-        config = trainer(tmp_path / fitness, fitness=fitness, max_steps=3).args
-        tested = Noted(random_model(), token_mean, config, ROWS, None, tokenizer())
-        tested.train()
-        log = ledger.read(tmp_path / fitness / "ledger.jsonl")
-        assert [step.rewards.tobytes() for step in log.steps] == told and len(told) == 3
-        assert sum(step.tokens for step in log.steps) == tested.budget["generated_tokens"]
-        assert log.weights[3] == precision.digest(tested.engine.layout, tested.engine.master)
-
-
-def test_reading_changes_nothing(copy):
-    copy.write_bytes(copy.read_bytes() + b'{"step":12')
-    before = copy.read_bytes()
-    log = ledger.read(copy)
-    assert log.torn == b'{"step":12' and len(log.steps) == 12 and copy.read_bytes() == before
-
-
 def test_a_compressed_ledger(run, copy, tmp_path):
     packed = tmp_path / "ledger.jsonl.gz"
     packed.write_bytes(gzip.compress(copy.read_bytes()))
@@ -233,23 +174,6 @@ def test_a_compressed_ledger(run, copy, tmp_path):
 def test_shapes_come_back(shapes):
     packed = json.loads(json.dumps(ledger.pack_shapes(shapes.items())))
     assert {name: tuple(shape) for name, shape in ledger.unpack_shapes(packed)} == shapes
-
-
-def test_layers_are_written_once():
-    model = random_model(num_hidden_layers=30)
-    packed = ledger.pack_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
-    assert len(packed) < 16 < 300 < len(ledger.unpack_shapes(packed))
-
-
-def test_a_shipped_base_is_known_by_its_name(tmp_path):
-    model, tok = tiny.load("A0")
-    config = trainer(tmp_path / "run", fitness="random", max_steps=2).args
-    tested = ESTrainer(model, token_mean, config, ROWS, None, tok)
-    tested.train()
-    log = ledger.read(tmp_path / "run/ledger.jsonl")
-    assert log.header["model"]["name"] == "A0"
-    assert ledger.replay(log, "A0").tobytes() == tested.engine.master.tobytes()
-    assert str(Path(tiny.bases_folder())) not in (tmp_path / "run/ledger.jsonl").read_text()
 
 
 def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):
@@ -334,89 +258,6 @@ def test_what_is_no_state(adaptive, tmp_path, number, bad):
         ledger.read(tmp_path / "ledger.jsonl")
 
 
-@pytest.mark.parametrize("states", [{}, {"Other": {"bias": 0.5}}, {"Adaptive": {"bias": 0.5}, "Other": {}}], ids=str)
-def test_states_of_other_functions_than_the_header(adaptive, tmp_path, states):
-    path, message = tmp_path / "ledger.jsonl", r"has the state of the reward functions \[.*of \['Adaptive'\]"
-    changed = adaptive.splitlines()[:-1]
-    path.write_bytes(b"\n".join(changed) + b"\n")
-    with pytest.raises(LedgerError, match=f"step 4 {message}"):
-        Ledger.open(path).append(Step(4, np.arange(4.0), reward_state=states))
-    changed[2] = json.dumps(json.loads(changed[2]) | {"reward_state": states}).encode()
-    rewrite(path, changed, rechain=True)
-    with pytest.raises(LedgerError, match=f"line 3: step 1 {message}"):
-        ledger.read(path)
-
-
-def test_a_state_in_a_run_without_one(copy):
-    log = Ledger.open(copy)
-    with pytest.raises(LedgerError, match=r"step 12 has the state of the reward functions \['f'\], the run .* \[\]"):
-        log.append(Step(12, np.arange(4.0), reward_state={"f": {"a": 1.0}}))
-
-
-# ---- size
-
-
-def written(path: Path, steps: int, rewards, log) -> tuple[int, int]:
-    """Bytes, plain and compressed, of a ledger of N = 30 members on a Qwen2.5-0.5B-shaped model."""
-    shapes = [("model.embed_tokens.weight", (151936, 896)), ("model.norm.weight", (896,))]
-    kinds = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    shapes += [(f"model.layers.{i}.some.{kind}.weight", (896, 896)) for i in range(24) for kind in kinds]
-    settings = trainer(path / "none")._settings() | {"population_size": 30, "prompts_per_step": 128}
-    log_file = Ledger.create(
-        path / "ledger.jsonl",
-        {
-            "evoalign_ledger": 4, "noise": 1, "run_key": "0x0123456789abcdef", "settings": settings, "digest_every": 10,
-            "model": {
-                "name": "Qwen/Qwen2.5-0.5B-Instruct", "dtype": "bfloat16", "digest": "0" * 64,
-                "parameters": ledger.pack_shapes(shapes),
-            },
-        },
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    for i in range(steps):
-        drawn = rewards(rng, i / steps)
-        step = Step(i, drawn, 30 * 128 * 11 + i, float(f"{5 + rng.random():.4g}"), round(10.5 * i, 3), {}, log(drawn))
-        log_file.append(step, rng.bytes(32).hex() if i and i % 10 == 0 else None)
-    log_file.end(rng.bytes(32).hex())
-    data = (path / "ledger.jsonl").read_bytes()
-    return len(data), len(gzip.compress(data, 9))
-
-
-def countdown_rewards(rng, done):
-    p = np.array([0.3 - 0.2 * done, 0.1, 0.5, 0.1 + 0.2 * done])
-    return np.array([rng.choice([0, 0.06, 0.1, 1.1], 128, p=p).mean() for _ in range(30)])
-
-
-def countdown_log(rewards):
-    accuracy = float(np.mean(np.round(rewards * 12800) // 140 / 128))
-    names = ["accuracy", "format", "completions/clipped_ratio", "rewards/reward/mean"]
-    return dict(zip(names, [accuracy, float(rewards.mean() / 3), accuracy / 7, float(rewards.mean())], strict=True))
-
-
-def test_500_steps_cost_less_than_250_kB(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # 1,500 syncs take seconds on some disks
-    plain, packed = written(tmp_path / "countdown", 500, countdown_rewards, countdown_log)
-    assert plain <= 250_000 and packed <= 100_000
-    # a reward model's scores are no fractions, and fill all the bits of a float32
-    means = lambda rng, done: rng.normal(1.5, 1, (30, 128)).astype(np.float32).astype(float).mean(1)  # noqa: E731
-    plain, packed = written(tmp_path / "model", 500, means, lambda rewards: {"rewards/model/mean": rewards.mean()})
-    assert plain <= 250_000 and packed <= 125_000
-    # and the null arm's normals fill those of a float64
-    plain, packed = written(tmp_path / "random", 500, lambda rng, done: rng.standard_normal(30), lambda rewards: {})
-    assert plain <= 250_000 and packed <= 150_000
-
-
-def test_storage_beside_checkpoints():
-    rows = ledger.storage(30, 500, {"plain": 250_000, "gzip": 100_000}, {"A0": 140_000, "7B": 7 * 10**9}, itemsize=4)
-    assert [(r["model"], r["form"], r["bytes"]) for r in rows] == [
-        (model, form, size)
-        for model in ("A0", "7B")
-        for form, size in (("seeds and coefficients", 180_000), ("plain", 250_000), ("gzip", 100_000))
-    ]
-    assert [r["checkpoint"] for r in rows[::3]] == [560_000, 28 * 10**9]
-    assert all(r["ratio"] == r["checkpoint"] / r["bytes"] == 4 * r["parameters"] / r["bytes"] for r in rows)
-
-
 # ---- what is refused
 
 
@@ -441,32 +282,6 @@ def test_appending_what_is_wrong(copy):
     assert [s.step for s in ledger.read(copy).steps] == list(range(13))
 
 
-def test_another_run_of_the_same_length(copy):
-    """Two runs with other seeds begin in one folder: their headers have as many bytes."""
-    log = Ledger.open(copy)
-    data = copy.read_bytes()
-    header, *others = map(json.loads, lines(copy))
-    copy.write_bytes(chained([header | {"run_key": f"{noise.run_key('es', 6):#018x}"}, *others]))
-    other = copy.read_bytes()
-    assert len(other) == len(data) and ledger.read(copy).ended
-    with pytest.raises(LedgerError, match="ends with another line than this run wrote: another process writes to it"):
-        log.append(step(12))
-    with pytest.raises(LedgerError, match="ends with another line than this run wrote"):
-        log.check_file()
-    assert copy.read_bytes() == other
-
-
-def test_two_writers(copy):
-    one, other = Ledger.open(copy), Ledger.open(copy)
-    one.append(step(12))
-    with pytest.raises(LedgerError, match="another process writes to it, or it was edited"):
-        other.append(step(12))
-    with pytest.raises(LedgerError, match="another process writes to it, or it was edited"):
-        other.end("0" * 64)
-    one.append(step(13))
-    assert len(ledger.read(copy).steps) == 14
-
-
 def change(line: bytes, **values) -> bytes:
     return json.dumps(json.loads(line) | values, separators=(",", ":")).encode()
 
@@ -481,61 +296,7 @@ def test_an_edited_reward(copy):
             ledger.read(copy)
 
 
-def test_an_edited_reward_in_an_older_format(old):
-    good = lines(old)
-    text = json.loads(good[7])["rewards"]
-    edited = text.replace(text[0], "9" if text[0] != "9" else "8", 1)
-    rewrite(old, [*good[:7], change(good[7], rewards=edited), *good[8:]])
-    with pytest.raises(LedgerError, match="line 9: it does not follow from the line before it: one of the two"):
-        ledger.read(old)
-
-
-def test_an_older_format_is_read_and_goes_on(run, old):
-    log, new = Ledger.open(old), ledger.read(run / "out/ledger.jsonl")
-    assert log.weights == new.weights and log.ended and not log.torn
-    assert [s.rewards.tobytes() for s in log.steps] == [s.rewards.tobytes() for s in new.steps]
-    assert ledger.verify(log, random_model()).weights == new.weights[12]
-    before = lines(old)
-    log.append(step(12))
-    log.end("0" * 64)
-    *others, last, end = lines(old)
-    assert others == before and b'"hash"' not in last + end
-    assert json.loads(last)["prev"] == hashlib.sha256(before[-1]).hexdigest()[:32]
-    again = ledger.read(old)
-    assert (len(again.steps), again.ended, again.tips) == (13, True, log.tips)
-
-
-def flips(data: bytes) -> list[int]:
-    """Bits to flip: all of the last line and its newline, and 200 of the lines before."""
-    last = data.rindex(b"\n", 0, -1) + 1
-    before = np.random.default_rng(0).choice(8 * last, 200, replace=False).tolist()
-    return [*before, *range(8 * last, 8 * len(data))]
-
-
-def test_a_flipped_bit_of_an_open_ledger_is_found_or_harmless(copy):
-    """Harmless is a last line that does not count: its step is computed again, with the same result."""
-    rewrite(copy, lines(copy)[:-1])  # not closed: no digest answers for the last steps
-    data, whole = copy.read_bytes(), ledger.read(copy)
-    found = harmless = 0
-    for bit in flips(data):
-        damaged = bytearray(data)
-        damaged[bit // 8] ^= 1 << bit % 8
-        copy.write_bytes(damaged)
-        try:
-            read = ledger.read(copy)
-        except LedgerError:
-            found += 1
-            continue
-        harmless += 1
-        assert read.torn and len(read.steps) == 11 and read.header == whole.header, bit
-        assert [s.rewards.tobytes() for s in read.steps] == [s.rewards.tobytes() for s in whole.steps[:11]], bit
-    assert found > 1000 and harmless < 20
-
-
-@pytest.mark.parametrize("form", ["copy", "old"])
-def test_lines_missing_twice_or_swapped(request, form):
-    copy = request.getfixturevalue(form)
-    what = "its hash is another: .* or does not follow" if form == "copy" else "it does not follow"
+def test_lines_missing_twice_or_swapped(copy):
     good = lines(copy)
     for changed, number in [
         (good[:4] + good[5:], 5),
@@ -544,7 +305,7 @@ def test_lines_missing_twice_or_swapped(request, form):
         (good[:1] + good[2:], 2),
     ]:
         rewrite(copy, changed)
-        with pytest.raises(LedgerError, match=f"line {number}: {what} from the line before"):
+        with pytest.raises(LedgerError, match=f"line {number}: its hash is another"):
             ledger.read(copy)
     # a forger's chain does not help
     rewrite(copy, [*good[:4], good[5], good[4], *good[6:]], rechain=True)
@@ -555,16 +316,11 @@ def test_lines_missing_twice_or_swapped(request, form):
         ledger.read(copy)
 
 
-@pytest.mark.parametrize("bad", [b"", b"{", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"9" * 5000], ids=repr)
+DAMAGED = [b"", b"{", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"9" * 5000, b"[]", b"3", b"null", b"{}", b'{"prev":[]}']
+
+
+@pytest.mark.parametrize("bad", DAMAGED, ids=repr)
 def test_a_damaged_line(copy, bad):
-    good = lines(copy)
-    rewrite(copy, [*good[:5], bad, *good[6:]])
-    with pytest.raises(LedgerError, match=r"line 6 is n.*restore the file from a copy, or cut it off .*\(head -n 5\)"):
-        ledger.read(copy)
-
-
-@pytest.mark.parametrize("bad", [b"[]", b"3", b"null", b"{}", b'"prev"', b'{"prev":[]}'], ids=repr)
-def test_a_line_of_something_else(copy, bad):
     good = lines(copy)
     rewrite(copy, [*good[:5], bad, *good[6:]])
     with pytest.raises(LedgerError, match="line 6"):
@@ -599,7 +355,9 @@ HOSTILE_SETTINGS = {
     "sigma": [math.inf, 10**4000, [], None],
     "population_size": [10**400, 1, 4.0, True, math.inf],
     "prompts_per_step": [2**60, 0, "3"],
-    "noise": [[], {}, 1], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x"],
+    "noise": [[], {}, 1, "rademacher"], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x", 1],
+    "antithetic": ["yes"], "fitness_shaping": ["z"], "alpha_schedule": ["step"], "num_generations": [0],
+    "rank": [-1, 2**16], "update_scaling": ["x"], "frozen": ["0" * 63], "search": ["x"],
 }  # fmt: skip
 HOSTILE_MODEL = {
     "name": [3, ["A0"], {}], "dtype": ["float64", "float8_e4m3fn", "device", None], "digest": ["0" * 63, 7, None],
@@ -632,44 +390,23 @@ def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where, 
 
 
 @pytest.mark.parametrize(
-    "bad", [{"tokens": 10**400}, {"seconds": 10**400}, {"core": "1e999"}, {"counts": {"nan": 0.5}}]
+    "text", [b"", b'{"evoalign_ledger":4,"noise"', b'{"some": "json"}\n', b'{"step":0}\n{"step":1}\n']
 )
-def test_numbers_of_a_line_without_bounds(copy, bad):
-    good = lines(copy)
-    rewrite(copy, [*good[:5], change(good[5], **bad), *good[6:]], rechain=True)
-    try:
-        ledger.read(copy)
-    except LedgerError as error:
-        assert "line 6 is no line of a ledger" in str(error)
-
-
-def test_no_ledger(copy, tmp_path):
-    with pytest.raises(LedgerError, match="there is no ledger '.*/nothing.jsonl'"):
-        ledger.read(tmp_path / "nothing.jsonl")
-    good = lines(copy)
-    rewrite(copy, good[1:])
-    with pytest.raises(
-        LedgerError, match="line 1: this is not the header of a ledger: the file has lost its first line"
-    ):
-        ledger.read(copy)
-    copy.write_text('{"some": "json"}\n')
-    with pytest.raises(LedgerError, match="line 1: this is not the header of a ledger"):
-        ledger.read(copy)
-    for nothing in (b"", good[0][:50]):
-        copy.write_bytes(nothing)
-        with pytest.raises(LedgerError, match="has no header: no step was recorded in it, so nothing is lost"):
-            ledger.read(copy)
+def test_no_ledger(tmp_path, text):
+    with pytest.raises(LedgerError, match="there is no ledger '.*/none.jsonl'"):
+        ledger.read(tmp_path / "none.jsonl")
+    (tmp_path / "ledger.jsonl").write_bytes(text)
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl.*( has no | is not the )header"):
+        ledger.read(tmp_path / "ledger.jsonl")
 
 
 def test_other_versions(copy):
     good = lines(copy)
     rewrite(copy, [change(good[0], noise=2), *good[1:]], rechain=True)
-    with pytest.raises(
-        LedgerError, match="the run has version 2 of the noise law, this evoalign has version 1: use an"
-    ):
+    with pytest.raises(LedgerError, match="the run has version 2 of the noise law, this evoalign has 1: use an"):
         ledger.read(copy)
     rewrite(copy, [change(good[0], evoalign_ledger="x"), *good[1:]], rechain=True)
-    with pytest.raises(LedgerError, match="the run has version 'x' of the format, this evoalign has version 1"):
+    with pytest.raises(LedgerError, match="the run has version 'x' of the format, this evoalign has 1"):
         ledger.read(copy)
 
 
@@ -689,15 +426,6 @@ def test_a_ledger_cut_at_any_byte(copy, tmp_path):
         assert log.torn == data[whole[-1] : cut] and path.read_bytes() == data[: whole[-1]]
         log.append(step(len(log.steps)))
         assert len(ledger.read(path).steps) == min(12, len(whole) - 1) + 1
-
-
-def test_a_last_line_of_which_the_disk_lost_a_part(copy):
-    """After a power cut a file may be as long as it should be, with zeros where a block was not written."""
-    data = copy.read_bytes()
-    last = data.rindex(b"\n", 0, -1) + 1
-    copy.write_bytes(data[:last] + b"\0" * 20 + data[last + 20 :])
-    log = Ledger.open(copy)
-    assert len(log.steps) == 12 and not log.ended and copy.read_bytes() == data[:last]
 
 
 # ---- a new run does not destroy an old one
@@ -792,35 +520,6 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_trains(tmp_path):
     assert counted.calls == 0
 
 
-def test_two_processes_that_start_at_once_in_one_folder(tmp_path):
-    """Of different seeds: one trains undisturbed, the other is told."""
-
-    def start(seed):
-        tested = trainer(tmp_path / "run", seed=seed, max_steps=40, alpha=0.01)
-        (tmp_path / f"ready-{seed}").touch()
-        while not all((tmp_path / f"ready-{s}").exists() for s in (5, 6)):
-            pass
-        try:
-            tested.train()
-        except LedgerError as error:
-            assert "another run trains in" in str(error) or "is the ledger of another run" in str(error)
-            (tmp_path / f"refused-{seed}").touch()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pids = []
-        for seed in (5, 6):
-            if (pid := os.fork()) == 0:
-                os._exit(in_child(lambda seed=seed: start(seed)))
-            pids.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
-    (refused,) = tmp_path.glob("refused-*")
-    survivor = 11 - int(refused.name.removeprefix("refused-"))
-    found = ledger.read(tmp_path / "run/ledger.jsonl")
-    assert found.header["settings"]["seed"] == survivor and len(found.steps) == 40
-    assert ledger.verify(found, random_model()).recomputed
-
-
 def test_a_killed_run_leaves_no_lock(tmp_path):
     """Nor do its forked workers, which live on for a moment."""
 
@@ -842,12 +541,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "flock", none)
     trainer(tmp_path / "run", max_steps=1).train()
     assert "this file system has no locks. Let no other run use the folder" in caplog.text
-
-
-def test_a_step_alone_records_nothing(tmp_path):
-    tested = trainer(tmp_path / "run")
-    tested.step()
-    assert not (tmp_path / "run").exists() and tested.state.global_step == 0
 
 
 def test_weights_that_moved_outside_train_are_noticed(tmp_path):
@@ -875,7 +568,7 @@ def test_rewards_without_coefficients_are_not_recorded(tmp_path):
 # ---- a full disk
 
 
-@pytest.mark.parametrize(("whole", "more"), [(0, 100), (1, 5), (1, 150), (5, 1), (13, 20)])
+@pytest.mark.parametrize(("whole", "more"), [(0, 100), (5, 1), (13, 20)])
 def test_a_full_disk_stops_the_run_and_loses_nothing(run, tmp_path, whole, more):
     """Room for some whole lines and a part of one; in the end for another line and a half."""
     path = tmp_path / "run/ledger.jsonl"
@@ -931,35 +624,6 @@ def test_replay_is_the_run_at_every_step(tmp_path):
         for i in range(7):
             assert ledger.replay(tmp_path / fitness / "ledger.jsonl", start, i).tobytes() == live[i]
         assert len(set(live.values())) == 7
-
-
-def test_replay_of_tied_populations(tmp_path):
-    tested = trainer(tmp_path / "run", lambda completions, **kw: [0.1 + 0.2] * len(completions), max_steps=3)
-    tested.engine.master[:4] = -0.0  # a sign that adding nothing would lose
-    start = tested.engine.master.copy()
-    tested.engine.write_model()
-    model = random_model()
-    model.load_state_dict(tested.model.state_dict())
-    tested.train()
-    assert ledger.replay(tmp_path / "run/ledger.jsonl", model).tobytes() == start.tobytes()
-
-
-def test_replay_by_hand(run):
-    """Key, coefficient and noise of each member written out, in NumPy."""
-    log = ledger.read(run / "out/ledger.jsonl")
-    model = random_model()
-    layout = noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
-    master = np.zeros(layout.size, np.float32)
-    for name, p in model.named_parameters():
-        layout.views(master)[name][...] = p.detach().numpy()
-    for record in log.steps:
-        keys = [noise.member_key(noise.run_key("es", 5), record.step, i) for i in range(4)]
-        assert keys == [m.key for m in population(noise.run_key("es", 5), record.step, 4)]
-        mean = math.fsum(record.rewards) / 4
-        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in record.rewards) / 4)
-        c = np.array([np.float32(0.05 * ((r - mean) / deviation) / 4) for r in record.rewards], np.float32)
-        master = noise.reference_update(master, layout, np.array(keys, np.uint64), c)
-    assert master.tobytes() == ledger.replay(log, model).tobytes()
 
 
 def test_the_wrong_model(run, copy):
@@ -1079,12 +743,6 @@ def test_a_ledger_does_not_choose_what_is_loaded(run, copy, tmp_path):
     result = CliRunner().invoke(app, ["replay", str(copy), "--verify", "--model", str(evil)], input="y\n" * 9)
     assert result.exit_code == 1 and "is neither a folder with a model nor could it be loaded" in result.output
     assert not mark.exists()
-
-
-def test_the_command_names_a_torn_line(run, copy, tmp_path):
-    copy.write_bytes(copy.read_bytes()[:-30])
-    code, text = call(copy, "--out", tmp_path / "out", "--model", run / "base")
-    assert code == 0 and "the model after step 12" in text and "has a torn last line of" in text
 
 
 def test_a_half_precision_model_is_replayed_in_its_dtype(run, tmp_path):

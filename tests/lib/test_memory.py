@@ -1,22 +1,17 @@
 """What a model takes on a GPU: counts are those of the models, shares are those of a sum by hand."""
 
-import json
-
 import pytest
 import torch
 from helpers import CONFIG_NAMES, QWEN, qwen, random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from evoalign_lib import tiny
 from evoalign_lib.engines.memory import (
     USABLE,
     CannotCount,
     held_parameters,
     kv_bytes,
-    rank_parameters,
     room_beside_master,
     shape,
-    tensor_parallel_sizes,
 )
 
 LLAMA_8B = dict(zip(CONFIG_NAMES, (4096, 14336, 32, 32, 8, 128256, False), strict=True)) | {"model_type": "llama"}
@@ -58,14 +53,6 @@ def test_published_counts_and_caches():
     assert kv_bytes(shape(qwen("7B")), width=4) == 2 * 57_344
 
 
-@pytest.mark.parametrize("base", tiny.SHIPPED)
-def test_shipped_models(base):
-    model, _ = tiny.load(base)
-    config = json.loads((tiny.bases_folder() / base / "config.json").read_text())
-    assert shape(config).d == shape(model.config).d == sum(p.numel() for p in model.parameters())
-    assert shape(config).dtype == config["dtype"] and shape(model.config).width == 4  # loaded in float32
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -78,25 +65,6 @@ def test_shipped_models(base):
 def test_what_cannot_be_counted_is_refused(changed, message):
     with pytest.raises(CannotCount, match=message):
         shape(qwen("0.5B", **changed))
-
-
-def test_shares_of_a_gpu():
-    for size in QWEN:
-        assert rank_parameters(shape(qwen(size)), 1) == QWEN[size][-1]
-    # 16 GPUs, 8 key and value heads: two GPUs hold the same one, and all hold the norms
-    kv, norms = 64 * (5120 + 1) * 2 * 8 * 128, 64 * 2 * 5120 + 5120
-    rest = QWEN["32B"][-1] - kv - norms
-    assert rank_parameters(shape(qwen("32B")), 16) == rest // 16 + kv // 8 + norms
-
-
-def test_tensor_parallel_sizes_divide_the_heads():
-    found = {size: tensor_parallel_sizes(shape(qwen(size)), 8) for size in QWEN}
-    halves = {"0.5B": [1, 2], "1.5B": [1, 2, 4], "3B": [1, 2, 4, 8], "7B": [1, 2, 4]}  # of 14, 12, 16 and 28 heads
-    assert found == halves | dict.fromkeys(("14B", "32B", "72B"), [1, 2, 4, 8])
-    assert tensor_parallel_sizes(shape(qwen("72B")), 7) == [1, 2, 4]
-    # six key and value heads fit neither into four shards nor four times into anything
-    odd = qwen("3B", num_attention_heads=24, num_key_value_heads=6, head_dim=128)
-    assert tensor_parallel_sizes(shape(odd), 8) == [1, 2]
 
 
 def test_the_master_of_a_rank_is_counted_with_heads_that_several_hold():

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -10,10 +9,8 @@ import torch
 from helpers import PROMPTS, chained, random_model, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from evoalign_lib import _adapters, ledger, models
-from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.quantisation import quantise, weight_error
 
@@ -105,31 +102,6 @@ def test_no_weight_is_further_from_its_code_than_half_a_scale(seed, mode, spread
     assert (np.abs(layer.weight.dequantize().detach().numpy() - matrix) <= scale * 0.5001).all()
 
 
-def test_the_other_modes_are_those_of_a_load(tmp_path):
-    base(tmp_path / "base")
-    for mode in ("bfloat16", "float32"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=getattr(torch, mode))
-        model = quantise(base(tmp_path / "base"), mode)
-        assert model.dtype == loaded.dtype
-        assert _adapters.quantisation_of(model) is None
-        for (name, found), expected in zip(model.named_parameters(), loaded.parameters(), strict=True):
-            assert found.dtype == expected.dtype and torch.equal(found, expected), name
-        for (name, found), expected in zip(model.named_buffers(), loaded.buffers(), strict=True):
-            assert found.dtype == expected.dtype and torch.equal(found, expected), name
-    assert weight_error(quantise(base(tmp_path / "base"), "float32"), base(tmp_path / "base")) == 0
-
-
-def test_the_group_is_torchaos_where_the_widths_allow_it():
-    wide = random_model(hidden_size=128, intermediate_size=256)
-    assert _adapters.quantisation_of(quantise(wide, "int4"))["group_size"] == 128
-    narrow = quantise(random_model(intermediate_size=64), "int4", 16)
-    assert narrow.model.layers[0].mlp.up_proj.weight.block_size[1] == 16
-    with pytest.raises(ValueError, match="group_size=32 does not divide the 48 inputs of '.*down_proj'.*it is 16"):
-        quantise(random_model(), "int4", 32)
-    with pytest.raises(ValueError, match="'.*down_proj' has 45 inputs, .*use mode='int8'"):
-        quantise(random_model(intermediate_size=45), "int4")
-
-
 def test_what_cannot_be_quantised_is_refused_and_left_alone():
     model = random_model()
     before = frozen(model)
@@ -146,14 +118,6 @@ def test_what_cannot_be_quantised_is_refused_and_left_alone():
         quantise(peft.get_peft_model(random_model(), lora()), "int8")
     with pytest.raises(ValueError, match="is quantised .*torchao"):
         quantise(quantise(model, "int8"), "int4")
-
-
-def test_without_torchao_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    model = random_model()
-    with pytest.raises(ImportError, match=r"pip install 'evoalign\[adapters\]'"):
-        quantise(model, "int8")
-    quantise(model, "bfloat16")
 
 
 @CODES
@@ -189,30 +153,3 @@ def test_another_base_is_refused(tmp_path):
         path.write_bytes(chained(edited))
         with pytest.raises(ledger.LedgerError, match=message):
             ledger.verify(path, tmp_path / "run" / "start")
-
-
-def test_a_ledger_without_codes_names_none(tmp_path):
-    trainer(tmp_path / "run", quantise(base(tmp_path / "base"), "bfloat16")).train()
-    head = json.loads((tmp_path / "run" / ledger.NAME).read_bytes().splitlines()[0])
-    assert "quantisation" not in head["model"] and "weights" not in head["settings"]
-    assert head["model"]["dtype"] == "bfloat16" and head["settings"]["decoder"] == "generate"
-
-
-def test_codes_that_others_made_are_decoded_by_transformers(tmp_path):
-    """They may round activations, too; and their runs have this in their ledgers."""
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    how = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
-    base(tmp_path / "base")
-    given = {"quantization_config": how, "dtype": torch.float32, "device_map": "cpu"}
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **given)
-    ours = quantise(base(tmp_path / "base"), "int8")
-    assert frozen(ours) == frozen(theirs)
-    model = peft.get_peft_model(theirs, lora())
-    prompts = {"train": Prompts(ROWS, tokenizer())}
-    assert LocalEngine(model, tokenizer(), None, prompts, max_completion_length=2).decoder == "generate"
-    # PEFT merges over ours as over theirs
-    adapter = peft.get_peft_model(ours, lora())
-    adapter.load_state_dict(model.state_dict())
-    assert frozen(adapter.merge_and_unload()) == frozen(model.merge_and_unload())

@@ -1,6 +1,5 @@
 """Where vLLM's joined and sharded tensors come from: the map that the engine proves at its start."""
 
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
-from evoalign_lib.engines import vllm
 from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, shard
 from evoalign_lib.engines.vllm import WrongWeights, prove
 from evoalign_lib.precision import matrix_digest, open_weights
@@ -137,14 +135,6 @@ def test_what_cannot_be_mapped_is_refused_by_name(own, name, tensor, message):
         segments_of(own, name, tensor, fused)
 
 
-def test_a_refusal_leaves_a_worker_as_text():
-    """From another process an exception would arrive as one of no type."""
-    worker, layer = WorkerExtension(), torch.nn.Linear(2, 2)
-    layer.weight = torch.nn.Parameter(torch.zeros(0))
-    worker.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer))
-    assert worker.evoalign_open("gaussian", 1).startswith("'0.weight' is empty in vLLM")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_worker_decays_toward_what_it_has_loaded(dtype):
     """As the process that trains does, by other code; from the working copy, whatever member it holds by then."""
@@ -161,30 +151,3 @@ def test_a_worker_decays_toward_what_it_has_loaded(dtype):
         weights.update(np.array(keys, np.uint64), coefficients)
         views = weights.layout.views(weights.flat)
         assert worker.evoalign_digests() == [matrix_digest(torch.from_numpy(views[name])) for name in names]
-
-
-def test_uneven_shards_are_refused():
-    with pytest.raises(ValueError, match="7 rows or columns do not divide by 2"):
-        shard(7, 0, 2)
-
-
-def test_an_engine_that_ends_leaves_nothing_behind():
-    """The worker's master would stay on the GPU, beside what is trained there next."""
-
-    class Held:
-        pass
-
-    class LLM:
-        def __init__(self):
-            self.worker, self.llm_engine = Held(), SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
-            self.worker.engine = self  # as vLLM's objects refer to each other
-
-    pushed, generator = object.__new__(vllm.PushedEngine), object.__new__(vllm.Generator)
-    pushed._own = None
-    for holder in (pushed, generator):
-        holder.llm = LLM()
-        left, collected = weakref.ref(holder.llm.worker), []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vllm.torch.cuda, "is_initialized", lambda left=left, to=collected: to.append(left()))
-            holder.close()
-        assert collected == [None]  # gone before the GPU's cache is emptied

@@ -1,7 +1,6 @@
 """Weights are read as they are stored, a part at a time; adapters and ledgers give the weights that they stand for."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -75,14 +74,6 @@ def test_a_folder_is_read_as_float32_tensor_by_tensor(tmp_path, shards, dtype):
         found.part("model.norm.weight", 0, 1)
 
 
-def test_a_shipped_base_has_the_parameters_of_the_model():
-    model, _ = models.load("A0")
-    found = weights("A0")
-    parameters = dict(model.named_parameters())
-    assert set(found) == set(parameters)
-    assert all(torch.equal(found[name], parameter) for name, parameter in parameters.items())
-
-
 @pytest.mark.parametrize(
     ("same", "configuration", "names"),
     [
@@ -96,15 +87,6 @@ def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
     tensors = untied()
     tensors[HEAD] = tensors[EMBEDDING].clone() if same else tensors[EMBEDDING] + (torch.arange(60).view(10, 6) == 59)
     assert set(weights(folder(tmp_path / "model", tensors, **configuration))) == names
-
-
-def test_buffers_of_old_files_are_no_weights(tmp_path):
-    tensors = untied() | {
-        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
-        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-    }
-    assert set(weights(folder(tmp_path / "model", tensors))) == set(untied())
 
 
 @pytest.mark.parametrize(
@@ -128,99 +110,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
         weights(path)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "00002-of-00002.safetensors is missing"),
-        (
-            lambda f: save_file({"x": torch.ones(1)}, f / "model-00001-of-00002.safetensors"),
-            f"00001-of-00002.safetensors lacks '{QUERY}'|lacks '{HEAD}'|lacks '{EMBEDDING}'",
-        ),
-        (
-            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../model.safetensors"}}'),
-            "no file of the folder",
-        ),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
-    ],
-)
-def test_a_folder_that_lacks_a_shard_is_refused(tmp_path, spoil, message):
-    path = folder(tmp_path / "model", untied(), shards=2)
-    spoil(Path(path))
-    with pytest.raises(ValueError, match=message):
-        weights(path)
-
-
-def test_an_unknown_name_is_refused():
-    for name, message in (
-        ("/no/such/folder", "does not exist"),
-        ("nobody/nothing", "nor a shipped base .* nor a model in the Hub's cache"),
-        (str(paths.ROOT / "README.md"), "is a file"),
-        ("no/such/ledger.jsonl", "no ledger"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            weights(name)
-
-
-def test_a_model_of_the_hubs_cache_is_read(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    commit = "0" * 40
-    root = tmp_path / "models--some--model"
-    (root / "snapshots").mkdir(parents=True)
-    folder(root / "snapshots" / commit, untied())
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert torch.equal(weights("some/model")[QUERY], untied()[QUERY])
-
-
 # adapters
-
-
-def expected(name: str, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    return untied()[name].double() + scaling * (b.double() @ a.double())
-
-
-@pytest.mark.parametrize(
-    ("rank", "settings", "scaling"),
-    [
-        (2, {}, 3.0),
-        (2, {"use_rslora": True}, 6 / math.sqrt(2)),
-        (3, {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 1}}, 1 / 3),
-        (2, {"rank_pattern": {"k_proj": 3}}, 3.0),
-    ],
-)
-def test_an_adapter_adds_its_product_to_the_base(tmp_path, rank, settings, scaling):
-    base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
-    factors = query(rank)
-    found = weights(adapter(tmp_path / "lora", factors, base, **settings))
-    whole = expected(QUERY, *factors.values(), scaling)
-    torch.testing.assert_close(found[QUERY].double(), whole, rtol=1e-5, atol=1e-5)
-    for part in ((0, 36), (3, 5), (5, 13), (17, 18), (35, 36), (4, 4)):
-        torch.testing.assert_close(
-            found.part(QUERY, *part).double(), whole.reshape(-1)[slice(*part)], rtol=1e-5, atol=1e-5
-        )
-    assert torch.equal(found[HEAD], untied()[HEAD]) and set(found) == set(untied())
-    over_mapping = weights(str(tmp_path / "lora"), untied())
-    assert torch.equal(over_mapping[QUERY], found[QUERY])
-
-
-def test_transposed_and_embedding_products_and_whole_weights(tmp_path):
-    base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
-    factors = query()
-    found = weights(adapter(tmp_path / "transposed", factors, base, fan_in_fan_out=True))
-    a, b = factors.values()
-    whole = untied()[QUERY] + 3.0 * (b.double() @ a.double()).T
-    torch.testing.assert_close(found[QUERY].double(), whole, rtol=1e-5, atol=1e-5)
-
-    table = {"model.embed_tokens.lora_embedding_A": draw(2, 10), "model.embed_tokens.lora_embedding_B": draw(6, 2)}
-    # PEFT saves an embedding whole beside its product, and what modules_to_save names
-    whole = {"model.embed_tokens.base_layer.weight": untied()[EMBEDDING], HEAD: torch.ones(10, 6)}
-    found = weights(adapter(tmp_path / "embedding", table | whole, base))
-    a, b = table.values()
-    moved = untied()[EMBEDDING] + 3.0 * (b.double() @ a.double()).T
-    torch.testing.assert_close(found[EMBEDDING].double(), moved, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found[HEAD], torch.ones(10, 6))
 
 
 @pytest.mark.parametrize(
@@ -273,14 +163,6 @@ def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message
     base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
         weights(adapter(tmp_path / "lora", tensors, base, **settings))
-
-
-@pytest.mark.parametrize("module", ["model.embed_tokens.lora_embedding", "lm_head.lora"])
-def test_an_adapter_of_one_of_two_tied_matrices_is_refused(tmp_path, module):
-    base = folder(tmp_path / "base", {EMBEDDING: draw(10, 6), QUERY: draw(6, 6)})
-    factors = {f"{module}_A": draw(2, 10), f"{module}_B": draw(6, 2)}
-    with pytest.raises(ValueError, match="tied to"):
-        weights(adapter(tmp_path / "lora", factors, base))
 
 
 def test_an_adapter_goes_with_its_own_base_alone(tmp_path):

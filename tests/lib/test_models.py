@@ -1,11 +1,9 @@
 """Models are found by name, folder or shipped base, and are told apart by digests."""
 
 import hashlib
-import json
 
 import pytest
 import torch
-from evoalign_study.measures import safety
 from helpers import random_model
 
 from evoalign_lib import models, noise, precision, tiny
@@ -28,11 +26,6 @@ def test_what_is_shipped_has_its_digest_without_a_model(base):
     assert models.stored_digest(file) == models.base_digest(tiny.load(base)[0])
 
 
-def test_so_has_a_shipped_scorer():
-    both = "".join(models.base_digest(side.model) for side in safety.loaded("bert"))
-    assert safety.scorer_digest("bert") == hashlib.sha256(both.encode()).hexdigest()[:16]
-
-
 def test_names_and_places(tmp_path, monkeypatch):
     assert models.name_of(tiny.load("A0")[0]) == models.name_of(models.load("A0")[0]) == "A0"
     assert models.name_of(random_model()) is None
@@ -43,28 +36,6 @@ def test_names_and_places(tmp_path, monkeypatch):
     assert models.place("someone/model") == "someone/model"
     monkeypatch.chdir(tmp_path)
     assert models.place("own") == str(tmp_path / "own")
-
-
-def test_code_beside_a_model_is_never_run(tmp_path, monkeypatch):
-    """transformers would ask whether to run it, and `yes |` would answer."""
-    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("it asks"))
-    folder, mark = tmp_path / "model", tmp_path / "ran"
-    random_model().save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert models.load(str(folder))[1].pad_token == tiny.tokenizer().pad_token  # by transformers' own class
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
-    config["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is neither a folder with a model nor could it be loaded"):
-        models.load(str(folder))
-    for answer in (True, "yes"):
-        with pytest.raises(ValueError, match=f"trust_remote_code={answer!r} would run code .*Load the model yourself"):
-            models.load(str(folder), None, {"trust_remote_code": answer})
-    assert not mark.exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,373 @@
+"""The lines of a ledger (`evoalign_lib.ledger`): what a header may say, how rewards are written, hashes, files.
+
+After the header there is one line per step:
+
+- `step`: 0, 1, ...
+- `rewards`: what the step was computed with (permuted in the null arm "shuffled"), exactly, member by member. "17 23-1"
+  with `of` D means 17 / D, and the float64 that lies one unit in the last place nearer to 0 than 23 / D: a mean over
+  prompts is nearly always that close to a short fraction. Without `of`: Base64 of the float64s, little endian.
+- `tokens` generated; `seconds` of the evaluation; `core`, CPU seconds of the run so far; `counts` of failed rewards.
+- `log`: further metrics of the step; `names`: theirs, where they differ from those of the line before.
+- `reward_state`, in a run whose reward functions have a state (`evoalign_lib.rewards`): function -> state after the
+  step. The header's settings have it before the first step, by the same name. Rewards are recorded, so that a replay
+  needs none of it; a resumed run goes on with the last one.
+- `weights`, every `digest_every` steps: the digest before the step.
+- `hash`, the last entry of every line, the header's included: the first 128 bits of the SHA-256 of the hash of the line
+  before (of nothing, for the header) followed by all of this line that stands before `,"hash"`. So a line answers for
+  itself and for all before it. The chain finds accidents and careless edits, for which 128 bits do as well as 256; it
+  has no secret, so no length would stop a forger. Over 500 steps the other half would cost 16 kB.
+- `prev`, in format 1: the first 128 bits of the SHA-256 of the previous line (without its newline). Nothing
+  answers for the last line of such a ledger.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import _singular, noise, quantisation, update_rules
+from evoalign_lib._anchor import check_decay
+from evoalign_lib.precision import PRECISIONS
+
+FORMATS = (1, 4, 5, 6)
+NEW = 4  # the format of a run whose settings need no later one; since then lines have hashes of their own
+PREV = 32  # hexadecimal digits
+BEGIN = b'{"evoalign_ledger":'
+_HASH = ',"hash":"{}"}}'  # the end of a line
+# bounds of what a header may ask for: DeepSeek-V3, of 671 B parameters, has 46,000 tensors
+_MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST = 200_000, 500, 8, 2**53
+_DTYPES = ("float32", "bfloat16", "float16")
+_HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
+# settings that enter the weights and that readers of an older format do not know: format -> what runs without them had
+_SINCE: dict[int, dict[str, Any]] = {
+    4: {
+        "precision": "master",
+        "noise": "gaussian",
+        "antithetic": False,
+        "fitness_shaping": "zscore",
+        "sigma_schedule": "constant",
+        "alpha_schedule": "constant",
+        "anchor_decay": 0.0,
+        "frozen": None,  # everything moves
+    },
+    5: {"rank": 0, "update_scaling": "mean"},  # noise of full rank
+    6: {"search": None},  # members are noise around the weights
+}
+# those that enter the weights through the rewards alone
+_EVALUATION: dict[str, Any] = {"sampling": "greedy", "num_generations": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+_EVALUATION |= {"stop_strings": None, "generation_kwargs": None}
+
+
+class LedgerError(ValueError):
+    """A ledger that cannot be read, continued or replayed; the message says where and what to do."""
+
+
+def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run; where they do not name one, the only value that there was before it."""
+    return _SINCE[4] | _SINCE[5] | _SINCE[6] | _EVALUATION | settings
+
+
+def format_of(settings: Mapping[str, Any]) -> int:
+    """Return the first format whose readers replay a run of these settings rightly."""
+    needs = (n for n, later in _SINCE.items() if any(settings.get(k, value) != value for k, value in later.items()))
+    return max(needs, default=1)
+
+
+# ---- the header
+
+
+def check_header(line: Any) -> None:
+    """Raise LedgerError unless a line is the header of a ledger that can be read and replayed here."""
+    if not isinstance(line, dict) or not line.keys() >= _HEADER:
+        raise LedgerError("this is not the header of a ledger: the file has lost its first line, or is something else.")
+    for what, version, known in (
+        ("format", line["evoalign_ledger"], FORMATS),
+        ("noise law", line["noise"], (noise.NOISE_VERSION,)),
+    ):
+        if version not in known:
+            raise LedgerError(
+                f"the run has version {version!r:.80} of the {what}, this evoalign has {', '.join(map(str, known))}: "
+                f"use an evoalign that has version {version!r:.80}."
+            )
+    for name in ("settings", "model"):
+        if not isinstance(line[name], dict):
+            raise _edited(name, line[name])
+    settings = with_defaults(line["settings"])
+    for entries in (_of_settings(settings), _of_model(line, line["model"])):
+        for name, value, fits in entries:
+            if not fits:
+                raise _edited(name, value)
+    try:
+        check_decay(settings["anchor_decay"], settings["precision"])
+        if settings["search"] is not None:
+            _singular.SearchSettings.of(settings).check()
+    except ValueError as error:
+        raise LedgerError(f"{error!s:.400} The header was edited.") from error
+    states(settings.get("reward_state", {}))
+    if line["evoalign_ledger"] < (least := format_of(settings)):
+        raise LedgerError(
+            f"the format is {line['evoalign_ledger']!r}, but the settings need format {least}: the header was edited."
+        )
+
+
+def _edited(name: str, value: Any) -> LedgerError:
+    return LedgerError(f"{name} is {value!r:.80}, which no run of this evoalign has: the header was edited.")
+
+
+def _is_whole(value: Any, least: int, most: int = _LARGEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_hex(value: Any, digits: int, prefix: str = "") -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(f"{prefix}[0-9a-f]{{{digits}}}", value))
+
+
+def _of_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the settings that a replay reads: name, value, and whether a run can have it."""
+    falling = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
+    searches = settings["search"] is not None
+    whole = {"population_size": 2, "prompts_per_step": 1, "num_generations": 1, "rank": 0}
+    for name, least in whole.items() | ({"max_steps": 1}.items() if falling else set()):
+        yield name, settings[name], _is_whole(settings[name], least, 2**16 - 1 if name == "rank" else _LARGEST)
+    most = dict.fromkeys(["sigma"] if searches else ["sigma", "alpha"], sys.float_info.max)
+    for name, bound in (most | {f"{name}_final_fraction": 1 for name in falling}).items():
+        value = settings[name]  # NaN is in no range
+        yield name, value, isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= bound
+    choices: dict[str, Sequence[Any]] = {
+        "precision": PRECISIONS,
+        "noise": noise.DISTRIBUTIONS,
+        "fitness_shaping": update_rules.SHAPINGS,
+        "update_scaling": update_rules.SCALINGS,
+        "sigma_schedule": update_rules.SCHEDULES,
+        "alpha_schedule": update_rules.SCHEDULES,
+        "antithetic": (False,) if settings["population_size"] % 2 else (False, True),
+        "search": (None, _singular.SEARCH),
+    }
+    if searches:
+        choices |= {"precision": ("master",), "noise": ("gaussian",), "antithetic": (False,), "rank": (0,)}
+        choices |= {"anchor_decay": (0.0,), "sigma_schedule": ("constant",)}
+        yield "machine", settings["machine"], isinstance(settings["machine"], str)
+    for name, known in choices.items():
+        yield name, settings[name], settings[name] in known
+    yield "frozen", settings["frozen"], settings["frozen"] is None or _is_hex(settings["frozen"], 64)
+
+
+def _of_model(line: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the other entries of a header: name, value, and whether a run can have it."""
+    yield "digest_every", line["digest_every"], _is_whole(line["digest_every"], 1)
+    yield "run_key", line["run_key"], _is_hex(line["run_key"], 16, "0x")
+    yield "digest", model["digest"], _is_hex(model["digest"], 64)
+    yield "the model's name", model["name"], isinstance(model["name"], str | None)
+    yield "dtype", model["dtype"], model["dtype"] in _DTYPES
+    if "quantisation" in model:
+        yield "quantisation", model["quantisation"], _is_quantised(model["quantisation"])
+    rows = model["parameters"]
+    yield "parameters", rows, isinstance(rows, list)
+    tensors = 0
+    for row in rows:
+        yield "a row of parameters", row, _is_shape(row)
+        tensors += row[2] if len(row) > 2 else 1
+    yield "the number of tensors", tensors, tensors <= _MOST_TENSORS
+
+
+def _is_quantised(how: Any) -> bool:
+    """Return whether an entry says how `quantisation.quantise` made the base."""
+    fits = isinstance(how, dict) and how.keys() == {"mode", "group_size", "torchao", "base"}
+    fits = fits and how["mode"] in quantisation.QUANTISED and isinstance(how["torchao"], str)
+    fits = fits and (_is_whole(how["group_size"], 1) if how["mode"] == "int4" else how["group_size"] is None)
+    return fits and _is_hex(how["base"], 16)
+
+
+def _is_shape(row: Any) -> bool:
+    """Return whether `unpack_shapes` makes parameters of bounded size of a row."""
+    if not (isinstance(row, list) and len(row) in (2, 3) and isinstance(row[0], str) and isinstance(row[1], list)):
+        return False
+    name, shape, *layers = row
+    numbers = all(_is_whole(n, 0) for n in shape) and all(_is_whole(n, 1) for n in layers)
+    return len(name) <= _LONGEST_NAME and len(shape) <= _MOST_DIMENSIONS and numbers
+
+
+def states(found: Any) -> dict[str, dict[str, float]]:
+    """Return the state of each reward function as a line has it; raise LedgerError for anything else."""
+    states = found.values() if isinstance(found, dict) else [found]
+    for state in states:
+        values = state.values() if isinstance(state, dict) else [state]
+        if not (isinstance(state, dict) and all(isinstance(x, float) and math.isfinite(x) for x in values)):
+            raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
+    return found
+
+
+# ---- lines
+
+
+def encode_rewards(rewards: np.ndarray, prompts: int) -> dict[str, Any]:
+    """Return rewards in the shorter of the two exact forms that the module's docstring describes.
+
+    Args:
+        rewards: (members,) float64.
+        prompts: over which they are means; says which fractions to try.
+
+    >>> encode_rewards(np.array([0.5, 0.1 + 0.2, 0.25]), 2)
+    {'of': 20, 'rewards': '10 6+1 5'}
+    """
+    exact = base64.b64encode(rewards.astype("<f8").tobytes()).decode()
+    for places in range(5):
+        of = prompts * 10**places
+        with np.errstate(over="ignore"):
+            scaled = rewards * of
+        if not (np.abs(scaled) < 2**53).all():
+            break
+        k = np.rint(scaled).astype(np.int64)
+        # neighbouring floats are neighbours as integers, and integer arithmetic is exact both ways
+        off = rewards.view(np.int64) - (k / of).view(np.int64)
+        if ((off >= -9) & (off <= 9)).all():
+            text = " ".join(f"{a}{b:+d}" if b else str(a) for a, b in zip(k.tolist(), off.tolist(), strict=True))
+            return {"of": of, "rewards": text} if len(text) + len(f'"of":{of},') < len(exact) else {"rewards": exact}
+    return {"rewards": exact}
+
+
+_FRACTION = re.compile(r"(-?[0-9]{1,16})([+-][1-9])?", re.ASCII)
+
+
+def decode_rewards(line: Mapping[str, Any]) -> np.ndarray:
+    """Return the rewards of a line, (members,) float64, with the bits that `encode_rewards` was given.
+
+    Raises:
+        LedgerError: neither of the two forms.
+
+    >>> decode_rewards({"of": 20, "rewards": "10 6+1 5"}).tolist()
+    [0.5, 0.30000000000000004, 0.25]
+    """
+    text, of = line["rewards"], line.get("of")
+    if of is None:
+        data = base64.b64decode(text, validate=True)
+        if len(data) % 8:
+            raise LedgerError(f"rewards has {len(data)} bytes, which are no float64s.")
+        return np.frombuffer(data, "<f8").astype(np.float64)
+    found = [_FRACTION.fullmatch(part) for part in text.split(" ")]
+    if not (isinstance(of, int) and 0 < of < 2**53) or None in found:
+        raise LedgerError(f"rewards {text:.80} of {of!r} are no fractions.")
+    k = np.array([int(m[1]) for m in found], np.int64)
+    return ((k / of).view(np.int64) + np.array([int(m[2] or 0) for m in found])).view(np.float64)
+
+
+def pack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[list]:
+    """Return names and shapes of parameters, with layers of one form written once.
+
+    >>> pack_shapes([("embed", (5, 2)), ("h.0.w", (3,)), ("h.1.w", (3,)), ("h.2.w", (4,))])
+    [['embed', [5, 2]], ['h.#.w', [3], 2], ['h.2.w', [4]]]
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes:
+        template = name if "#" in name else re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", name, count=1)
+        groups.setdefault((template, tuple(shape)), []).append(name)
+    packed: list[list] = []
+    for (template, shape), names in groups.items():
+        n = len(names)
+        if n > 1 and set(names) == {template.replace("#", str(i)) for i in range(n)}:
+            packed.append([template, list(shape), n])
+        else:
+            packed += [[name, list(shape)] for name in names]
+    return packed
+
+
+def unpack_shapes(packed: Iterable[Sequence]) -> list[tuple[str, list[int]]]:
+    """Return the (name, shape) of each parameter from what `pack_shapes` made, in any order."""
+    return [
+        (name.replace("#", str(i)) if n else name, shape) for name, shape, *n in packed for i in range(n[0] if n else 1)
+    ]
+
+
+def dump(line: Mapping[str, Any]) -> bytes:
+    """Return a line as JSON."""
+    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _sha(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:PREV]
+
+
+def hash_of(text: bytes, last: str, hashed: bool) -> str:
+    """Return the hash of a line, which the next one takes up.
+
+    Args:
+        text: the line.
+        last: hash of the line before.
+        hashed: whether lines have hashes of their own.
+    """
+    return _sha(last.encode() + text[: -len(_HASH.format(" " * PREV))]) if hashed else _sha(text)
+
+
+def with_hash(line: Mapping[str, Any], last: str) -> bytes:
+    """Return a line that ends with the hash of itself and of all lines before it."""
+    text = dump(line)[:-1]
+    return text + _HASH.format(_sha(last.encode() + text)).encode()
+
+
+def check_hash(text: bytes, last: str) -> None:
+    """Raise LedgerError unless a line ends with the hash of itself and of all lines before it."""
+    if not text.endswith(_HASH.format(hash_of(text, last, True)).encode()):
+        raise LedgerError(
+            "its hash is another: the line is damaged or was edited, or does not follow from the line before it. "
+            "Restore the file from a copy, or cut it off before this line and resume the run."
+        )
+
+
+def no_number(name: str) -> None:
+    """Raise ValueError for a constant that JSON does not have."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+# ---- the file
+
+
+def check_end(file: Any, path: Path, size: int, end: bytes) -> None:
+    """Raise LedgerError unless an open file has this size and this end, after which it then stands."""
+    found = file.seek(0, os.SEEK_END)
+    if found == size:
+        file.seek(size - len(end))
+        if file.read(len(end)) == end:
+            return
+        difference = "ends with another line than this run wrote"
+    else:
+        difference = f"has {found} bytes, this run left it with {size}"
+    raise LedgerError(
+        f"{path} {difference}: another process writes to it, or it was edited. End the other run, and resume this one "
+        "in a new process."
+    )
+
+
+def append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
+    """Add bytes to a file of known size and end and sync it; leave one that cannot take all of them as it was."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            check_end(file, path, size, end)
+            try:
+                write(file, data)
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(size)
+                raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{what} could not be recorded ({error.strerror}): the run stops, and what is recorded stays. Make room, "
+            "then call train(), or train(resume_from_checkpoint=True) in a new process",
+            str(path),
+        ) from error
+
+
+def write(file: Any, data: bytes) -> None:
+    """Write all of the data."""
+    while data:  # a disk that is nearly full takes a part first
+        data = data[file.write(data) :]

@@ -1,0 +1,362 @@
+"""What a user of TRL's trainers finds on `ESTrainer` besides training: evaluation, prediction, logs, files, the Hub."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import TrainerState, trainer_pt_utils
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import PredictionOutput, SaveStrategy
+
+from evoalign_lib import ledger, models, tiny
+from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib.checks import nearest
+from evoalign_lib.config import SURFACE
+from evoalign_lib.engines import completions
+from evoalign_lib.engines.base import Prompts, as_given, score
+from evoalign_lib.files import replace_text
+from evoalign_lib.rewards import RewardFunction
+from evoalign_lib.update_rules import generator, mean_reward
+
+logger = logging.getLogger(__name__)
+
+TIED_STEPS = 3
+"""steps in a row with a tied population after which the trainer warns, once"""
+_SHOWN = 4  # completions in the terminal, as many as TRL shows at most by default
+Rows = Iterable[Mapping[str, Any]]
+
+
+class TrainerSurface:
+    """The methods and attributes of `ESTrainer` that move no weights."""
+
+    def __getattr__(self, name: str) -> Any:
+        status, why = SURFACE["methods"].get(name, ("", ""))
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {why}' if why else ''}.", name=name, obj=self)
+
+    # ---- evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Rows | Mapping[str, Rows] | str | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return mean reward and logged metrics of the current weights on the evaluation set.
+
+        They decode greedily, or draw num_generations_eval samples of each prompt.
+
+        Args:
+            eval_dataset: rows as for the trainer, or a mapping of names to rows; the name of one of the trainer's sets;
+                None: the trainer's own. Other rows than those of the call before end the engine's processes, and
+                others start.
+            metric_key_prefix: what the metrics' names begin with; of one of several sets it is followed by its name.
+
+        Raises:
+            ValueError: there is nothing to evaluate on, or no set of this name.
+        """
+        found = {}
+        for name, known in self._to_evaluate(eval_dataset).items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            found |= self._scores(known, self._decoded(known), prefix)
+        self.log(found)
+        try:
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        finally:  # the callbacks do not come again
+            if eval_dataset is None and metric_key_prefix == "eval":
+                self._keep_best(found)
+        return found
+
+    def predict(self, test_dataset: Rows, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return what the current weights complete, as in `evaluate()`, with its rewards; nothing is logged.
+
+        Args:
+            test_dataset: rows as for the trainer.
+            metric_key_prefix: what the metrics' names begin with.
+
+        Returns:
+            `transformers.trainer_utils.PredictionOutput`: predictions, the completion of each row, or its
+            samples in turn, a text, or messages where its prompt is messages; label_ids, None; metrics as of
+            `evaluate()`.
+        """
+        known = self._given(test_dataset)
+        completed = self._decoded(known)
+        metrics = self._scores(known, completed, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(as_given(self.engine.prompts[known], completed), None, metrics)
+
+    def _to_evaluate(self, dataset: Any) -> dict[str, str]:
+        """Return the sets to evaluate on: name, "" for one alone -> that of its prompts in the engine."""
+        if isinstance(dataset, str):
+            if f"eval_{dataset}" not in self._eval_sets:
+                names = [name.removeprefix("eval_") for name in self._eval_sets]
+                raise ValueError(f"no eval_dataset is called {dataset!r}; there are {names}.{nearest(dataset, names)}")
+            return {dataset: f"eval_{dataset}"}
+        if isinstance(dataset, Mapping):
+            return {name: self._given(rows, f"_{name}") for name, rows in dataset.items()}
+        if dataset is not None:
+            return {"": self._given(dataset)}
+        if not self._eval_sets:
+            raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer, or to evaluate().")
+        return {name.removeprefix("eval").removeprefix("_"): name for name in self._eval_sets}
+
+    def _given(self, rows: Rows, which: str = "") -> str:
+        """Let the engine know rows that the trainer did not begin with; return the name of their prompts there."""
+        name, prompts = f"given{which}", self._tokenised(rows)
+        if prompts != self.engine.prompts.get(name):  # a set that comes again costs no new processes
+            self.engine.put_prompts(name, prompts)
+        return name
+
+    def _decoded(self, name: str) -> list[tuple[str, list[int]]]:
+        """Return completions of all prompts of a set, greedy ones, or the samples of each in turn."""
+        samples = self.args.num_generations_eval or 0
+        drawn = {"seed": self.args.seed, "temperature": self.args.temperature} if samples else {}
+        found = self.engine.generate(name, samples=samples, **drawn)
+        return [draw[row] for row in range(len(found[0])) for draw in found]
+
+    def _scores(self, name: str, completed: list[tuple[str, list[int]]], prefix: str) -> dict[str, float]:
+        """Return the metrics of completions of all prompts of a set."""
+        prompts = self.engine.prompts[name]
+        rows = np.repeat(np.arange(len(prompts)), len(completed) // len(prompts))
+        scored = score(self.rewards, prompts, rows, completed, self._light_state())
+        metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
+        metrics[f"{prefix}_reward"] = mean_reward(scored.rewards)  # whatever a reward function logs by that name
+        if scored.table:
+            step = {"step": [self.state.global_step] * len(completed)}
+            self._show_completions(step | scored.table, prefix)
+        return metrics
+
+    def _tokenised(self, rows: Rows, which: str = "") -> Prompts:
+        """Return a data set for evaluation as prompts; which: of several, for errors."""
+        try:
+            return Prompts(rows, self.processing_class, self.args.chat_template_kwargs)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"eval_dataset{which}: {error}") from error
+
+    def _show_completions(self, table: completions.Table, what: str) -> None:
+        """Print, send and write completions; what: "step", or the prefix of an evaluation."""
+        step = self.state.global_step
+        drawn = generator(self.args.seed, step, "shown")
+        shown = completions.sample(table, _SHOWN, drawn)
+        completions.show(shown, self.rewards.names, str(step) if what == "step" else f"{step}, {what}")
+        completions.send(table, self.callback_handler.callbacks, step)
+        completions.write(table, self.args.output_dir, step, what)
+
+    def _keep_best(self, metrics: dict[str, float]) -> None:
+        """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it, and keep its weights."""
+        if self.args.metric_for_best_model is None or self._best.stand_in:
+            return
+        name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model: {name!r} is not one of the evaluation's {sorted(metrics)}.")
+        value, best = metrics[name], self.state.best_metric
+        if best is None:
+            best = -math.inf if self.args.greater_is_better else math.inf
+        # the first of equals stays; NaN (no reward applied) is never best
+        if value > best if self.args.greater_is_better else value < best:
+            with interrupts_wait():
+                if self.args.load_best_model_at_end:
+                    self._best.keep()
+                self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = True
+
+    def _load_best(self) -> None:
+        if self._best.best is None:
+            logger.warning("load_best_model_at_end: there was no evaluation; the model holds the last weights.")
+        elif self.state.best_global_step != self.state.global_step:
+            self._best.put_in_place()
+
+    # ---- logs and callbacks
+
+    def _watch_ties(self, tied: bool, record: ledger.Step) -> None:
+        """Say once when several populations in a row were tied, and why that may be."""
+        self._tied_steps = self._tied_steps + 1 if tied else 0
+        if self._tied_steps < TIED_STEPS or self._tied_said:
+            return
+        self._tied_said = True
+        clipped = record.log.get("completions/clipped_ratio", 0.0)
+        logger.warning(
+            "The last %d populations were tied (the last one with a reward of %.4g), and the weights did not move. "
+            "Likely causes: sigma=%g is too small to change what the members write; the reward does not tell their "
+            "completions apart (log_completions=True shows them); %.0f %% of them were cut at "
+            "max_completion_length=%d; or no member, or every one, solves the %d prompts of a step.",
+            self._tied_steps,
+            float(np.mean(record.rewards)),
+            self._at_step("sigma", record.step),
+            100 * clipped,
+            self.args.max_completion_length,
+            self.prompts_per_step,
+        )
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
+        logs = {**logs, "epoch": round(self.state.epoch or 0.0, 4)}
+        with interrupts_wait():  # no entry is lost, and none comes twice
+            self.state.log_history.append({**logs, "step": self.state.global_step})
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Add a callback, an object or a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
+        """Remove the callback, or the first of a class, and return it; None if there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Remove the callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        """The reward functions, a list."""
+        return self.rewards.functions
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: one process trains."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of weights that move."""
+        return self.engine.layout.d
+
+    # ---- files
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, in a column, under the name of their split, as transformers' `Trainer` does."""
+        trainer_pt_utils.log_metrics(self, split, dict(metrics))
+
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
+        """Write metrics into output_dir/<split>_results.json, and into all_results.json unless combined is False."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        trainer_pt_utils.save_metrics(self, split, dict(metrics), combined)
+
+    def save_state(self) -> None:
+        """Write the trainer's state, with the metrics of all steps, into output_dir/trainer_state.json."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        trainer_pt_utils.save_state(self)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write output_dir/README.md, transformers' card with the settings of the run.
+
+        Args:
+            model_name: None: the last part of hub_model_id, or of output_dir.
+            dataset_name: on the Hub, of the training set.
+            tags: further tags of the card.
+        """
+        from transformers.modelcard import TrainingSummary
+
+        folder, base = Path(self.args.output_dir), models.name_of(self.model)
+        on_hub = base is not None and not os.path.isdir(base) and base not in tiny.SHIPPED
+        tags = [tags] if isinstance(tags, str) else list(tags or ())
+        card = TrainingSummary(
+            model_name or (self.args.hub_model_id or folder.absolute().name).split("/")[-1],
+            tags=["evoalign", "evolution-strategies", *tags],
+            finetuned_from=base if on_hub else None,
+            dataset=dataset_name,
+            dataset_tags=dataset_name,
+            hyperparameters=self._settings() | {"weights": self.engine.weights.digest()},
+        )
+        replace_text(folder / "README.md", card.to_model_card())
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload model, tokenizer, card, ledger and metrics from output_dir to the Hub; checkpoints stay here.
+
+        Args:
+            commit_message: of the upload.
+            blocking: wait for its end.
+            token: of the Hub; None: hub_token of the settings, or the one that huggingface_hub has.
+            revision: branch; None: hub_revision of the settings, or the main one.
+            **card: of `create_model_card`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`; a future of it if not blocking.
+        """
+        from huggingface_hub import HfApi
+
+        args, folder = self.args, Path(self.args.output_dir)
+        self.save_model()
+        self.create_model_card(**card)
+        api = HfApi(token=token or args.hub_token)
+        name = args.hub_model_id or folder.absolute().name
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        revision = revision or args.hub_revision
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            run_as_future=not blocking,
+            ignore_patterns=["_*", ".*", "checkpoint-*", "partial-*"],
+        )
+
+    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
+        """Write a Hugging Face folder: weights in the model's dtype (or the adapter), configuration, tokenizer."""
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        self.engine.write_model()
+        self.model.save_pretrained(output_dir)
+        self.processing_class.save_pretrained(output_dir)
+
+    def _light_state(self) -> TrainerState:
+        """Return the state without its log, which would grow and travel to the workers with every member.
+
+        It has that of the reward functions as `reward_state`, where one has any.
+        """
+        light = copy.copy(self.state)
+        light.log_history = []
+        if self._reward_state:
+            light.reward_state = copy.deepcopy(self._reward_state)
+        return light
+
+
+class ESProgress(TrainerCallback):
+    """A bar over steps with reward, accuracy (where the reward logs it), ties, members per second and time left."""
+
+    def __init__(self):
+        self._bar = None
+        self._tied = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._bar is not None:  # of a run that was interrupted
+            self._bar.close()
+        self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._bar is None or not logs or "reward" not in logs:
+            return
+        shown = {"reward": f"{logs['reward']:.3f}", "members/s": f"{logs['members_per_second']:.1f}"}
+        if "accuracy" in logs:
+            shown["accuracy"] = f"{logs['accuracy']:.3f}"
+        self._tied = self._tied + 1 if logs["tied"] else 0
+        if self._tied:  # logged steps in a row whose members all had the same reward: nothing moves
+            shown["tied"] = self._tied
+        self._bar.set_postfix(shown, refresh=False)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._bar.update(state.global_step - self._bar.n)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._bar.close()
+        self._bar = None
