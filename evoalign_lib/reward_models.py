@@ -53,8 +53,6 @@ TRUNCATIONS = ("right", "refuse")
 TextFormat = Callable[[str, str], str]
 """What makes one text of (prompt, completion), special tokens included as the tokenizer writes them."""
 
-
-_MOST_OPENINGS = 4096
 _SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # how the names of architectures end
 
 
@@ -187,8 +185,8 @@ class RewardModel(_Scorer):
         self.tokenizer = _tokenizer_of(tokenizer, self._folder or models.name_of(model))
         self.text = _checked_text(text, isinstance(model, ScoreModel), self.tokenizer)
         self.max_length = _checked_length(max_length, model.config, self.tokenizer)
-        moved = {"device": device} if device is not None else {}
-        self.model = model.to(**moved, **({"dtype": dtype} if dtype is not None else {})).eval()
+        moved = {"device": device, "dtype": dtype}
+        self.model = model.to(**{name: value for name, value in moved.items() if value is not None}).eval()
         self.counts = Counter(texts=0, truncated=0, broken=0)
         self._pid = os.getpid()
         if not isinstance(self.model, ScoreModel):
@@ -217,7 +215,7 @@ class RewardModel(_Scorer):
         object.
         """
         weights = models.origin_digest(self._folder) if self._folder else models.base_digest(self.model)
-        found = {
+        return {
             "name": self.name,
             "weights": weights,
             "tokenizer": models.tokenizer_digest(self.tokenizer),
@@ -226,8 +224,7 @@ class RewardModel(_Scorer):
             "truncation": self.truncation,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "version": evoalign_lib.__version__,
-        }
-        return found | ({"shift": self._shift} if self._shift else {})
+        } | ({"shift": self._shift} if self._shift else {})
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
         """Return a score for each completion.
@@ -299,29 +296,19 @@ class RewardModel(_Scorer):
         """Return token ids; for a pair, which of the two each token belongs to; and what is to be counted."""
         pairs = [(self._unmarked(p), self._unmarked(c)) for p, c in zip(prompts, completions, strict=True)]
         changed = sum(pair != given for pair, given in zip(pairs, zip(prompts, completions, strict=True), strict=True))
-        types, end = None, []
+        types, plain = None, {"return_attention_mask": False, "verbose": False}
         if self.text == "pair":
-            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), return_attention_mask=False, verbose=False)
+            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), **plain)
             rows, types = tokens["input_ids"], tokens.get("token_type_ids")
         else:
-            if self.text == "beaver":
-                texts = [f"BEGINNING OF CONVERSATION: USER: {p} ASSISTANT:{c}" for p, c in pairs]
+            # all but "beaver" bring their special tokens along
+            form = self._forms.get(self.text, self.text)
+            plain |= {"add_special_tokens": self.text == "beaver", "return_token_type_ids": False}
+            rows = self.tokenizer([form(*pair) for pair in pairs], **plain)["input_ids"]
+            if self.text in ("beaver", "continued"):
+                # some tokenizers end every text themselves; no other end token can stand there
                 end = [self.tokenizer.eos_token_id]
-            elif self.text == "continued":
-                texts, end = [self._opening(p) + c for p, c in pairs], [self.tokenizer.eos_token_id]
-            elif self.text == "chat":
-                texts = [self._rendered(*pair) for pair in pairs]
-            else:
-                texts = [self.text(*pair) for pair in pairs]
-            rows = self.tokenizer(
-                texts,
-                add_special_tokens=self.text == "beaver",  # the others bring theirs along
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )["input_ids"]
-            # some tokenizers end every text themselves; no other end token can stand there
-            rows = [row if row[-1:] == end else row + end for row in rows] if end else rows
+                rows = [row if row[-1:] == end else row + end for row in rows]
         if empty := [i for i, row in enumerate(rows) if not row]:
             raise ValueError(
                 f"the text of the completion {completions[empty[0]]!r:.200} has no tokens: correct `text`."
@@ -334,8 +321,7 @@ class RewardModel(_Scorer):
             )
         for i in long:
             if self.text == "pair":  # special tokens stay
-                limit = {"truncation": "longest_first", "max_length": self.max_length}
-                cut = self.tokenizer(*pairs[i], **limit, return_attention_mask=False, verbose=False)
+                cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
                 rows[i] = cut["input_ids"]
                 if types is not None:
                     types[i] = cut["token_type_ids"]
@@ -343,11 +329,17 @@ class RewardModel(_Scorer):
                 rows[i] = rows[i][: self.max_length]
         return rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}
 
+    @property
+    def _forms(self) -> dict[str, TextFormat]:
+        return {
+            "beaver": "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}".format,
+            "chat": self._rendered,
+            "continued": lambda prompt, completion: self._opening(prompt) + completion,
+        }
+
     def _opening(self, prompt: str) -> str:
         """As `_rendered`, kept: a prompt is answered many times."""
         if prompt not in self._openings:
-            if len(self._openings) >= _MOST_OPENINGS:
-                self._openings.clear()
             self._openings[prompt] = self._rendered(prompt)
         return self._openings[prompt]
 
@@ -356,11 +348,10 @@ class RewardModel(_Scorer):
 
     def _rendered(self, prompt: str, completion: str | None = None) -> str:
         """By the chat template: the prompt up to where the assistant answers, or with the answer."""
-        messages = [{"role": "user", "content": prompt}]
+        asked = {"role": "user", "content": prompt}
         if completion is None:
-            return tasks.chat_prompt(messages, self.tokenizer)
-        messages.append({"role": "assistant", "content": completion})
-        return models.rendered(self.tokenizer, messages)
+            return tasks.chat_prompt([asked], self.tokenizer)
+        return models.rendered(self.tokenizer, [asked, {"role": "assistant", "content": completion}])
 
     # ---- tokens to scores
 
@@ -373,8 +364,8 @@ class RewardModel(_Scorer):
             table[kept] = np.concatenate(values)
             return torch.from_numpy(table).to(self.device)
 
-        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": torch.from_numpy(kept.astype(np.int64))}
-        inputs["attention_mask"] = inputs["attention_mask"].to(self.device)
+        mask = torch.from_numpy(kept.astype(np.int64)).to(self.device)
+        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": mask}
         if self._head is None:
             extra = {"token_type_ids": filled(types, 0)} if types is not None else {}
             scores = self.model(**inputs, **extra).logits[:, 0]
@@ -423,12 +414,10 @@ def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -
 
 def _checked_length(max_length: int | None, config: Any, tokenizer: Any) -> int:
     config = config.get_text_config()
-    able = [n for n in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length) if n]
-    limit = min(able, default=10**9)  # a tokenizer without a limit says 10^30
-    if max_length is None:
-        return int(min(limit, 10**9))
     able = getattr(config, "max_position_embeddings", None)
-    return whole_number("max_length", max_length, most=able, why="the positions that the model has")
+    if max_length is not None:
+        return whole_number("max_length", max_length, most=able, why="the positions that the model has")
+    return int(min(able or 10**9, tokenizer.model_max_length or 10**9, 10**9))  # without a limit it is 10^30
 
 
 def _tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
@@ -506,19 +495,15 @@ def check(name: str, text: str | None = None, max_length: int | None = None) -> 
     if not os.path.isdir(name):
         _check_name(name)
     config, architecture = _config_of(name, name)
-    if os.path.isdir(name):
-        _check_safetensors(name, name)
-    if architecture.endswith(_SCORE_MODEL):
-        _check_llama(name, config, architecture)
-    else:
+    if not (beaver := architecture.endswith(_SCORE_MODEL)):
         _check_labels(config)
     tokenizer = _tokenizer_of(None, name)
     _checked_length(max_length, config, tokenizer)
-    return _checked_text(text, architecture.endswith(_SCORE_MODEL), tokenizer)
+    return _checked_text(text, beaver, tokenizer)
 
 
 def _config_of(folder: str, name: str) -> tuple[Any, str]:
-    """Return the configuration of a classifier or score model, and its architecture."""
+    """Return the configuration of a classifier or score model, and its architecture, as far as they are right."""
     from transformers import AutoConfig
 
     try:
@@ -532,20 +517,14 @@ def _config_of(folder: str, name: str) -> tuple[Any, str]:
             f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
             "reward or cost model."
         )
-    return config, architecture
-
-
-def _check_safetensors(folder: str, name: str) -> None:
-    if not any(Path(folder).glob("*.safetensors")):
+    if architecture.endswith(_SCORE_MODEL) and config.model_type != "llama":
+        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
+    if os.path.isdir(folder) and not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
             f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
             "Save it anew with save_pretrained()."
         )
-
-
-def _check_llama(name: str, config: Any, architecture: str) -> None:
-    if config.model_type != "llama":
-        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
+    return config, architecture
 
 
 def _check_labels(config: Any) -> None:
@@ -558,9 +537,8 @@ def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     config, architecture = _config_of(folder, name)
-    _check_safetensors(folder, name)
     if architecture.endswith(_SCORE_MODEL):
-        return _load_score_model(folder, name, config, architecture, dtype)
+        return _load_score_model(folder, name, config, dtype)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
     )
@@ -568,10 +546,9 @@ def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
     return model
 
 
-def _load_score_model(folder: str, name: str, config: Any, architecture: str, dtype: torch.dtype | str) -> ScoreModel:
+def _load_score_model(folder: str, name: str, config: Any, dtype: torch.dtype | str) -> ScoreModel:
     from transformers import LlamaModel
 
-    _check_llama(name, config, architecture)
     body, info = LlamaModel.from_pretrained(
         folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
     )
@@ -707,25 +684,21 @@ def as_functions(
     several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
     functions = list(rewards) if several else [rewards]
     given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
-    if tokenizers is None:
-        given = [None] * len(functions)
+    given = [None] * len(functions) if tokenizers is None else given
     if len(given) != len(functions):
         raise ValueError(
             f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: give one each, "
             "None for a function."
         )
-    found = []
-    for function, tokenizer in zip(functions, given, strict=True):
+    for i, (function, tokenizer) in enumerate(zip(functions, given, strict=True)):
         if isinstance(function, (str, os.PathLike, torch.nn.Module)):
-            found.append(ModelReward(function, tokenizer, chat_template_kwargs))
+            functions[i] = ModelReward(function, tokenizer, chat_template_kwargs)
         elif tokenizer is not None:
             raise ValueError(
                 f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and has no use "
                 "for it: give None in its place."
             )
-        else:
-            found.append(function)
-    return found
+    return functions
 
 
 # ----------------------------------------------------------------------------------------------------------- over HTTP
@@ -752,7 +725,7 @@ class HTTPScorer(_Scorer):
 
     Attributes:
         identity: what the server said of its model.
-        counts: "texts", "truncated", "requests", "retries"; what went wrong with single requests: "timeout",
+        counts: "texts", "truncated", "retries"; what went wrong with single requests: "timeout",
             "connection", "http" (errors of the server), "malformed" (no JSON, not one finite number each), "identity",
             "refused" (other HTTP errors); and "failed", calls that ended in an error. Those of this process.
 
@@ -784,8 +757,7 @@ class HTTPScorer(_Scorer):
         self.url, self.timeout, self.api_key_env = url.rstrip("/"), float(timeout), api_key_env
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
-        kinds = ("texts", "truncated", "requests", "retries", "timeout", "connection", "http", "malformed", "identity")
-        self.counts = Counter(dict.fromkeys((*kinds, "refused", "failed"), 0))
+        self.counts = Counter()
         self._client, self._pid = None, None
         self.identity = self._ask("GET", "/identity", None, _read_identity)
         self._fingerprint = fingerprint(self.identity)
@@ -823,10 +795,9 @@ class HTTPScorer(_Scorer):
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
             raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
-        if not isinstance(scores, list) or len(scores) != n:
-            raise ValueError(f"not {n} scores: {scores!r:.100}")
-        if not all(type(score) in (int, float) and math.isfinite(score) for score in scores):
-            raise ValueError(f"scores that are no finite numbers: {scores!r:.100}")
+        numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
+        if not numbers or len(scores) != n or not all(map(math.isfinite, scores)):
+            raise ValueError(f"not {n} finite numbers as scores: {scores!r:.100}")
         if type(cut) is not int or not 0 <= cut <= n:
             raise ValueError(f"truncated is {cut!r:.40}")
         return scores, cut
@@ -844,11 +815,13 @@ class HTTPScorer(_Scorer):
             if attempt:
                 self.counts["retries"] += 1
                 time.sleep(min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT))
-            self.counts["requests"] += 1
+            gone = True
             try:
                 answer = self._connected().request(method, path, content=body, headers=headers)
                 if answer.status_code < 400:
                     return read(answer.json())
+                kind = "refused" if answer.status_code < 500 else "http"
+                what, gone = f"HTTP {answer.status_code}: {answer.text:.300}", answer.status_code in (401, 404)
             except httpx.TimeoutException as error:
                 kind, what = "timeout", f"no answer within {self.timeout:g} s ({type(error).__name__})"
             except httpx.HTTPError as error:
@@ -857,15 +830,10 @@ class HTTPScorer(_Scorer):
                 kind, what = "identity", str(error)
             except (ValueError, KeyError, TypeError, RecursionError) as error:  # not JSON is a ValueError, too
                 kind, what = "malformed", f"an answer that is none of this server's ({error!r:.200})"
-            else:
-                kind, what = "http", f"HTTP {answer.status_code}: {answer.text:.300}"
-                if answer.status_code < 500:
-                    kind = "refused"
             self.counts[kind] += 1
             if kind in ("identity", "refused"):
                 break  # once more would give the same
         self.counts["failed"] += 1
-        gone = kind in ("timeout", "connection", "malformed", "identity") or what.startswith(("HTTP 401", "HTTP 404"))
         raise (ScorerGone if gone else ScorerError)(
             f"the scorer at {self.url} gave no scores ({attempt + 1} requests), the last time: {what}. See whether "
             "evoalign serve-scorer runs there with the model of this run."
