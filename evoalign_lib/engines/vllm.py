@@ -45,9 +45,9 @@ from evoalign_lib import checks, noise
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
-from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
+from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
-from evoalign_lib.precision import Weights, matrix_digest
+from evoalign_lib.precision import matrix_digest
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
@@ -362,6 +362,26 @@ def _end(holder: Any) -> None:
         torch.cuda.empty_cache()
 
 
+def _drawn(indices: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, list[int] | None]:
+    """Return the rows of a member's prompts, each once a sample, and their seeds, None for greedy."""
+    if sampling is None:
+        return indices, None
+    key, samples = sampling
+    rows = np.repeat(indices, samples)
+    return rows, [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
+
+
+def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, Any]:
+    """Return the batch plan of an engine that decodes with vLLM."""
+    return {
+        "decoder": "vllm",
+        "vllm": import_vllm(tensor_parallel == 1).__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel": tensor_parallel,
+        "exact": exact,
+    }
+
+
 class Decoding(Scorer):
     """Evaluates members and generates with a `generator`, in whichever process."""
 
@@ -379,11 +399,8 @@ class Decoding(Scorer):
         sampling: tuple[int, int] | None = None,
     ) -> Evaluation:
         """Evaluate one member; index: its own, for errors; the rest as for `Engine.evaluate`."""
-        started, rows, seeds = time.process_time(), np.asarray(indices), None
-        if sampling is not None:
-            key, samples = sampling
-            rows = np.repeat(rows, samples)
-            seeds = [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
+        started = time.process_time()
+        rows, seeds = _drawn(np.asarray(indices), sampling)
         self.generator.perturb(member, sigma)
         completions = self._decode(name, rows, seeds, self.options.temperature)
         return self.scored(index, name, rows, completions, trainer_state, started)
@@ -434,12 +451,13 @@ class VLLMEngine(Decoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank, weights:
-            of `Engine`; the model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the
-            rest is cut off.
+        model, tokenizer, rewards, prompts: of `Engine`; the model has the dtype of vLLM's working copy.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
+        anchor_decay: of `Engine`.
+        **common: max_completion_length and further arguments of `Engine`, but for threads and precision. vLLM decodes
+            on after a stop string, and the rest is cut off.
 
     The first call that generates starts vLLM.
     """
@@ -451,32 +469,17 @@ class VLLMEngine(Decoding, Engine):
         rewards: Rewards | None,
         prompts: Mapping[str, Prompts],
         *,
-        max_completion_length: int,
-        options: Options = PLAIN,
-        distribution: str = "gaussian",
-        anchor_decay: float = 0.0,
-        rank: int = 0,
         folder: str | None = None,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
-        weights: Weights | None = None,
+        anchor_decay: float = 0.0,
+        **common: Any,
     ):
-        _check_temperature(options.temperature)
+        _check_temperature(common.get("options", PLAIN).temperature)
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        super().__init__(
-            model,
-            tokenizer,
-            rewards,
-            prompts,
-            max_completion_length=max_completion_length,
-            options=options,
-            threads=threads,
-            distribution=distribution,
-            anchor_decay=anchor_decay,
-            rank=rank,
-            weights=weights,
-        )
-        self.folder, self.distribution, self.anchor_decay = folder, distribution, anchor_decay
+        common |= {"threads": threads, "anchor_decay": anchor_decay}
+        super().__init__(model, tokenizer, rewards, prompts, **common)
+        self.folder, self.anchor_decay = folder, anchor_decay
         self._made = None
         if folder is None:  # now: the object's weights move with the run
             self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
@@ -488,13 +491,8 @@ class VLLMEngine(Decoding, Engine):
 
     @property
     def plan(self):
-        return {
-            "decoder": "vllm",
-            "vllm": import_vllm(self.tensor_parallel == 1).__version__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "tensor_parallel": self.tensor_parallel,
-            "exact": self.model.dtype == torch.float32 and not torch.cuda.is_available(),
-        }
+        exact = self.model.dtype == torch.float32 and not torch.cuda.is_available()
+        return _plan(self.model.dtype, self.tensor_parallel, exact)
 
     @property
     def generator(self) -> Generator:
@@ -510,7 +508,7 @@ class VLLMEngine(Decoding, Engine):
 
     def _start(self, longest: int) -> Generator:
         held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
-        common = self.model.dtype, self.eos_ids, longest, held, self.distribution
+        common = self.model.dtype, self.eos_ids, longest, held, self.weights.distribution
         law = {"anchor_decay": self.anchor_decay, "rank": self.weights.rank}
         generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **law)
         try:
@@ -531,8 +529,7 @@ class VLLMEngine(Decoding, Engine):
             return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        check_temperature(temperature)
-        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        rows = self._rows(name, indices, temperature)
         with self._ended_by_interrupts():
             if not samples:
                 return [self.generate_rows(name, rows)]
@@ -556,10 +553,9 @@ class VLLMEngine(Decoding, Engine):
             self.close()
             raise
 
-    def add_prompts(self, name, rows):
-        if self._generator is not None:
-            raise RuntimeError(f"prompts {name!r} come too late: add them before vLLM starts.")
-        super().add_prompts(name, rows)
+    @property
+    def started(self):
+        return self._generator is not None
 
     def put_prompts(self, name, prompts):
         longest = max(p.width for p in self.prompts.values())
@@ -625,7 +621,7 @@ class AdapterEngine(VLLMEngine):
     def _start(self, longest: int) -> Generator:
         """Start vLLM, and prove that its base is the one that the adapter was made over."""
         rest = self.tensor_parallel, self.settings
-        common = self.model.dtype, self.eos_ids, longest, 0, self.distribution
+        common = self.model.dtype, self.eos_ids, longest, 0, self.weights.distribution
         adapter = self._rank, sorted({name.rpartition(".")[2] for name in self._layers})
         generator = Generator(self.folder, *common, *rest, master=False, adapter=adapter)
         try:
@@ -651,9 +647,8 @@ class AdapterEngine(VLLMEngine):
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         found: list[Evaluation] = []
-        key, samples = sampling or (0, 1)
         indices = np.asarray(indices)
-        each = np.repeat(np.broadcast_to(indices, (len(members), indices.shape[-1])), samples, axis=1)
+        each = np.broadcast_to(indices, (len(members), indices.shape[-1]))
         with self._ended_by_interrupts():
             for first in range(0, len(members), self.settings["max_loras"]):
                 part = range(first, min(first + self.settings["max_loras"], len(members)))
@@ -662,14 +657,14 @@ class AdapterEngine(VLLMEngine):
                     with self.weights.member(members[i].key, sigma, members[i].sign) as flat:
                         adapters[number] = self._adapter(flat)
                 self.generator.put_adapters(adapters)
-                rows, seeds = each[first : first + len(part)], None
-                if sampling is not None:
-                    seeds = [sample_seed(key, int(row), i % samples) for own in rows for i, row in enumerate(own)]
-                self._numbers = np.repeat(list(adapters), rows.shape[1])
-                done = self._decode(name, rows.reshape(-1), seeds, self.options.temperature)
-                for number, i in enumerate(part):
-                    own = done[number * rows.shape[1] : (number + 1) * rows.shape[1]]
-                    found.append(self.scored(i, name, each[i], own, trainer_state, started))
+                # one row after the other: a row's samples have the numbers 0, 1, ... whichever member it is of
+                rows, seeds = _drawn(each[first : first + len(part)].reshape(-1), sampling)
+                size = len(rows) // len(part)
+                self._numbers = np.repeat(list(adapters), size)
+                done = self._decode(name, rows, seeds, self.options.temperature)
+                for own, i in zip(range(0, len(rows), size), part, strict=True):
+                    where = slice(own, own + size)
+                    found.append(self.scored(i, name, rows[where], done[where], trainer_state, started))
                     started = time.process_time()  # the first member has the time of their common batch
         return found
 
@@ -730,17 +725,10 @@ class PushedEngine(Decoding, Engine):
 
     @property
     def plan(self):
-        return {
-            "decoder": "vllm",
-            "vllm": import_vllm().__version__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "tensor_parallel": 1,
-            "exact": False,
-        }
+        return _plan(self.model.dtype, 1, exact=False)
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        check_temperature(temperature)
-        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        rows = self._rows(name, indices, temperature)
         size, seeds = len(rows), None
         if samples:
             rows = np.tile(rows, samples)

@@ -57,69 +57,36 @@ def test_rows_are_read():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("read", "row", "change"),
     [
-        ({"model_a": "GPT"}, "model_a must be one of"),
-        ({"model_b": "ES-500"}, "compared with itself"),
-        ({"order_ab": ["Beaver-V1", "ES-500"]}, "which one was A"),
-        ({"dimension": "beauty"}, "dimension must be one of 'helpfulness', 'harmlessness', got 'beauty'"),
-        ({"scores": [8]}, "scores must be two numbers or null"),
-        ({"scores": [8, "9"]}, "a score must be a finite number, got '9'"),
-        ({"scores": [8, True]}, "a score must be a finite number"),
-        ({"scores": [8, float("nan")]}, "a score must be a finite number"),
-        ({"scores": [8, 11]}, "must lie in 0 to 10"),
-        ({"question": " "}, "question must be a text that is not blank"),
-        ({"raw": None}, "raw must be a text"),
-        ({"model_a": ["ES-500"]}, "model_a must be one of"),
+        *((data.read_judgments, JUDGMENT, {name: "other"}) for name in ("model_a", "dimension", "order_ab", "scores")),
+        *((data.read_judgments, JUDGMENT, {"scores": [8, bad]}) for bad in ("9", True, float("nan"), 11)),
+        (data.read_judgments, JUDGMENT, {"scores": [8]}),
+        (data.read_judgments, JUDGMENT, {"model_a": "Beaver-V1", "order_ab": ["Beaver-V1"] * 2}),
+        (data.read_judgments, JUDGMENT, {"model_a": ["ES-500"]}),
+        (data.read_judgments, JUDGMENT, {"question": " "}),
+        (data.read_judgments, JUDGMENT, {"raw": None}),
+        (data.read_points, POINT, {"reward": None}),
+        (data.read_points, POINT, {"cost": float("inf")}),
+        (data.read_points, POINT, {"label": "HS"}),
+        (data.read_points, POINT, {"response": 7}),
+        (data.read_points, POINT, {"prompt": ""}),
+        (data.read_preferences, PAIR, {"is_response_1_safe": 1}),
+        (data.read_preferences, PAIR, {"safer_response_id": True}),
+        (data.read_preferences, PAIR, {"response_0_severity_level": 4}),
     ],
 )
-def test_a_bad_judgment_is_named_by_its_line(change, said):
-    with pytest.raises(ValueError, match=f"mine, line 2: .*{said}"):
-        data.read_judgments(lines(JUDGMENT, JUDGMENT | change), "mine")
+def test_a_bad_row_is_named_by_its_line(read, row, change):
+    label = ["m"] if read is data.read_points else []
+    read(lines(row, row), *label, "mine")
+    with pytest.raises(ValueError, match="mine, line 2: "):
+        read(lines(row, row | change), *label, "mine")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"reward": None}, "reward must be a finite number"),
-        ({"cost": float("inf")}, "cost must be a finite number"),
-        ({"label": "HS"}, "label must be one of"),
-        ({"response": 7}, "response must be a text"),
-        ({"prompt": ""}, "prompt must be a text that is not blank"),
-    ],
-)
-def test_a_bad_response_is_named_by_its_line(change, said):
-    with pytest.raises(ValueError, match=f"points, line 3: .*{said}"):
-        data.read_points(lines(POINT, POINT, POINT | change), "mine")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"is_response_1_safe": 1}, "is_response_1_safe must be one of True, False"),
-        ({"safer_response_id": True}, "safer_response_id must be one of 0, 1"),
-        ({"response_0_severity_level": 4}, "severity_level must be one of"),
-    ],
-)
-def test_a_bad_pair_is_named_by_its_line(change, said):
-    with pytest.raises(ValueError, match=f"preferences, line 1: .*{said}"):
-        data.read_preferences(lines(PAIR | change))
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: expected an object, got list"),
-        ('{"prompt": "Why?"}', "line 2: no 'response' where the published format has one"),
-        ("[" * 100_000, "line 2: (too deeply nested|not JSON)"),
-        (b"\xff", "line 2: not UTF-8"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(line, said):
-    bad = lines(POINT) + b"\n" + (line if isinstance(line, bytes) else line.encode())
-    with pytest.raises(ValueError, match=said):
-        data.read_points(bad, "mine")
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"prompt": "Why?"}', b"[" * 100_000, b"\xff"])
+def test_a_line_that_is_no_row_is_named(line):
+    with pytest.raises(ValueError, match="points, line 2: "):
+        data.read_points(lines(POINT) + b"\n" + line, "mine")
     with pytest.raises(ValueError, match="points holds no rows"):
         data.read_points(b"\n\n", "mine")
 
@@ -159,11 +126,11 @@ def test_a_changed_or_torn_local_file_is_refused(small, monkeypatch):
     packed = path.with_name(f"{path.name}.gz")
     for torn in (gzip.compress(content)[:-9], b"no gzip"):
         packed.write_bytes(torn)
-        with pytest.raises(ValueError, match="no whole gzip file"):
+        with pytest.raises(ValueError, match="is damaged"):
             data.load_points("ES-100")
     packed.write_bytes(gzip.compress(content))
     monkeypatch.setattr(data, "_MOST_BYTES", 10)
-    with pytest.raises(ValueError, match="unpacks to more than 10 bytes"):
+    with pytest.raises(ValueError, match="unpacks to more"):
         data.load_points("ES-100")
 
 
@@ -204,10 +171,8 @@ def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'ES-500'"):
         data.load_points("ES-50")
-    with pytest.raises(ValueError, match="split='test' is not one of"):
+    with pytest.raises(ValueError, match="split='test'"):
         data.load_preferences("test")
-    with pytest.raises(ValueError, match="unknown part 'all'"):
-        kind.run({"part": "all"})
 
 
 # --------------------------------------------------------------------------------------------------- the published data
