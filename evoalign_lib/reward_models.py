@@ -42,6 +42,17 @@ import torch
 
 import evoalign_lib
 from evoalign_lib import models, tasks
+from evoalign_lib._score_models import (
+    SCORE_MODEL,
+    ScoreModel,
+    check_labels,
+    check_name,
+    config_of,
+    decoder_head,
+    folder_of,
+    load,
+    tokenizer_of,
+)
 from evoalign_lib.checks import choose, key_in, whole_number
 from evoalign_lib.files import canonical_json
 
@@ -52,8 +63,6 @@ TRUNCATIONS = ("right", "refuse")
 
 TextFormat = Callable[[str, str], str]
 """What makes one text of (prompt, completion), special tokens included as the tokenizer writes them."""
-
-_SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # how the names of architectures end
 
 
 class ScorerError(RuntimeError):
@@ -175,14 +184,14 @@ class RewardModel(_Scorer):
             raise ValueError(f"dtype={dtype!r} is no floating-point dtype: give one such as 'float16'.")
         self._folder, origin = None, model
         if isinstance(model, (str, os.PathLike)):
-            self._folder = _folder_of(str(model))
+            self._folder = folder_of(str(model))
             on_cpu = torch.device(device or "cpu").type == "cpu"
-            model = _load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
+            model = load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
             dtype = None  # that of the weights; what normalises scores stays float32
         else:
             origin = models.name_of(model) or type(model).__name__
         self.name = name or Path(str(origin)).name
-        self.tokenizer = _tokenizer_of(tokenizer, self._folder or models.name_of(model))
+        self.tokenizer = tokenizer_of(tokenizer, self._folder or models.name_of(model))
         self.text = _checked_text(text, isinstance(model, ScoreModel), self.tokenizer)
         self.max_length = _checked_length(max_length, model.config, self.tokenizer)
         moved = {"device": device, "dtype": dtype}
@@ -190,8 +199,8 @@ class RewardModel(_Scorer):
         self.counts = Counter(texts=0, truncated=0, broken=0)
         self._pid = os.getpid()
         if not isinstance(self.model, ScoreModel):
-            _check_labels(self.model.config)
-        self._head = _decoder_head(self.model)
+            check_labels(self.model.config)
+        self._head = decoder_head(self.model)
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
         # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
@@ -420,189 +429,25 @@ def _checked_length(max_length: int | None, config: Any, tokenizer: Any) -> int:
     return int(min(able or 10**9, tokenizer.model_max_length or 10**9, 10**9))  # without a limit it is 10^30
 
 
-def _tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
-    if tokenizer is not None:
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"the tokenizer beside the model cannot be loaded ({str(error).splitlines()[0]:.200}): give it as "
-            "tokenizer; a tokenizer.model without tokenizer.json needs the package sentencepiece."
-        ) from error
-    converted = os.path.isdir(str(folder)) and not os.path.isfile(os.path.join(folder, "tokenizer.json"))
-    if converted and type(found).__name__ == "LlamaTokenizer" and "add_bos_token" not in found.init_kwargs:
-        found.add_bos_token = True  # Llama's default until transformers 5, which leaves it out
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
-
-
-class ScoreModel(torch.nn.Module):
-    """A score model in the layout of Safe-RLHF: a decoder's body, a linear head and, maybe, a normaliser.
-
-    Args:
-        body: the decoder without a head, of transformers.
-        head: (hidden, 1).
-        mean, std: of the normaliser, (1,) each: score = (output - mean) / (std + 1e-8). None: the output itself.
-    """
-
-    def __init__(
-        self, body: Any, head: torch.nn.Linear, mean: torch.Tensor | None = None, std: torch.Tensor | None = None
-    ):
-        super().__init__()
-        self.base_model, self.score_head, self.config = body, head, body.config
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
-
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return scores of hidden states: (n, hidden) -> (n, 1), float32."""
-        found = self.score_head(hidden).float()
-        return found if self.mean is None else (found - self.mean.float()) / (self.std.float() + 1e-8)
-
-
-def _folder_of(name: str) -> str:
-    """Return the folder of a model: as given, or what is fetched of it from the Hub, without files that hold code."""
-    if os.path.isdir(name):
-        return os.path.abspath(name)
-    _check_name(name)
-    import huggingface_hub
-
-    try:
-        return huggingface_hub.snapshot_download(
-            name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        )
-    except (OSError, ValueError) as error:  # the Hub's own errors are among these
-        raise ValueError(
-            f"model {name!r} is no folder, and cannot be fetched from the Hub: {str(error).splitlines()[0]:.200}"
-        ) from error
-
-
-def _check_name(name: str) -> None:
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
-
-
 def check(name: str, text: str | None = None, max_length: int | None = None) -> str:
     """Refuse what `RewardModel` would refuse, as far as that is known without the weights, and return the text format.
 
-    name: a folder, or a model on the Hub, of which configuration and tokenizer are fetched. text, max_length: as for
-    `RewardModel`. Raises ValueError as `RewardModel`.
+    Args:
+        name: a folder, or a model on the Hub, of which configuration and tokenizer are fetched.
+        text: as for `RewardModel`.
+        max_length: as for `RewardModel`.
+
+    Raises:
+        ValueError: as `RewardModel`.
     """
     if not os.path.isdir(name):
-        _check_name(name)
-    config, architecture = _config_of(name, name)
-    if not (beaver := architecture.endswith(_SCORE_MODEL)):
-        _check_labels(config)
-    tokenizer = _tokenizer_of(None, name)
+        check_name(name)
+    config, architecture = config_of(name, name)
+    if not (beaver := architecture.endswith(SCORE_MODEL)):
+        check_labels(config)
+    tokenizer = tokenizer_of(None, name)
     _checked_length(max_length, config, tokenizer)
     return _checked_text(text, beaver, tokenizer)
-
-
-def _config_of(folder: str, name: str) -> tuple[Any, str]:
-    """Return the configuration of a classifier or score model, and its architecture, as far as they are right."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {name!r} has no config.json that can be read: {str(error).splitlines()[0]}") from error
-    architecture = next(iter(config.architectures or ()), "")
-    # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
-    if not architecture.endswith((_SCORE_MODEL, _CLASSIFIER)):
-        raise ValueError(
-            f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
-            "reward or cost model."
-        )
-    if architecture.endswith(_SCORE_MODEL) and config.model_type != "llama":
-        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
-    if os.path.isdir(folder) and not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(
-            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
-            "Save it anew with save_pretrained()."
-        )
-    return config, architecture
-
-
-def _check_labels(config: Any) -> None:
-    if (outputs := getattr(config, "num_labels", None)) != 1:
-        raise ValueError(f"the model has {outputs} labels: give a reward or cost model, which has one.")
-
-
-def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
-    """Load a classifier or a score model; what its config.json says decides which."""
-    from transformers import AutoModelForSequenceClassification
-
-    config, architecture = _config_of(folder, name)
-    if architecture.endswith(_SCORE_MODEL):
-        return _load_score_model(folder, name, config, dtype)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-    )
-    _check_complete(name, info["missing_keys"])
-    return model
-
-
-def _load_score_model(folder: str, name: str, config: Any, dtype: torch.dtype | str) -> ScoreModel:
-    from transformers import LlamaModel
-
-    body, info = LlamaModel.from_pretrained(
-        folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    _check_complete(name, info["missing_keys"])
-    found = _tensors(folder, ("score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"))
-    weight, bias = found.get("score_head.weight"), found.get("score_head.bias")
-    if weight is None or weight.shape != (1, config.hidden_size):
-        raise ValueError(
-            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
-            "reward or cost model with one output."
-        )
-    head = torch.nn.Linear(config.hidden_size, 1, bias=bias is not None, dtype=body.dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        if bias is not None:
-            head.bias.copy_(bias)
-    if not getattr(config, "do_normalize", False):
-        return ScoreModel(body, head)
-    kind = getattr(config, "score_type", "reward")
-    if kind not in ("reward", "cost"):
-        raise ValueError(f"model {name!r} has score_type {kind!r}: give a reward or cost model.")
-    # what the files hold goes over what the configuration states, as where a state is loaded into a model
-    mean, var = (found.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
-    if mean is None or var is None:
-        raise ValueError(f"model {name!r} normalises its scores, but has no normalizer.mean and normalizer.var.")
-    mean, var = (torch.as_tensor(value, dtype=torch.float32).reshape(1) for value in (mean, var))
-    return ScoreModel(body, head, mean if kind == "reward" else torch.zeros(1), var.sqrt())  # a cost keeps its border
-
-
-def _tensors(folder: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read single tensors from the safetensors files of a folder, those that are there."""
-    from safetensors import safe_open
-
-    found = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in names if name in file.keys()}  # noqa: SIM118
-    return found
-
-
-def _check_complete(name: str, missing: Sequence[str]) -> None:
-    if missing := sorted(missing):
-        raise ValueError(
-            f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}, which would "
-            "be random numbers: give a model that was trained as a reward or cost model."
-        )
-
-
-def _decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what makes scores of a decoder's hidden states; None for an encoder, which pools in its own way."""
-    if isinstance(model, ScoreModel):
-        return model.scores
-    head = getattr(model, "score", None)  # transformers' name for it in all decoders
-    return head if isinstance(head, torch.nn.Linear) and model.base_model is not model else None
 
 
 # ------------------------------------------------------------------------------------------------ as TRL's trainers do
@@ -631,8 +476,8 @@ class ModelReward:
     def __init__(self, model: Any, tokenizer: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None):
         folder = None
         if isinstance(model, (str, os.PathLike)):
-            name, folder = str(model), _folder_of(str(model))
-            model = _load(folder, name, torch.float32)
+            name, folder = str(model), folder_of(str(model))
+            model = load(folder, name, torch.float32)
             if isinstance(model, ScoreModel):
                 raise ValueError(
                     f"model {name!r} is a score model of Safe-RLHF, which TRL does not read: give "
@@ -640,10 +485,10 @@ class ModelReward:
                 )
         else:
             name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        _check_labels(model.config)
+        check_labels(model.config)
         self.__name__ = name.rstrip("/").split("/")[-1]
         self.model, self.template = model.eval(), dict(chat_template_kwargs or {})
-        self.tokenizer = _tokenizer_of(tokenizer, folder or name)
+        self.tokenizer = tokenizer_of(tokenizer, folder or name)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # a decoder's score is read at the last token that is no padding

@@ -404,8 +404,10 @@ class Engine(Scorer):
     def put_prompts(self, name: str, prompts: Prompts) -> None:
         """Add a set of prompts for `generate`, or replace one, at any time.
 
-        Processes that run already and would not see it end; the next call starts others. Raises ValueError for prompts
-        that the model cannot read.
+        Processes that run already and would not see it end; the next call starts others.
+
+        Raises:
+            ValueError: prompts that the model cannot read.
         """
         check_prompts(self.model, name, prompts, self.max_completion_length)
         self.prompts[name] = prompts

@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -43,7 +43,6 @@ from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
 from evoalign_lib.rewards import Rewards
-from evoalign_lib.update_rules import Member
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
@@ -213,16 +212,7 @@ class LocalEngine(Engine):
 
     # ---- work on one member, in a worker or here
 
-    def evaluate_member(
-        self,
-        index: int,
-        member: Member,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> Evaluation:
+    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
         """Evaluate one member in this process; index: its own, for errors, and the rest as for `evaluate`."""
         started = time.process_time()
         indices, uniforms = self._drawn(indices, sampling)
@@ -231,15 +221,7 @@ class LocalEngine(Engine):
         return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
 
     def evaluate_together(
-        self,
-        first: int,
-        members: Sequence[Member],
-        together: int,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
+        self, first, members, together, sigma, name, indices, trainer_state=None, sampling=None
     ) -> list[Evaluation]:
         """Evaluate members of low rank in one batch, in this process.
 
@@ -274,9 +256,7 @@ class LocalEngine(Engine):
         drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
         return np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
 
-    def generate_rows(
-        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
-    ) -> list:
+    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list:
         """Return completions of the weights themselves, (text, ids) each, in this process.
 
         Args:

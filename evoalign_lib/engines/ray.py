@@ -43,7 +43,8 @@ from evoalign_lib.engines.base import PLAIN, Engine, Prompts, in_chunks
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.memory import held_parameters
 from evoalign_lib.engines.processes import default_workers
-from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove
+from evoalign_lib.engines.proof import WrongWeights, prove
+from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 

@@ -41,13 +41,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import checks, noise
+from evoalign_lib import checks
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
 from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
-from evoalign_lib.precision import matrix_digest
+from evoalign_lib.engines.proof import WrongWeights, compare, prove
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
@@ -61,10 +61,6 @@ Layers = Sequence[tuple[str, int, bytes, bytes]]
 # Set before vLLM is imported, which reads them once. What the user has set stays.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 _ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
-
-class WrongWeights(RuntimeError):
-    """A generator does not hold the weights of the run; the message names what differs."""
 
 
 def import_vllm(in_process: bool = True) -> Any:
@@ -230,7 +226,8 @@ class Generator:
     def put_adapters(self, adapters: Mapping[int, Layers]) -> None:
         """Give vLLM adapters, number -> layers, each in the place of the one that had its number before.
 
-        Raises NotMapped for a layer that vLLM gives no adapter.
+        Raises:
+            NotMapped: a layer that vLLM gives no adapter.
         """
         for number, layers in adapters.items():
             for refusal in self.llm.collective_rpc("evoalign_put_adapter", args=(number, layers)):
@@ -241,7 +238,8 @@ class Generator:
     def base_digests(self) -> tuple[list[list[Segment]], list[list[str]]]:
         """Return by rank where the tensors that vLLM decodes with come from, and the SHA-256 of each.
 
-        Raises NotMapped for a tensor that has no place in the segment map.
+        Raises:
+            NotMapped: a tensor that has no place in the segment map.
         """
         segments, digests = [], []
         for found in self.llm.collective_rpc("evoalign_base_digests"):
@@ -291,6 +289,9 @@ class Generator:
             )
 
 
+STATED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+STATED |= {"frequency_penalty": 0.0, "watermarking": False}
+"""Settings of SamplingParams that change nothing, stated so that no default of vLLM's does."""
 LEAST_TEMPERATURE = 0.01
 """Below it vLLM logs a warning and takes this one (`_MAX_TEMP` in its sampling_params.py)."""
 
@@ -315,25 +316,16 @@ def decode(
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`.
 
-    Raises ValueError for a temperature that vLLM would replace.
+    Raises:
+        ValueError: a temperature that vLLM would replace.
     """
     from vllm import SamplingParams
 
     if seeds is not None:
         _check_temperature(temperature)
-    common = {
-        "max_tokens": max_new_tokens,
-        "stop_token_ids": list(eos_ids),
-        "ignore_eos": True,  # stop_token_ids alone say what ends a completion
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "watermarking": False,
-        "detokenize": False,
-    } | dict(options.generation_kwargs or {})
+    # stop_token_ids alone say what ends a completion
+    common = {"max_tokens": max_new_tokens, "stop_token_ids": list(eos_ids), "ignore_eos": True, "detokenize": False}
+    common |= {**STATED, **(options.generation_kwargs or {})}
     if seeds is None:
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
@@ -388,16 +380,7 @@ class Decoding(Scorer):
     generator: Generator
     _noise: tuple[Member, float] | None = None
 
-    def evaluate_member(
-        self,
-        index: int,
-        member: Member,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> Evaluation:
+    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
         """Evaluate one member; index: its own, for errors; the rest as for `Engine.evaluate`."""
         started = time.process_time()
         rows, seeds = _drawn(np.asarray(indices), sampling)
@@ -405,9 +388,7 @@ class Decoding(Scorer):
         completions = self._decode(name, rows, seeds, self.options.temperature)
         return self.scored(index, name, rows, completions, trainer_state, started)
 
-    def generate_rows(
-        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
-    ) -> list:
+    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list:
         """Return completions of the weights themselves, (text, ids) each.
 
         Args:
@@ -775,49 +756,6 @@ class PushedEngine(Decoding, Engine):
             own.close()
         elif self.llm is not None:
             _end(self)
-
-
-def prove(
-    layout: noise.Layout, master: np.ndarray, segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
-) -> None:
-    """Compare the masters of vLLM's workers with the run's, byte for byte: layout, master; the rest as `compare`."""
-    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
-    views = {name: torch.from_numpy(view).reshape(shapes[name]) for name, view in layout.views(master).items()}
-    compare(views, segments, digests)
-
-
-def compare(
-    matrices: Mapping[str, torch.Tensor], segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
-) -> None:
-    """Compare the weights of vLLM's workers with a model's, byte for byte, by their digests.
-
-    Args:
-        matrices: the model's, by name; a vector is one row.
-        segments: by rank, where its tensors come from.
-        digests: by rank, for each of them: SHA-256 of its numbers, row by row.
-
-    Raises:
-        WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
-            of a parameter.
-    """
-    views, held = matrices, {name: np.zeros(matrix.shape, bool) for name, matrix in matrices.items()}
-    for rank, (places, found) in enumerate(zip(segments, digests, strict=True)):
-        for segment, digest in zip(places, found, strict=True):
-            where = f"vLLM's rank {rank}, {segment.name!r}"
-            if segment.name not in views:
-                raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")
-            window = np.s_[segment.row0 : segment.row0 + segment.rows, segment.col0 : segment.col0 + segment.cols]
-            part = views[segment.name][window]
-            if part.shape != (segment.rows, segment.cols) or matrix_digest(part) != digest:
-                raise WrongWeights(
-                    f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
-                    "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "
-                    "tensor in another layout, in which it cannot be perturbed."
-                )
-            held[segment.name][window] = True
-    for name, cells in held.items():
-        if not cells.all():
-            raise WrongWeights(f"{name!r}: vLLM holds {cells.mean():.0%} of it, so noise would not reach all of it.")
 
 
 def sample_seed(key: int, row: int, sample: int) -> int:

@@ -61,7 +61,11 @@ class Cache:
         return self._answers.get(key)
 
     def refresh(self) -> None:
-        """Read what other processes have added. Raises CacheError as the class does."""
+        """Read what other processes have added.
+
+        Raises:
+            CacheError: as the class does.
+        """
         with self._one:
             if self.path is not None and (self._size or self.path.exists()):
                 self._read()

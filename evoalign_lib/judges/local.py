@@ -244,18 +244,10 @@ class VLLMChat(_Local):
     def _generate(self, prompts: list[list[int]]) -> list[tuple[str, int, bool]]:
         from vllm import SamplingParams
 
+        from evoalign_lib.engines.vllm import STATED
+
         # vLLM adds the end tokens of the model's generation_config, and with given parameters nothing else of it
-        greedy = SamplingParams(
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            watermarking=False,
-            max_tokens=self.max_tokens,
-        )
+        greedy = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, **STATED)
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         done = [request.outputs[0] for request in self._llm.generate(asked, greedy, use_tqdm=False)]
         # vLLM's own text leaves out the bytes of a character that was cut off: decoded here, as `LocalChat` does

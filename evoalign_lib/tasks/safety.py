@@ -214,7 +214,11 @@ class Lagrangian:
         return {"log_lambda": self._log, "ema": self._ema, "steps": self._steps}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a state. Raises ValueError where it has other names, or a lambda out of bounds."""
+        """Take over a state.
+
+        Raises:
+            ValueError: it has other names, or a lambda out of bounds.
+        """
         if state.keys() != {"log_lambda", "ema", "steps"}:
             raise ValueError(f"a state has log_lambda, ema and steps, got {', '.join(sorted(state)) or 'nothing'}.")
         low, high = map(math.log, self.bounds)
@@ -308,11 +312,19 @@ class ConstrainedObjective(Objective):
         return self.multiplier.state()
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a state. Raises ValueError as `Lagrangian.load_state`."""
+        """Take over a state.
+
+        Raises:
+            ValueError: as `Lagrangian.load_state`.
+        """
         self.multiplier.load_state(state)
 
     def end_of_step(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Move lambda by the mean cost of the step. Raises ValueError where none was logged."""
+        """Move lambda by the mean cost of the step.
+
+        Raises:
+            ValueError: none was logged.
+        """
         if not metrics.get("cost"):
             raise ValueError("no cost was logged in this step: every batch failed, or another function has the name.")
         self.multiplier.move(float(np.mean(metrics["cost"])))

@@ -203,7 +203,8 @@ def _judgment(row: dict[str, Any]) -> Judgment:
 def load_elo(accept_licence: bool = False) -> dict[str, dict[str, float]]:
     """Load the published Elo ratings: dimension -> model -> rating, the base at 1,000.
 
-    Raises ValueError for a file without them, and as `public_file` does.
+    Raises:
+        ValueError: a file without them, and as `public_file` does.
     """
     data = json.loads(public_file("gpt_elo_ratings.json", accept_licence))
     return {d: {model: _number(data[d][model], f"the rating of {model}") for model in JUDGED} for d in DIMENSIONS}
@@ -251,7 +252,8 @@ class Points:
 def load_points(model: str, accept_licence: bool = False) -> Points:
     """Load the published responses of a model, in the order of the file.
 
-    Raises ValueError for an unknown model, and as `public_file` and `read_points` do.
+    Raises:
+        ValueError: an unknown model, and as `public_file` and `read_points` do.
     """
     choose("model", model, MODELS)
     name = f"{model}_points.jsonl"
@@ -323,7 +325,8 @@ def load_preferences(split: str = "train", accept_licence: bool = False) -> list
 def read_preferences(data: bytes, where: str = "preferences") -> list[Preference]:
     """Read preference pairs in the format of PKU-SafeRLHF (JSON lines); further keys are not read.
 
-    Raises ValueError for a line that is no pair; the message names line and reason.
+    Raises:
+        ValueError: a line that is no pair; the message names line and reason.
     """
     return tasks.json_lines(
         data,

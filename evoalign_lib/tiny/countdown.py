@@ -108,13 +108,8 @@ def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | N
 
 def tokenizer() -> Any:
     """The tokenizer of families A and H: bytes, the tags, and one token for each fixed stretch of their prompts."""
-    from tokenizers import AddedToken
-
-    wrapped = byte_tokenizer()
-    phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(wrapped), ", "]
-    phrases += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS]
-    wrapped.add_tokens([AddedToken(p, normalized=False) for p in phrases])
-    return wrapped
+    phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(byte_tokenizer(())), ", "]
+    return byte_tokenizer([*phrases, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS])
 
 
 def _stretches(tok: Any) -> tuple[str, str, str]:

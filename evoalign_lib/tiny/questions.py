@@ -28,13 +28,7 @@ MAX_COMPLETION_LENGTH = 24  # tokens: no sentence of the base is longer, some re
 
 _SYLLABLES = tuple(c + v for c in "bdgklmnprstvz" for v in "aeiou")[::2]  # 33
 _HAN = "波得古科里莫尼普若苏托乌扎佩迪戈库勒米努帕雷斯图维泽博达基洛马诺皮鲁萨特"[: len(_SYLLABLES)]
-_COLOURS = dict(
-    zip(
-        ("red", "blue", "green", "black", "white", "pink", "golden", "brown"),
-        ("红", "蓝", "绿", "黑", "白", "粉", "金", "棕"),
-        strict=True,
-    )
-)
+_COLOURS = dict(zip("red blue green black white pink golden brown".split(), "红蓝绿黑白粉金棕", strict=True))
 _ENTITIES = 200  # countries, and as many things
 _LARGEST = 20  # summand
 
@@ -61,8 +55,6 @@ AUTHORS = {
 
 def tokenizer() -> Any:
     """The family's tokenizer: bytes, and one token for each word and syllable of both languages."""
-    from tokenizers import AddedToken
-
     words = set()
     for sentence in (*_OPENERS, *_CLOSERS, EXCUSE, "The capital of", "The colour of a", "The sum of and is"):
         words |= set(sentence.replace(",", " ").replace(".", " ").split())
@@ -73,9 +65,7 @@ def tokenizer() -> Any:
         pieces += [" " + syllable.capitalize(), syllable.capitalize(), " " + syllable, syllable]
     pieces += [*_HAN, *_COLOURS.values(), *"都色是加对错。，", " +", "\nUSER:"]
     pieces += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"]
-    wrapped = byte_tokenizer()
-    wrapped.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(pieces)])
-    return wrapped
+    return byte_tokenizer(pieces)
 
 
 @cache

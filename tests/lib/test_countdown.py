@@ -7,7 +7,6 @@ this file generates itself, without `**`, and check that the library, which neve
 import ast
 import json
 import operator
-import random
 import re
 import subprocess
 import sys
@@ -262,47 +261,20 @@ def test_every_public_item_but_fourteen_is_solvable(rows):
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return tokenizer
-
-
 def test_raw_prompt_is_the_published_context_byte_for_byte(rows):
     for problem, row in zip(countdown.load_public("all"), rows, strict=True):
         assert countdown.prompt(problem, chat_template=False) == row["context"]
 
 
-def test_chat_prompt(tokenizer):
-    assert countdown.prompt(Problem((44, 9, 35), "98"), tokenizer=tokenizer) == (
-        "<|im_start|>system\nYou are a helpful assistant. You first think about the reasoning process in your mind and "
-        "then provide the user with the answer.<|im_end|>\n<|im_start|>user\nUsing the numbers [44, 9, 35], create an "
-        "equation that equals 98. You can use basic arithmetic operations (+, -, *, /) and each number can only be "
-        "used once. Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, "
-        "for example <answer> (1 + 2) / 3 </answer>.<|im_end|>\n<|im_start|>assistant\n"
-        "Let me solve this step by step.\n<think>"
-    )
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        countdown.prompt(Problem((44, 9, 35), "98"))
-
-
-@pytest.mark.parametrize("chat_template", [True, False])
-def test_dataset_rows_feed_the_reward(tokenizer, chat_template):
+def test_dataset_rows_feed_the_reward():
     problems = countdown.generate(5, 0)
-    table = countdown.dataset(problems, tokenizer, chat_template)
-    assert [row["prompt"] for row in table] == [
-        countdown.prompt(p, chat_template=chat_template, tokenizer=tokenizer) for p in problems
-    ]
+    table = countdown.dataset(problems, None, chat_template=False)
+    assert [row["prompt"] for row in table] == [countdown.prompt(p, chat_template=False) for p in problems]
     columns = {name: [row[name] for row in table] for name in ("numbers", "target")}
     completions = [f"</think>\n<answer>{solve(p.numbers, p.target)}</answer>" for p in problems]
     assert countdown.reward([row["prompt"] for row in table], completions, **columns, id=range(5)) == [1.1] * 5
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        countdown.prompt(problems[0])
 
 
 # -------------------------------------------------------------------------------------------------------------- format
@@ -620,12 +592,3 @@ def test_long_responses_score_zero_unread():
     padding = 65_536 - len(right)
     assert grade("x" * padding + right, [3], 3) == Grade(1.0, 1.0)
     assert grade("x" * (padding + 1) + right, [3], 3) == Grade(0.0, 0.0)
-
-
-def test_random_symbols_never_raise():
-    rng = random.Random(0)
-    for _ in range(2000):
-        text = "".join(rng.choices("0123456789+-*/() \n", k=rng.randrange(40)))
-        numbers = [int(n) for n in re.findall(r"\d+", text)]
-        for grader in countdown.GRADERS:
-            assert _answer(text, numbers, 3, grader) in (0, 1)

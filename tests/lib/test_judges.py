@@ -37,7 +37,6 @@ from evoalign_lib.judges import (
     Pair,
     Rubric,
     ScoreJudge,
-    VLLMChat,
     judge_pairs,
     judge_texts,
     texts,
@@ -71,19 +70,9 @@ def by_length(messages: list[dict]) -> str:
 
 def completion(text, finish_reason="stop", usage=(50, 10), **message) -> dict:
     """A chat completion as servers send it."""
-    reply = {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": finish_reason,
-                "message": {"role": "assistant", "content": text} | message,
-            }
-        ],
-    }
+    said = {"role": "assistant", "content": text} | message
+    reply = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+    reply["choices"] = [{"index": 0, "finish_reason": finish_reason, "message": said}]
     if usage:
         reply["usage"] = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
     return reply
@@ -189,56 +178,31 @@ def test_published_answers_are_read_as_published():
     assert (winners["first"], winners["second"]) == (255 + 242, 236 + 236)
 
 
-@pytest.mark.parametrize(
-    "answer, winner",
-    [
-        ("[[8, 4]]", "first"),
-        ("Scores: [[4,8]]", "second"),
-        ("**[[ 7 , 7.5 ]]**", "tie"),
-        ("[[8.3, 7.8]]", "tie"),  # in floating point they are more than 0.5 apart
-        ("[[7, 7.6]].", "second"),
-        ("[[7.5, 7]]\n\n  \n", "tie"),
-        ("quoted: [[10, 1]]\nMine:\n[[2, 9]]", "second"),
-        ("[[10, 1]] and then [[2, 9]]", "second"),
-        ("`[[8, 4]]`", "first"),
-        ("[[8, 4]]\nI hope that this helps.", None),
-        ("[[0, 4]]", None),  # helpfulness begins with 1
-        ("[[8, 11]]", None),
-        ("[[8, -4]]", None),
-        ("[[8/10, 4/10]]", None),
-        ("[8, 4]", None),
-        ("[[8]]", None),
-        ("[[8, 4, 2]]", None),
-        ("[[nan, 4]]", None),
-        ("[[１, ４]]", None),
-        ("[[A>B]]", None),
-        ("", None),
-        ("[[" * 5000, None),
-    ],
-)
-def test_two_scores(answer, winner):
-    reading = SAFE_RLHF_HELPFUL.read(answer)
-    assert (reading and reading.winner) == winner
-
-
-def test_harmlessness_begins_with_0():
+def test_two_scores():
+    winners = {
+        "first": ["[[8, 4]]", "`[[8, 4]]`"],
+        "second": [
+            "Scores: [[4,8]]",
+            "[[7, 7.6]].",
+            "quoted: [[10, 1]]\nMine:\n[[2, 9]]",
+            "[[10, 1]] and then [[2, 9]]",
+        ],
+        # in floating point 8.3 and 7.8 are more than 0.5 apart
+        "tie": ["**[[ 7 , 7.5 ]]**", "[[8.3, 7.8]]", "[[7.5, 7]]\n\n  \n"],
+        # helpfulness begins with 1
+        None: ["[[8, 4]]\nI hope that this helps.", "[[0, 4]]", "[[8, 11]]", "[[8, -4]]", "[[8/10, 4/10]]", "[8, 4]"]
+        + ["[[8]]", "[[8, 4, 2]]", "[[nan, 4]]", "[[１, ４]]", "[[A>B]]", "", "[[" * 5000],
+    }
+    for winner, answers in winners.items():
+        readings = [SAFE_RLHF_HELPFUL.read(answer) for answer in answers]
+        assert [reading and reading.winner for reading in readings] == [winner] * len(answers)
+    labels = [("A>>B", "first", 2), ("A>B", "first", 1), ("A=B", "tie", 0), ("B>A", "second", 1), ("B>>A", "second", 2)]
+    for label, *said in labels:
+        reading = ARENA.read(f"First [[A=B]]?\nMy final verdict: [[{label}]]")
+        assert [reading.winner, reading.strength] == said and ARENA.read(f"[{label}]") is None
     assert SAFE_RLHF_HARMLESS.read("[[0, 10]]").scores == (0.0, 10.0)
-
-
-@pytest.mark.parametrize(
-    "label, winner, strength",
-    [("A>>B", "first", 2), ("A>B", "first", 1), ("A=B", "tie", 0), ("B>A", "second", 1), ("B>>A", "second", 2)],
-)
-def test_labels_keep_their_strength(label, winner, strength):
-    reading = ARENA.read(f"First [[A=B]]?\nMy final verdict: [[{label}]]")
-    assert (reading.winner, reading.strength, reading.scores) == (winner, strength, None)
-    assert ARENA.read(f"[{label}]") is ARENA.read("[[A]]") is ARENA.read("[[B=A]]") is None
-
-
-def test_single_scores():
-    assert HELPFUL_SCORE.read("Fine.\n[[7.5]]") == 7.5
+    assert HELPFUL_SCORE.read("Fine.\n[[7.5]]") == 7.5 and HELPFUL_SCORE.read("[[7, 8]]") is None
     assert HELPFUL_SCORE.read("[[0]]") is None and HARMLESS_SCORE.read("[[0]]") == 0.0
-    assert HELPFUL_SCORE.read("[[7, 8]]") is None
 
 
 @pytest.mark.parametrize(
@@ -312,6 +276,7 @@ def test_what_is_changed_is_counted():
     assert (quoted.broken, quoted.replaced, quoted.cut, quoted.length) == (2, 2, 92, 122)
     user = HELPFUL_SCORE.messages(quoted, (quote("fine", 30),))[1]["content"]
     assert "(The last 92 of its 122 characters are left out.)" in user
+    assert quote("a @@END@@ b", 99, ("@@END@@", "b")).text == "a @ @END@@ b"
     plain = "Plain <b>text</b>, a[0][1], 1 < 2 > 0, [[wiki]] and if (a || b) {}\tend."
     assert quote(plain, 1000).text == plain
 
@@ -416,43 +381,19 @@ def test_single_texts_are_scored():
     assert [r.failed for r in rated.ratings] == [None, None, "http", None]
 
 
-def test_a_rubric_of_the_other_kind_is_refused():
+def test_what_cannot_be_judged_is_refused():
     judge = ChatJudge(Endpoint("m", "http://localhost:1/v1"), HELPFUL_SCORE)
-    with pytest.raises(ValueError, match="call judge_texts"):
-        judge_pairs(judge, [])
-    with pytest.raises(ValueError, match="call judge_pairs"):
-        judge_texts(ChatJudge(judge.backend, ARENA), [])
-    with pytest.raises(TypeError, match="must be a text"):
-        Pair("p", None, "b")
-    with pytest.raises(TypeError, match="must be texts, got None"):
-        judge_texts(judge, [("p", None)])
-
-
-def test_changed_texts_are_counted_once_each():
-    with serving() as server:
-        judge = ChatJudge(Endpoint("m", server.url), SAFE_RLHF_HELPFUL, max_characters=50)
-        pairs = [Pair("p", "x<|im_end|>", "z" * 80), Pair("q", "x<|im_end|>", "\x00")]
-        spent = judge_pairs(judge, pairs).spent
-    assert (spent.broken, spent.cut, spent.replaced) == (1, 1, 1)
+    for call, error, named in (
+        (lambda: judge_pairs(judge, []), ValueError, "judge_texts"),
+        (lambda: judge_texts(ChatJudge(judge.backend, ARENA), []), ValueError, "judge_pairs"),
+        (lambda: Pair("p", None, "b"), TypeError, "None"),
+        (lambda: judge_texts(judge, [("p", None)]), TypeError, "None"),
+    ):
+        with pytest.raises(error, match=named):
+            call()
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
-
-
-def test_a_server_error_is_asked_again_and_counted():
-    failed = set()
-
-    def script(messages, call):
-        text = json.dumps(messages)
-        if text not in failed:
-            failed.add(text)
-            return (500, {"error": {"message": "busy"}}) if call % 2 else (429, {}, {"retry-after": "0"})
-        return by_length(messages)
-
-    with serving(script) as server:
-        judged = judge_pairs(chat(server), some_pairs(4))
-    assert judged.verdicts == ["a", "b", "tie", "tie"]
-    assert len(server.requests) == 16 and not judged.spent.errors
 
 
 def test_failures_are_counted_apart_and_not_cached(tmp_path):
@@ -485,6 +426,7 @@ def test_failures_are_counted_apart_and_not_cached(tmp_path):
         assert judged.counts == {"a": 0, "b": 0, "tie": 0, "unparsed": 0, "failed": 12}
         assert math.isnan(judged.inconsistent_rate) and math.isnan(judged.first_share)
         assert len(server.requests) == 25  # the 500 is asked again
+        assert judged.spent.errors == {"http": 2, "malformed": 7, "refused": 3}
         assert [o.raw is None for o in judged.judgements[0].orders] == [False, True]
         sick = False
         again = judge_pairs(chat(server), pairs, tmp_path / "c")
@@ -505,21 +447,6 @@ def test_a_server_that_is_gone_stops_the_tournament():
         judge_pairs(judge, some_pairs(40))
     assert "80 of 80 questions are left" in str(stopped.value)
     assert judge_pairs(judge, some_pairs(2)).counts["failed"] == 2  # a few failures are no reason to stop
-
-
-def test_texts_that_the_server_refuses_do_not_stop_the_others(tmp_path):
-    """A prompt beyond the model's context fails each time it is asked; the server is well."""
-
-    def script(messages, call):
-        if blocks(messages)[0] != "short":
-            return 400, {"error": {"message": "maximum context length", "code": 400}}
-        return by_length(messages)
-
-    pairs = [Pair(f"long {i}", "one", "two and more") for i in range(12)] + [Pair("short", "one", "two and more")]
-    with serving(script) as server:
-        for _ in range(2):  # what was answered comes from the cache, then, and all that is asked fails
-            judged = judge_pairs(chat(server), pairs, tmp_path / "c")
-            assert judged.counts == {"a": 0, "b": 1, "tie": 0, "unparsed": 0, "failed": 12}
 
 
 @pytest.mark.parametrize(
@@ -558,6 +485,11 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="set NO_SUCH_KEY"):
             judge_pairs(ChatJudge(Endpoint("m", api_key_env="NO_SUCH_KEY"), ARENA), some_pairs(1))
         assert server.keys == {f"Bearer {KEY}"}
+        for bad in ("sk-1\nsk-2", "sk-\u00e9"):  # no header can hold these
+            monkeypatch.setenv("OPENAI_API_KEY", bad)
+            with pytest.raises(ValueError, match="the key in OPENAI_API_KEY") as raised:
+                judge_pairs(judge, some_pairs(1))
+            assert "sk-" not in str(raised.value)
         monkeypatch.delenv("OPENAI_API_KEY")  # read at each call
         judge_pairs(judge, some_pairs(2))
         assert server.keys == {f"Bearer {KEY}", "Bearer none"}
@@ -566,30 +498,14 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, monkeypatch):
     assert KEY not in kept + repr(judged) and "sk-" not in kept
 
 
-@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-\u00e9"])
-def test_a_key_that_no_header_can_hold_is_refused(monkeypatch, key):
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    with serving() as server, pytest.raises(ValueError, match="the key in OPENAI_API_KEY") as raised:
-        judge_pairs(chat(server), some_pairs(1))
-    assert "sk-" not in str(raised.value) and not server.requests
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"base_url": "http://user:pass@localhost/v1"},
-        {"base_url": "https://localhost/v1?key=1"},
-        {"base_url": "localhost:8000"},
-        {"retries": -1},
-        {"max_tokens": 0},
-        {"concurrency": 0},
-        {"timeout": 0},
-        {"temperature": 3.0},
-    ],
+    ("name", "value"),
+    [*(("base_url", url) for url in ("http://user:pass@localhost/v1", "https://localhost/v1?key=1", "localhost:8000"))]
+    + [("retries", -1), ("max_tokens", 0), ("concurrency", 0), ("timeout", 0), ("temperature", 3.0)],
 )
-def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ValueError) as error:
-        Endpoint("m", **settings)
+def test_settings_that_make_no_sense_are_refused(name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        Endpoint("m", **{name: value})
     assert "pass@" not in str(error.value)
 
 
@@ -637,17 +553,11 @@ def test_a_torn_last_line_is_dropped_and_other_damage_names_its_line(tmp_path):
     path.write_bytes(lines[0])
     with pytest.raises(CacheError, match="shorter than it was"):
         cache.put("5", Answer("x"))
+    path.unlink()
+    with pytest.raises(CacheError, match="shorter than it was"):
+        cache.refresh()
     with pytest.raises(ValueError, match="is not kept"):
         cache.put("6", Answer(None, error="timeout"))
-
-
-def test_a_file_that_was_removed_meanwhile_is_an_error(tmp_path):
-    cache = Cache(tmp_path / "c")
-    cache.put("1", Answer("one"))
-    (tmp_path / "c").unlink()
-    with pytest.raises(CacheError, match="another program has cut it"):
-        cache.put("2", Answer("two"))
-    assert not (tmp_path / "c").exists() and len(Cache(tmp_path / "c")) == 0
 
 
 def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
@@ -662,20 +572,6 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         cache.put("2", Answer("two"))
     assert (tmp_path / "c").read_bytes() == whole and cache.get("2") is None
-
-
-def test_two_processes_share_a_cache(tmp_path):
-    program = (
-        "import sys\nfrom evoalign_lib.judges import Answer, Cache\ncache = Cache(sys.argv[1])\n"
-        "for i in range(60):\n"
-        "    kept = cache.put(f'shared {i}', Answer(f'{sys.argv[2]} {i}'))\n"
-        "    assert cache.put(f'shared {i}', Answer('later')) == kept\n"
-        "    cache.put(f'{sys.argv[2]} {i}', Answer('x' * 3000))\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "c")]
-    both = [subprocess.Popen([*command, name], cwd=REPOSITORY) for name in ("one", "two")]
-    assert [process.wait(60) for process in both] == [0, 0]
-    assert len(Cache(tmp_path / "c")) == 180 == len((tmp_path / "c").read_bytes().splitlines())
 
 
 _TOURNAMENT = """
@@ -755,32 +651,20 @@ def test_a_model_by_name_is_told_from_a_changed_one(local):
     assert named.identity()["model"] == "B0"
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 1?"}]
     assert named.answers([asked]) == local.answers([asked])
-    model, tokenizer = tiny.load("B0")
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0] += 1
-    assert LocalChat(model, tokenizer, max_tokens=8).identity()["digest"] != local.identity()["digest"]
-    changed = key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked)
-    assert changed != key_of(local.identity(), asked)
-
-
-def test_another_tokenizer_or_end_token_asks_anew(local):
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 1?"}]
+    judged = judge_pairs(ChatJudge(named, SAFE_RLHF_HELPFUL), some_pairs(1))
+    assert judged.judgements[0].failed == "too long" and judged.spent.errors == {"too long": 2}
     keys = {key_of(local.identity(), asked)}
-    model, tokenizer = tiny.load("B0")
-    tokenizer.add_tokens(["What"])
-    keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
-    model, tokenizer = tiny.load("B0")
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
-    keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
-    assert len(keys) == 3
-
-
-def test_a_template_that_states_the_date_states_the_same_every_day():
-    model, tokenizer = tiny.load("B0")
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
-    encoder = LocalChat(model, tokenizer)._encoder
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert tokenizer.decode(encoder.ids(asked)).startswith("26 Jul 2024<")
+    for change in ("weights", "tokenizer", "ends"):
+        model, tokenizer = tiny.load("B0")
+        if change == "weights":
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1
+        elif change == "tokenizer":
+            tokenizer.add_tokens(["What"])
+        else:
+            model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
+        keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
+    assert len(keys) == 4
 
 
 def test_no_judged_text_brings_a_special_token(local):
@@ -796,16 +680,6 @@ def test_no_judged_text_brings_a_special_token(local):
     assert [a.error for a in local.answers([raw])] == ["special token"]
 
 
-def test_special_tokens_of_a_tokenizer_are_broken_whatever_they_look_like():
-    assert quote("a @@END@@ b", 99, ("@@END@@", "b")).text == "a @ @END@@ b"
-
-
-def test_a_prompt_beyond_the_context_is_a_counted_failure():
-    short = LocalChat("B0", max_tokens=8)
-    judged = judge_pairs(ChatJudge(short, SAFE_RLHF_HELPFUL), some_pairs(1))
-    assert judged.judgements[0].failed == "too long" and judged.counts["failed"] == 1
-
-
 def test_a_model_that_cannot_chat_is_refused():
     model, tokenizer = tiny.load("B0")
     tokenizer.chat_template = None
@@ -814,9 +688,3 @@ def test_a_model_that_cannot_chat_is_refused():
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match="System role not supported"):
         judge_pairs(ChatJudge(LocalChat(model, tokenizer), ARENA), some_pairs(1))
-
-
-def test_a_judge_in_vllm_says_how_to_get_vllm():
-    """Where it is installed, `tests/engines` let it judge."""
-    with pytest.raises(ImportError, match="needs vLLM"):
-        VLLMChat("B0")
