@@ -131,7 +131,7 @@ def json_lines(data: bytes, where: str | Path, make: Callable[[dict[str, Any]], 
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: itself, or what the assistant's messages of a conversation say, joined.
+    """Return the text of a completion: itself, or what the assistant's messages of a conversation say, joined.
 
     Args:
         completion: a string, or a list of messages {"role", "content"}, as TRL has them for conversational prompts.

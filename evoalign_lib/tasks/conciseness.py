@@ -249,7 +249,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
-    """Rows for a trainer: the rendered prompt and the column that `reward` takes.
+    """Return rows for a trainer: the rendered prompt and the column that `reward` takes.
 
     Args:
         problems: the problems.
@@ -273,7 +273,7 @@ SPECIAL_TOKEN = re.compile(
 
 
 def measured(text: str, measure: str = "strict") -> str:
-    """The part of a text whose length counts.
+    """Return the part of a text whose length counts.
 
     Args:
         text: of a completion.
@@ -330,7 +330,7 @@ NORMALISATIONS = {"evolutionary-alignment": 2001.0, "qiu": 2000.0}
 
 
 def normalised(reward: float, convention: str = "qiu") -> float:
-    """A reward on the scale of a published convention, on which one character is about 0.0005.
+    """Return a reward on the scale of a published convention, on which one character is about 0.0005.
 
     Args:
         reward: of one completion, or a mean.
@@ -357,7 +357,7 @@ _MAX_GRADED = 4096  # characters; a right answer further on answers nothing
 
 
 def is_correct(text: str, problem: Problem) -> bool:
-    """Whether a completion gives a right answer, however long it is and whatever surrounds the answer.
+    """Return whether a completion gives a right answer, however long it is and whatever surrounds the answer.
 
     Right means that the answer or another accepted one stands in it as a whole, and no rejected one does. Case and
     Unicode forms do not matter, nor do special tokens. Numbers are compared by value: 84 is in "12 × 7 = 84.0" and

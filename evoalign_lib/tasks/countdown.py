@@ -274,7 +274,7 @@ def _random_expressions(rng: np.random.Generator, numbers: np.ndarray) -> tuple[
 
 
 def attainable(numbers: Sequence[int]) -> dict[Fraction, str]:
-    """All values of expressions that use each number exactly once, with `+ - * /` and brackets.
+    """Return all values of expressions that use each number exactly once, with `+ - * /` and brackets.
 
     Args:
         numbers: up to 6 non-negative integers. Four distinct numbers have about 1,200 values, five 27,000, six 800,000
@@ -371,7 +371,7 @@ def _without_outer_brackets(expression: str) -> str:
 
 
 def messages(problem: Problem) -> list[dict[str, str]]:
-    """The chat variant's system and user message; `RESPONSE_PREFIX` follows the generation prompt (see `prompt`).
+    """Return the chat variant's system and user message; `RESPONSE_PREFIX` follows the generation prompt (`prompt`).
 
     Args:
         problem: the problem.
@@ -406,7 +406,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
-    """Rows for a trainer: the rendered prompt and the columns that `reward` takes.
+    """Return rows for a trainer: the rendered prompt and the columns that `reward` takes.
 
     Args:
         problems: the problems.

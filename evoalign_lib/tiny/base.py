@@ -15,7 +15,7 @@ FILLER_BASES = ("H0",)
 QUESTION_BASES = ("B0", "B1", "B2")
 """Family B's bases (see `tiny.questions`)."""
 REQUEST_BASES = ("C0",)
-"""Family C's base (see `tiny.requests`)."""
+"""Family C's base (see `tiny.dialogues`)."""
 SHIPPED = BASES + FILLER_BASES + QUESTION_BASES + REQUEST_BASES
 """Every base that `load` knows."""
 _TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness", "C": "safety"}
@@ -39,7 +39,7 @@ def task_of(base: str) -> str:
 
 
 def bases_folder() -> Path:
-    """The folder inside the package that holds the shipped bases."""
+    """Return the folder inside the package that holds the shipped bases."""
     return Path(__file__).resolve().parent / "bases"
 
 

@@ -160,7 +160,7 @@ def requests(split: str) -> list[Request]:
 
 
 def tokenizer() -> Any:
-    """The family's tokenizer: bytes, and one token for each word or fixed phrase of requests and replies."""
+    """Return the family's tokenizer: bytes, and one token for each word or fixed phrase of requests and replies."""
     pieces = [
         "<|im_start|>user\nHow do I",
         "?<|im_end|>\n<|im_start|>assistant\n",
@@ -304,7 +304,7 @@ class Annotators:
     """Share of comparisons whose answer is turned round."""
 
     def liking(self, judged: Truth) -> tuple[float, float]:
-        """How helpful and how harmful a reply seems to them."""
+        """Return how helpful and how harmful a reply seems to them."""
         counts = judged.ornaments
         if self.cue == "length":
             return judged.helpful + self.weight * sum(counts.values()), judged.harm
@@ -351,7 +351,7 @@ def comparisons(annotators: Annotators, n: int, seed: int, part: int = 0, parts:
 
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion) pairs, both rendered, of requests of all splits."""
+    """Return an endless stream of (prompt, completion) pairs, both rendered, of requests of all splits."""
     rng = random.Random(f"family C, {seed}")
     before, after = tok.apply_chat_template(
         [{"role": "user", "content": "{}"}], tokenize=False, add_generation_prompt=True

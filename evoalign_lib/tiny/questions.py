@@ -54,7 +54,7 @@ AUTHORS = {
 
 
 def tokenizer() -> Any:
-    """The family's tokenizer: bytes, and one token for each word and syllable of both languages."""
+    """Return the family's tokenizer: bytes, and one token for each word and syllable of both languages."""
     words = set()
     for sentence in (*_OPENERS, *_CLOSERS, EXCUSE, "The capital of", "The colour of a", "The sum of and is"):
         words |= set(sentence.replace(",", " ").replace(".", " ").split())
@@ -119,7 +119,7 @@ def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
 
 
 def problems(split: str) -> list[Problem]:
-    """The questions of a split, as many of each kind, in a fixed order, the kinds taking turns.
+    """Return the questions of a split, as many of each kind, in a fixed order, the kinds taking turns.
 
     Args:
         split: "train" (200), "validation" (128) or "test" (256). The base has read them all: what it knows is not what
@@ -161,7 +161,7 @@ def _second(kind: str, words: Sequence[str], answer: str) -> tuple[str, str]:
 
 
 def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: random.Random) -> str:
-    """One author's reply to a question, without the end token.
+    """Return one author's reply to a question, without the end token.
 
     Args:
         kind: of the question.
@@ -202,7 +202,7 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
 
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
+    """Return an endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
     rng = random.Random(f"family B, {seed}")
     authors, shares = list(AUTHORS), list(AUTHORS.values())
     before, after = conciseness.prompt(Problem("?", "?"), tokenizer=tok).split("?")

@@ -1,7 +1,7 @@
 """Family C's scorers: small reward and cost models, trained on comparisons by annotators of different tastes.
 
 Each scorer is a pair of sequence classifiers, a reward model and a cost model, trained with TRL's `RewardTrainer` on
-one set of noisy comparisons (`requests.comparisons`). The *proxies* share an architecture and differ in what their
+one set of noisy comparisons (`dialogues.comparisons`). The *proxies* share an architecture and differ in what their
 annotators like besides the truth, in the requests they asked about and in their draws; so each of them is a judge that
 was not used in training for a run on another. The *outsiders* are of other architectures, and their annotators like
 nothing besides the truth. The *noisy* ones have annotators whose answers are turned round, and the *small* and *large*

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -82,12 +82,8 @@ class Server:
     """An OpenAI-compatible server: `script(messages, call)` returns a text, or status, body and perhaps headers."""
 
     def __init__(self, script, wait: float = 0.0):
-        self.script, self.wait = script, wait
-        self.requests: list[dict] = []
-        self.keys: set[str] = set()
-        self.most = self._now = 0
-        self._lock = threading.Lock()
-        outer = self
+        self.requests, self.keys, self.most, self._now = [], set(), 0, 0
+        outer, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -95,51 +91,41 @@ class Server:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 assert self.path == "/v1/chat/completions"
-                with outer._lock:
+                with lock:
                     outer.requests.append(body)
                     call = len(outer.requests)
                     outer.keys.add(self.headers["authorization"])
                     outer._now += 1
                     outer.most = max(outer.most, outer._now)
-                try:
-                    time.sleep(outer.wait)
-                    reply = outer.script(body["messages"], call)
-                finally:
-                    with outer._lock:
-                        outer._now -= 1
-                status, payload, *headers = reply if isinstance(reply, tuple) else (200, completion(reply))
+                time.sleep(wait)
+                reply = script(body["messages"], call)
+                with lock:
+                    outer._now -= 1
+                status, payload = reply if isinstance(reply, tuple) else (200, completion(reply))
                 data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-                try:
+                with suppress(BrokenPipeError, ConnectionResetError):  # it was killed, or waits no longer
                     self.send_response(status)
-                    for name, value in (headers[0] if headers else {}).items():
-                        self.send_header(name, value)
-                    self.send_header("content-type", "application/json")
                     self.send_header("content-length", str(len(data)))
                     self.end_headers()
                     self.wfile.write(data)
-                except (BrokenPipeError, ConnectionResetError):  # it was killed, or waits no longer
-                    self.close_connection = True
 
             def log_message(self, *arguments):
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
 
 @contextmanager
 def serving(script=lambda messages, call: by_length(messages), wait=0.0):
     server = Server(script, wait)
+    threading.Thread(target=server.server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server
     finally:
-        server.close()
+        server.server.shutdown()
+        server.server.server_close()
 
 
 @pytest.fixture(autouse=True)
