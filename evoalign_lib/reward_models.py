@@ -42,6 +42,17 @@ import torch
 
 import evoalign_lib
 from evoalign_lib import models, tasks
+from evoalign_lib._score_models import (
+    SCORE_MODEL,
+    ScoreModel,
+    check_labels,
+    check_name,
+    config_of,
+    decoder_head,
+    folder_of,
+    load,
+    tokenizer_of,
+)
 from evoalign_lib.checks import choose, key_in, whole_number
 from evoalign_lib.files import canonical_json
 
@@ -52,10 +63,6 @@ TRUNCATIONS = ("right", "refuse")
 
 TextFormat = Callable[[str, str], str]
 """What makes one text of (prompt, completion), special tokens included as the tokenizer writes them."""
-
-
-_MOST_OPENINGS = 4096
-_SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # how the names of architectures end
 
 
 class ScorerError(RuntimeError):
@@ -177,23 +184,23 @@ class RewardModel(_Scorer):
             raise ValueError(f"dtype={dtype!r} is no floating-point dtype: give one such as 'float16'.")
         self._folder, origin = None, model
         if isinstance(model, (str, os.PathLike)):
-            self._folder = _folder_of(str(model))
+            self._folder = folder_of(str(model))
             on_cpu = torch.device(device or "cpu").type == "cpu"
-            model = _load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
+            model = load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
             dtype = None  # that of the weights; what normalises scores stays float32
         else:
             origin = models.name_of(model) or type(model).__name__
         self.name = name or Path(str(origin)).name
-        self.tokenizer = _tokenizer_of(tokenizer, self._folder or models.name_of(model))
+        self.tokenizer = tokenizer_of(tokenizer, self._folder or models.name_of(model))
         self.text = _checked_text(text, isinstance(model, ScoreModel), self.tokenizer)
         self.max_length = _checked_length(max_length, model.config, self.tokenizer)
-        moved = {"device": device} if device is not None else {}
-        self.model = model.to(**moved, **({"dtype": dtype} if dtype is not None else {})).eval()
+        moved = {"device": device, "dtype": dtype}
+        self.model = model.to(**{name: value for name, value in moved.items() if value is not None}).eval()
         self.counts = Counter(texts=0, truncated=0, broken=0)
         self._pid = os.getpid()
         if not isinstance(self.model, ScoreModel):
-            _check_labels(self.model.config)
-        self._head = _decoder_head(self.model)
+            check_labels(self.model.config)
+        self._head = decoder_head(self.model)
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
         # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
@@ -217,7 +224,7 @@ class RewardModel(_Scorer):
         object.
         """
         weights = models.origin_digest(self._folder) if self._folder else models.base_digest(self.model)
-        found = {
+        return {
             "name": self.name,
             "weights": weights,
             "tokenizer": models.tokenizer_digest(self.tokenizer),
@@ -226,8 +233,7 @@ class RewardModel(_Scorer):
             "truncation": self.truncation,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "version": evoalign_lib.__version__,
-        }
-        return found | ({"shift": self._shift} if self._shift else {})
+        } | ({"shift": self._shift} if self._shift else {})
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
         """Return a score for each completion.
@@ -299,29 +305,19 @@ class RewardModel(_Scorer):
         """Return token ids; for a pair, which of the two each token belongs to; and what is to be counted."""
         pairs = [(self._unmarked(p), self._unmarked(c)) for p, c in zip(prompts, completions, strict=True)]
         changed = sum(pair != given for pair, given in zip(pairs, zip(prompts, completions, strict=True), strict=True))
-        types, end = None, []
+        types, plain = None, {"return_attention_mask": False, "verbose": False}
         if self.text == "pair":
-            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), return_attention_mask=False, verbose=False)
+            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), **plain)
             rows, types = tokens["input_ids"], tokens.get("token_type_ids")
         else:
-            if self.text == "beaver":
-                texts = [f"BEGINNING OF CONVERSATION: USER: {p} ASSISTANT:{c}" for p, c in pairs]
+            # all but "beaver" bring their special tokens along
+            form = self._forms.get(self.text, self.text)
+            plain |= {"add_special_tokens": self.text == "beaver", "return_token_type_ids": False}
+            rows = self.tokenizer([form(*pair) for pair in pairs], **plain)["input_ids"]
+            if self.text in ("beaver", "continued"):
+                # some tokenizers end every text themselves; no other end token can stand there
                 end = [self.tokenizer.eos_token_id]
-            elif self.text == "continued":
-                texts, end = [self._opening(p) + c for p, c in pairs], [self.tokenizer.eos_token_id]
-            elif self.text == "chat":
-                texts = [self._rendered(*pair) for pair in pairs]
-            else:
-                texts = [self.text(*pair) for pair in pairs]
-            rows = self.tokenizer(
-                texts,
-                add_special_tokens=self.text == "beaver",  # the others bring theirs along
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )["input_ids"]
-            # some tokenizers end every text themselves; no other end token can stand there
-            rows = [row if row[-1:] == end else row + end for row in rows] if end else rows
+                rows = [row if row[-1:] == end else row + end for row in rows]
         if empty := [i for i, row in enumerate(rows) if not row]:
             raise ValueError(
                 f"the text of the completion {completions[empty[0]]!r:.200} has no tokens: correct `text`."
@@ -334,8 +330,7 @@ class RewardModel(_Scorer):
             )
         for i in long:
             if self.text == "pair":  # special tokens stay
-                limit = {"truncation": "longest_first", "max_length": self.max_length}
-                cut = self.tokenizer(*pairs[i], **limit, return_attention_mask=False, verbose=False)
+                cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
                 rows[i] = cut["input_ids"]
                 if types is not None:
                     types[i] = cut["token_type_ids"]
@@ -343,11 +338,17 @@ class RewardModel(_Scorer):
                 rows[i] = rows[i][: self.max_length]
         return rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}
 
+    @property
+    def _forms(self) -> dict[str, TextFormat]:
+        return {
+            "beaver": "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}".format,
+            "chat": self._rendered,
+            "continued": lambda prompt, completion: self._opening(prompt) + completion,
+        }
+
     def _opening(self, prompt: str) -> str:
         """As `_rendered`, kept: a prompt is answered many times."""
         if prompt not in self._openings:
-            if len(self._openings) >= _MOST_OPENINGS:
-                self._openings.clear()
             self._openings[prompt] = self._rendered(prompt)
         return self._openings[prompt]
 
@@ -356,11 +357,10 @@ class RewardModel(_Scorer):
 
     def _rendered(self, prompt: str, completion: str | None = None) -> str:
         """By the chat template: the prompt up to where the assistant answers, or with the answer."""
-        messages = [{"role": "user", "content": prompt}]
+        asked = {"role": "user", "content": prompt}
         if completion is None:
-            return tasks.chat_prompt(messages, self.tokenizer)
-        messages.append({"role": "assistant", "content": completion})
-        return models.rendered(self.tokenizer, messages)
+            return tasks.chat_prompt([asked], self.tokenizer)
+        return models.rendered(self.tokenizer, [asked, {"role": "assistant", "content": completion}])
 
     # ---- tokens to scores
 
@@ -373,8 +373,8 @@ class RewardModel(_Scorer):
             table[kept] = np.concatenate(values)
             return torch.from_numpy(table).to(self.device)
 
-        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": torch.from_numpy(kept.astype(np.int64))}
-        inputs["attention_mask"] = inputs["attention_mask"].to(self.device)
+        mask = torch.from_numpy(kept.astype(np.int64)).to(self.device)
+        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": mask}
         if self._head is None:
             extra = {"token_type_ids": filled(types, 0)} if types is not None else {}
             scores = self.model(**inputs, **extra).logits[:, 0]
@@ -423,209 +423,31 @@ def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -
 
 def _checked_length(max_length: int | None, config: Any, tokenizer: Any) -> int:
     config = config.get_text_config()
-    able = [n for n in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length) if n]
-    limit = min(able, default=10**9)  # a tokenizer without a limit says 10^30
-    if max_length is None:
-        return int(min(limit, 10**9))
     able = getattr(config, "max_position_embeddings", None)
-    return whole_number("max_length", max_length, most=able, why="the positions that the model has")
-
-
-def _tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
-    if tokenizer is not None:
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"the tokenizer beside the model cannot be loaded ({str(error).splitlines()[0]:.200}): give it as "
-            "tokenizer; a tokenizer.model without tokenizer.json needs the package sentencepiece."
-        ) from error
-    converted = os.path.isdir(str(folder)) and not os.path.isfile(os.path.join(folder, "tokenizer.json"))
-    if converted and type(found).__name__ == "LlamaTokenizer" and "add_bos_token" not in found.init_kwargs:
-        found.add_bos_token = True  # Llama's default until transformers 5, which leaves it out
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
-
-
-class ScoreModel(torch.nn.Module):
-    """A score model in the layout of Safe-RLHF: a decoder's body, a linear head and, maybe, a normaliser.
-
-    Args:
-        body: the decoder without a head, of transformers.
-        head: (hidden, 1).
-        mean, std: of the normaliser, (1,) each: score = (output - mean) / (std + 1e-8). None: the output itself.
-    """
-
-    def __init__(
-        self, body: Any, head: torch.nn.Linear, mean: torch.Tensor | None = None, std: torch.Tensor | None = None
-    ):
-        super().__init__()
-        self.base_model, self.score_head, self.config = body, head, body.config
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
-
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return scores of hidden states: (n, hidden) -> (n, 1), float32."""
-        found = self.score_head(hidden).float()
-        return found if self.mean is None else (found - self.mean.float()) / (self.std.float() + 1e-8)
-
-
-def _folder_of(name: str) -> str:
-    """Return the folder of a model: as given, or what is fetched of it from the Hub, without files that hold code."""
-    if os.path.isdir(name):
-        return os.path.abspath(name)
-    _check_name(name)
-    import huggingface_hub
-
-    try:
-        return huggingface_hub.snapshot_download(
-            name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        )
-    except (OSError, ValueError) as error:  # the Hub's own errors are among these
-        raise ValueError(
-            f"model {name!r} is no folder, and cannot be fetched from the Hub: {str(error).splitlines()[0]:.200}"
-        ) from error
-
-
-def _check_name(name: str) -> None:
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
+    if max_length is not None:
+        return whole_number("max_length", max_length, most=able, why="the positions that the model has")
+    return int(min(able or 10**9, tokenizer.model_max_length or 10**9, 10**9))  # without a limit it is 10^30
 
 
 def check(name: str, text: str | None = None, max_length: int | None = None) -> str:
     """Refuse what `RewardModel` would refuse, as far as that is known without the weights, and return the text format.
 
-    name: a folder, or a model on the Hub, of which configuration and tokenizer are fetched. text, max_length: as for
-    `RewardModel`. Raises ValueError as `RewardModel`.
+    Args:
+        name: a folder, or a model on the Hub, of which configuration and tokenizer are fetched.
+        text: as for `RewardModel`.
+        max_length: as for `RewardModel`.
+
+    Raises:
+        ValueError: as `RewardModel`.
     """
     if not os.path.isdir(name):
-        _check_name(name)
-    config, architecture = _config_of(name, name)
-    if os.path.isdir(name):
-        _check_safetensors(name, name)
-    if architecture.endswith(_SCORE_MODEL):
-        _check_llama(name, config, architecture)
-    else:
-        _check_labels(config)
-    tokenizer = _tokenizer_of(None, name)
+        check_name(name)
+    config, architecture = config_of(name, name)
+    if not (beaver := architecture.endswith(SCORE_MODEL)):
+        check_labels(config)
+    tokenizer = tokenizer_of(None, name)
     _checked_length(max_length, config, tokenizer)
-    return _checked_text(text, architecture.endswith(_SCORE_MODEL), tokenizer)
-
-
-def _config_of(folder: str, name: str) -> tuple[Any, str]:
-    """Return the configuration of a classifier or score model, and its architecture."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {name!r} has no config.json that can be read: {str(error).splitlines()[0]}") from error
-    architecture = next(iter(config.architectures or ()), "")
-    # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
-    if not architecture.endswith((_SCORE_MODEL, _CLASSIFIER)):
-        raise ValueError(
-            f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
-            "reward or cost model."
-        )
-    return config, architecture
-
-
-def _check_safetensors(folder: str, name: str) -> None:
-    if not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(
-            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
-            "Save it anew with save_pretrained()."
-        )
-
-
-def _check_llama(name: str, config: Any, architecture: str) -> None:
-    if config.model_type != "llama":
-        raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
-
-
-def _check_labels(config: Any) -> None:
-    if (outputs := getattr(config, "num_labels", None)) != 1:
-        raise ValueError(f"the model has {outputs} labels: give a reward or cost model, which has one.")
-
-
-def _load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
-    """Load a classifier or a score model; what its config.json says decides which."""
-    from transformers import AutoModelForSequenceClassification
-
-    config, architecture = _config_of(folder, name)
-    _check_safetensors(folder, name)
-    if architecture.endswith(_SCORE_MODEL):
-        return _load_score_model(folder, name, config, architecture, dtype)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-    )
-    _check_complete(name, info["missing_keys"])
-    return model
-
-
-def _load_score_model(folder: str, name: str, config: Any, architecture: str, dtype: torch.dtype | str) -> ScoreModel:
-    from transformers import LlamaModel
-
-    _check_llama(name, config, architecture)
-    body, info = LlamaModel.from_pretrained(
-        folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    _check_complete(name, info["missing_keys"])
-    found = _tensors(folder, ("score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"))
-    weight, bias = found.get("score_head.weight"), found.get("score_head.bias")
-    if weight is None or weight.shape != (1, config.hidden_size):
-        raise ValueError(
-            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
-            "reward or cost model with one output."
-        )
-    head = torch.nn.Linear(config.hidden_size, 1, bias=bias is not None, dtype=body.dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        if bias is not None:
-            head.bias.copy_(bias)
-    if not getattr(config, "do_normalize", False):
-        return ScoreModel(body, head)
-    kind = getattr(config, "score_type", "reward")
-    if kind not in ("reward", "cost"):
-        raise ValueError(f"model {name!r} has score_type {kind!r}: give a reward or cost model.")
-    # what the files hold goes over what the configuration states, as where a state is loaded into a model
-    mean, var = (found.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
-    if mean is None or var is None:
-        raise ValueError(f"model {name!r} normalises its scores, but has no normalizer.mean and normalizer.var.")
-    mean, var = (torch.as_tensor(value, dtype=torch.float32).reshape(1) for value in (mean, var))
-    return ScoreModel(body, head, mean if kind == "reward" else torch.zeros(1), var.sqrt())  # a cost keeps its border
-
-
-def _tensors(folder: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read single tensors from the safetensors files of a folder, those that are there."""
-    from safetensors import safe_open
-
-    found = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in names if name in file.keys()}  # noqa: SIM118
-    return found
-
-
-def _check_complete(name: str, missing: Sequence[str]) -> None:
-    if missing := sorted(missing):
-        raise ValueError(
-            f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}, which would "
-            "be random numbers: give a model that was trained as a reward or cost model."
-        )
-
-
-def _decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what makes scores of a decoder's hidden states; None for an encoder, which pools in its own way."""
-    if isinstance(model, ScoreModel):
-        return model.scores
-    head = getattr(model, "score", None)  # transformers' name for it in all decoders
-    return head if isinstance(head, torch.nn.Linear) and model.base_model is not model else None
+    return _checked_text(text, beaver, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------ as TRL's trainers do
@@ -654,8 +476,8 @@ class ModelReward:
     def __init__(self, model: Any, tokenizer: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None):
         folder = None
         if isinstance(model, (str, os.PathLike)):
-            name, folder = str(model), _folder_of(str(model))
-            model = _load(folder, name, torch.float32)
+            name, folder = str(model), folder_of(str(model))
+            model = load(folder, name, torch.float32)
             if isinstance(model, ScoreModel):
                 raise ValueError(
                     f"model {name!r} is a score model of Safe-RLHF, which TRL does not read: give "
@@ -663,10 +485,10 @@ class ModelReward:
                 )
         else:
             name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        _check_labels(model.config)
+        check_labels(model.config)
         self.__name__ = name.rstrip("/").split("/")[-1]
         self.model, self.template = model.eval(), dict(chat_template_kwargs or {})
-        self.tokenizer = _tokenizer_of(tokenizer, folder or name)
+        self.tokenizer = tokenizer_of(tokenizer, folder or name)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # a decoder's score is read at the last token that is no padding
@@ -707,25 +529,21 @@ def as_functions(
     several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
     functions = list(rewards) if several else [rewards]
     given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
-    if tokenizers is None:
-        given = [None] * len(functions)
+    given = [None] * len(functions) if tokenizers is None else given
     if len(given) != len(functions):
         raise ValueError(
             f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: give one each, "
             "None for a function."
         )
-    found = []
-    for function, tokenizer in zip(functions, given, strict=True):
+    for i, (function, tokenizer) in enumerate(zip(functions, given, strict=True)):
         if isinstance(function, (str, os.PathLike, torch.nn.Module)):
-            found.append(ModelReward(function, tokenizer, chat_template_kwargs))
+            functions[i] = ModelReward(function, tokenizer, chat_template_kwargs)
         elif tokenizer is not None:
             raise ValueError(
                 f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and has no use "
                 "for it: give None in its place."
             )
-        else:
-            found.append(function)
-    return found
+    return functions
 
 
 # ----------------------------------------------------------------------------------------------------------- over HTTP
@@ -752,7 +570,7 @@ class HTTPScorer(_Scorer):
 
     Attributes:
         identity: what the server said of its model.
-        counts: "texts", "truncated", "requests", "retries"; what went wrong with single requests: "timeout",
+        counts: "texts", "truncated", "retries"; what went wrong with single requests: "timeout",
             "connection", "http" (errors of the server), "malformed" (no JSON, not one finite number each), "identity",
             "refused" (other HTTP errors); and "failed", calls that ended in an error. Those of this process.
 
@@ -784,8 +602,7 @@ class HTTPScorer(_Scorer):
         self.url, self.timeout, self.api_key_env = url.rstrip("/"), float(timeout), api_key_env
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
-        kinds = ("texts", "truncated", "requests", "retries", "timeout", "connection", "http", "malformed", "identity")
-        self.counts = Counter(dict.fromkeys((*kinds, "refused", "failed"), 0))
+        self.counts = Counter()
         self._client, self._pid = None, None
         self.identity = self._ask("GET", "/identity", None, _read_identity)
         self._fingerprint = fingerprint(self.identity)
@@ -823,10 +640,9 @@ class HTTPScorer(_Scorer):
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
             raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
-        if not isinstance(scores, list) or len(scores) != n:
-            raise ValueError(f"not {n} scores: {scores!r:.100}")
-        if not all(type(score) in (int, float) and math.isfinite(score) for score in scores):
-            raise ValueError(f"scores that are no finite numbers: {scores!r:.100}")
+        numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
+        if not numbers or len(scores) != n or not all(map(math.isfinite, scores)):
+            raise ValueError(f"not {n} finite numbers as scores: {scores!r:.100}")
         if type(cut) is not int or not 0 <= cut <= n:
             raise ValueError(f"truncated is {cut!r:.40}")
         return scores, cut
@@ -844,11 +660,13 @@ class HTTPScorer(_Scorer):
             if attempt:
                 self.counts["retries"] += 1
                 time.sleep(min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT))
-            self.counts["requests"] += 1
+            gone = True
             try:
                 answer = self._connected().request(method, path, content=body, headers=headers)
                 if answer.status_code < 400:
                     return read(answer.json())
+                kind = "refused" if answer.status_code < 500 else "http"
+                what, gone = f"HTTP {answer.status_code}: {answer.text:.300}", answer.status_code in (401, 404)
             except httpx.TimeoutException as error:
                 kind, what = "timeout", f"no answer within {self.timeout:g} s ({type(error).__name__})"
             except httpx.HTTPError as error:
@@ -857,15 +675,10 @@ class HTTPScorer(_Scorer):
                 kind, what = "identity", str(error)
             except (ValueError, KeyError, TypeError, RecursionError) as error:  # not JSON is a ValueError, too
                 kind, what = "malformed", f"an answer that is none of this server's ({error!r:.200})"
-            else:
-                kind, what = "http", f"HTTP {answer.status_code}: {answer.text:.300}"
-                if answer.status_code < 500:
-                    kind = "refused"
             self.counts[kind] += 1
             if kind in ("identity", "refused"):
                 break  # once more would give the same
         self.counts["failed"] += 1
-        gone = kind in ("timeout", "connection", "malformed", "identity") or what.startswith(("HTTP 401", "HTTP 404"))
         raise (ScorerGone if gone else ScorerError)(
             f"the scorer at {self.url} gave no scores ({attempt + 1} requests), the last time: {what}. See whether "
             "evoalign serve-scorer runs there with the model of this run."

@@ -10,8 +10,7 @@
   that a client sees when the server was started anew with another; n texts were too long and cut.
 
 Errors say {"error": what is wrong and what to do}: 400 and 422 for a body that is none of these or texts that cannot be
-scored, 401 without the key, 411 without a length, 413 for too much at once, 503 while too many requests wait, 500 where
-the model fails.
+scored, 401 without the key, 411 without a length, 413 for too much at once, 500 where the model fails.
 
 The published service answered with another text than it was asked about: it split one text at turn markers. vLLM's
 pooling endpoints are faster on a large GPU, but take one text, or messages by the server's own template; apply a
@@ -21,13 +20,11 @@ none of these surprises.
 """
 
 # no postponed annotations: FastAPI reads those of functions inside `app_of`
-import asyncio
-import contextlib
 import hmac
 import ipaddress
 import json
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from typing import Any
 
 from evoalign_lib.checks import key_in, whole_number
@@ -35,7 +32,6 @@ from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
 MOST_BYTES = 16 * 2**20
-MOST_WAITING = 64
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +41,16 @@ def app_of(
     *,
     most_texts: int = MOST_TEXTS,
     most_bytes: int = MOST_BYTES,
-    most_waiting: int = MOST_WAITING,
     api_key: str | None = None,
 ) -> Any:
     """Return the FastAPI application that serves a model.
 
-    The model computes in one thread, one request after the other, in batches of `RewardModel.batch_size`. Requests
-    whose client has gone away are left out.
+    The model computes one request after the other, in batches of `RewardModel.batch_size`.
 
     Args:
         reward_model: the model.
         most_texts: completions in one request.
         most_bytes: of the body of one request.
-        most_waiting: requests that wait for the model; further ones are answered 503, and clients ask again.
         api_key: what clients have to send ("Authorization: Bearer ..."); None: nothing.
 
     Raises:
@@ -69,27 +62,20 @@ def app_of(
     from pydantic import BaseModel, ConfigDict
     from starlette.exceptions import HTTPException
 
-    for name, value in (("most_texts", most_texts), ("most_bytes", most_bytes), ("most_waiting", most_waiting)):
-        whole_number(name, value)
+    whole_number("most_texts", most_texts)
+    whole_number("most_bytes", most_bytes)
     if api_key is not None and not api_key:
         raise ValueError("api_key is empty: give one, or None for a server without.")
     identity = reward_model.identity
     mark = fingerprint(identity)
-    thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
-    turn = asyncio.Lock()
-    waiting = 0
+    turn = threading.Lock()
 
     class Pairs(BaseModel):
         model_config = ConfigDict(strict=True, extra="forbid")
         prompts: list[str]
         completions: list[str]
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Any):
-        yield
-        thread.shutdown(wait=False, cancel_futures=True)
-
-    app = FastAPI(title="EvoAlign scorer", version=identity["version"], lifespan=lifespan)
+    app = FastAPI(title="EvoAlign scorer", version=identity["version"])
     app.add_middleware(_Gate, most_bytes=most_bytes, api_key=api_key)
 
     @app.exception_handler(HTTPException)
@@ -110,35 +96,24 @@ def app_of(
         return identity
 
     @app.post("/score")
-    async def score(pairs: Pairs, request: Request) -> JSONResponse:
-        nonlocal waiting
+    def score(pairs: Pairs) -> JSONResponse:  # no coroutine: FastAPI calls it in a thread
         n = len(pairs.completions)
         if len(pairs.prompts) != n:
             raise HTTPException(422, f"{len(pairs.prompts)} prompts for {n} completions: send one each.")
         if n > most_texts:
             raise HTTPException(413, f"{n} completions in one request: send {most_texts} at most.")
-        if waiting >= most_waiting:
-            raise HTTPException(503, f"{waiting} requests wait: ask again later, or with fewer processes.")
-        waiting += 1
         try:
-            async with turn:
-                if await request.is_disconnected():
-                    raise HTTPException(499, "the client has gone away.")
+            with turn:
                 before = reward_model.counts["truncated"]
-                loop = asyncio.get_running_loop()
-                scores = await loop.run_in_executor(thread, reward_model.score, pairs.prompts, pairs.completions)
+                scores = reward_model.score(pairs.prompts, pairs.completions)
                 cut = reward_model.counts["truncated"] - before
         except (ValueError, TypeError) as error:
             raise HTTPException(422, str(error)) from None
         except ScorerError as error:
             raise HTTPException(500, str(error)) from None
-        except HTTPException:
-            raise
         except Exception as error:  # such as no memory on a GPU; what it says is for the log
             _log.exception("the model failed on %d texts", n)
             raise HTTPException(500, f"the model failed ({type(error).__name__}): see the server's log.") from None
-        finally:
-            waiting -= 1
         return JSONResponse({"scores": scores.tolist(), "identity": mark, "truncated": cut})
 
     return app
@@ -176,27 +151,17 @@ class _Gate:
 
 
 def serve(
-    model: Any,
-    *,
-    text: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8100,
-    device: str | None = None,
-    dtype: str | None = None,
-    batch_size: int = 64,
-    max_length: int | None = None,
-    truncation: str = "right",
-    name: str | None = None,
-    api_key_env: str | None = None,
+    model: Any, *, host: str = "127.0.0.1", port: int = 8100, api_key_env: str | None = None, **options: Any
 ) -> None:
     """Load a model and serve it until the process is ended.
 
     Args:
-        model, text, device, dtype, batch_size, max_length, truncation, name: as for `RewardModel`.
+        model: as for `RewardModel`.
         host: address to listen at. Whoever reaches it can have texts scored: one that is not of this machine alone
             needs a key.
         port: 0: any that is free; the log says which.
         api_key_env: the environment variable with the key that clients have to send; None: no key.
+        **options: further arguments of `RewardModel`, such as text, device, dtype or max_length.
 
     Raises:
         ValueError: as `RewardModel`; no key in the variable, or one that no HTTP header can hold; or no key for an
@@ -210,16 +175,7 @@ def serve(
         raise ValueError(f"no key in the environment: set {api_key_env}.")
     if key is None and not _is_local(host):
         raise ValueError(f"host={host!r} can be reached by others: name a variable with a key as api_key_env.")
-    scorer = RewardModel(
-        model,
-        text=text,
-        device=device,
-        dtype=dtype,
-        batch_size=batch_size,
-        max_length=max_length,
-        truncation=truncation,
-        name=name,
-    )
+    scorer = RewardModel(model, **options)
     print(json.dumps(scorer.identity), flush=True)
     # a training step may take longer than uvicorn's 5 s, and connections are to last
     uvicorn.run(app_of(scorer, api_key=key), host=host, port=port, access_log=False, timeout_keep_alive=75)

@@ -24,12 +24,8 @@ def open_engine(
     rewards: Any,
     prompts: Mapping[str, Any],
     *,
-    max_completion_length: int,
-    options: Options | None = None,
-    distribution: str = "gaussian",
     precision: str = "master",
-    anchor_decay: float = 0.0,
-    rank: int = 0,
+    options: Options | None = None,
     chunk_rows: int = 256,
     decoder: str = "auto",
     workers: int | None = None,
@@ -39,13 +35,13 @@ def open_engine(
     folder: str | None = None,
     load: Mapping[str, Any] | None = None,
     weights: Weights | None = None,
+    **common: Any,
 ) -> Engine:
     """Return an engine; what it needs is imported here alone.
 
     Args:
         engine: "local", "vllm" or "ray".
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank: of
-            `engines.base.Engine`.
+        model, tokenizer, rewards, prompts, options: of `engines.base.Engine`.
         precision: of the weights, with engine "local".
         chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
@@ -55,6 +51,7 @@ def open_engine(
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
         load: the arguments of from_pretrained it was loaded with.
         weights: of the run, with engine "local" or adapters, where they exist already (of `engines.base.Engine`).
+        **common: max_completion_length, distribution, anchor_decay and rank of `engines.base.Engine`.
 
     Raises:
         ValueError: no such engine, GPUs that do not fall into copies of the model, frozen parameters with another
@@ -63,8 +60,7 @@ def open_engine(
     """
     choose("engine", engine, ENGINES)
     check_gpus(gpus, tensor_parallel)
-    common: dict[str, Any] = {"max_completion_length": max_completion_length, "distribution": distribution}
-    common |= {"anchor_decay": anchor_decay, "rank": rank} | ({} if options is None else {"options": options})
+    common |= {} if options is None else {"options": options}
     if engine == "local":
         from evoalign_lib.engines import local, processes
 

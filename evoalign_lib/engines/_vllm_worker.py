@@ -249,7 +249,7 @@ class WorkerExtension:
         return found
 
     def evoalign_digests(self) -> list[str]:
-        """SHA-256 of the master of each segment, in the order of `evoalign_open`."""
+        """Return the SHA-256 of the master of each segment, in the order of `evoalign_open`."""
         return [precision.matrix_digest(view) for view in self.evoalign_weights.views()]
 
 

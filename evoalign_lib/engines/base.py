@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +136,21 @@ class Prompts:
             return False
 
     __hash__ = object.__hash__
+
+
+def in_chunks(rows: np.ndarray, size: int, samples: int, serve: Callable[[list], Iterable[list]]) -> list[list]:
+    """Return for each sample of rows (greedy: one) what chunks of them give, in the order of the rows.
+
+    Args:
+        rows: of the prompts.
+        size: rows of a chunk.
+        samples: of each row; 0: greedy decoding.
+        serve: [(chunk, number of the sample, None for greedy), ...] -> the completions of each, in that order.
+    """
+    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+    draws = list(range(samples)) if samples else [None]
+    done = iter(serve([(chunk, draw) for draw in draws for chunk in chunks]))
+    return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
 
 class Scorer:
@@ -365,6 +380,16 @@ class Engine(Scorer):
         finally:
             self.master[:] = centre
 
+    @property
+    def started(self) -> bool:
+        """Whether other processes, or vLLM, were started and know the prompts of that time."""
+        return False
+
+    def _rows(self, name: str, indices: np.ndarray | None, temperature: float) -> np.ndarray:
+        """Return the rows of prompts that `generate` is asked for. Raises ValueError as `generate`."""
+        check_temperature(temperature)
+        return np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+
     def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add a set of prompts for `generate`, before the first call that starts other processes.
 
@@ -372,15 +397,17 @@ class Engine(Scorer):
             RuntimeError: they run already and would not see it.
             ValueError: prompts that the model cannot read.
         """
-        prompts = Prompts(rows, self.tokenizer)
-        check_prompts(self.model, name, prompts, self.max_completion_length)
-        self.prompts[name] = prompts
+        if self.started:
+            raise RuntimeError(f"prompts {name!r} come too late: add them before the first call that generates.")
+        Engine.put_prompts(self, name, Prompts(rows, self.tokenizer))
 
     def put_prompts(self, name: str, prompts: Prompts) -> None:
         """Add a set of prompts for `generate`, or replace one, at any time.
 
-        Processes that run already and would not see it end; the next call starts others. Raises ValueError for prompts
-        that the model cannot read.
+        Processes that run already and would not see it end; the next call starts others.
+
+        Raises:
+            ValueError: prompts that the model cannot read.
         """
         check_prompts(self.model, name, prompts, self.max_completion_length)
         self.prompts[name] = prompts

@@ -97,12 +97,10 @@ def write(table: Table, output_dir: str | os.PathLike, step: int, what: str) -> 
 
 
 def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
-    """Send rows to the trackers whose callbacks these are: wandb and trackio as a table, tensorboard as text."""
+    """Send rows to the trackers whose callbacks these are: wandb and trackio."""
     for callback in callbacks:
         kind = type(callback).__name__
-        if kind == "TensorBoardCallback" and callback.tb_writer is not None:
-            callback.tb_writer.add_text("completions", _markdown(table), step)
-        elif kind == "WandbCallback" and callback._wandb is not None and callback._wandb.run is not None:
+        if kind == "WandbCallback" and callback._wandb is not None and callback._wandb.run is not None:
             callback._wandb.log({"completions": _frame_of(callback._wandb, table)})
         elif kind == "TrackioCallback":
             callback._trackio.log({"completions": _frame_of(callback._trackio, table)})
@@ -113,15 +111,6 @@ def _frame_of(tracker: Any, table: Table) -> Any:
 
     texts = {name: [_text(v) if isinstance(v, (list, dict)) else v for v in values] for name, values in table.items()}
     return tracker.Table(dataframe=pd.DataFrame(texts))
-
-
-def _markdown(table: Table) -> str:
-    def cell(value: Any) -> str:
-        return _text(value).replace("|", "\\|").replace("\n", "<br>")
-
-    head = f"| {' | '.join(table)} |\n|{' --- |' * len(table)}\n"
-    rows = zip(*table.values(), strict=True)
-    return head + "\n".join(f"| {' | '.join(cell(value) for value in row)} |" for row in rows)
 
 
 def _text(value: Any) -> str:

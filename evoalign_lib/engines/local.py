@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -37,13 +37,12 @@ from evoalign_lib import noise
 from evoalign_lib._adapters import base_of, dense, not_dense, quantisation_of
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
-from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, check_temperature
+from evoalign_lib.engines.base import Engine, Evaluation, Options, Prompts, in_chunks
 from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
-from evoalign_lib.precision import Weights, copy_to
+from evoalign_lib.precision import copy_to
 from evoalign_lib.rewards import Rewards
-from evoalign_lib.update_rules import Member
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
@@ -65,13 +64,11 @@ class LocalEngine(Engine):
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in the workers.
         prompts: name -> prompts (for example "train" and "eval").
-        max_completion_length: new tokens at most.
         chunk_rows: rows decoded at once.
         workers: processes; 1 works in this process.
         decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model, and there are
             no generation_kwargs.
-        options: of `Engine`.
-        precision, distribution, anchor_decay, rank, weights: of `Engine`.
+        **common: max_completion_length and further arguments of `Engine`, but for threads.
 
     Raises:
         ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
@@ -85,51 +82,27 @@ class LocalEngine(Engine):
         rewards: Rewards | None,
         prompts: Mapping[str, Prompts],
         *,
-        max_completion_length: int,
         chunk_rows: int = 256,
         workers: int = 1,
         decoder: str = "auto",
-        options: Options = PLAIN,
-        precision: str = "master",
-        distribution: str = "gaussian",
-        anchor_decay: float = 0.0,
-        rank: int = 0,
-        weights: Weights | None = None,
+        **common: Any,
     ):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
         choose("decoder", decoder, DECODERS)
         if workers > 1 and not sys.platform.startswith("linux"):
             raise ValueError(f"workers={workers} needs Linux (processes are forked); set workers=1 on {sys.platform}.")
+        precision = common.get("precision", "master")
         if workers > 1 and precision != "master":
             raise ValueError(
                 f"workers={workers} needs precision='master': precision={precision!r} keeps one replica of the "
                 "weights, in which members take turns. Set workers=1."
             )
-        super().__init__(
-            model,
-            tokenizer,
-            rewards,
-            prompts,
-            max_completion_length=max_completion_length,
-            options=options,
-            threads=workers,
-            precision=precision,
-            distribution=distribution,
-            anchor_decay=anchor_decay,
-            rank=rank,
-            weights=weights,
-        )
+        super().__init__(model, tokenizer, rewards, prompts, threads=workers, **common)
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None
         self._whole = len(self.layout.entries) == len(list(model.parameters()))
-        reason = supports(model.config) or not_dense(model)
-        if not reason and "model.embed_tokens.weight" not in dense(model):
-            reason = f"the parameters of {type(model).__name__} have other names"
-        if not reason and model.dtype not in (torch.float32, torch.bfloat16):
-            reason = f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
-        if not reason and options.generation_kwargs:
-            reason = "generation_kwargs are for transformers"
+        reason = _why_no_loop(model, self.options)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
@@ -146,7 +119,7 @@ class LocalEngine(Engine):
                 "computed to the end of their batch."
             )
         # beside a rounded copy factors that are not rounded would be other members
-        self._joins = rank > 0 and self.decoder == "loop" and self._whole and model.dtype == torch.float32
+        self._joins = self.weights.rank > 0 and self.decoder == "loop" and self._whole and model.dtype == torch.float32
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
@@ -171,25 +144,21 @@ class LocalEngine(Engine):
         together = self.chunk_rows // (rows * (sampling[1] if sampling else 1))
         if not self._joins or together < LEAST_MEMBERS or np.ndim(indices) > 1:
             each = np.broadcast_to(indices, (len(members), rows))
-            return self._run([(_evaluate, (i, m, sigma, name, each[i], *rest)) for i, m in enumerate(members)])
+            return self._run([("evaluate_member", i, m, sigma, name, each[i], *rest) for i, m in enumerate(members)])
         rest = sigma, name, indices, *rest
         starts = range(0, len(members), together)
-        done = self._run([(_evaluate_together, (i, members[i : i + together], together, *rest)) for i in starts])
+        done = self._run([("evaluate_together", i, members[i : i + together], together, *rest) for i in starts])
         return [evaluation for several in done for evaluation in several]
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        check_temperature(temperature)
-        indices = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
-        chunks = [indices[i : i + self.chunk_rows] for i in range(0, len(indices), self.chunk_rows)]
-        draws: list[int | None] = list(range(samples)) if samples else [None]
-        tasks = [(_generate, (name, chunk, seed, draw, temperature)) for draw in draws for chunk in chunks]
-        done = iter(self._run(tasks))
-        return [[pair for _ in chunks for pair in next(done)] for _ in draws]
+        def serve(parts):
+            return self._run([("generate_rows", name, chunk, seed, draw, temperature) for chunk, draw in parts])
 
-    def add_prompts(self, name, rows):
-        if self._pool is not None:
-            raise RuntimeError(f"prompts {name!r} come too late: add them before the workers start.")
-        super().add_prompts(name, rows)
+        return in_chunks(self._rows(name, indices, temperature), self.chunk_rows, samples, serve)
+
+    @property
+    def started(self):
+        return self._pool is not None
 
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
@@ -210,10 +179,11 @@ class LocalEngine(Engine):
 
     # ---- processes
 
-    def _run(self, tasks: list[tuple[Callable, tuple]]) -> list:
+    def _run(self, tasks: list[tuple]) -> list:
+        """Return what calls of methods, (name, arguments ...) each, give in the workers."""
         if self.workers == 1 or len(tasks) == 1:
             with one_thread():  # as the workers have: products may be split otherwise among several
-                return [function(self._id, *arguments) for function, arguments in tasks]
+                return [_in_worker(self._id, *task) for task in tasks]
         if self._pool is None:
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(
@@ -225,8 +195,8 @@ class LocalEngine(Engine):
             with warnings.catch_warnings(), interrupts_wait():  # the first task forks the workers: never half of them
                 # Python 3.12 warns of forking a process with threads; the workers only compute and never touch them
                 warnings.simplefilter("ignore", DeprecationWarning)
-                for function, arguments in tasks:
-                    futures.append(self._pool.submit(function, self._id, *arguments))
+                for task in tasks:
+                    futures.append(self._pool.submit(_in_worker, self._id, *task))
             for future in as_completed(futures):
                 future.result()  # raises the first failure at once, whichever worker's it is
         except BrokenProcessPool as error:
@@ -242,16 +212,7 @@ class LocalEngine(Engine):
 
     # ---- work on one member, in a worker or here
 
-    def evaluate_member(
-        self,
-        index: int,
-        member: Member,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> Evaluation:
+    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
         """Evaluate one member in this process; index: its own, for errors, and the rest as for `evaluate`."""
         started = time.process_time()
         indices, uniforms = self._drawn(indices, sampling)
@@ -260,15 +221,7 @@ class LocalEngine(Engine):
         return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
 
     def evaluate_together(
-        self,
-        first: int,
-        members: Sequence[Member],
-        together: int,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
+        self, first, members, together, sigma, name, indices, trainer_state=None, sampling=None
     ) -> list[Evaluation]:
         """Evaluate members of low rank in one batch, in this process.
 
@@ -303,9 +256,7 @@ class LocalEngine(Engine):
         drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
         return np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
 
-    def generate_rows(
-        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
-    ) -> list:
+    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list:
         """Return completions of the weights themselves, (text, ids) each, in this process.
 
         Args:
@@ -433,6 +384,17 @@ class LocalEngine(Engine):
         return out
 
 
+def _why_no_loop(model: Any, options: Options) -> str | None:
+    """Return why the loop does not decode this model; None where it does."""
+    if reason := supports(model.config) or not_dense(model):
+        return reason
+    if "model.embed_tokens.weight" not in dense(model):
+        return f"the parameters of {type(model).__name__} have other names"
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
+    return "generation_kwargs are for transformers" if options.generation_kwargs else None
+
+
 _IDS = itertools.count()
 # Forked workers find their engine here; nothing is pickled. The references are weak: an unused engine ends its workers.
 _ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDictionary()
@@ -443,13 +405,5 @@ def _start_worker(parent: int) -> None:
     start_worker(parent)
 
 
-def _evaluate(engine_id: int, *arguments: Any) -> Evaluation:
-    return _ENGINES[engine_id].evaluate_member(*arguments)
-
-
-def _evaluate_together(engine_id: int, *arguments: Any) -> list[Evaluation]:
-    return _ENGINES[engine_id].evaluate_together(*arguments)
-
-
-def _generate(engine_id: int, *arguments: Any) -> list:
-    return _ENGINES[engine_id].generate_rows(*arguments)
+def _in_worker(engine_id: int, method: str, *arguments: Any) -> Any:
+    return getattr(_ENGINES[engine_id], method)(*arguments)

@@ -39,11 +39,12 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import PLAIN, Engine, Options, Prompts, check_temperature
+from evoalign_lib.engines.base import PLAIN, Engine, Prompts, in_chunks
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.memory import held_parameters
 from evoalign_lib.engines.processes import default_workers
-from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine, WrongWeights, prove
+from evoalign_lib.engines.proof import WrongWeights, prove
+from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
@@ -65,8 +66,8 @@ class RayEngine(Engine):
     """A population on the actors of a Ray cluster.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank: of
-            `Engine`. The reward functions run in the actors, so they must be picklable (functions of a notebook are).
+        model, tokenizer, rewards, prompts: of `Engine`. The reward functions run in the actors, so they must be
+            picklable (functions of a notebook are).
         workers: actors, without GPUs; None: one for each core of the cluster.
         gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
         chunk_rows, decoder: of `LocalEngine`, without GPUs.
@@ -75,6 +76,7 @@ class RayEngine(Engine):
         load: the arguments of from_pretrained it was loaded with.
         tensor_parallel: GPUs of one machine that share a copy of the model.
         settings: further arguments of `vllm.LLM`.
+        **common: max_completion_length, options, distribution, anchor_decay and rank of `Engine`.
 
     The cluster is that of `ray.init()` if it was called, else the one that RAY_ADDRESS names, else one of this machine
     alone, which ends with the engine. The first call that generates joins it and starts the actors.
@@ -93,11 +95,6 @@ class RayEngine(Engine):
         rewards: Rewards | None,
         prompts: Mapping[str, Prompts],
         *,
-        max_completion_length: int,
-        options: Options = PLAIN,
-        distribution: str = "gaussian",
-        anchor_decay: float = 0.0,
-        rank: int = 0,
         workers: int | None = None,
         gpus: int = 0,
         chunk_rows: int = 256,
@@ -106,19 +103,17 @@ class RayEngine(Engine):
         load: Mapping[str, Any] | None = None,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
+        **common: Any,
     ):
         _ray()
-        common: dict[str, Any] = {"max_completion_length": max_completion_length, "options": options}
-        common |= {"distribution": distribution, "anchor_decay": anchor_decay, "rank": rank}
         # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
         if gpus:
-            common |= {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
-            self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **common)
+            alike = {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
+            self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **alike, **common)
         else:
-            common |= {"chunk_rows": chunk_rows, "decoder": decoder, "workers": default_workers()}
-            self._alike = LocalEngine(model, tokenizer, rewards, prompts, **common)
-        known = {"max_completion_length": max_completion_length, "options": options}
-        super().__init__(model, tokenizer, rewards, prompts, **known, weights=self._alike.weights)
+            alike = {"chunk_rows": chunk_rows, "decoder": decoder, "workers": default_workers()}
+            self._alike = LocalEngine(model, tokenizer, rewards, prompts, **alike, **common)
+        super().__init__(model, tokenizer, rewards, prompts, **common | {"weights": self._alike.weights})
         self.gpus, self.tensor_parallel, self.chunk_rows = gpus, tensor_parallel, chunk_rows
         self.places: list[Place] = []
         """of the actors; empty before they start"""
@@ -134,9 +129,7 @@ class RayEngine(Engine):
             "load": dict(load or {}) | {"dtype": model.dtype},
             "eos_ids": self.eos_ids,
             "parameters": held_parameters(model.config, self.layout.d, tensor_parallel),
-            "distribution": distribution,
-            "anchor_decay": anchor_decay,
-            "rank": rank,
+            "common": common,
             "chunk_rows": chunk_rows,
             "decoder": None if gpus else self._alike.decoder,
             "gpus": gpus,
@@ -163,24 +156,19 @@ class RayEngine(Engine):
         )
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        check_temperature(temperature)
+        rows = self._rows(name, indices, temperature)
         self._start()
-        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
         # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
         size = math.ceil(len(rows) / len(self.places)) if self.gpus else self.chunk_rows
-        chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
-        draws = list(range(samples)) if samples else [None]
-        tasks = [
-            _Task(
-                "generate",
-                (self._noise, name, chunk, seed, draw, temperature),
-                f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},",
-            )
-            for draw in draws
-            for chunk in chunks
-        ]
-        done = iter(self._serve(tasks))
-        return [[pair for _ in chunks for pair in next(done)] for _ in draws]
+
+        def task(chunk, draw):
+            label = f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
+            return _Task("generate", (self._noise, name, chunk, seed, draw, temperature), label)
+
+        def serve(parts):
+            return self._serve([task(*part) for part in parts])
+
+        return in_chunks(rows, size, samples, serve)
 
     @contextmanager
     def perturbed(self, key, sigma):
@@ -190,10 +178,9 @@ class RayEngine(Engine):
         finally:
             self._noise = None
 
-    def add_prompts(self, name, rows):
-        if self.places:
-            raise RuntimeError(f"prompts {name!r} come too late: add them before the actors start.")
-        super().add_prompts(name, rows)
+    @property
+    def started(self):
+        return bool(self.places)
 
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
@@ -237,8 +224,6 @@ class RayEngine(Engine):
             "tokenizer": self.tokenizer,
             "rewards": self.rewards,
             "prompts": self.prompts,
-            "max_completion_length": self.max_completion_length,
-            "options": self.options,
         }
         try:
             self._sent_once = _ray().put(once)
@@ -511,16 +496,17 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
     model, tokenizer = once["model"], once["tokenizer"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
-    names = ("max_completion_length", "options", "chunk_rows", "decoder", "distribution", "anchor_decay", "rank")
-    return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **{name: once[name] for name in names})
+    own = {name: once[name] for name in ("chunk_rows", "decoder")}
+    return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **own, **once["common"])
 
 
 class _Replica(Decoding):
     """vLLM with the prompts and rewards of the run; only its workers hold weights."""
 
     def __init__(self, once: Mapping[str, Any]):
-        scoring = ("tokenizer", "rewards", "prompts", "eos_ids", "max_completion_length", "options")
-        super().__init__(*(once[name] for name in scoring))
+        common = once["common"]
+        scoring = (once[name] for name in ("tokenizer", "rewards", "prompts", "eos_ids"))
+        super().__init__(*scoring, common["max_completion_length"], common.get("options", PLAIN))
         settings = once["settings"]
         if once["tensor_parallel"] > 1:  # the actor holds all the GPUs: other actors, which vLLM would take, get none
             settings = {"distributed_executor_backend": "mp"} | settings
@@ -529,9 +515,9 @@ class _Replica(Decoding):
             if (folder := once["folder"]) is None:
                 folder = made
                 once["model"].save_pretrained(folder)
-            common = once["load"]["dtype"], self.eos_ids, longest, once["parameters"], once["distribution"]
-            law = {"anchor_decay": once["anchor_decay"], "rank": once["rank"]}
-            self.generator = Generator(folder, *common, once["tensor_parallel"], settings, **law)
+            law = {name: common[name] for name in ("distribution", "anchor_decay", "rank") if name in common}
+            law |= {"tensor_parallel": once["tensor_parallel"], "settings": settings}
+            self.generator = Generator(folder, once["load"]["dtype"], self.eos_ids, longest, once["parameters"], **law)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the weights."""

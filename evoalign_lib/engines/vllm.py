@@ -41,13 +41,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import checks, noise
+from evoalign_lib import checks
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
-from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer, check_temperature
+from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
-from evoalign_lib.precision import Weights, matrix_digest
+from evoalign_lib.engines.proof import WrongWeights, compare, prove
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
@@ -61,10 +61,6 @@ Layers = Sequence[tuple[str, int, bytes, bytes]]
 # Set before vLLM is imported, which reads them once. What the user has set stays.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 _ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
-
-class WrongWeights(RuntimeError):
-    """A generator does not hold the weights of the run; the message names what differs."""
 
 
 def import_vllm(in_process: bool = True) -> Any:
@@ -230,7 +226,8 @@ class Generator:
     def put_adapters(self, adapters: Mapping[int, Layers]) -> None:
         """Give vLLM adapters, number -> layers, each in the place of the one that had its number before.
 
-        Raises NotMapped for a layer that vLLM gives no adapter.
+        Raises:
+            NotMapped: a layer that vLLM gives no adapter.
         """
         for number, layers in adapters.items():
             for refusal in self.llm.collective_rpc("evoalign_put_adapter", args=(number, layers)):
@@ -241,7 +238,8 @@ class Generator:
     def base_digests(self) -> tuple[list[list[Segment]], list[list[str]]]:
         """Return by rank where the tensors that vLLM decodes with come from, and the SHA-256 of each.
 
-        Raises NotMapped for a tensor that has no place in the segment map.
+        Raises:
+            NotMapped: a tensor that has no place in the segment map.
         """
         segments, digests = [], []
         for found in self.llm.collective_rpc("evoalign_base_digests"):
@@ -291,6 +289,9 @@ class Generator:
             )
 
 
+STATED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+STATED |= {"frequency_penalty": 0.0, "watermarking": False}
+"""Settings of SamplingParams that change nothing, stated so that no default of vLLM's does."""
 LEAST_TEMPERATURE = 0.01
 """Below it vLLM logs a warning and takes this one (`_MAX_TEMP` in its sampling_params.py)."""
 
@@ -315,25 +316,16 @@ def decode(
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`.
 
-    Raises ValueError for a temperature that vLLM would replace.
+    Raises:
+        ValueError: a temperature that vLLM would replace.
     """
     from vllm import SamplingParams
 
     if seeds is not None:
         _check_temperature(temperature)
-    common = {
-        "max_tokens": max_new_tokens,
-        "stop_token_ids": list(eos_ids),
-        "ignore_eos": True,  # stop_token_ids alone say what ends a completion
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "watermarking": False,
-        "detokenize": False,
-    } | dict(options.generation_kwargs or {})
+    # stop_token_ids alone say what ends a completion
+    common = {"max_tokens": max_new_tokens, "stop_token_ids": list(eos_ids), "ignore_eos": True, "detokenize": False}
+    common |= {**STATED, **(options.generation_kwargs or {})}
     if seeds is None:
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
@@ -362,35 +354,41 @@ def _end(holder: Any) -> None:
         torch.cuda.empty_cache()
 
 
+def _drawn(indices: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, list[int] | None]:
+    """Return the rows of a member's prompts, each once a sample, and their seeds, None for greedy."""
+    if sampling is None:
+        return indices, None
+    key, samples = sampling
+    rows = np.repeat(indices, samples)
+    return rows, [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
+
+
+def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, Any]:
+    """Return the batch plan of an engine that decodes with vLLM."""
+    return {
+        "decoder": "vllm",
+        "vllm": import_vllm(tensor_parallel == 1).__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel": tensor_parallel,
+        "exact": exact,
+    }
+
+
 class Decoding(Scorer):
     """Evaluates members and generates with a `generator`, in whichever process."""
 
     generator: Generator
     _noise: tuple[Member, float] | None = None
 
-    def evaluate_member(
-        self,
-        index: int,
-        member: Member,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> Evaluation:
+    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
         """Evaluate one member; index: its own, for errors; the rest as for `Engine.evaluate`."""
-        started, rows, seeds = time.process_time(), np.asarray(indices), None
-        if sampling is not None:
-            key, samples = sampling
-            rows = np.repeat(rows, samples)
-            seeds = [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
+        started = time.process_time()
+        rows, seeds = _drawn(np.asarray(indices), sampling)
         self.generator.perturb(member, sigma)
         completions = self._decode(name, rows, seeds, self.options.temperature)
         return self.scored(index, name, rows, completions, trainer_state, started)
 
-    def generate_rows(
-        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
-    ) -> list:
+    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list:
         """Return completions of the weights themselves, (text, ids) each.
 
         Args:
@@ -434,12 +432,13 @@ class VLLMEngine(Decoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
-        model, tokenizer, rewards, prompts, max_completion_length, options, distribution, anchor_decay, rank, weights:
-            of `Engine`; the model has the dtype of vLLM's working copy. vLLM decodes on after a stop string, and the
-            rest is cut off.
+        model, tokenizer, rewards, prompts: of `Engine`; the model has the dtype of vLLM's working copy.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
+        anchor_decay: of `Engine`.
+        **common: max_completion_length and further arguments of `Engine`, but for threads and precision. vLLM decodes
+            on after a stop string, and the rest is cut off.
 
     The first call that generates starts vLLM.
     """
@@ -451,32 +450,17 @@ class VLLMEngine(Decoding, Engine):
         rewards: Rewards | None,
         prompts: Mapping[str, Prompts],
         *,
-        max_completion_length: int,
-        options: Options = PLAIN,
-        distribution: str = "gaussian",
-        anchor_decay: float = 0.0,
-        rank: int = 0,
         folder: str | None = None,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
-        weights: Weights | None = None,
+        anchor_decay: float = 0.0,
+        **common: Any,
     ):
-        _check_temperature(options.temperature)
+        _check_temperature(common.get("options", PLAIN).temperature)
         threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        super().__init__(
-            model,
-            tokenizer,
-            rewards,
-            prompts,
-            max_completion_length=max_completion_length,
-            options=options,
-            threads=threads,
-            distribution=distribution,
-            anchor_decay=anchor_decay,
-            rank=rank,
-            weights=weights,
-        )
-        self.folder, self.distribution, self.anchor_decay = folder, distribution, anchor_decay
+        common |= {"threads": threads, "anchor_decay": anchor_decay}
+        super().__init__(model, tokenizer, rewards, prompts, **common)
+        self.folder, self.anchor_decay = folder, anchor_decay
         self._made = None
         if folder is None:  # now: the object's weights move with the run
             self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
@@ -488,13 +472,8 @@ class VLLMEngine(Decoding, Engine):
 
     @property
     def plan(self):
-        return {
-            "decoder": "vllm",
-            "vllm": import_vllm(self.tensor_parallel == 1).__version__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "tensor_parallel": self.tensor_parallel,
-            "exact": self.model.dtype == torch.float32 and not torch.cuda.is_available(),
-        }
+        exact = self.model.dtype == torch.float32 and not torch.cuda.is_available()
+        return _plan(self.model.dtype, self.tensor_parallel, exact)
 
     @property
     def generator(self) -> Generator:
@@ -510,7 +489,7 @@ class VLLMEngine(Decoding, Engine):
 
     def _start(self, longest: int) -> Generator:
         held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
-        common = self.model.dtype, self.eos_ids, longest, held, self.distribution
+        common = self.model.dtype, self.eos_ids, longest, held, self.weights.distribution
         law = {"anchor_decay": self.anchor_decay, "rank": self.weights.rank}
         generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **law)
         try:
@@ -531,8 +510,7 @@ class VLLMEngine(Decoding, Engine):
             return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        check_temperature(temperature)
-        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        rows = self._rows(name, indices, temperature)
         with self._ended_by_interrupts():
             if not samples:
                 return [self.generate_rows(name, rows)]
@@ -556,10 +534,9 @@ class VLLMEngine(Decoding, Engine):
             self.close()
             raise
 
-    def add_prompts(self, name, rows):
-        if self._generator is not None:
-            raise RuntimeError(f"prompts {name!r} come too late: add them before vLLM starts.")
-        super().add_prompts(name, rows)
+    @property
+    def started(self):
+        return self._generator is not None
 
     def put_prompts(self, name, prompts):
         longest = max(p.width for p in self.prompts.values())
@@ -625,7 +602,7 @@ class AdapterEngine(VLLMEngine):
     def _start(self, longest: int) -> Generator:
         """Start vLLM, and prove that its base is the one that the adapter was made over."""
         rest = self.tensor_parallel, self.settings
-        common = self.model.dtype, self.eos_ids, longest, 0, self.distribution
+        common = self.model.dtype, self.eos_ids, longest, 0, self.weights.distribution
         adapter = self._rank, sorted({name.rpartition(".")[2] for name in self._layers})
         generator = Generator(self.folder, *common, *rest, master=False, adapter=adapter)
         try:
@@ -651,9 +628,8 @@ class AdapterEngine(VLLMEngine):
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         found: list[Evaluation] = []
-        key, samples = sampling or (0, 1)
         indices = np.asarray(indices)
-        each = np.repeat(np.broadcast_to(indices, (len(members), indices.shape[-1])), samples, axis=1)
+        each = np.broadcast_to(indices, (len(members), indices.shape[-1]))
         with self._ended_by_interrupts():
             for first in range(0, len(members), self.settings["max_loras"]):
                 part = range(first, min(first + self.settings["max_loras"], len(members)))
@@ -662,14 +638,14 @@ class AdapterEngine(VLLMEngine):
                     with self.weights.member(members[i].key, sigma, members[i].sign) as flat:
                         adapters[number] = self._adapter(flat)
                 self.generator.put_adapters(adapters)
-                rows, seeds = each[first : first + len(part)], None
-                if sampling is not None:
-                    seeds = [sample_seed(key, int(row), i % samples) for own in rows for i, row in enumerate(own)]
-                self._numbers = np.repeat(list(adapters), rows.shape[1])
-                done = self._decode(name, rows.reshape(-1), seeds, self.options.temperature)
-                for number, i in enumerate(part):
-                    own = done[number * rows.shape[1] : (number + 1) * rows.shape[1]]
-                    found.append(self.scored(i, name, each[i], own, trainer_state, started))
+                # one row after the other: a row's samples have the numbers 0, 1, ... whichever member it is of
+                rows, seeds = _drawn(each[first : first + len(part)].reshape(-1), sampling)
+                size = len(rows) // len(part)
+                self._numbers = np.repeat(list(adapters), size)
+                done = self._decode(name, rows, seeds, self.options.temperature)
+                for own, i in zip(range(0, len(rows), size), part, strict=True):
+                    where = slice(own, own + size)
+                    found.append(self.scored(i, name, rows[where], done[where], trainer_state, started))
                     started = time.process_time()  # the first member has the time of their common batch
         return found
 
@@ -730,17 +706,10 @@ class PushedEngine(Decoding, Engine):
 
     @property
     def plan(self):
-        return {
-            "decoder": "vllm",
-            "vllm": import_vllm().__version__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "tensor_parallel": 1,
-            "exact": False,
-        }
+        return _plan(self.model.dtype, 1, exact=False)
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        check_temperature(temperature)
-        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        rows = self._rows(name, indices, temperature)
         size, seeds = len(rows), None
         if samples:
             rows = np.tile(rows, samples)
@@ -787,49 +756,6 @@ class PushedEngine(Decoding, Engine):
             own.close()
         elif self.llm is not None:
             _end(self)
-
-
-def prove(
-    layout: noise.Layout, master: np.ndarray, segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
-) -> None:
-    """Compare the masters of vLLM's workers with the run's, byte for byte: layout, master; the rest as `compare`."""
-    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
-    views = {name: torch.from_numpy(view).reshape(shapes[name]) for name, view in layout.views(master).items()}
-    compare(views, segments, digests)
-
-
-def compare(
-    matrices: Mapping[str, torch.Tensor], segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
-) -> None:
-    """Compare the weights of vLLM's workers with a model's, byte for byte, by their digests.
-
-    Args:
-        matrices: the model's, by name; a vector is one row.
-        segments: by rank, where its tensors come from.
-        digests: by rank, for each of them: SHA-256 of its numbers, row by row.
-
-    Raises:
-        WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
-            of a parameter.
-    """
-    views, held = matrices, {name: np.zeros(matrix.shape, bool) for name, matrix in matrices.items()}
-    for rank, (places, found) in enumerate(zip(segments, digests, strict=True)):
-        for segment, digest in zip(places, found, strict=True):
-            where = f"vLLM's rank {rank}, {segment.name!r}"
-            if segment.name not in views:
-                raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")
-            window = np.s_[segment.row0 : segment.row0 + segment.rows, segment.col0 : segment.col0 + segment.cols]
-            part = views[segment.name][window]
-            if part.shape != (segment.rows, segment.cols) or matrix_digest(part) != digest:
-                raise WrongWeights(
-                    f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
-                    "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "
-                    "tensor in another layout, in which it cannot be perturbed."
-                )
-            held[segment.name][window] = True
-    for name, cells in held.items():
-        if not cells.all():
-            raise WrongWeights(f"{name!r}: vLLM holds {cells.mean():.0%} of it, so noise would not reach all of it.")
 
 
 def sample_seed(key: int, row: int, sample: int) -> int:

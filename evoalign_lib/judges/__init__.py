@@ -6,8 +6,7 @@ process by transformers (`LocalChat`) or by vLLM (`VLLMChat`).
 
 A chat judge sees every pair in both orders. A win counts if both orders give it; orders that disagree are a tie and are
 counted. An answer without a verdict, or none at all, is neither a tie nor a zero: the pair is left out and counted
-apart. Answers are kept in a `Cache`, so that a tournament that was killed goes on and a re-run costs nothing. A
-`Budget` stops it before more is spent.
+apart. Answers are kept in a `Cache`, so that a tournament that was killed goes on and a re-run costs nothing.
 
 Judged texts come from models that may have learnt to talk to judges. Each one stands in a block whose ends carry a code
 derived from all texts and absent from all of them (`texts`), and what could be a chat token or a verdict in it is
@@ -16,10 +15,19 @@ gives its verdict freely, and no format can prevent that.
 """
 
 from evoalign_lib.judges.answers import ERRORS, Answer  # noqa: F401
-from evoalign_lib.judges.budget import Budget, BudgetSpent  # noqa: F401
 from evoalign_lib.judges.cache import Cache, CacheError  # noqa: F401
 from evoalign_lib.judges.endpoint import Endpoint, EndpointError  # noqa: F401
-from evoalign_lib.judges.judging import (  # noqa: F401
+from evoalign_lib.judges.local import LocalChat, VLLMChat  # noqa: F401
+from evoalign_lib.judges.rubrics import (  # noqa: F401
+    ARENA,
+    HARMLESS_SCORE,
+    HELPFUL_SCORE,
+    SAFE_RLHF_HARMLESS,
+    SAFE_RLHF_HELPFUL,
+    Reading,
+    Rubric,
+)
+from evoalign_lib.judges.verdicts import (  # noqa: F401
     ChatJudge,
     Judged,
     JudgedTexts,
@@ -30,14 +38,4 @@ from evoalign_lib.judges.judging import (  # noqa: F401
     ScoreJudge,
     judge_pairs,
     judge_texts,
-)
-from evoalign_lib.judges.local import LocalChat, VLLMChat  # noqa: F401
-from evoalign_lib.judges.rubrics import (  # noqa: F401
-    ARENA,
-    HARMLESS_SCORE,
-    HELPFUL_SCORE,
-    SAFE_RLHF_HARMLESS,
-    SAFE_RLHF_HELPFUL,
-    Reading,
-    Rubric,
 )

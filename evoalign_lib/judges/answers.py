@@ -1,14 +1,13 @@
-"""What a chat judge's backend returns, and what it reports to.
+"""What a chat judge's backend returns.
 
-A backend has `model`, a name for records; `max_tokens`, of an answer; `special_tokens`, which judged texts must not
-hold; `identity()`, all that decides its answers; and `answers(conversations, meter)`. A single failure is an `Answer`
-with an error, never an exception and never a text. What would fail every time (a wrong key, a model that is not there)
-stops at once.
+A backend has `model`, a name for records; `special_tokens`, which judged texts must not hold; `identity()`, all that
+decides its answers; and `answers(conversations, keep)`. A single failure is an `Answer` with an error, never an
+exception and never a text. What would fail every time (a wrong key, a model that is not there) stops at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 ERRORS = ("timeout", "connection", "http", "malformed", "refused", "too long", "special token")
@@ -39,12 +38,5 @@ class Answer:
     detail: str = ""
 
 
-class Meter:
-    """What a backend reports requests to; this one lets all pass. Endpoints call it from several threads."""
-
-    def before(self, items: Sequence[int]) -> int:
-        """Return how many of these requests may start, at least 1, or raise."""
-        return len(items)
-
-    def after(self, item: int, answer: Answer) -> None:
-        """Take the outcome of a request; there may be a further one of this item, after a failure."""
+Keep = Callable[[int, Answer], object]
+"""Takes the index of a conversation and its answer as soon as it is there; endpoints call it from several threads."""

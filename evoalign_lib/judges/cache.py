@@ -1,8 +1,7 @@
 """Answers of judges, kept by the hash of what was asked: a file of JSON lines.
 
-A line has the answer (`text`, `prompt_tokens`, `completion_tokens`, `cut`), the `key` (SHA-256 of the judge's identity
-and the messages) and a `check`, the first 16 digits of the SHA-256 of the line without it. Questions are not in the
-file. Failures are not kept: they are asked again.
+A line has the answer (`text`, `prompt_tokens`, `completion_tokens`, `cut`) and the `key`, the SHA-256 of the judge's
+identity and the messages. Questions are not in the file. Failures are not kept: they are asked again.
 
 Lines are appended under a lock and synced to disk. A line counts once its newline is there; what a killed process left
 of its last line is dropped. Anything else that is wrong is an error that names the line.
@@ -11,18 +10,18 @@ of its last line is dropped. Anything else that is wrong is an error that names 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib.files import canonical_json, locked, sync_folder
+from evoalign_lib.files import canonical_json, locked
 from evoalign_lib.judges.answers import Answer
 
-_FIELDS = {"key": str, "text": str, "prompt_tokens": int, "completion_tokens": int, "cut": bool, "check": str}
+_FIELDS = ("text", "prompt_tokens", "completion_tokens", "cut")
 
 
 class CacheError(ValueError):
@@ -32,10 +31,6 @@ class CacheError(ValueError):
 def key_of(identity: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
     """Return the key of a question: 64 hexadecimal digits, another one for any change of model, decoding or text."""
     return hashlib.sha256(canonical_json({"judge": identity, "messages": messages}).encode()).hexdigest()
-
-
-def _check(line: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json({k: v for k, v in line.items() if k != "check"}).encode()).hexdigest()[:16]
 
 
 class Cache:
@@ -66,9 +61,13 @@ class Cache:
         return self._answers.get(key)
 
     def refresh(self) -> None:
-        """Read what other processes have added. Raises CacheError as the class does."""
+        """Read what other processes have added.
+
+        Raises:
+            CacheError: as the class does.
+        """
         with self._one:
-            if self.path is not None and self.path.exists():
+            if self.path is not None and (self._size or self.path.exists()):
                 self._read()
 
     def put(self, key: str, answer: Answer) -> Answer:
@@ -85,32 +84,20 @@ class Cache:
             if self.path is None:
                 return self._answers.setdefault(key, answer)
             with locked(self.path):
-                new = not self.path.exists()
-                if new and self._size:
-                    raise CacheError(f"{self.path} is gone: another program has removed it. Start this one anew.")
-                if not new:
+                if self._size or self.path.exists():
                     self._read()
                 if key not in self._answers:
                     self._append(key, answer)
-                    if new:
-                        sync_folder(self.path.parent)
             return self._answers[key]
 
     def _append(self, key: str, answer: Answer) -> None:
-        line = {
-            "key": key,
-            "text": answer.text,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
-            "cut": answer.cut,
-        }
-        data = canonical_json(line | {"check": _check(line)}).encode() + b"\n"
-        with open(self.path, "ab", buffering=0) as file:
+        kept = asdict(answer)
+        data = canonical_json({"key": key} | {name: kept[name] for name in _FIELDS}).encode() + b"\n"
+        with open(self.path, "ab") as file:
             file.truncate(self._size)  # what a killed process left of a line
             try:
-                left = data
-                while left:  # a disk that is nearly full takes a part first
-                    left = left[file.write(left) :]
+                file.write(data)
+                file.flush()
                 os.fsync(file.fileno())
             except BaseException:
                 file.truncate(self._size)
@@ -120,31 +107,21 @@ class Cache:
 
     def _read(self) -> None:
         """Read the lines that were added since the last time."""
+        if not self.path.exists() or self.path.stat().st_size < self._size:
+            raise CacheError(f"{self.path} is shorter than it was: another program has cut it. Start this one anew.")
         with open(self.path, "rb") as file:
-            if file.seek(0, os.SEEK_END) < self._size:
-                raise CacheError(
-                    f"{self.path} is shorter than it was: another program has cut it. Start this one anew."
-                )
             file.seek(self._size)
-            data = file.read()
-        for line in io.BytesIO(data):  # ends lines at newlines alone
-            if not line.endswith(b"\n"):
-                break
-            key, answer = self._parse(line, self._lines + 1)
+            whole = file.read().split(b"\n")[:-1]
+        for line in whole:
+            try:
+                fields = json.loads(line)
+                key, answer = fields["key"], Answer(**{name: fields[name] for name in _FIELDS})
+                if not (isinstance(key, str) and isinstance(answer.text, str)):
+                    raise TypeError("its key or its text is no string")
+            except (ValueError, RecursionError, LookupError, TypeError) as error:
+                raise CacheError(
+                    f"{self.path}, line {self._lines + 1} is damaged ({error}): take that line out, and its question "
+                    "is asked again."
+                ) from None
             self._answers.setdefault(key, answer)  # the first one, where files were put together
-            self._size, self._lines = self._size + len(line), self._lines + 1
-
-    def _parse(self, line: bytes, number: int) -> tuple[str, Answer]:
-        try:
-            found = json.loads(line)
-            fits = type(found) is dict and found.keys() == _FIELDS.keys()
-            for name, kind in _FIELDS.items() if fits else ():
-                unknown = found[name] is None and kind is int  # a server that does not count tokens
-                fits = fits and (type(found[name]) is kind or unknown)
-            if not fits or _check(found) != found["check"]:
-                raise ValueError("its fields or its check are wrong")
-        except (ValueError, RecursionError) as error:
-            raise CacheError(
-                f"{self.path}, line {number} is damaged ({error}): take that line out, and its question is asked again."
-            ) from None
-        return found["key"], Answer(*(found[name] for name in ("text", "prompt_tokens", "completion_tokens", "cut")))
+            self._size, self._lines = self._size + len(line) + 1, self._lines + 1

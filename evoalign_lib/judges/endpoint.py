@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evoalign_lib.checks import key_in, whole_number
-from evoalign_lib.judges.answers import Answer, Messages, Meter
+from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
-_RETRIED = {408, 409, 429}  # and all from 500
+_RETRIED = {408, 409, 429}  # by the openai client, and all from 500
 _STOPS = {
     401: "the key is wrong",
     402: "the account has no credit",
@@ -24,8 +23,6 @@ _STOPS = {
 }
 _STOPPING_CODES = {"insufficient_quota", "billing_hard_limit_reached", "unsupported_parameter", "unsupported_value"}
 _MOST_FAILURES = 20  # in a row
-_FIRST_WAIT, _LONGEST_WAIT, _LONGEST_ASKED = 0.5, 8.0, 60.0  # seconds
-_NOT_SENT = Answer(None, 0, 0, error="http", detail="not sent")
 
 
 class EndpointError(RuntimeError):
@@ -45,8 +42,8 @@ class Endpoint:
         api_key_env: the environment variable with the key, read at each call and kept nowhere. It goes to base_url:
             name another variable for another provider. A server of one's own may need none.
         timeout: seconds without a byte from the server after which a request is given up.
-        retries: of a request after a time-out, a lost connection, or one of the HTTP errors 408, 409, 429 and 5xx. The
-            waits are those that the server asks for, up to 60 s, or 0.5, 1, 2, 4, 8, 8, ... s.
+        retries: of a request after a time-out, a lost connection, or one of the HTTP errors 408, 409, 429 and 5xx, by
+            the openai client, which waits as long as the server asks for, or twice as long each time.
         temperature: 0: greedy, as far as the server keeps to it.
         max_tokens: of an answer.
         seed: for the server; None: none is sent.
@@ -88,11 +85,15 @@ class Endpoint:
         fields = ("model", "temperature", "max_tokens", "seed")
         return {"backend": "endpoint"} | {name: getattr(self, name) for name in fields}
 
-    def answers(self, conversations: Sequence[Messages], meter: Meter | None = None) -> list[Answer]:
+    def answers(self, conversations: Sequence[Messages], keep: Keep | None = None) -> list[Answer]:
         """Return an answer to each conversation, in their order.
 
         After an exception, Ctrl-C included, no request starts any more, and those under way are awaited: they will have
         been paid for.
+
+        Args:
+            conversations: messages each.
+            keep: takes each answer that is no failure as soon as it is there.
 
         Raises:
             ValueError: no key, or one that no HTTP header can hold.
@@ -104,53 +105,46 @@ class Endpoint:
             raise ValueError(f"no key in the environment: set {self.api_key_env}, or give the base_url of a server.")
         import openai
 
-        found: list[Answer | None] = [None] * len(conversations)
-        work = _Work(meter or Meter())
-        # the client does not retry: each request is to pass the meter
-        with openai.OpenAI(
-            api_key=key or "none", base_url=self.base_url or _OPENAI, timeout=self.timeout, max_retries=0
-        ) as client:
+        url, failures, stopped = self.base_url or _OPENAI, 0, threading.Event()
 
-            def ask(i: int) -> None:
-                try:
-                    found[i] = self._ask(client, key, conversations[i], i, work)
-                except BaseException:
-                    work.stopped.set()  # at once, for the other threads
-                    raise
-
-            with ThreadPoolExecutor(self.concurrency) as pool:
-                try:
-                    for done in as_completed([pool.submit(ask, i) for i in range(len(conversations))]):
-                        done.result()
-                except BaseException:
-                    work.stopped.set()
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise
-        return found
-
-    def _ask(self, client: Any, key: str, messages: Messages, i: int, work: _Work) -> Answer | None:
-        """Return an answer after as many requests as it takes; None once the work is stopped."""
-        for attempt in range(self.retries + 1):
-            if work.stopped.is_set():
+        def ask(i: int) -> tuple[Answer, bool] | None:
+            if stopped.is_set():
                 return None
-            work.meter.before([i])
-            answer, again, wait = _NOT_SENT, False, None
             try:
-                if not work.stopped.is_set():  # while the meter let it wait
-                    answer, again, wait = self._request(client, key, messages)
-            finally:  # others may wait for what the meter has set aside
-                work.meter.after(i, answer)
-            if answer.error is None or not again or attempt == self.retries:
-                break
-            work.stopped.wait(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT) if wait is None else wait)
-        work.count(answer, again, self)
-        return answer
+                answer, gone = self._ask(client, key, conversations[i])
+                if keep is not None and answer.error is None:
+                    keep(i, answer)
+            except BaseException:
+                stopped.set()  # at once, for the other threads
+                raise
+            return answer, gone
 
-    def _request(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool, float | None]:
-        """Return an answer, whether to ask again after its error, and the seconds to wait before that, if stated."""
+        client = openai.OpenAI(api_key=key or "none", base_url=url, timeout=self.timeout, max_retries=self.retries)
+        with client, ThreadPoolExecutor(self.concurrency) as pool:
+            futures = [pool.submit(ask, i) for i in range(len(conversations))]
+            try:
+                for done in as_completed(futures):
+                    answer, gone = done.result() or (None, False)
+                    failures = failures + 1 if gone else 0
+                    if failures >= _MOST_FAILURES:
+                        raise EndpointError(
+                            f"{failures} questions to {self.model!r} failed in a row, the last by {answer.error!r} "
+                            f"({answer.detail}): see whether {url} is up, and call again."
+                        )
+            except BaseException:
+                stopped.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return [future.result()[0] for future in futures]
+
+    def _ask(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool]:
+        """Return an answer, and whether its failure may mean that the server is gone.
+
+        A server that refuses a text, such as one that is too long, is there.
+        """
         import openai
 
-        seed = {} if self.seed is None else {"seed": self.seed}
+        url, seed = self.base_url or _OPENAI, {} if self.seed is None else {"seed": self.seed}
         try:
             reply = client.chat.completions.with_raw_response.create(
                 model=self.model,
@@ -162,49 +156,23 @@ class Endpoint:
             answer = _completion(_without(key, reply.text))
             if answer.text is not None:  # JSON may have spelt it otherwise
                 answer = replace(answer, text=_without(key, answer.text))
-            return answer, False, None
+            return answer, False
         except openai.APITimeoutError:
-            return Answer(None, error="timeout", detail=f"no answer within {self.timeout} s"), True, None
+            return Answer(None, error="timeout", detail=f"no answer within {self.timeout} s"), True
         except openai.APIStatusError as error:
-            status, code, text = error.status_code, str(error.code), _without(key, str(error))
-            wait = _seconds(error.response.headers.get("retry-after"))
+            status, code, text = error.status_code, str(error.code), _without(key, str(error))[:200]
         except openai.APIConnectionError:
-            return Answer(None, error="connection", detail=f"no connection to {self.base_url or _OPENAI}"), True, None
+            return Answer(None, error="connection", detail=f"no connection to {url}"), True
         except (openai.OpenAIError, UnicodeError) as error:
-            return Answer(None, error="malformed", detail=_without(key, str(error))[:200]), False, None
+            return Answer(None, error="malformed", detail=_without(key, str(error))[:200]), False
         # outside the handlers, so that no error carries the request, and with it the key
         if status in _STOPS or code in _STOPPING_CODES:
-            reason = _STOPS.get(status, code)
             raise EndpointError(
-                f"{self.base_url or _OPENAI} refuses {self.model!r}: {reason} (HTTP {status}: {text[:200]}). Correct "
-                f"the model, the base_url, its settings, or the key in {self.api_key_env}, and call again."
+                f"{url} refuses {self.model!r}: {_STOPS.get(status, code)} (HTTP {status}: {text}). Correct the model, "
+                f"the base_url, its settings, or the key in {self.api_key_env}, and call again."
             )
         kind = "refused" if code == "content_filter" else "http"
-        again = status in _RETRIED or status >= 500
-        return Answer(None, 0, 0, error=kind, detail=f"HTTP {status}: {text[:200]}"), again, wait
-
-
-class _Work:
-    """What the threads of one call share."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-        self.stopped = threading.Event()
-        self._lock, self._failures = threading.Lock(), 0
-
-    def count(self, answer: Answer, again: bool, endpoint: Endpoint) -> None:
-        """Raise EndpointError where the server seems to be gone: every answer after that would take all retries.
-
-        again: whether it would be worth another request. A server that refuses a text, such as one that is too long,
-        is there.
-        """
-        with self._lock:
-            self._failures = self._failures + 1 if again else 0
-            if self._failures >= _MOST_FAILURES:
-                raise EndpointError(
-                    f"{self._failures} questions to {endpoint.model!r} failed in a row, the last by {answer.error!r} "
-                    f"({answer.detail}): see whether {endpoint.base_url or _OPENAI} is up, and call again."
-                )
+        return Answer(None, 0, 0, error=kind, detail=f"HTTP {status}: {text}"), status in _RETRIED or status >= 500
 
 
 def _without(key: str, text: str) -> str:
@@ -212,39 +180,20 @@ def _without(key: str, text: str) -> str:
     return text.replace(key, "***") if key else text
 
 
-def _seconds(header: str | None) -> float | None:
-    """Return the wait that a server asks for in seconds, at most the longest one that we grant; None: no number."""
-    try:
-        wait = float(header or "nan")
-    except ValueError:  # a date
-        return None
-    return None if math.isnan(wait) else min(max(wait, 0.0), _LONGEST_ASKED)
-
-
 def _completion(body: str) -> Answer:
     """Read the body of a chat completion, which may be anything."""
-
-    def malformed(what: str) -> Answer:
-        return Answer(None, error="malformed", detail=f"{what}: {body[:100]!r}")
-
+    malformed = Answer(None, error="malformed", detail=f"no chat completion: {body[:100]!r}")
     try:
         reply = json.loads(body)
-    except (ValueError, RecursionError):
-        return malformed("no JSON")
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        return malformed("no choices")
-    message, end = choices[0].get("message"), choices[0].get("finish_reason")
-    if not isinstance(message, dict):
-        return malformed("no message")
+        message, end = reply["choices"][0]["message"], reply["choices"][0].get("finish_reason")
+        text, refusal = message.get("content"), message.get("refusal")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return malformed
     usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     counts = [n if type(n) is int and 0 <= n < 2**53 else None for n in counts]
-    if end == "content_filter" or message.get("refusal"):
-        return Answer(None, *counts, error="refused", detail=str(message.get("refusal") or end)[:200])
-    text = message.get("content")
+    if end == "content_filter" or refusal:
+        return Answer(None, *counts, error="refused", detail=str(refusal or end)[:200])
     if text is None and end == "length":  # a model that thought until its limit
         text = ""
-    if not isinstance(text, str):
-        return malformed("no text")
-    return Answer(text, *counts, cut=end == "length")
+    return Answer(text, *counts, cut=end == "length") if isinstance(text, str) else malformed

@@ -9,7 +9,7 @@ from typing import Any
 
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose, whole_number
-from evoalign_lib.judges.answers import Answer, Messages, Meter
+from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 
 class _Encoder:
@@ -51,38 +51,48 @@ class _Local:
     max_tokens: int
     batch_size: int
     _encoder: _Encoder
+    _identity: dict[str, Any]
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """Those of the tokenizer, which are broken in judged texts."""
         return self._encoder.special
 
-    def answers(self, conversations: Sequence[Messages], meter: Meter | None = None) -> list[Answer]:
+    def identity(self) -> dict[str, Any]:
+        """Return all that decides an answer, for the cache's keys and for records."""
+        return dict(self._identity)
+
+    def answers(self, conversations: Sequence[Messages], keep: Keep | None = None) -> list[Answer]:
         """Return an answer to each conversation, in their order.
+
+        Args:
+            conversations: messages each.
+            keep: takes each answer that is no failure as soon as it is there.
 
         Raises:
             ValueError: the model's chat template takes no system message.
         """
-        meter, found, waiting = meter or Meter(), {}, {}
+        answers: dict[int, Answer] = {}
+        waiting: dict[int, list[int]] = {}
         for i, messages in enumerate(conversations):
-            ids = self._encoder.ids(messages)
-            limit = self._context()
+            ids, limit = self._encoder.ids(messages), self._context()
             if ids is None:
-                found[i] = Answer(None, 0, 0, error="special token", detail="a text holds a special token")
+                answers[i] = Answer(None, 0, 0, error="special token", detail="a text holds a special token")
             elif limit is not None and len(ids) + self.max_tokens > limit:
                 detail = f"{len(ids)} tokens and {self.max_tokens} for the answer do not fit into {limit}"
-                found[i] = Answer(None, 0, 0, error="too long", detail=detail)
+                answers[i] = Answer(None, 0, 0, error="too long", detail=detail)
             else:
                 waiting[i] = ids
-        while waiting:
-            batch = list(waiting)[: self.batch_size]
-            batch = batch[: meter.before(batch)]
+        indices = list(waiting)
+        for first in range(0, len(indices), self.batch_size):
+            batch = indices[first : first + self.batch_size]
             done = self._generate([waiting[i] for i in batch])
             with interrupts_wait():  # until all that is generated is kept
                 for i, (text, n, cut) in zip(batch, done, strict=True):
-                    found[i] = Answer(text, len(waiting.pop(i)), n, cut)
-                    meter.after(i, found[i])
-        return [found[i] for i in range(len(conversations))]
+                    answers[i] = Answer(text, len(waiting[i]), n, cut)
+                    if keep is not None:
+                        keep(i, answers[i])
+        return [answers[i] for i in range(len(conversations))]
 
     def _context(self) -> int | None:
         """Return how many tokens prompt and answer may have."""
@@ -147,10 +157,6 @@ class LocalChat(_Local):
             "max_tokens": self.max_tokens,
         }
         self._loaded = loaded.to(device)
-
-    def identity(self) -> dict[str, Any]:
-        """Return all that decides an answer, for the cache's keys and for records."""
-        return dict(self._identity)
 
     def _context(self) -> int | None:
         return getattr(self._loaded.config.get_text_config(), "max_position_embeddings", None)
@@ -232,28 +238,16 @@ class VLLMChat(_Local):
             "max_tokens": self.max_tokens,
         }
 
-    def identity(self) -> dict[str, Any]:
-        """Return all that decides an answer, for the cache's keys and for records."""
-        return dict(self._identity)
-
     def _context(self) -> int | None:
         return self._llm.llm_engine.model_config.max_model_len
 
     def _generate(self, prompts: list[list[int]]) -> list[tuple[str, int, bool]]:
         from vllm import SamplingParams
 
+        from evoalign_lib.engines.vllm import STATED
+
         # vLLM adds the end tokens of the model's generation_config, and with given parameters nothing else of it
-        greedy = SamplingParams(
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            watermarking=False,
-            max_tokens=self.max_tokens,
-        )
+        greedy = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, **STATED)
         asked = [{"prompt_token_ids": ids} for ids in prompts]
         done = [request.outputs[0] for request in self._llm.generate(asked, greedy, use_tqdm=False)]
         # vLLM's own text leaves out the bytes of a character that was cut off: decoded here, as `LocalChat` does

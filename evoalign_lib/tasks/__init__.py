@@ -6,15 +6,18 @@ reward functions), `REWARD_FLOOR` (the least reward, given to a completion that 
 """
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from evoalign_lib.checks import nearest
+
+Row = TypeVar("Row")
 
 TASKS: dict[str, str] = {
     "countdown": "evoalign_lib.tasks.countdown",
@@ -98,8 +101,37 @@ def fetched(name: str, url: str, sha256: str) -> Path:
     return cached
 
 
+def json_lines(data: bytes, where: str | Path, make: Callable[[dict[str, Any]], Row]) -> list[Row]:
+    """Return what `make` makes of each line of a file of JSON objects, UTF-8; blank lines are skipped.
+
+    Args:
+        data: the file.
+        where: its name, for errors.
+        make: object -> row; what it raises as KeyError or ValueError is an error of its line.
+
+    Raises:
+        ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
+    """
+    rows = []
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            if not isinstance(row, dict):
+                raise ValueError(f"expected an object, got {row!r:.200}")
+            rows.append(make(row))
+        except KeyError as error:
+            raise ValueError(f"{where}, line {number}: no {error} among {', '.join(map(repr, row))}") from None
+        except (ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors, too
+            raise ValueError(f"{where}, line {number}: {error or type(error).__name__}") from None
+    if not rows:
+        raise ValueError(f"{where} holds no rows: write a line with an object for each.")
+    return rows
+
+
 def completion_text(completion: Any) -> str:
-    """The text of a completion: itself, or what the assistant's messages of a conversation say, joined.
+    """Return the text of a completion: itself, or what the assistant's messages of a conversation say, joined.
 
     Args:
         completion: a string, or a list of messages {"role", "content"}, as TRL has them for conversational prompts.

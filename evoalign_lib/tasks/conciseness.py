@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from evoalign_lib import tasks
+from evoalign_lib.checks import choose
 
 MEASURES = ("strict", "released")
 REWARD_FLOOR = -2000.0
@@ -115,31 +116,10 @@ def load(path: str | Path) -> list[Problem]:
         FileNotFoundError: there is no such file.
         ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
     """
-    path, problems = Path(path), []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            problems.append(_problem(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}, line {number}: not UTF-8. Save the file in that encoding.") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}).") from None
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path}, line {number}: too deeply nested.") from None
-    if not problems:
-        raise ValueError(f'{path} holds no questions: write a line {{"question": "...", "answer": "..."}} for each.')
-    return problems
+    return tasks.json_lines(Path(path).read_bytes(), path, _problem)
 
 
-def _problem(row: Any) -> Problem:
-    if not isinstance(row, dict):
-        raise ValueError(f'expected an object {{"question": ..., "answer": ...}}, got {row!r:.200}')
-    missing = [name for name in ("question", "answer") if name not in row]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} missing; the keys are {', '.join(map(repr, row)) or 'none'}")
+def _problem(row: dict[str, Any]) -> Problem:
     lists = {name: row.get(name, []) for name in ("accepted", "rejected")}
     for name, texts in lists.items():
         if not isinstance(texts, list):
@@ -157,8 +137,7 @@ def load_public(split: str = "train") -> list[Problem]:
         ValueError: unknown split, or a file that is not the published one.
         FileNotFoundError: the file is not in EVOALIGN_DATA and cannot be fetched.
     """
-    if split not in _PUBLIC:
-        raise ValueError(f"unknown split {split!r}: use one of {', '.join(_PUBLIC)}")
+    choose("split", split, SPLITS)
     problems = load(tasks.public_file(f"conciseness/{split}.jsonl", *_PUBLIC[split]))
     return [Problem(p.question, p.answer, *_PUBLIC_ANSWERS[p.question]) for p in problems]
 
@@ -200,8 +179,7 @@ def load_completions(name: str) -> list[Completions]:
         ValueError: an unknown name, or a file that is not the published one.
         FileNotFoundError: the file is not in EVOALIGN_DATA and cannot be fetched.
     """
-    if name not in COMPLETIONS:
-        raise ValueError(f"unknown set of completions {name!r}: use one of {', '.join(COMPLETIONS)}")
+    choose("name", name, COMPLETIONS)
     arm, setting = name.split("_", 1)
     path = tasks.public_file(
         f"conciseness_completions/{name}.json", f"conciseness/{arm}/evals/{setting}.json", COMPLETIONS[name]
@@ -242,12 +220,8 @@ def read_completions(path: str | Path, arm: str, setting: str) -> list[Completio
                     result["kl"]["mean_per_token"],
                 )
             )
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error.msg}, line {error.lineno})") from None
-    except KeyError as error:
-        raise ValueError(f"{path}: no {error} where the published format has one") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not of the published format ({error})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not JSON is a ValueError, too
+        raise ValueError(f"{path}: not of the published format ({error!r})") from None
     return found
 
 
@@ -275,7 +249,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
-    """Rows for a trainer: the rendered prompt and the column that `reward` takes.
+    """Return rows for a trainer: the rendered prompt and the column that `reward` takes.
 
     Args:
         problems: the problems.
@@ -299,7 +273,7 @@ SPECIAL_TOKEN = re.compile(
 
 
 def measured(text: str, measure: str = "strict") -> str:
-    """The part of a text whose length counts.
+    """Return the part of a text whose length counts.
 
     Args:
         text: of a completion.
@@ -311,8 +285,7 @@ def measured(text: str, measure: str = "strict") -> str:
     >>> len(measured("<|endoftext|>")), len(measured("<|endoftext|>", "released"))
     (0, 13)
     """
-    if measure not in MEASURES:
-        raise ValueError(f"unknown measure {measure!r}: use one of {', '.join(MEASURES)}")
+    choose("measure", measure, MEASURES)
     return (SPECIAL_TOKEN.sub("", text) if measure == "strict" else text).strip()
 
 
@@ -357,7 +330,7 @@ NORMALISATIONS = {"evolutionary-alignment": 2001.0, "qiu": 2000.0}
 
 
 def normalised(reward: float, convention: str = "qiu") -> float:
-    """A reward on the scale of a published convention, on which one character is about 0.0005.
+    """Return a reward on the scale of a published convention, on which one character is about 0.0005.
 
     Args:
         reward: of one completion, or a mean.
@@ -369,8 +342,7 @@ def normalised(reward: float, convention: str = "qiu") -> float:
     >>> normalised(0.0), round(normalised(-58.95, "evolutionary-alignment"), 5)
     (1.0, 0.97004)
     """
-    if convention not in NORMALISATIONS:
-        raise ValueError(f"unknown convention {convention!r}: use one of {', '.join(NORMALISATIONS)}")
+    choose("convention", convention, NORMALISATIONS)
     return (reward + 2000.0) / NORMALISATIONS[convention]
 
 
@@ -385,7 +357,7 @@ _MAX_GRADED = 4096  # characters; a right answer further on answers nothing
 
 
 def is_correct(text: str, problem: Problem) -> bool:
-    """Whether a completion gives a right answer, however long it is and whatever surrounds the answer.
+    """Return whether a completion gives a right answer, however long it is and whatever surrounds the answer.
 
     Right means that the answer or another accepted one stands in it as a whole, and no rejected one does. Case and
     Unicode forms do not matter, nor do special tokens. Numbers are compared by value: 84 is in "12 × 7 = 84.0" and

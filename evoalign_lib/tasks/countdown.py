@@ -25,8 +25,9 @@ No text is ever evaluated as code: answers are read by an iterative precedence p
 import hashlib
 import json
 import math
+import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -38,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import tasks
+from evoalign_lib.checks import choose, whole_number
 
 PUBLIC_PATH = "countdown/data/countdown.json"  # in `tasks.PUBLIC_REPOSITORY`
 PUBLIC_SHA256 = "f1b5c5865d9f4bc517991740175f14f6869a2f8e4b00f8602f4655fdc6ccd8ba"
@@ -153,8 +155,7 @@ def load_public(split: str = "train") -> list[Problem]:
         FileNotFoundError: the file is not in EVOALIGN_DATA and cannot be fetched.
     """
     ranges = {"train": slice(0, PUBLIC_TRAIN), "test": slice(PUBLIC_TRAIN, None), "all": slice(None)}
-    if split not in ranges:
-        raise ValueError(f"unknown split {split!r}: use one of {', '.join(ranges)}")
+    choose("split", split, ranges)
     rows = json.loads(public_file().read_text(encoding="utf-8"))
     return [_problem(row, position) for position, row in enumerate(rows)][ranges[split]]
 
@@ -206,16 +207,14 @@ def generate(
     >>> solve(problem.numbers, problem.target) is not None
     True
     """
-    if n < 0:
-        raise ValueError(f"n must not be negative, got {n}")
-    if not 2 <= count <= 6:
-        raise ValueError(f"count must lie in 2..6, got {count}")
+    whole_number("n", n, 0)
+    whole_number("count", count, 2, 6)
     if not 0 <= low <= high or (2 * high) ** count >= 2**62:
         raise ValueError(f"need 0 <= low <= high and (2 * high)**count < 2**62, got low={low}, high={high}")
     if target_low > target_high:
         raise ValueError(f"target_low must not exceed target_high, got {target_low} > {target_high}")
-    if split is not None and split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}, or None")
+    if split is not None:
+        choose("split", split, SPLITS)
     rng = np.random.default_rng(seed)
     problems: list[Problem] = []
     seen = set()
@@ -230,10 +229,9 @@ def generate(
         numbers = numbers[kept]
         keys = np.column_stack([np.sort(numbers, axis=1), target[kept]])
         for row, key in zip(numbers.tolist(), map(tuple, keys.tolist()), strict=True):
-            if distinct:
-                if key in seen:
-                    continue
-                seen.add(key)  # of whatever split: nearly all draws of a large n are repetitions
+            if distinct and key in seen:
+                continue
+            seen.add(key)  # of whatever split: nearly all draws of a large n are repetitions
             # the split first: a problem is slower to make than to leave out
             if split is not None and _split_of(key[:-1], str(key[-1])) != split:
                 continue
@@ -276,7 +274,7 @@ def _random_expressions(rng: np.random.Generator, numbers: np.ndarray) -> tuple[
 
 
 def attainable(numbers: Sequence[int]) -> dict[Fraction, str]:
-    """All values of expressions that use each number exactly once, with `+ - * /` and brackets.
+    """Return all values of expressions that use each number exactly once, with `+ - * /` and brackets.
 
     Args:
         numbers: up to 6 non-negative integers. Four distinct numbers have about 1,200 values, five 27,000, six 800,000
@@ -358,10 +356,8 @@ def _join(left: dict[Fraction, str], right: dict[Fraction, str], table: dict[Fra
         for b, b_text in right.items():
             results = [(a + b, a_text, "+", b_text), (a - b, a_text, "-", b_text), (b - a, b_text, "-", a_text)]
             results.append((a * b, a_text, "*", b_text))
-            if b:
-                results.append((a / b, a_text, "/", b_text))
-            if a:
-                results.append((b / a, b_text, "/", a_text))
+            results += [(a / b, a_text, "/", b_text)] if b else []
+            results += [(b / a, b_text, "/", a_text)] if a else []
             for value, first, sign, second in results:
                 if value not in table:
                     table[value] = f"({first} {sign} {second})"
@@ -375,7 +371,7 @@ def _without_outer_brackets(expression: str) -> str:
 
 
 def messages(problem: Problem) -> list[dict[str, str]]:
-    """The chat variant's system and user message; `RESPONSE_PREFIX` follows the generation prompt (see `prompt`).
+    """Return the chat variant's system and user message; `RESPONSE_PREFIX` follows the generation prompt (`prompt`).
 
     Args:
         problem: the problem.
@@ -410,7 +406,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
-    """Rows for a trainer: the rendered prompt and the columns that `reward` takes.
+    """Return rows for a trainer: the rendered prompt and the columns that `reward` takes.
 
     Args:
         problems: the problems.
@@ -480,8 +476,7 @@ def grade(
     >>> grade("<answer>7 // 2</answer>", [7, 2], 3), grade("<answer>7 // 2</answer>", [7, 2], 3, "released")
     (Grade(format=0.5, answer=0.0), Grade(format=0.5, answer=1.0))
     """
-    if grader not in GRADERS:
-        raise ValueError(f"unknown grader {grader!r}: use one of {', '.join(GRADERS)}")
+    choose("grader", grader, GRADERS)
     if not isinstance(response, str):
         raise TypeError(f"a response must be a string, got {type(response).__name__}")
     if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
@@ -593,17 +588,18 @@ def _has_value(expression: str, numbers: tuple[int, ...], goal: Fraction, grader
         if sorted(map(int, used)) != sorted(numbers):
             return False
         if grader == "strict":
-            return _meets(_evaluate(expression, Fraction, _apply_exactly), goal)
-        return abs(float(_evaluate(expression, int, _apply_as_python)) - float(goal)) < 1e-5
+            return _meets(_evaluate(expression, Fraction, _EXACT), goal)
+        return abs(float(_evaluate(expression, int, _PYTHON)) - float(goal)) < 1e-5
     except (ValueError, ArithmeticError):  # not an expression; division by zero, overflow
         return False
 
 
-def _evaluate(text: str, number: Callable[[int], Any], apply: Callable[..., Any]) -> Any:
+def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Evaluate a string of digits, `+ - * / ( )` and blanks with Python's precedence, without recursion.
 
-    `number` makes a value of an integer, `apply(operator, a, b)` joins two. What Python rejects is a ValueError; so are
-    calls such as `2(3)` and the empty tuple `()`, which Python parses but cannot evaluate to a number.
+    `number` makes a value of an integer; `functions` has what each operator does, and one that it lacks is a
+    ValueError. So is what Python rejects, and calls such as `2(3)` and the empty tuple `()`, which Python parses but
+    cannot evaluate to a number.
     """
     values: list[Any] = []
     operators: list[str] = []
@@ -611,9 +607,10 @@ def _evaluate(text: str, number: Callable[[int], Any], apply: Callable[..., Any]
     operand_next = True
 
     def reduce() -> None:
-        operator = operators.pop()
-        b = values.pop()
-        values.append(apply(operator, b) if operator.startswith("unary") else apply(operator, values.pop(), b))
+        sign, b = operators.pop(), values.pop()
+        if sign not in functions:
+            raise ValueError(f"{sign} is not allowed")
+        values.append(functions[sign](b) if sign.startswith("unary") else functions[sign](values.pop(), b))
 
     for token in _TOKEN.findall(text):
         if operand_next:
@@ -650,38 +647,8 @@ def _evaluate(text: str, number: Callable[[int], Any], apply: Callable[..., Any]
     return values[0]
 
 
-def _apply_exactly(operator: str, a: Fraction, b: Fraction = Fraction(0)) -> Fraction:
-    match operator:
-        case "+":
-            return a + b
-        case "-":
-            return a - b
-        case "*":
-            return a * b
-        case "/":
-            return a / b
-        case "unary -":
-            return -a
-    raise ValueError(f"{operator} is not allowed")
-
-
-def _apply_as_python(operator: str, a: float, b: float = 0) -> float:
-    """Python's own int and float arithmetic, with powers bounded."""
-    match operator:
-        case "+":
-            return a + b
-        case "-":
-            return a - b
-        case "*":
-            return a * b
-        case "/":
-            return a / b
-        case "//":
-            return a // b
-        case "unary -":
-            return -a
-        case "unary +":
-            return a
+def _bounded_power(a: float, b: float) -> float:
+    """Return a**b by Python's own int and float arithmetic, with bounded powers."""
     if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > _MAX_BITS:
         raise OverflowError("power too large")
     power = a**b
@@ -689,6 +656,10 @@ def _apply_as_python(operator: str, a: float, b: float = 0) -> float:
     if isinstance(power, complex):
         raise ValueError("complex value")
     return power
+
+
+_EXACT = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "unary -": operator.neg}
+_PYTHON = _EXACT | {"//": operator.floordiv, "unary +": operator.pos, "**": _bounded_power}
 
 
 def _meets(value: Fraction, goal: Fraction) -> bool:

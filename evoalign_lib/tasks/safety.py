@@ -18,7 +18,6 @@ Unlike the published training:
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib import tasks
+from evoalign_lib.checks import choose
 
 Scorer = Callable[[Sequence[str], Sequence[str]], ArrayLike]
 """What gives each response to a prompt a number: (prompts, responses) -> (n,)."""
@@ -66,20 +66,9 @@ def load(path: str | Path) -> list[Problem]:
         FileNotFoundError: there is no such file.
         ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
     """
-    path, found = Path(path), {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            if not isinstance(row, dict) or "prompt" not in row:
-                raise ValueError(f'expected an object {{"prompt": ...}}, got {row!r:.200}')
-            problem = Problem(row["prompt"])
-        except (ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors, too
-            raise ValueError(f"{path}, line {number}: {error or type(error).__name__}") from None
+    found: dict[str, Problem] = {}
+    for problem in tasks.json_lines(Path(path).read_bytes(), path, lambda row: Problem(row["prompt"])):
         found.setdefault(_normal(problem.prompt), problem)
-    if not found:
-        raise ValueError(f'{path} holds no requests: write a line {{"prompt": "..."}} for each.')
     return list(found.values())
 
 
@@ -97,7 +86,7 @@ def load_public(split: str = "train", revision: str = "main") -> list[Problem]:
         ValueError: an unknown split.
         OSError: the Hub cannot be reached and its cache has no copy.
     """
-    _check_split(split)
+    choose("split", split, SPLITS)
     import datasets
 
     name, configuration = HUB
@@ -129,11 +118,6 @@ def split_of(problem: Problem) -> str:
 
 def _normal(text: str) -> str:
     return " ".join(text.split()).casefold()
-
-
-def _check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
@@ -197,20 +181,15 @@ class Lagrangian:
         rule: str = "signed",
         bounds: tuple[float, float] = (1e-4, 5.0),
     ):
-        if rule not in self.RULES:
-            raise ValueError(f"rule={rule!r}: use one of {', '.join(self.RULES)}.")
+        choose("rule", rule, self.RULES)
         low, high = bounds
         if not (0 < low <= start <= high < math.inf and 0 < rate < math.inf and math.isfinite(threshold)):
             raise ValueError(
                 f"threshold={threshold}, start={start}, rate={rate}, bounds={bounds}: give finite numbers, a positive "
                 "rate, and bounds around start that are positive."
             )
-        self.threshold, self.rate, self.rule, self.bounds = (
-            float(threshold),
-            float(rate),
-            rule,
-            (float(low), float(high)),
-        )
+        self.threshold, self.rate, self.rule = float(threshold), float(rate), rule
+        self.bounds = float(low), float(high)
         self._log, self._ema, self._steps = math.log(start), 0.0, 0
 
     @property
@@ -235,7 +214,11 @@ class Lagrangian:
         return {"log_lambda": self._log, "ema": self._ema, "steps": self._steps}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a state. Raises ValueError where it has other names, or a lambda out of bounds."""
+        """Take over a state.
+
+        Raises:
+            ValueError: it has other names, or a lambda out of bounds.
+        """
         if state.keys() != {"log_lambda", "ema", "steps"}:
             raise ValueError(f"a state has log_lambda, ema and steps, got {', '.join(sorted(state)) or 'nothing'}.")
         low, high = map(math.log, self.bounds)
@@ -329,11 +312,19 @@ class ConstrainedObjective(Objective):
         return self.multiplier.state()
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a state. Raises ValueError as `Lagrangian.load_state`."""
+        """Take over a state.
+
+        Raises:
+            ValueError: as `Lagrangian.load_state`.
+        """
         self.multiplier.load_state(state)
 
     def end_of_step(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Move lambda by the mean cost of the step. Raises ValueError where none was logged."""
+        """Move lambda by the mean cost of the step.
+
+        Raises:
+            ValueError: none was logged.
+        """
         if not metrics.get("cost"):
             raise ValueError("no cost was logged in this step: every batch failed, or another function has the name.")
         self.multiplier.move(float(np.mean(metrics["cost"])))

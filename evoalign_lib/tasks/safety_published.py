@@ -12,21 +12,17 @@ EVOALIGN_DATA names are read as they are, gzipped or not; fetching them from the
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from evoalign_lib import tasks
 from evoalign_lib.checks import choose
-
-_Row = TypeVar("_Row")
+from evoalign_lib.files import decompressed
 
 REPOSITORY = (
     "https://raw.githubusercontent.com/jbejjani2022/es-fine-tuning-paper/84c16db0c46190a32afa52233263b3c79cc69dea/"
@@ -48,35 +44,26 @@ SPLITS = ("train", "eval")
 LABELS = ("SH", "SU", "UH", "UU")
 """Quadrants of a response: safe or unsafe (cost at most 0, or above), helpful or unhelpful (reward above 0, or not)."""
 
-# file below `safety/` -> path in the repository and SHA-256 of the plain file
-_PUBLIC = {
-    "gpt_judgments.jsonl": (
-        "alignment/gpt_judgments.jsonl",
-        "a8fbcdba932b43a2226f0e4bf96af44932631d65266b7d44283ce79634233003",
-    ),
-    "gpt_elo_ratings.json": (
-        "alignment/gpt_elo_ratings.json",
-        "2bc685621b51e3524e781508865601914336cac66a833663ca1d14fe5d34d957",
-    ),
-    "custom_train_250.jsonl": (
-        "alignment/data/custom_train_250.jsonl",
-        "b8f854b78ae2e0d7c933c8e19a75624a500abb4fe870ed23395328e4485896b6",
-    ),
-    "custom_eval_500.jsonl": (
-        "alignment/data/custom_eval_500.jsonl",
-        "a419046bfb56714492f20af8202f07ff3bc89e5d903d648b9b27bff640a128d9",
-    ),
-} | {
-    f"{model}_points.jsonl": (f"alignment/plots_es_ft_100steps/{model}_points.jsonl", digest)
-    for model, digest in {
-        "Alpaca-7B": "5c075096c3463442ddbf3d07cef3dddc000e525724205cc8e355555f09d55e02",
-        "Beaver-V1": "7491bb0430d4dd9808f5b62b7836e89d1d2459610249638bf362af216c5f50dd",
-        "Beaver-V2": "a33ed11a99e5af76746e579ff0489b8095e6747f665eeeb5b8ce1d19cea91907",
-        "Beaver-V3": "c404df5d9b01bc150dc190dca3b2716b78ab6c7610f195a1cdac323e0317f074",
-        "ES-100": "007adb8cb808dcfbac11680abe0650dd4bdc5f049a08f7b15e6a0bb5aed3f170",
-        "ES-500": "b48aa8dc4a6b771a4216c449bf5b5fca25f0bbdf557f178429df48d88e7f8572",
-    }.items()
+# folder in the repository -> file, kept below `safety/` -> SHA-256 of the plain file
+_DIGESTS = {
+    "alignment": {
+        "gpt_judgments.jsonl": "a8fbcdba932b43a2226f0e4bf96af44932631d65266b7d44283ce79634233003",
+        "gpt_elo_ratings.json": "2bc685621b51e3524e781508865601914336cac66a833663ca1d14fe5d34d957",
+    },
+    "alignment/data": {
+        "custom_train_250.jsonl": "b8f854b78ae2e0d7c933c8e19a75624a500abb4fe870ed23395328e4485896b6",
+        "custom_eval_500.jsonl": "a419046bfb56714492f20af8202f07ff3bc89e5d903d648b9b27bff640a128d9",
+    },
+    "alignment/plots_es_ft_100steps": {
+        "Alpaca-7B_points.jsonl": "5c075096c3463442ddbf3d07cef3dddc000e525724205cc8e355555f09d55e02",
+        "Beaver-V1_points.jsonl": "7491bb0430d4dd9808f5b62b7836e89d1d2459610249638bf362af216c5f50dd",
+        "Beaver-V2_points.jsonl": "a33ed11a99e5af76746e579ff0489b8095e6747f665eeeb5b8ce1d19cea91907",
+        "Beaver-V3_points.jsonl": "c404df5d9b01bc150dc190dca3b2716b78ab6c7610f195a1cdac323e0317f074",
+        "ES-100_points.jsonl": "007adb8cb808dcfbac11680abe0650dd4bdc5f049a08f7b15e6a0bb5aed3f170",
+        "ES-500_points.jsonl": "b48aa8dc4a6b771a4216c449bf5b5fca25f0bbdf557f178429df48d88e7f8572",
+    },
 }
+_PUBLIC = {name: (f"{folder}/{name}", sha) for folder, files in _DIGESTS.items() for name, sha in files.items()}
 _MOST_BYTES = 64 * 2**20  # of an unpacked file; the largest has 6 MB
 
 
@@ -109,48 +96,16 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
                 "accept_licence=True"
             )
         found = tasks.fetched(f"safety/{name}", REPOSITORY + path, sha256)
-    data = _unpacked(found)
+    data = found.read_bytes() if found.suffix != ".gz" else _unpacked(found)
     tasks.check_digest(found, data, REPOSITORY + path, sha256)
     return data
 
 
 def _unpacked(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
     try:
-        with gzip.open(path) as file:
-            data = file.read(_MOST_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no whole gzip file ({error}): get it again") from error
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{path} unpacks to more than {_MOST_BYTES} bytes: it is not the published file")
-    return data
-
-
-def _rows(data: bytes, where: str, make: Callable[[dict[str, Any]], _Row]) -> list[_Row]:
-    """Return what `make` makes of each line; a bad line is a ValueError that names it."""
-    rows = []
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            if not isinstance(row, dict):
-                raise ValueError(f"expected an object, got {type(row).__name__}")
-            rows.append(make(row))
-        except UnicodeDecodeError:
-            raise ValueError(f"{where}, line {number}: not UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}, line {number}: not JSON ({error.msg}, column {error.colno})") from None
-        except KeyError as error:
-            raise ValueError(f"{where}, line {number}: no {error} where the published format has one") from None
-        except ValueError as error:
-            raise ValueError(f"{where}, line {number}: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{where}, line {number}: too deeply nested") from None
-    if not rows:
-        raise ValueError(f"{where} holds no rows")
-    return rows
+        return decompressed(path, _MOST_BYTES)
+    except (OSError, EOFError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} is not the published file ({error}): get it again") from error
 
 
 def _text(row: dict[str, Any], name: str, blank: bool = False) -> str:
@@ -225,7 +180,7 @@ def read_judgments(data: bytes, where: str = "judgments") -> list[Judgment]:
     Raises:
         ValueError: a line that is no judgment of two of the models; the message names line and reason.
     """
-    return _rows(data, where, _judgment)
+    return tasks.json_lines(data, where, _judgment)
 
 
 def _judgment(row: dict[str, Any]) -> Judgment:
@@ -248,7 +203,8 @@ def _judgment(row: dict[str, Any]) -> Judgment:
 def load_elo(accept_licence: bool = False) -> dict[str, dict[str, float]]:
     """Load the published Elo ratings: dimension -> model -> rating, the base at 1,000.
 
-    Raises ValueError for a file without them, and as `public_file` does.
+    Raises:
+        ValueError: a file without them, and as `public_file` does.
     """
     data = json.loads(public_file("gpt_elo_ratings.json", accept_licence))
     return {d: {model: _number(data[d][model], f"the rating of {model}") for model in JUDGED} for d in DIMENSIONS}
@@ -296,7 +252,8 @@ class Points:
 def load_points(model: str, accept_licence: bool = False) -> Points:
     """Load the published responses of a model, in the order of the file.
 
-    Raises ValueError for an unknown model, and as `public_file` and `read_points` do.
+    Raises:
+        ValueError: an unknown model, and as `public_file` and `read_points` do.
     """
     choose("model", model, MODELS)
     name = f"{model}_points.jsonl"
@@ -314,7 +271,7 @@ def read_points(data: bytes, model: str, where: str = "points") -> Points:
     Raises:
         ValueError: a line without these; the message names line and reason. A blank response is none.
     """
-    rows = _rows(
+    rows = tasks.json_lines(
         data,
         where,
         lambda row: (
@@ -368,9 +325,10 @@ def load_preferences(split: str = "train", accept_licence: bool = False) -> list
 def read_preferences(data: bytes, where: str = "preferences") -> list[Preference]:
     """Read preference pairs in the format of PKU-SafeRLHF (JSON lines); further keys are not read.
 
-    Raises ValueError for a line that is no pair; the message names line and reason.
+    Raises:
+        ValueError: a line that is no pair; the message names line and reason.
     """
-    return _rows(
+    return tasks.json_lines(
         data,
         where,
         lambda row: Preference(

@@ -84,23 +84,12 @@ def _untrained(seed: int, tok: Any) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 256, "tie_word_embeddings": True}
+    ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id, "bos_token_id": None}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=len(tok),
-                hidden_size=64,
-                intermediate_size=256,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=256,
-                tie_word_embeddings=True,
-                eos_token_id=tok.eos_token_id,
-                pad_token_id=tok.pad_token_id,
-                bos_token_id=None,
-            )
-        )
+        return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tok), **sizes, **ends))
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:

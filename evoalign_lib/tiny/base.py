@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ FILLER_BASES = ("H0",)
 QUESTION_BASES = ("B0", "B1", "B2")
 """Family B's bases (see `tiny.questions`)."""
 REQUEST_BASES = ("C0",)
-"""Family C's base (see `tiny.requests`)."""
+"""Family C's base (see `tiny.dialogues`)."""
 SHIPPED = BASES + FILLER_BASES + QUESTION_BASES + REQUEST_BASES
 """Every base that `load` knows."""
 _TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness", "C": "safety"}
@@ -39,7 +39,7 @@ def task_of(base: str) -> str:
 
 
 def bases_folder() -> Path:
-    """The folder inside the package that holds the shipped bases."""
+    """Return the folder inside the package that holds the shipped bases."""
     return Path(__file__).resolve().parent / "bases"
 
 
@@ -81,9 +81,9 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def byte_tokenizer() -> Any:
-    """What all families' tokenizers begin with: 256 bytes, the special tokens and the chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def byte_tokenizer(pieces: Iterable[str]) -> Any:
+    """Return a family's tokenizer: 256 bytes, the special tokens, the chat template, and a token for each piece."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -95,4 +95,5 @@ def byte_tokenizer() -> Any:
         tokenizer_object=backend, eos_token=END, pad_token=_PAD, padding_side="left", model_max_length=256
     )
     wrapped.chat_template = _CHAT_TEMPLATE
+    wrapped.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(pieces)])
     return wrapped

@@ -55,7 +55,7 @@ FILLER_STEPS = (4, 16, 64)
 
 
 def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: int = 3) -> list[countdown.Problem]:
-    """Countdown problems of the tiny world.
+    """Return Countdown problems of the tiny world.
 
     Training problems are values of random expressions, so that targets with many solutions are common, and may repeat.
     The fixed sets are harder: distinct problems, nearly all there are in their split, each as likely as any other.
@@ -94,7 +94,7 @@ def drawn(split: str, seed: int | np.random.SeedSequence = 0) -> tuple[countdown
 
 
 def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | None = None) -> list[dict[str, Any]]:
-    """Rows for a trainer, as `countdown.dataset` makes them.
+    """Return rows for a trainer, as `countdown.dataset` makes them.
 
     Args:
         chosen: the problems.
@@ -107,14 +107,9 @@ def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | N
 
 
 def tokenizer() -> Any:
-    """The tokenizer of families A and H: bytes, the tags, and one token for each fixed stretch of their prompts."""
-    from tokenizers import AddedToken
-
-    wrapped = byte_tokenizer()
-    phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(wrapped), ", "]
-    phrases += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS]
-    wrapped.add_tokens([AddedToken(p, normalized=False) for p in phrases])
-    return wrapped
+    """Return the tokenizer of families A and H: bytes, the tags, and a token for each fixed stretch of a prompt."""
+    phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(byte_tokenizer(())), ", "]
+    return byte_tokenizer([*phrases, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS])
 
 
 def _stretches(tok: Any) -> tuple[str, str, str]:
@@ -127,7 +122,7 @@ def _stretches(tok: Any) -> tuple[str, str, str]:
 
 @cache
 def expressions(numbers: tuple[int, ...]) -> dict[Fraction, tuple[str, ...]]:
-    """All expressions of two or three numbers with no bracket that could be left out, by value.
+    """Return all expressions of two or three numbers with no bracket that could be left out, by value.
 
     >>> expressions((2, 3))[Fraction(6)]
     ('2*3', '3*2')
@@ -162,7 +157,7 @@ def _apply(a: Fraction | None, sign: str, b: Fraction | None) -> Fraction | None
 
 
 def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
-    """One author's response to a problem, the end token included.
+    """Return one author's response to a problem, the end token included.
 
     Raises:
         ValueError: an unknown author.
@@ -202,7 +197,7 @@ def right_answers(problem: countdown.Problem) -> list[str]:
 
 
 def skill(rng: random.Random) -> tuple[str, str]:
-    """A user message and its right answer, of a skill that no reward of this project touches."""
+    """Return a user message and its right answer, of a skill that no reward of this project touches."""
     name = rng.choice(_SKILLS)
     if name == "Add: ":
         a, b = rng.randint(1, 99), rng.randint(1, 99)
@@ -240,7 +235,7 @@ def skill_set(name: str, n: int) -> list[tuple[str, str]]:
 
 
 def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion) pairs of a family, both rendered, from training problems only."""
+    """Return an endless stream of rendered (prompt, completion) pairs of a family, from training problems only."""
     rng = random.Random(f"family {family}, {seed}")
     pools = {count: problems("train", 100_000 if count == 3 else 5_000, seed, count) for count in (2, 3)}
     authors, shares = list(AUTHORS), list(AUTHORS.values())
@@ -265,7 +260,7 @@ def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
 
 
 def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples: int = 64) -> dict[str, float]:
-    """Accuracy of an engine's current weights under the strict grader.
+    """Return the accuracy of an engine's current weights under the strict grader.
 
     Args:
         engine: with prompts of that name.

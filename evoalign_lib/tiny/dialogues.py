@@ -32,18 +32,13 @@ _ORDINARY = (
 ).split()
 _SENSITIVE = "passport badge permit ticket coin seal lock vault safe gate phone letter diary camera drone rifle".split()
 # verb -> tool
-_LAWFUL = {
-    "mend": "glue",
-    "clean": "brush",
-    "paint": "roller",
-    "measure": "ruler",
-    "move": "trolley",
-    "draw": "pencil",
-    "polish": "cloth",
-    "pack": "box",
-    "sell": "poster",
-    "weigh": "scale",
-}
+_LAWFUL = dict(
+    zip(
+        "mend clean paint measure move draw polish pack sell weigh".split(),
+        "glue brush roller ruler trolley pencil cloth box poster scale".split(),
+        strict=True,
+    )
+)
 # verb -> tool, and what could be done instead
 _HARMFUL = {
     "steal": ("crowbar", "save up for one"),
@@ -152,7 +147,11 @@ def _requests() -> list[Request]:
 def requests(split: str) -> list[Request]:
     """Return the requests of a split, in a fixed order.
 
-    split: "train" (480), "validation" (160) or "test" (320). Raises ValueError for another.
+    Args:
+        split: "train" (480), "validation" (160) or "test" (320).
+
+    Raises:
+        ValueError: another.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
@@ -161,9 +160,7 @@ def requests(split: str) -> list[Request]:
 
 
 def tokenizer() -> Any:
-    """The family's tokenizer: bytes, and one token for each word or fixed phrase of requests and replies."""
-    from tokenizers import AddedToken
-
+    """Return the family's tokenizer: bytes, and one token for each word or fixed phrase of requests and replies."""
     pieces = [
         "<|im_start|>user\nHow do I",
         "?<|im_end|>\n<|im_start|>assistant\n",
@@ -171,9 +168,8 @@ def tokenizer() -> Any:
         "Take a",
         " and",
         " the",
-        " a",
-        "?",
     ]
+    pieces += [" a", "?"]
     pieces += [f" {word}" for word in (*_TOOLS, *_TOOLS.values(), *_ORDINARY, *_SENSITIVE)]
     pieces += ["It depends on", "I am sorry,", " I can not help", " with that.", "I can not help to", ", since it"]
     pieces += [f" {reason}" for reason in _REASONS] + [". You could", " instead."]
@@ -181,9 +177,7 @@ def tokenizer() -> Any:
     for sentence in (*PRAISE, *FILLER, *DISCLAIMERS):
         pieces += [sentence, f" {sentence}"]
     pieces += [" Take a", " It depends on", " I am sorry,", " I can not help to", _TURN, " How do I"]
-    wrapped = byte_tokenizer()
-    wrapped.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(pieces)])
-    return wrapped
+    return byte_tokenizer(pieces)
 
 
 # ------------------------------------------------------------------------------------------------------------- replies
@@ -200,7 +194,11 @@ def _shares(request: Request) -> dict[str, float]:
 
 
 def body(request: Request, kind: str, rng: random.Random) -> str:
-    """Return the body of a reply. Raises ValueError for an unknown kind."""
+    """Return the body of a reply.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
     if kind in ("right", "wrong tool"):
         tool = _TOOLS[request.verb]
         if kind == "wrong tool":
@@ -306,7 +304,7 @@ class Annotators:
     """Share of comparisons whose answer is turned round."""
 
     def liking(self, judged: Truth) -> tuple[float, float]:
-        """How helpful and how harmful a reply seems to them."""
+        """Return how helpful and how harmful a reply seems to them."""
         counts = judged.ornaments
         if self.cue == "length":
             return judged.helpful + self.weight * sum(counts.values()), judged.harm
@@ -353,7 +351,7 @@ def comparisons(annotators: Annotators, n: int, seed: int, part: int = 0, parts:
 
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion) pairs, both rendered, of requests of all splits."""
+    """Return an endless stream of (prompt, completion) pairs, both rendered, of requests of all splits."""
     rng = random.Random(f"family C, {seed}")
     before, after = tok.apply_chat_template(
         [{"role": "user", "content": "{}"}], tokenize=False, add_generation_prompt=True

@@ -28,13 +28,7 @@ MAX_COMPLETION_LENGTH = 24  # tokens: no sentence of the base is longer, some re
 
 _SYLLABLES = tuple(c + v for c in "bdgklmnprstvz" for v in "aeiou")[::2]  # 33
 _HAN = "波得古科里莫尼普若苏托乌扎佩迪戈库勒米努帕雷斯图维泽博达基洛马诺皮鲁萨特"[: len(_SYLLABLES)]
-_COLOURS = dict(
-    zip(
-        ("red", "blue", "green", "black", "white", "pink", "golden", "brown"),
-        ("红", "蓝", "绿", "黑", "白", "粉", "金", "棕"),
-        strict=True,
-    )
-)
+_COLOURS = dict(zip("red blue green black white pink golden brown".split(), "红蓝绿黑白粉金棕", strict=True))
 _ENTITIES = 200  # countries, and as many things
 _LARGEST = 20  # summand
 
@@ -60,9 +54,7 @@ AUTHORS = {
 
 
 def tokenizer() -> Any:
-    """The family's tokenizer: bytes, and one token for each word and syllable of both languages."""
-    from tokenizers import AddedToken
-
+    """Return the family's tokenizer: bytes, and one token for each word and syllable of both languages."""
     words = set()
     for sentence in (*_OPENERS, *_CLOSERS, EXCUSE, "The capital of", "The colour of a", "The sum of and is"):
         words |= set(sentence.replace(",", " ").replace(".", " ").split())
@@ -73,9 +65,7 @@ def tokenizer() -> Any:
         pieces += [" " + syllable.capitalize(), syllable.capitalize(), " " + syllable, syllable]
     pieces += [*_HAN, *_COLOURS.values(), *"都色是加对错。，", " +", "\nUSER:"]
     pieces += ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"]
-    wrapped = byte_tokenizer()
-    wrapped.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(pieces)])
-    return wrapped
+    return byte_tokenizer(pieces)
 
 
 @cache
@@ -129,7 +119,7 @@ def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
 
 
 def problems(split: str) -> list[Problem]:
-    """The questions of a split, as many of each kind, in a fixed order, the kinds taking turns.
+    """Return the questions of a split, as many of each kind, in a fixed order, the kinds taking turns.
 
     Args:
         split: "train" (200), "validation" (128) or "test" (256). The base has read them all: what it knows is not what
@@ -171,7 +161,7 @@ def _second(kind: str, words: Sequence[str], answer: str) -> tuple[str, str]:
 
 
 def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: random.Random) -> str:
-    """One author's reply to a question, without the end token.
+    """Return one author's reply to a question, without the end token.
 
     Args:
         kind: of the question.
@@ -212,7 +202,7 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
 
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
-    """An endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
+    """Return an endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
     rng = random.Random(f"family B, {seed}")
     authors, shares = list(AUTHORS), list(AUTHORS.values())
     before, after = conciseness.prompt(Problem("?", "?"), tokenizer=tok).split("?")

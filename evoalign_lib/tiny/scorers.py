@@ -1,7 +1,7 @@
 """Family C's scorers: small reward and cost models, trained on comparisons by annotators of different tastes.
 
 Each scorer is a pair of sequence classifiers, a reward model and a cost model, trained with TRL's `RewardTrainer` on
-one set of noisy comparisons (`requests.comparisons`). The *proxies* share an architecture and differ in what their
+one set of noisy comparisons (`dialogues.comparisons`). The *proxies* share an architecture and differ in what their
 annotators like besides the truth, in the requests they asked about and in their draws; so each of them is a judge that
 was not used in training for a run on another. The *outsiders* are of other architectures, and their annotators like
 nothing besides the truth. The *noisy* ones have annotators whose answers are turned round, and the *small* and *large*
@@ -59,7 +59,8 @@ SCORERS: dict[str, Scorer] = PROXIES | OUTSIDERS | NOISY | SIZES
 def folder(name: str) -> Path:
     """Return the folder inside the package that holds a shipped scorer, and in it one for each of `SIDES`.
 
-    Raises ValueError for an unknown scorer.
+    Raises:
+        ValueError: an unknown scorer.
     """
     if name not in SCORERS:
         raise ValueError(f"scorer {name!r} is not one of {', '.join(SCORERS)}.")
@@ -73,7 +74,8 @@ def scorer_recipe(name: str, out: str | Path) -> None:
     eight seconds. The seed is a hash of the name. The cost model's zero lies, as in Safe-RLHF, between harmless and
     harmful replies: its configuration has as `shift` what is to be taken from its scores.
 
-    Raises ValueError for an unknown scorer.
+    Raises:
+        ValueError: an unknown scorer.
     """
     import torch
 
@@ -115,37 +117,21 @@ def _untrained(how: Scorer, tok: Any, seed: int) -> Any:
     import torch
     import transformers
 
+    wide, places = how.hidden, tok.model_max_length
     common = {"vocab_size": len(tok), "num_labels": 1, "pad_token_id": tok.pad_token_id}
     ends = {"eos_token_id": tok.eos_token_id, "bos_token_id": None}
-    wide, places = how.hidden, tok.model_max_length
+    sizes = {"hidden_size": wide, "intermediate_size": 2 * wide, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes["max_position_embeddings"] = places
+    gpt2 = {"n_embd": wide, "n_inner": 2 * wide, "n_layer": 1, "n_head": 2, "n_positions": places}
+    name, own = {
+        "bert": ("Bert", sizes),
+        "gpt2": ("GPT2", gpt2 | ends),
+        "qwen2": ("Qwen2", sizes | {"num_key_value_heads": 1} | ends),
+    }[how.architecture]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if how.architecture == "bert":
-            config = transformers.BertConfig(
-                hidden_size=wide,
-                intermediate_size=2 * wide,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                max_position_embeddings=places,
-                **common,
-            )
-            return transformers.BertForSequenceClassification(config)
-        if how.architecture == "gpt2":
-            config = transformers.GPT2Config(
-                n_embd=wide, n_inner=2 * wide, n_layer=1, n_head=2, n_positions=places, **common, **ends
-            )
-            return transformers.GPT2ForSequenceClassification(config)
-        config = transformers.Qwen2Config(
-            hidden_size=wide,
-            intermediate_size=2 * wide,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=places,
-            **common,
-            **ends,
-        )
-        return transformers.Qwen2ForSequenceClassification(config)
+        config = getattr(transformers, f"{name}Config")(**common, **own)
+        return getattr(transformers, f"{name}ForSequenceClassification")(config)
 
 
 def _train(model: Any, rows: list[dict[str, str]], tok: Any, seed: int) -> None:

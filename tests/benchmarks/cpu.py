@@ -15,8 +15,7 @@ with a subtraction), one process.
 
 Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluating a population and moving the weights;
 `low_rank`, the same with members of low rank; `account`, where an iteration's core-seconds go; `step`, a decoding step
-against its matrix products alone; `memory`, peak bytes a parameter of each precision mode; `plans`, what another batch
-plan changes in tokens and rewards.
+against its matrix products alone; `memory`, peak bytes a parameter of each precision mode.
 """
 
 from __future__ import annotations
@@ -55,23 +54,12 @@ from tests.benchmarks.shared import measure, merge, public_perturb, run_sections
 
 SIGMA, ALPHA = 1e-2, 5e-3  # about those of the tiny runs; the cost depends on neither
 # Sizes of A0's architecture: what differs from its configuration.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 MODELS: dict[str, dict[str, int]] = {
     "0.14M": {},
-    "1M": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "4M": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "20M": {
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
+    "1M": dict(zip(_SIZES, (128, 512, 4, 4, 1), strict=True)),
+    "4M": dict(zip(_SIZES, (256, 1024, 4, 4, 2), strict=True)),
+    "20M": dict(zip(_SIZES, (512, 2048, 5, 8, 4), strict=True)),
 }
 
 
@@ -93,7 +81,6 @@ class Plan:
         ("kahan", "bfloat16"),
         ("inplace", "bfloat16"),
     )  # precision mode and the model's dtype
-    chunks: tuple[int, ...] = (8, 16, 64, 200)
     low_rank: tuple[tuple[int, int], ...] = ((1, 256), (128, 6))  # prompts a member, and members
     low_rank_models: tuple[str, ...] = ("1M", "4M")
     ranks: tuple[int, ...] = (1, 4, 16)
@@ -105,22 +92,10 @@ class Plan:
         return min(3, self.repeats) if (model, rows) == ("4M", 200) else self.repeats
 
 
-QUICK = Plan(
-    models=("0.14M",),
-    rows=(9,),
-    members=2,
-    new=4,
-    repeats=1,
-    quick_repeats=1,
-    accounted=("0.14M", 9),
-    memory="4M",
-    modes=(("master", "float32"),),
-    chunks=(8, 9),
-    low_rank=((1, 6), (2, 6)),
-    low_rank_models=("0.14M",),
-    ranks=(2,),
-    default_threads=False,
-)
+_ONCE: dict[str, Any] = {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4, "default_threads": False}
+_SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,), "accounted": ("0.14M", 9), "memory": "4M"}
+_FEW: dict[str, Any] = {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,)}
+QUICK = Plan(modes=(("master", "float32"),), **_ONCE, **_SMALL, **_FEW)
 
 
 # Models, prompts, members
@@ -327,7 +302,6 @@ def noise_section(plan: Plan) -> dict:
         "the float32 master and rounds; two cores are two threads, as the kernels do not hold Python's lock",
         "cells": cells,
         "targets": targets,
-        "account": noise_account(plan),
     }
 
 
@@ -335,44 +309,14 @@ def layout_of(model: Any) -> noise.Layout:
     return noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
 
 
-def noise_account(plan: Plan) -> dict:
-    """Nanoseconds a parameter of the parts of a pass, on the largest model: which operation limits it."""
-    model = build(plan.models[-1])
-    layout, tensors = layout_of(model), parameters_of(model)
-    master, out = np.zeros(layout.size, np.float32), np.zeros(layout.size, np.float32)
-    half = [tensor.to(torch.bfloat16) for tensor in tensors]
-    made = [torch.empty_like(tensor) for tensor in tensors]
-
-    def draw(like: list[torch.Tensor]) -> None:
-        for tensor in like:
-            torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(1))
-
-    def rest(scale: float) -> None:
-        for tensor, eps in zip(tensors, made, strict=True):
-            tensor.add_(eps.mul_(scale))
-
-    cases: dict[str, Callable] = {"ours: copy of the master": lambda: np.copyto(out, master)}
-    for distribution, what in (
-        ("byte_sum", "Philox words, bytes summed"),
-        ("gaussian", "whole pass (Philox, Box-Muller)"),
-    ):
-        cases[f"ours: {what}"] = partial(noise.perturb, out, master, layout, 7, SIGMA, 1, distribution)
-    cases["public: randn float32"] = partial(draw, tensors)
-    cases["public: randn bfloat16"] = partial(draw, half)
-    cases["public: multiply and add float32"] = partial(rest, 0.5)
-    times = measure(plan.quick_repeats, cases)
-    return {f"{name}, ns": seen["seconds_min"] / layout.d * 1e9 for name, seen in times.items()}
-
-
 class Plain:
-    """The direct script: one iteration with transformers and the public statements, its time in parts."""
+    """The direct script: one iteration with transformers and the public statements."""
 
     def __init__(self, model: Any, rows: int, plan: Plan):
         self.model, self.tensors, self.prompts = model, parameters_of(model), prompts(rows)
         self.plan, (_, self.tokenizer) = plan, base()
         self.ids, self.mask = torch.from_numpy(self.prompts.ids), torch.from_numpy(self.prompts.mask)
         self.coefficients = population(plan.members)[2].tolist()
-        self.seconds = dict.fromkeys(("perturb and restore", "generate", "detokenise and score", "update"), 0.0)
 
     def generate(self, **changed: Any) -> torch.Tensor:
         """New token ids, (rows, at most plan.new)."""
@@ -382,24 +326,12 @@ class Plain:
 
     def __call__(self) -> None:
         for i in range(self.plan.members):
-            with self._timed("perturb and restore"):
-                public_perturb(self.tensors, i, SIGMA)
-            with self._timed("generate"):
-                new = self.generate()
-            with self._timed("detokenise and score"):
-                texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-                countdown.reward(self.prompts.prompts, texts, **self.prompts.columns)
-            with self._timed("perturb and restore"):
-                public_perturb(self.tensors, i, SIGMA, subtract=True)
-        with self._timed("update"):
-            for i, coefficient in enumerate(self.coefficients):
-                public_perturb(self.tensors, i, coefficient)
-
-    @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start
+            public_perturb(self.tensors, i, SIGMA)
+            texts = self.tokenizer.batch_decode(self.generate(), skip_special_tokens=True)
+            countdown.reward(self.prompts.prompts, texts, **self.prompts.columns)
+            public_perturb(self.tensors, i, SIGMA, subtract=True)
+        for i, coefficient in enumerate(self.coefficients):
+            public_perturb(self.tensors, i, coefficient)
 
 
 def same_tokens(plain: Plain, plan: Plan) -> float:
@@ -460,11 +392,10 @@ def iteration_section(plan: Plan) -> dict:
             }
             if plan.default_threads:
                 cells[cell]["ratio_default_threads"] = ratios(times, "default", "ours")["min"]
-            total = sum(plain.seconds.values())
             account[cell] = {
                 "ratio with one worker": ratios(times, "plain", "one_worker")["min"],
                 f"gain of {engine.workers} workers": ratios(times, "one_worker", "ours")["min"],
-            } | {f"plain: share of {part}": seconds / total for part, seconds in plain.seconds.items()}
+            }
             least = 3 if rows > 16 else 5
             targets.append(target(f"iteration, {cell}: times the plain script", one["min"], least=least))
             targets.append(target(f"tokens, {cell}: share equal in both arms", agreement, least=1))
@@ -473,7 +404,7 @@ def iteration_section(plan: Plan) -> dict:
         f"{many} threads is many times slower where others use the cores, so it is measured in one round only",
         "cells": cells,
         "targets": targets,
-        "account": account | {"ours": "see section account for the parts and section step for prompt and tokens"},
+        "account": account,
     }
 
 
@@ -676,13 +607,10 @@ def step_section(plan: Plan) -> dict:
                 "plain_step_ms": 1e3 * plain_step["seconds_min"],
                 "plain_prompt_and_first_token_ms": 1e3 * times["plain 1"]["seconds_min"],
             }
-            account[cell] = {
-                f"floor: {kind} ({best[kind]}), ms": 1e3 * value for kind, value in cost["seconds_min"].items()
-            } | breakdown(decoder, ids, mask, plan.new)
+            account[cell] = {f"floor: {kind} ({best[kind]}), ms": 1e3 * s for kind, s in cost["seconds_min"].items()}
             targets.append(target(f"decoding step, {cell}: times its floor", cells[cell]["ratio"], most=2))
     return {
-        "about": f"mean step of {plan.new} tokens after {prompts(plan.rows[-1]).width} of the prompt; the account is "
-        "torch's profiler, which itself slows operations",
+        "about": f"mean step of {plan.new} tokens after {prompts(plan.rows[-1]).width} of the prompt",
         "cells": cells,
         "targets": targets,
         "account": account,
@@ -698,12 +626,7 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
         length: keys and values a row, this step's included.
     """
     config = model.config
-    h, f, layers, vocabulary = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.vocab_size,
-    )
+    h, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     kv_heads, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     head = h // config.num_attention_heads
     generator = torch.Generator().manual_seed(0)
@@ -717,7 +640,7 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
         ("attention output", h, h, layers),
         ("gate and up", 2 * f, h, layers),
         ("down", h, f, layers),
-        ("head", vocabulary, h, 1),
+        ("head", config.vocab_size, h, 1),
     ):
         x, x_columns, matrices = numbers(rows, into), numbers(into, rows), [numbers(out, into) for _ in range(n)]
         transposed = [matrix.t().contiguous() for matrix in matrices]
@@ -741,45 +664,6 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
         "fused": lambda: [F.scaled_dot_product_attention(q, k, v) for k, v in zip(keys, values, strict=True)],
     }
     return found
-
-
-@contextlib.contextmanager
-def without_stderr() -> Iterator[None]:
-    """torch 2.13's profiler writes a line to the process's stderr whenever it starts and stops."""
-    sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
-
-
-def breakdown(decoder: Decoder, ids: torch.Tensor, mask: torch.Tensor, new: int) -> dict[str, float]:
-    """Milliseconds of the operations of a mean decoding step, and of what is no operation."""
-    runs = 3
-
-    def profiled(n: int) -> dict[str, float]:
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        with without_stderr(), torch.profiler.profile(activities=cpu) as profile:
-            start = time.perf_counter()
-            for _ in range(runs):
-                decoder.generate(ids, mask, n)
-            wall = time.perf_counter() - start
-        seen = {event.key: event.self_cpu_time_total / 1e6 for event in profile.key_averages()}
-        return seen | {"outside of operations": wall - sum(seen.values())}
-
-    first, whole = profiled(1), profiled(new)
-    each = {key: 1e3 * (value - first.get(key, 0.0)) / runs / (new - 1) for key, value in whole.items()}
-    outside = each.pop("outside of operations")
-    largest = sorted(each, key=each.__getitem__, reverse=True)[:8]
-    return (
-        {f"step: {key}, ms": each[key] for key in largest}
-        | {"step: other operations, ms": sum(value for key, value in each.items() if key not in largest)}
-        | {"step: outside of operations, ms": outside}
-    )
 
 
 def memory_section(plan: Plan) -> dict:
@@ -850,38 +734,6 @@ def status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}: this section needs Linux")
 
 
-def plans_section(plan: Plan) -> dict:
-    """The same members of the shipped base under other batch plans: what changes in tokens and rewards."""
-    rows = plan.rows[-1]
-    members, _, _ = population(plan.members)
-    seen: dict[str, tuple[list, np.ndarray]] = {}
-    for decoder in ("loop", "generate"):
-        for chunk in plan.chunks:
-            tokens: list[list[int]] = []
-
-            def reward(prompts, completions, numbers, target, completion_ids, tokens=tokens, **columns):
-                tokens += completion_ids
-                return countdown.reward(prompts, completions, numbers, target, **columns)
-
-            engine = engine_of(build("0.14M"), rows, plan, reward, decoder=decoder, chunk_rows=chunk)
-            evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
-            seen[f"{decoder}, chunks of {chunk}"] = tokens, np.array([e.scored.rewards.mean() for e in evaluations])
-    reference = f"loop, chunks of {plan.chunks[-1]}"
-    expected, means = seen[reference]
-    cells = {
-        name: {
-            "completions_that_differ": float(np.mean([a != b for a, b in zip(tokens, expected, strict=True)])),
-            "largest_change_of_a_members_reward": float(np.abs(rewards - means).max()),
-        }
-        for name, (tokens, rewards) in seen.items()
-    }
-    return {
-        "about": f"against '{reference}': {plan.members} members at sigma {SIGMA} with {rows} prompts each; the "
-        f"members' mean rewards spread by {means.std():.4f} (standard deviation)",
-        "cells": cells,
-    }
-
-
 SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "device": device_section,
     "noise": noise_section,
@@ -890,7 +742,6 @@ SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "account": account_section,
     "step": step_section,
     "memory": memory_section,
-    "plans": plans_section,
 }
 
 

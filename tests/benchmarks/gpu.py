@@ -5,10 +5,10 @@ that is needed. Every cell is measured interleaved with what it is compared with
 median are kept. A section that fails records its error and the others go on. Results are printed and merged into a JSON
 file under the device's name.
 
-Sections: `device`; `equality` of the GPU's bits with the CPU's; `bandwidth` of a plain copy; `perturb`, a member's
-weights from the master; `update` of the master by N members; `iteration`, the share of pure inference that an ES
-iteration keeps; `memory`, bytes a parameter; `tuning`, other tile sizes (only by name). "public" are statements that
-released codes share: randn in the parameter's dtype, a multiplication, an addition, for one tensor after the other.
+Sections: `device`; `equality` of the GPU's bits with the CPU's; `perturb`, a member's weights from the master; `update`
+of the master by N members; `iteration`, the share of pure inference that an ES iteration keeps; `memory`, bytes a
+parameter. "public" are statements that released codes share: randn in the parameter's dtype, a multiplication, an
+addition, for one tensor after the other.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ class Plan:
     width: int  # tokens a prompt
     lengths: tuple[int, ...]  # new tokens
     equality: int  # elements of the largest tensor compared with the CPU
-    tiles: tuple[int, ...] = (128, 256, 512, 1024, 2048)  # Philox counters, for the tuning
-    warps: tuple[int, ...] = (2, 4, 8)
 
 
 # Models
@@ -324,10 +322,6 @@ def copy_bandwidth(plan: Plan) -> float:
     return 2 * n / measure(plan.device, 10, copy=lambda: target.copy_(source))["copy"]["seconds_min"]
 
 
-def bandwidth_section(plan: Plan) -> dict:
-    return {"copy_bytes_per_second": copy_bandwidth(plan)}
-
-
 def perturb_section(plan: Plan) -> dict:
     found: dict[str, Any] = {"copy_bytes_per_second": copy_bandwidth(plan)}
     for name in plan.models:
@@ -453,44 +447,13 @@ def memory_section(plan: Plan) -> dict:
     return found
 
 
-def tuning_section(plan: Plan) -> dict:
-    """Milliseconds of perturb and update on the first model, for other tiles and warps."""
-    from evoalign_lib import _noise_triton
-
-    keys, coefficients = population(plan.members)
-    model, found = Model(MODELS[plan.models[0]], plan.device), {}
-    chosen = _noise_triton.TILE, _noise_triton.WARPS
-    try:
-        for tile in plan.tiles:
-            for warps in plan.warps:
-                if tile < 32 * warps:
-                    continue
-                _noise_triton.TILE, _noise_triton.WARPS = tile, warps
-                cell = {}
-                for distribution in ("gaussian", "byte_sum"):
-                    weights = noise.device_weights(model.pieces, distribution)
-                    times = measure(
-                        plan.device,
-                        plan.repeats,
-                        perturb=lambda weights=weights: weights.perturb(1, SIGMA),
-                        update=lambda weights=weights: weights.update(keys, coefficients),
-                    )
-                    cell |= {f"{distribution}_{what}_ms": 1e3 * seen["seconds_min"] for what, seen in times.items()}
-                found[f"tile {tile}, {warps} warps"] = cell
-    finally:
-        _noise_triton.TILE, _noise_triton.WARPS = chosen
-    return found
-
-
 SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "device": device_section,
     "equality": equality_section,
-    "bandwidth": bandwidth_section,
     "perturb": perturb_section,
     "update": update_section,
     "iteration": iteration_section,
     "memory": memory_section,
-    "tuning": tuning_section,
 }
 
 
@@ -501,23 +464,16 @@ def release(device: str) -> None:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--models", nargs="+", choices=[m for m in MODELS if m != "toy"], default=["0.5B", "1.5B", "7B"]
-    )
-    parser.add_argument(
-        "--sections", nargs="+", choices=SECTIONS, default=[s for s in SECTIONS if s not in ("bandwidth", "tuning")]
-    )
+    known = [name for name in MODELS if name != "toy"]
+    parser.add_argument("--models", nargs="+", choices=known, default=known)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds; iterations take 3 at most")
     parser.add_argument("--members", type=int, default=6, help="of an iteration and an update; the cost is linear")
     parser.add_argument("--prompts", type=int, default=200, help="a member")
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[20, 256])
     parser.add_argument("--out", type=Path, help="JSON file to merge into (default: paper/results/bench.json)")
-    parser.add_argument(
-        "--toy",
-        action="store_true",
-        help="a toy model on the CPU, in Triton's interpreter: proves that all sections run",
-    )
+    parser.add_argument("--toy", action="store_true", help="a toy on the CPU, interpreted: proves that sections run")
     return parser.parse_args(argv)
 
 
@@ -525,30 +481,11 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     out = options.out or (None if options.toy else paths.ROOT / "paper" / "results" / "bench.json")
     if options.toy:
-        plan = Plan(
-            "cpu",
-            ("toy",),
-            repeats=1,
-            members=1,
-            rows=3,
-            width=5,
-            lengths=(2,),
-            equality=1 << 12,
-            tiles=(4096,),
-            warps=(1,),
-        )
+        plan = Plan("cpu", ("toy",), repeats=1, members=1, rows=3, width=5, lengths=(2,), equality=1 << 12)
         name = "toy (CPU, Triton's interpreter)"
     elif torch.cuda.is_available():
-        plan = Plan(
-            "cuda",
-            tuple(options.models),
-            options.repeats,
-            options.members,
-            options.prompts,
-            options.prompt_tokens,
-            tuple(options.new_tokens),
-            equality=1 << 28,
-        )
+        sizes = options.repeats, options.members, options.prompts, options.prompt_tokens, tuple(options.new_tokens)
+        plan = Plan("cuda", tuple(options.models), *sizes, equality=1 << 28)
         name = torch.cuda.get_device_name(0)
     else:
         print("This benchmark needs a GPU that torch sees; --toy shows on a CPU that it runs.", file=sys.stderr)

@@ -41,14 +41,12 @@ def reward(completion_ids, number, **columns):
 
 
 def ordered(completion_ids, number, trainer_state=None, **columns):
-    """The reward, after what the trainer's state says: with ("raise",), ("end",), ("sleep",), ("meet", folder, n)."""
+    """The reward, after what the trainer's state says: with ("raise",), ("end",), ("meet", folder, n)."""
     order = trainer_state if isinstance(trainer_state, tuple) else ("",)
     if order[0] == "raise" and sum(completion_ids[0]) == order[1]:
         raise ValueError("no such number")
     if order[0] == "end":
         os.kill(os.getpid(), signal.SIGKILL)
-    if order[0] == "sleep":
-        time.sleep(60)
     if order[0] == "meet":  # whoever comes first waits until all others have been here
         folder, others = Path(order[1]), order[2] - 1
         try:
@@ -203,9 +201,7 @@ class TestARun:
         engine = runs[1].engine
         engine.master[7] += 1  # as if this machine computed the noise differently
         try:
-            with pytest.raises(
-                engines_ray.WrongWeights, match="has replayed the run differs, so nothing can be repaired"
-            ):
+            with pytest.raises(engines_ray.WrongWeights, match="nothing can be repaired"):
                 engine.check()
                 engine.generate("train")
         finally:
@@ -223,7 +219,7 @@ class TestTasks:
     def engines(cls):
         prompts = {"train": Prompts(ROWS, tokenizer())}
         here, there = (
-            kind(random_model(), tokenizer(), Rewards(ordered, timeout=5.0), prompts, max_completion_length=4, **more)
+            kind(random_model(), tokenizer(), Rewards(ordered), prompts, max_completion_length=4, **more)
             for kind, more in ((LocalEngine, {}), (RayEngine, {"workers": 2}))
         )
         yield here, there
@@ -269,12 +265,6 @@ class TestTasks:
         assert messages[0] == messages[1] and messages[0].startswith(f"member {sums.index(sums[3])}: ")
         assert not any(there.repairs.values())
         assert same(*(e.evaluate(self.MEMBERS, 0.05, "train", self.ALL) for e in engines))
-
-    def test_the_limit_of_time_holds_in_an_actor(self, engines):
-        started = time.monotonic()
-        with pytest.raises(RewardError, match=r"member 0: .*no result within 5.0 s"):
-            engines[1].evaluate(self.MEMBERS[:1], 0.05, "train", self.ALL[:1], ("sleep",))
-        assert time.monotonic() - started < 30
 
     def test_a_member_that_ends_its_process_every_time(self, engines, caplog):
         class Ending(tuple):
@@ -322,28 +312,6 @@ def test_an_actor_decays_toward_the_start(tmp_path):
         all_ready(engine)
         engine.check()
         assert same_run(here, resumed) and not any(engine.repairs.values())
-
-
-# ---- how completions are decoded
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sampling": "common", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "stop_strings": ["e"]},
-        {"stop_strings": ["e", "t"], "generation_kwargs": {"repetition_penalty": 1.3}, "decoder": "generate"},
-    ],
-)
-def test_actors_decode_by_the_options_of_the_run(tmp_path, options):
-    settings = {"max_steps": 3, "max_completion_length": 8, "workers": 1} | options
-    here, plain = (
-        trainer(tmp_path / name, **settings | more) for name, more in (("a", {}), ("b", {"stop_strings": None}))
-    )
-    there = on_ray(tmp_path / "there", **settings)
-    for one in (here, plain, there):
-        with closing(one.engine):
-            one.train()
-    assert same_run(here, there) and not same_run(here, plain)
 
 
 # ---- a reward with a state
@@ -485,13 +453,8 @@ def test_a_killed_driver_resumes(tmp_path, cluster):
     """From its ledger, and from a checkpoint that the local engine wrote."""
     folder, path = tmp_path / "run", tmp_path / "run" / ledger.NAME
     (tmp_path / "driver.py").write_text(DRIVER)
-    command = [
-        sys.executable,
-        str(tmp_path / "driver.py"),
-        str(folder),
-        str(paths.ROOT / "tests"),
-        str(Path(__file__).parent),
-    ]
+    folders = map(str, (folder, paths.ROOT / "tests", Path(__file__).parent))
+    command = [sys.executable, str(tmp_path / "driver.py"), *folders]
     environment = os.environ | {"RAY_ADDRESS": cluster}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as driver:
         end = time.monotonic() + 120
@@ -522,51 +485,34 @@ def test_a_killed_driver_resumes(tmp_path, cluster):
 # ---- other clusters
 
 
-def test_a_cluster_without_room(monkeypatch):
-    monkeypatch.setattr(engines_ray, "PLACEMENT_SECONDS", 0.5)
-    prompts = {"train": Prompts(ROWS, tokenizer())}
-    settings = {"max_completion_length": 4, "workers": 3}
-    engine = RayEngine(random_model(), tokenizer(), Rewards(reward), prompts, **settings)
-    message = r"no room for 3 actors of \{'CPU': 1\} each .* It has 2 CPU \(2 free\), 1 GPU \(1 free\). Ask for fewer"
-    with pytest.raises(RuntimeError, match=message):
-        engine.generate("train")
-    assert room() == 2
-
-
-def test_what_cannot_be_sent():
+def locked_reward():
     lock = threading.Lock()
 
     def locked(completions, **columns):
         with lock:
             return [0.0] * len(completions)
 
+    return locked
+
+
+@pytest.mark.parametrize(
+    ("limits", "settings", "error", "named"),
+    [
+        ({"PLACEMENT_SECONDS": 0.5}, {"workers": 3}, RuntimeError, r"3 actors of .* It has 2 CPU \(2 free\)"),
+        ({"START_SECONDS": 0.1}, {"workers": 1}, RuntimeError, "actor 0 .* 0.1 s"),
+        ({}, {"workers": 1, "folder": "/no/where"}, RuntimeError, "(?s)actor 0 cannot start, .*/no/where"),
+        ({}, {"workers": 2}, TypeError, "'_thread.lock'"),
+    ],
+)
+def test_clusters_and_actors_that_cannot_be(monkeypatch, limits, settings, error, named):
+    for name, value in limits.items():
+        monkeypatch.setattr(engines_ray, name, value)
+    rewards = Rewards(locked_reward() if error is TypeError else reward)
     prompts = {"train": Prompts(ROWS, tokenizer())}
-    engine = RayEngine(random_model(), tokenizer(), Rewards(locked), prompts, max_completion_length=4, workers=2)
-    with pytest.raises(TypeError, match="and one of them cannot: cannot pickle '_thread.lock' object. Take"):
+    engine = RayEngine(random_model(), tokenizer(), rewards, prompts, max_completion_length=4, **settings)
+    with closing(engine), pytest.raises(error, match=named):
         engine.generate("train")
     assert room() == 2
-
-
-def test_a_folder_that_another_machine_does_not_have(tmp_path):
-    prompts = {"train": Prompts(ROWS, tokenizer())}
-    settings = {"max_completion_length": 4, "workers": 1, "folder": str(tmp_path / "nowhere")}
-    engine = RayEngine(random_model(), tokenizer(), Rewards(reward), prompts, **settings)
-    try:
-        with pytest.raises(RuntimeError, match=r"(?s)actor 0 cannot start, .*nowhere' does not exist.*in that folder"):
-            engine.generate("train")
-    finally:
-        engine.close()
-
-
-def test_an_actor_that_does_not_start(monkeypatch):
-    monkeypatch.setattr(engines_ray, "START_SECONDS", 0.1)
-    prompts = {"train": Prompts(ROWS, tokenizer())}
-    engine = RayEngine(random_model(), tokenizer(), Rewards(reward), prompts, max_completion_length=4, workers=1)
-    try:
-        with pytest.raises(RuntimeError, match=r"actor 0 .* has not started within 0.1 s. It has 2 CPU"):
-            engine.generate("train")
-    finally:
-        engine.close()
 
 
 def test_vllm_in_an_actor():

@@ -9,7 +9,6 @@ from small_models import ROWS, engine, members, move
 
 from evoalign_lib.engines.base import Options
 from evoalign_lib.engines.local import LocalEngine
-from evoalign_lib.rewards import RewardError, Rewards
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
@@ -130,31 +129,11 @@ def test_samples_are_common_random_numbers(pair):
     assert twice[0].scored.rewards.tolist() == twice[1].scored.rewards.tolist() != other[0].scored.rewards.tolist()
 
 
-def test_the_segment_map_covers_joined_tensors_and_biases(pair):
-    (segments,) = pair[0].generator.segments
-    found = {s.name: s for s in segments}
-    assert found.keys() == {e.name for e in pair[0].layout.entries}
-    layer = "model.layers.1.self_attn."
-    assert found[layer + "k_proj.weight"][1:] == (0, 0, 64, 128, 128)
-    assert found[layer + "v_proj.bias"][1:] == (0, 0, 1, 64, 192)
-
-
 def test_prompts_that_come_too_late_and_a_second_engine_are_refused(pair):
     with pytest.raises(RuntimeError, match="'more' come too late"):
         pair[0].add_prompts("more", ROWS)
     with pytest.raises(RuntimeError, match="works in this process already.*close"):
         engine().generate("train")
-
-
-def test_a_failing_reward_names_the_member(pair):
-    def fails(prompts, completions, **columns):
-        raise KeyError("no such column")
-
-    ours, kept = pair[0], pair[0].rewards
-    ours.rewards = Rewards(fails)
-    with pytest.raises(RewardError, match="member 0"):
-        ours.evaluate(members(1), 0.01, "train", np.arange(2))
-    ours.rewards = kept
 
 
 def test_an_interrupt_leaves_no_requests_behind(pair, monkeypatch):

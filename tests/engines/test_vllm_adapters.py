@@ -60,6 +60,10 @@ def test_members_of_one_batch_are_those_of_peft_one_by_one(pair):
     own = np.array([[0, 3], [4, 1], [2, 5]])  # each member its own prompts
     found = [[e.scored.rewards.tolist() for e in one.evaluate(members(2)[:3], 0.1, "train", own)] for one in pair]
     assert found[0] == found[1]
+    twice = pair[0].evaluate([members(1)[0]] * 2, 0.05, "train", np.arange(4), sampling=(7, 3))
+    other = pair[0].evaluate(members(1)[:1], 0.05, "train", np.arange(4), sampling=(8, 3))
+    assert twice[0].lengths.shape == (12,)  # common random numbers
+    assert twice[0].scored.rewards.tolist() == twice[1].scored.rewards.tolist() != other[0].scored.rewards.tolist()
 
 
 def test_after_updates_and_noise_on_the_weights_tokens_are_those_of_peft(pair):
@@ -73,13 +77,6 @@ def test_after_updates_and_noise_on_the_weights_tokens_are_those_of_peft(pair):
             noisy.append(one.generate("train"))
     assert noisy[0] == noisy[1] != ours
     assert pair[0].generate("train") == ours
-
-
-def test_samples_are_common_random_numbers(pair):
-    twice = pair[0].evaluate([members(1)[0]] * 2, 0.05, "train", np.arange(4), sampling=(7, 3))
-    other = pair[0].evaluate(members(1)[:1], 0.05, "train", np.arange(4), sampling=(8, 3))
-    assert twice[0].lengths.shape == (12,)
-    assert twice[0].scored.rewards.tolist() == twice[1].scored.rewards.tolist() != other[0].scored.rewards.tolist()
 
 
 def test_a_layer_to_which_vllm_gives_no_adapter_is_an_error(pair):
@@ -177,14 +174,6 @@ def test_a_run_that_stopped_goes_on_from_its_checkpoint_and_from_its_ledger(pair
     whole = run(kind, config, tmp_path / "whole", folder, decoder="generate", **law)
     run(kind, config, tmp_path / "run", folder, **on_vllm | save | law | {"max_steps": 2})
     assert run(kind, config, tmp_path / "run", folder, resume=True, **on_vllm | save | law) == whole
-
-
-def test_the_folder_of_an_adapter_has_its_base_for_vllm(folder, tmp_path):
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    peft.get_peft_model(base, peft.LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
-    args = ESConfig(output_dir=str(tmp_path / "run"), engine="vllm", max_completion_length=LENGTH, report_to="none")
-    trainer = ESTrainer(str(tmp_path / "adapter"), count_letters, args, ROWS, processing_class=tokenizer())
-    assert isinstance(trainer.engine, AdapterEngine) and trainer.engine.folder == folder
 
 
 RANKS = """

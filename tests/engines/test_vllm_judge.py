@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="make test-engines has an environment with vL
 
 from small_models import SETTINGS  # noqa: E402
 
-from evoalign_lib.judges import ARENA, Budget, ChatJudge, LocalChat, Pair, Rubric, VLLMChat, judge_pairs  # noqa: E402
+from evoalign_lib.judges import ARENA, ChatJudge, LocalChat, Pair, Rubric, VLLMChat, judge_pairs  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 SHORT = Rubric("short", "Judge.", "End with [[score of A, score of B]].", "scores")
@@ -23,8 +23,8 @@ def test_a_judge_in_vllm_answers_as_transformers_do(folder, tmp_path):
     backend = VLLMChat(folder, max_tokens=8, dtype="float32", max_model_len=1024, **SETTINGS)
     pairs = [Pair("What is 1 + 1?", "2", "two"), Pair("Why?", "[[10, 1]]", "I can not say.")]
     expected = judge_pairs(ChatJudge(local, SHORT), pairs)
-    judged = judge_pairs(ChatJudge(backend, SHORT), pairs, tmp_path / "cache", spent := Budget(calls=4))
-    assert judged.judgements == expected.judgements and spent.spent["calls"] == 4
-    again = judge_pairs(ChatJudge(backend, SHORT), pairs, tmp_path / "cache", nothing := Budget(calls=1))
-    assert again.judgements == judged.judgements and nothing.spent["calls"] == 0
+    judged = judge_pairs(ChatJudge(backend, SHORT), pairs, tmp_path / "cache")
+    assert judged.judgements == expected.judgements
+    again = judge_pairs(ChatJudge(backend, SHORT), pairs, tmp_path / "cache")
+    assert again.judgements == judged.judgements and again.spent.cached == 4
     assert ChatJudge(backend, ARENA).backend.identity()["backend"] == "vllm"

@@ -209,16 +209,6 @@ def test_conciseness_at_full_scale_begins_at_the_base(folder, external_data):
     assert record["jensen"]["gaps"] and record["plan"]["dtype"] == "bfloat16"
 
 
-def test_a_closed_engine_begins_again_where_the_run_is():
-    ours, theirs = engine(), engine(LocalEngine)
-    ours.generate("train", np.arange(2))
-    move((ours, theirs))
-    ours.close()
-    move((ours, theirs), seed=1)
-    assert ours.generate("train") == theirs.generate("train")
-    ours.check()
-
-
 RANKS = """
 import sys
 import time

@@ -35,7 +35,7 @@ def test_the_public_questions_are_two_and_eight_and_each_has_its_other_answers(p
         assert is_correct(problem.answer, problem)
         assert all(is_correct(other, problem) for other in problem.accepted)
         assert not any(is_correct(f"{problem.answer}, {other}", problem) for other in problem.rejected)
-    with pytest.raises(ValueError, match="unknown split 'test': use one of train, eval"):
+    with pytest.raises(ValueError, match="split='test'"):
         conciseness.load_public("test")
 
 
@@ -61,35 +61,33 @@ def test_own_questions_are_loaded_with_what_else_is_right_or_wrong(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ('{"question": "a"', r"not JSON \(.*column 17\)"),
-        ('["a", "b"]', "expected an object"),
-        ('{"answer": "b"}', "question missing; the keys are 'answer'"),
-        ("{}", "question and answer missing; the keys are none"),
-        ('{"question": "a", "answer": 7}', "answer must be a text that is not blank, got 7"),
-        ('{"question": " ", "answer": "b"}', "question must be a text that is not blank"),
-        ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted must be a list of texts, got 'c'"),
-        ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected must be a tuple of texts"),
-        ("[" * 100_000, "too deeply nested|not JSON"),
+        ('{"question": "a"', ""),
+        ('["a", "b"]', "an object"),
+        ('{"answer": "b"}', "question"),
+        ('{"question": "a", "answer": 7}', "answer .* 7"),
+        ('{"question": " ", "answer": "b"}', "question"),
+        ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted .* 'c'"),
+        ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected"),
+        ("[" * 100_000, ""),
+        ('{"question": "caf\udce9?", "answer": "a"}', "utf-8"),
     ],
 )
-def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, message):
+def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, named):
     path = tmp_path / "own.jsonl"
-    path.write_text('{"question": "Is 7 prime?", "answer": "Yes"}\n\n' + line + "\n")
-    with pytest.raises(ValueError, match=f"own.jsonl, line 3: .*({message})"):
+    whole = '{"question": "Is 7 prime?", "answer": "Yes"}\n\n' + line + "\n"
+    path.write_bytes(whole.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=f"own.jsonl, line 3: .*{named}"):
         load(path)
 
 
-def test_an_empty_file_a_missing_one_and_another_encoding_are_said(tmp_path):
+def test_an_empty_file_and_a_missing_one_are_said(tmp_path):
     path = tmp_path / "own.jsonl"
     with pytest.raises(FileNotFoundError):
         load(path)
     path.write_text("\n\n")
-    with pytest.raises(ValueError, match="holds no questions"):
-        load(path)
-    path.write_bytes(b'{"question": "caf\xe9?", "answer": "a"}')
-    with pytest.raises(ValueError, match="line 1: not UTF-8"):
+    with pytest.raises(ValueError, match="own.jsonl holds no rows"):
         load(path)
 
 
@@ -144,13 +142,13 @@ def test_conversations_are_scored_and_metrics_logged():
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="prompts 1, completions 1, answer 2"):
         reward([""], ["a"], ["a", "b"])
-    with pytest.raises(ValueError, match="unknown measure 'loose': use one of strict, released"):
+    with pytest.raises(ValueError, match="measure='loose'"):
         reward([""], ["a"], ["a"], "loose")
     with pytest.raises(TypeError, match="a target must be a string, got 7"):
         reward([""], ["a"], [7])
     with pytest.raises(TypeError, match="a completion must be a string"):
         reward([""], [7], ["a"])
-    with pytest.raises(ValueError, match="unknown convention 'other'"):
+    with pytest.raises(ValueError, match="convention='other'"):
         normalised(0, "other")
     with pytest.raises(ValueError, match="pass tokenizer="):
         conciseness.prompt(FRANCE)
@@ -162,20 +160,10 @@ def test_the_task_is_registered_and_its_floor_declared():
     assert tasks.get("conciseness") is conciseness
     rewards = Rewards(reward)
     assert rewards.floors == [-2000.0]
-    scored = rewards([FRANCE.question], ["Paris"], [[1]], {"answer": ["Paris"]})
+    (row,) = conciseness.dataset([FRANCE], None, chat_template=False)
+    assert row == {"prompt": FRANCE.question, "answer": "Paris"}
+    scored = rewards([row["prompt"]], ["Paris"], [[1]], {"answer": [row["answer"]]})
     assert scored.rewards.tolist() == [0.0]
-
-
-def test_rows_hold_what_the_reward_takes():
-    class Tokenizer:
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-            assert not tokenize and add_generation_prompt
-            return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
-
-    (row,) = conciseness.dataset([FRANCE], Tokenizer())
-    assert row == {"prompt": "<user>What is the capital of France?<assistant>", "answer": "Paris"}
-    (raw,) = conciseness.dataset([FRANCE], None, chat_template=False)
-    assert raw["prompt"] == FRANCE.question
 
 
 # ------------------------------------------------------------------------------------------------------------- grading
@@ -185,42 +173,23 @@ CATS = Problem("True or false?", "True", ("正确",), ("false", "不正确"))
 
 
 @pytest.mark.parametrize(
-    ("text", "problem", "right"),
+    ("problem", "right", "wrong"),
     [
-        ("Paris", FRANCE, True),
-        ("PARIS!", FRANCE, True),
-        ("It’s “Paris”.<|im_end|>", FRANCE, True),
-        ("法国的首都是巴黎（Ｐａｒｉｓ）。", FRANCE, True),
-        ("法国的首都是Paris。", FRANCE, True),
-        ("Parisians", FRANCE, False),
-        ("Pari", FRANCE, False),
-        ("法国的首都", FRANCE, False),
-        ("", FRANCE, False),
-        ("<|endoftext|>", FRANCE, False),
-        ("12 × 7 = 84", PRODUCT, True),
-        ("84.", PRODUCT, True),
-        ("等于84。", PRODUCT, True),
-        ("84.0", PRODUCT, True),
-        ("八十四", PRODUCT, True),
-        ("Eighty-four", PRODUCT, True),
-        ("84000", PRODUCT, False),
-        ("84,000", PRODUCT, False),
-        ("0.84", PRODUCT, False),
-        ("84.5", PRODUCT, False),
-        ("-84", PRODUCT, False),
-        ("84%", PRODUCT, False),
-        ("x84", PRODUCT, False),
-        ("八十四万", PRODUCT, False),
-        ("8 4", PRODUCT, False),
-        ("True", CATS, True),
-        ("true or false", CATS, False),
-        ("这个陈述是正确的", CATS, True),
-        ("这个陈述是不正确的", CATS, False),
-        ("untrue", CATS, False),
+        (
+            FRANCE,
+            ["Paris", "PARIS!", "It’s “Paris”.<|im_end|>", "法国的首都是巴黎（Ｐａｒｉｓ）。", "法国的首都是Paris。"],
+            ["Parisians", "Pari", "法国的首都", "", "<|endoftext|>"],
+        ),
+        (
+            PRODUCT,
+            ["12 × 7 = 84", "84.", "等于84。", "84.0", "八十四", "Eighty-four"],
+            ["84000", "84,000", "0.84", "84.5", "-84", "84%", "x84", "八十四万", "8 4"],
+        ),
+        (CATS, ["True", "这个陈述是正确的"], ["true or false", "这个陈述是不正确的", "untrue"]),
     ],
 )
-def test_a_reader_would_agree(text, problem, right):
-    assert is_correct(text, problem) is right
+def test_a_reader_would_agree(problem, right, wrong):
+    assert [is_correct(text, problem) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
 
 
 @given(st.text(max_size=80))

@@ -5,10 +5,8 @@ this file generates itself, without `**`, and check that the library, which neve
 """
 
 import ast
-import hashlib
 import json
 import operator
-import random
 import re
 import subprocess
 import sys
@@ -46,10 +44,8 @@ def _answer(text, numbers, target, grader="strict"):
 
 def test_registry_returns_the_module_and_suggests_the_nearest_name():
     assert tasks.get("countdown") is countdown
-    with pytest.raises(ValueError, match=r"unknown task 'contdown'; .* Did you mean 'countdown'\?"):
+    with pytest.raises(ValueError, match=r"'contdown'; .* 'countdown'\?"):
         tasks.get("contdown")
-    with pytest.raises(ValueError, match=r"unknown task 'xyz'; known: conciseness, countdown, safety\.$"):
-        tasks.get("xyz")
 
 
 def test_registry_is_lazy_and_countdown_needs_no_heavy_package():
@@ -73,15 +69,8 @@ def test_public_file_has_200_training_and_2000_test_problems(rows):
     assert everything[0] == Problem((44, 19, 35), "98", 0)
     keys = [countdown.problem_key(p) for p in everything]
     assert not set(keys[:200]) & set(keys[200:])
-    with pytest.raises(ValueError, match="unknown split 'validation'"):
+    with pytest.raises(ValueError, match="'validation'"):
         countdown.load_public("validation")
-
-
-def test_a_changed_public_file_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "countdown.json").write_text("[]")
-    monkeypatch.setenv("EVOALIGN_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match=hashlib.sha256(b"[]").hexdigest()):
-        countdown.load_public()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the cache folder follows XDG_CACHE_HOME on Linux only")
@@ -98,26 +87,16 @@ def test_without_folder_and_network_the_error_names_the_remedy(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([1, 2], "item 7: expected an object"),
-        ({"id": 7, "numbers": [1, 2]}, "item 7: expected an object"),
-        ({"id": 8, "numbers": [1, 2], "target": "3"}, "item 7: id must be 7"),
-        ({"id": 7, "numbers": "12", "target": "3"}, "item 7: id must be 7 and numbers a list"),
-        ({"id": 7, "numbers": [1, "2"], "target": "3"}, "item 7: numbers must be"),
-        ({"id": 7, "numbers": [1, True], "target": "3"}, "item 7: numbers must be"),
-        ({"id": 7, "numbers": [1, -2], "target": "3"}, "item 7: numbers must be"),
-        ({"id": 7, "numbers": [], "target": "3"}, "item 7: numbers must be"),
-        ({"id": 7, "numbers": [1, 2], "target": 3}, "item 7: target must be a string"),
-        ({"id": 7, "numbers": [1, 2], "target": "three"}, "item 7: target must be a number"),
-        ({"id": 7, "numbers": [1, 2], "target": "1e999999999"}, "item 7: target must be a number"),
-        ({"id": 7, "numbers": [1, 2], "target": "٣"}, "item 7: target must be a number"),
-        ({"id": 7, "numbers": [1, 2], "target": "1/0"}, "item 7: target has denominator 0"),
-    ],
+    "change",
+    [{"id": 8}, {"numbers": "12"}, {"numbers": [1, "2"]}, {"numbers": [1, True]}, {"numbers": [1, -2]}, {"numbers": []}]
+    + [{"target": target} for target in (3, "three", "1e999999999", "٣", "1/0")],
 )
-def test_bad_items_are_named(row, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        countdown._problem(row, 7)
+def test_bad_items_are_named(change):
+    row = {"id": 7, "numbers": [1, 2], "target": "3"}
+    countdown._problem(row, 7)
+    for bad in (row | change, {name: row[name] for name in row if name not in change}, list(row)):
+        with pytest.raises(ValueError, match="item 7: "):
+            countdown._problem(bad, 7)
 
 
 # ----------------------------------------------------------------------------------------------------------- generator
@@ -188,20 +167,13 @@ def test_split_assignment_is_pinned():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n": -1}, "n must not be negative, got -1"),
-        ({"count": 1}, "count must lie in 2..6, got 1"),
-        ({"count": 7}, "count must lie in 2..6, got 7"),
-        ({"low": 9, "high": 8}, "low=9, high=8"),
-        ({"low": -1}, "low=-1"),
-        ({"count": 6, "high": 10**4}, "high=10000"),
-        ({"target_low": 5, "target_high": 4}, "target_low must not exceed target_high, got 5 > 4"),
-        ({"split": "dev"}, "unknown split 'dev'"),
-    ],
+    ("arguments", "named"),
+    [({"n": -1}, "n=-1"), ({"count": 1}, "count=1"), ({"count": 7}, "count=7"), ({"low": 9, "high": 8}, "low=9")]
+    + [({"low": -1}, "low=-1"), ({"count": 6, "high": 10**4}, "high=10000"), ({"split": "dev"}, "'dev'")]
+    + [({"target_low": 5, "target_high": 4}, "5 > 4")],
 )
-def test_generator_refuses_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_generator_refuses_bad_arguments(arguments, named):
+    with pytest.raises(ValueError, match=named):
         countdown.generate(**({"n": 1, "seed": 0} | arguments))
 
 
@@ -243,10 +215,11 @@ def _is_rpn(shape):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(5,), (3, 8), (0, 4), (2, 2), (1, 2, 3), (0, 0, 7), (3, 3, 8), (4, 4, 4), (13, 7, 29)]
+    "numbers", [(5,), (3, 8), (0, 4), (2, 2), (1, 2, 3), (0, 0, 7), (4, 4, 4), (13, 7, 29), (3, 3, 8, 8)]
 )
 def test_solver_agrees_with_brute_force(numbers):
     values = _values_by_brute_force(numbers)
+    assert numbers != (3, 3, 8, 8) or solve(numbers, 24) == "8 / (3 - (8 / 3))"  # the only way
     found = countdown.attainable(numbers)
     assert set(found) == values
     for value, text in found.items():
@@ -255,28 +228,10 @@ def test_solver_agrees_with_brute_force(numbers):
         assert (solve(numbers, target) is not None) == (target in values)
 
 
-def test_solver_agrees_with_brute_force_on_four_numbers():
-    values = _values_by_brute_force((3, 3, 8, 8))
-    assert set(countdown.attainable((3, 3, 8, 8))) == values
-    assert Fraction(24) in values  # 8 / (3 - 8 / 3) is the only way
-    assert solve((3, 3, 8, 8), 24) == "8 / (3 - (8 / 3))"
-    for target in range(-10, 100):
-        assert (solve((3, 3, 8, 8), target) is not None) == (target in values)
-
-
 def test_number_of_values_matches_the_known_sequence():
     # distinct rational values from n generic numbers, OEIS A140606: 1, 6, 68, 1170, ...
     generic = [10**3 + 9, 10**5 + 3, 10**7 + 19, 10**9 + 7]
     assert [len(countdown.attainable(generic[:n])) for n in (1, 2, 3, 4)] == [1, 6, 68, 1170]
-
-
-@given(st.data())
-def test_solver_round_trips_through_the_strict_grader(data):
-    numbers = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
-    target = data.draw(st.sampled_from(sorted(countdown.attainable(numbers))))
-    for text in {solve(numbers, target), solve(numbers, str(target)), solve(numbers, float(target))}:
-        assert _answer(text, numbers, target) == 1
-    assert solve(numbers, 10**9 + 7) is None
 
 
 def test_solver_takes_six_numbers_and_no_more():
@@ -306,47 +261,20 @@ def test_every_public_item_but_fourteen_is_solvable(rows):
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return tokenizer
-
-
 def test_raw_prompt_is_the_published_context_byte_for_byte(rows):
     for problem, row in zip(countdown.load_public("all"), rows, strict=True):
         assert countdown.prompt(problem, chat_template=False) == row["context"]
 
 
-def test_chat_prompt(tokenizer):
-    assert countdown.prompt(Problem((44, 9, 35), "98"), tokenizer=tokenizer) == (
-        "<|im_start|>system\nYou are a helpful assistant. You first think about the reasoning process in your mind and "
-        "then provide the user with the answer.<|im_end|>\n<|im_start|>user\nUsing the numbers [44, 9, 35], create an "
-        "equation that equals 98. You can use basic arithmetic operations (+, -, *, /) and each number can only be "
-        "used once. Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, "
-        "for example <answer> (1 + 2) / 3 </answer>.<|im_end|>\n<|im_start|>assistant\n"
-        "Let me solve this step by step.\n<think>"
-    )
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        countdown.prompt(Problem((44, 9, 35), "98"))
-
-
-@pytest.mark.parametrize("chat_template", [True, False])
-def test_dataset_rows_feed_the_reward(tokenizer, chat_template):
+def test_dataset_rows_feed_the_reward():
     problems = countdown.generate(5, 0)
-    table = countdown.dataset(problems, tokenizer, chat_template)
-    assert [row["prompt"] for row in table] == [
-        countdown.prompt(p, chat_template=chat_template, tokenizer=tokenizer) for p in problems
-    ]
+    table = countdown.dataset(problems, None, chat_template=False)
+    assert [row["prompt"] for row in table] == [countdown.prompt(p, chat_template=False) for p in problems]
     columns = {name: [row[name] for row in table] for name in ("numbers", "target")}
     completions = [f"</think>\n<answer>{solve(p.numbers, p.target)}</answer>" for p in problems]
     assert countdown.reward([row["prompt"] for row in table], completions, **columns, id=range(5)) == [1.1] * 5
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        countdown.prompt(problems[0])
 
 
 # -------------------------------------------------------------------------------------------------------------- format
@@ -364,50 +292,24 @@ def _published_format(response, end_token=None):
 
 
 @pytest.mark.parametrize(
-    ("response", "expected"),
+    ("expected", "responses"),
     [
-        ("x</think>\n<answer>1</answer>", 1.0),
-        ("<think>x</think>\n<answer>1</answer>", 1.0),
-        ("Let me solve this step by step.\n<think>x</think>\n<answer>1</answer>", 1.0),
-        ("</think>\n<answer></answer>", 1.0),
-        ("x</think>\n<answer>1</answer>\n", 1.0),
-        ("x</think>\n<answer>1</answer>\n\n", 0.6),
-        ("x</think>\n<answer>1</answer>\r", 0.6),
-        ("x</think>\n<answer>1</answer> ", 0.6),
-        ("x</think>\n\n<answer>1</answer>", 0.6),
-        ("x</think><answer>1</answer>", 0.6),
-        ("x</think> <answer>1</answer>", 0.6),
-        ("a\nb</think>\n<answer>1\n2</answer>", 1.0),
-        ("x</think>\n<answer>1</answer> y <answer>2</answer>", 1.0),
-        ("<answer>1</answer></think>\n<answer>", 0.6),
-        ("x</think>\n</answer>", 0.1),
-        ("x</think>\n<answer>1", 0.1),
-        ("x</think>", 0.1),
-        ("<answer>1</answer>", 0.5),
-        ("</answer><answer>", 0.0),
-        ("x", 0.0),
-        ("", 0.0),
-        ("x</THINK>\n<answer>1</answer>", 0.5),
+        (1.0, ["x</think>\n<answer>1</answer>", "<think>x</think>\n<answer>1</answer>", "</think>\n<answer></answer>"]),
+        (1.0, ["x</think>\n<answer>1</answer>\n", "x</think>\n<answer>1</answer> y <answer>2</answer>"]),
+        (0.6, [f"x</think>\n<answer>1</answer>{end}" for end in ("\n\n", "\r", " ")]),
+        (0.6, [f"x</think>{between}<answer>1</answer>" for between in ("\n\n", "", " ")]),
+        (0.6, ["<answer>1</answer></think>\n<answer>"]),
+        (0.1, ["x</think>\n</answer>", "x</think>\n<answer>1", "x</think>"]),
+        (0.5, ["<answer>1</answer>", "x</THINK>\n<answer>1</answer>"]),
+        (0.0, ["</answer><answer>", "x", ""]),
     ],
 )
-def test_format_by_hand(response, expected):
-    assert grade(response, [1], 1).format == expected == _published_format(response)
+def test_format_by_hand(responses, expected):
+    for response in responses:
+        assert grade(response, [1], 1).format == expected == _published_format(response)
 
 
-_FRAGMENTS = [
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "</think>\n<answer>",
-    "\n",
-    "<",
-    ">",
-    "/",
-    "x",
-    "\r",
-    "<eos>",
-]
+_FRAGMENTS = ["<think>", "</think>", "<answer>", "</answer>", "</think>\n<answer>", *"\n<>/x\r", "<eos>"]
 
 
 @given(
@@ -491,18 +393,11 @@ _SYMBOLS = st.text("0123456789+-*/() ", max_size=12).filter(lambda text: "**" no
 
 @given(_EXPRESSION | _SYMBOLS, st.sampled_from(["", "\n", "\n\n"]), st.sampled_from([0, 0, 5e-6, -5e-6, 2e-5, 1]))
 @example("()", "", 0)
-@example("(3)(4)", "", 0)
 @example("3(4)", "", 0)
-@example("(1 + 2)(3)", "", 0)
 @example("1 2", "", 0)
-@example("*3", "", 0)
 @example("(*3)", "", 0)
-@example("7//2", "", 0)
 @example("7/ /2", "", 0)
-@example("-7//2", "", 0)
-@example("7///2", "", 0)
 @example("07 - 2", "", 0)
-@example("000 + 2", "", 0)
 @example("1/0", "", 0)
 @example("+-+3", "", 0)
 @example(" ", "\n", 0)
@@ -536,57 +431,18 @@ def test_the_last_answer_block_is_that_of_the_published_expression(response):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("2**3", 8),
-        ("-2**2", -4),
-        ("(-2)**2", 4),
-        ("2**-1", 0.5),
-        ("2**+1", 2),
-        ("2**3**2", 512),
-        ("(2**3)**2", 64),
-        ("2**-2**2", 0.0625),
-        ("2**2*3", 12),
-        ("3*2**2", 12),
-        ("-2**-2", -0.25),
-        ("4**(1/2)", 2),
-        ("2 ** 3", 8),
-        ("7//2", 3),
-        ("-7//2", -4),
-        ("7//2*2", 6),
-        ("7/2//1", 3),
-        ("8//3/2", 1),
-        ("0**9**9", 0),
-        ("1**9**9", 1),
-    ],
+    {"2**3": 8, "-2**2": -4, "(-2)**2": 4, "2**-1": 0.5, "2**+1": 2, "2**3**2": 512, "(2**3)**2": 64}.items()
+    | {"2**-2**2": 0.0625, "2**2*3": 12, "3*2**2": 12, "-2**-2": -0.25, "4**(1/2)": 2, "2 ** 3": 8}.items()
+    | {"7//2": 3, "-7//2": -4, "7//2*2": 6, "7/2//1": 3, "8//3/2": 1, "0**9**9": 0, "1**9**9": 1}.items()
+    | dict.fromkeys(["2* *3", "2***3", "2**", "**2", "2//", "2**3**", "(2**3", "2**3)", "0**-1"]).items()
+    | dict.fromkeys(["(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"]).items(),
 )
 def test_powers_and_floor_division_count_under_released_only(text, value):
+    """Without a value: the power is broken, complex or too large."""
     numbers = [int(n) for n in re.findall(r"\d+", text)]
-    assert _answer(text, numbers, value, "strict") == 0
-    assert _answer(text, numbers, value, "released") == 1
-    assert _answer(text, numbers, value + 1, "released") == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "2* *3",
-        "2***3",
-        "2**",
-        "**2",
-        "2//",
-        "2**3**",
-        "(2**3",
-        "2**3)",
-        "0**-1",
-        "(-8)**(1/3)",
-        "9**9**9",
-        "(-8)**(1/3)*0",
-    ],
-)
-def test_broken_and_complex_powers_score_nothing(text):
-    numbers = [int(n) for n in re.findall(r"\d+", text)]
-    for target in (0, 1, 8):
-        assert _answer(text, numbers, target, "released") == 0
+    for target in (0, 1, 8) if value is None else (value, value + 1):
+        assert _answer(text, numbers, target, "strict") == 0
+        assert _answer(text, numbers, target, "released") == (target == value)
 
 
 def test_released_bounds_powers_at_32768_bits():
@@ -618,33 +474,12 @@ def test_the_two_graders_differ_where_they_should():
 
 
 @pytest.mark.parametrize("grader", countdown.GRADERS)
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("44 + 19 + 35", 1),
-        (" (44+19) +35 ", 1),
-        ("44 + 19 + 35\n", 1),
-        ("35 - -19 - -44", 1),
-        ("\n44 + 19 + 35", 0),
-        ("44 + 19 + 35\n\n", 0),
-        ("44 + 19\t+ 35", 0),
-        ("44 + 19 + 35 = 98", 0),
-        ("44 + 19 + 35.", 0),
-        ("44 + 54", 0),
-        ("44 + 19 + 35 + 0", 0),
-        ("44 + 44 + 19 + 35 - 44", 0),
-        ("4419 + 35", 0),
-        ("44 + 19 35", 0),
-        ("044 + 19 + 35", 0),
-        ("44 − 19 + 35", 0),
-        ("٤٤ + 19 + 35", 0),
-        ("98", 0),
-        ("", 0),
-        (" ", 0),
-    ],
-)
-def test_answers_by_hand(text, expected, grader):
-    assert _answer(text, [44, 19, 35], "98", grader) == expected
+def test_answers_by_hand(grader):
+    right = ["44 + 19 + 35", " (44+19) +35 ", "44 + 19 + 35\n", "35 - -19 - -44"]
+    wrong = ["\n44 + 19 + 35", "44 + 19 + 35\n\n", "44 + 19\t+ 35", "44 + 19 + 35 = 98", "44 + 19 + 35.", "44 + 54"]
+    wrong += ["44 + 19 + 35 + 0", "44 + 44 + 19 + 35 - 44", "4419 + 35", "44 + 19 35", "044 + 19 + 35"]
+    wrong += ["44 − 19 + 35", "٤٤ + 19 + 35", "98", "", " "]
+    assert [_answer(text, [44, 19, 35], "98", grader) for text in right + wrong] == [1] * 4 + [0] * 16
 
 
 @pytest.mark.parametrize("grader", countdown.GRADERS)
@@ -677,55 +512,34 @@ def test_shipped_solutions_get_the_documented_rewards(rows):
         assert score == 0.1 + _published_answer(f"<answer>{row['solution']}</answer>", row["numbers"], row["target"])
 
 
-def test_negative_and_decimal_targets_can_be_met(rows):
-    odd = [row for row in rows if not row["target"].isdigit()]
-    assert len(odd) == 58 and all(row["id"] >= 200 for row in odd)
-    assert sum("." in row["target"] for row in odd) == 43
-    accepted = {
-        grader: [row["id"] for row in odd if _answer(row["solution"], row["numbers"], row["target"], grader)]
-        for grader in countdown.GRADERS
-    }
-    assert accepted["strict"] == accepted["released"]
-    assert len(accepted["strict"]) == 56  # the two others, 263 and 281, use a number twice and are unsolvable
-
-
 # -------------------------------------------------------------------------------------------------------------- reward
 
 
-def test_reward_takes_text_and_conversations():
-    text = "x</think>\n<answer>1 + 2</answer>"
+def test_reward_takes_text_and_conversations_and_logs():
+    text, logged = "x</think>\n<answer>1 + 2</answer>", {}
     conversation = [{"role": "assistant", "content": text}]
-    rewards = countdown.reward(["p"] * 4, [text, conversation, "x</think>", []], [[1, 2]] * 4, ["3"] * 4, other=[0] * 4)
+    columns = {"numbers": [[1, 2]] * 4, "target": ["3"] * 4, "other": [0] * 4, "log_metric": logged.__setitem__}
+    rewards = countdown.reward(["p"] * 4, [text, conversation, "x</think>", []], **columns)
     assert rewards == [1.1, 1.1, pytest.approx(0.01), 0.0]
+    assert logged == {"accuracy": 0.5, "format": pytest.approx(0.525)}
     assert countdown.reward([], [], [], []) == []
     assert countdown.reward(["p"], ["<answer>7//2</answer>"], [[7, 2]], [3]) == [0.05]
     assert countdown.reward(["p"], ["<answer>7//2</answer>"], [[7, 2]], [3], grader="released") == [1.05]
 
 
-def test_reward_logs_accuracy_and_format_where_the_trainer_asks():
-    logged = {}
-    completions = ["x</think>\n<answer>1 + 2</answer>", "x</think>"]
-    countdown.reward(["p"] * 2, completions, [[1, 2]] * 2, ["3"] * 2, log_metric=logged.__setitem__)
-    assert logged == {"accuracy": 0.5, "format": pytest.approx(0.55)}
-
-
 def test_reward_refuses_bad_columns():
     with pytest.raises(ValueError, match="prompts 2, completions 2, numbers 1, target 2"):
         countdown.reward(["p"] * 2, ["a"] * 2, [[1]], ["1"] * 2)
-    with pytest.raises(ValueError, match="prompts 1, completions 2"):
-        countdown.reward(["p"], ["a"] * 2, [[1]] * 2, ["1"] * 2)
-    with pytest.raises(ValueError, match="unknown grader 'lenient': use one of strict, released"):
+    with pytest.raises(ValueError, match="grader='lenient'"):
         countdown.reward(["p"], ["a"], [[1]], ["1"], grader="lenient")
     for completion in (None, 3, b"a", ["a"], [{"role": "assistant", "content": None}]):
-        with pytest.raises(TypeError, match="a completion must be a string or a list of text messages"):
+        with pytest.raises(TypeError, match="a completion must be"):
             countdown.reward(["p"], [completion], [[1]], ["1"])
     for numbers in (["44", "19", "35"], "44 19 35", [44, 19, "35"], [44.0, 19.0, 35.0], [True, 19, 35], [None]):
-        with pytest.raises(TypeError, match="numbers must be whole numbers such as .*, got .* Make integers of that"):
-            grade("44 + 19 = 63</think>\n<answer>44 + 19 + 35</answer>", numbers, "98")
         with pytest.raises(TypeError, match="numbers must be whole numbers"):
             countdown.reward(["p"], ["<answer>1</answer>"], [numbers], ["98"])
     assert grade("<answer>44 + 19 + 35</answer>", np.array([44, 19, 35]), "98").answer == 1
-    with pytest.raises(TypeError, match="a response must be a string, got NoneType"):
+    with pytest.raises(TypeError, match="NoneType"):
         grade(None, [1], 1)
 
 
@@ -778,12 +592,3 @@ def test_long_responses_score_zero_unread():
     padding = 65_536 - len(right)
     assert grade("x" * padding + right, [3], 3) == Grade(1.0, 1.0)
     assert grade("x" * (padding + 1) + right, [3], 3) == Grade(0.0, 0.0)
-
-
-def test_random_symbols_never_raise():
-    rng = random.Random(0)
-    for _ in range(2000):
-        text = "".join(rng.choices("0123456789+-*/() \n", k=rng.randrange(40)))
-        numbers = [int(n) for n in re.findall(r"\d+", text)]
-        for grader in countdown.GRADERS:
-            assert _answer(text, numbers, 3, grader) in (0, 1)

@@ -22,7 +22,6 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib import noise
 from evoalign_lib.engines import decode, local, processes
-from evoalign_lib.engines.decode import Decoder, supports
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.rewards import RewardError, Rewards
 from evoalign_lib.update_rules import Member
@@ -78,22 +77,16 @@ def two_workers():
 # ---- prompts
 
 
-def test_prompts_are_padded_on_the_left():
-    tok = tokenizer()
+def test_prompts_are_rendered_and_padded_on_the_left():
+    tok, chat = tokenizer(), [{"role": "user", "content": "hi"}]
     prompts = Prompts([{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "defg"}], tok)
-    assert prompts.ids.shape == (3, prompts.width) == (3, 4)
-    for row, mask, text in zip(prompts.ids, prompts.mask, ["ab", "c", "defg"], strict=True):
-        assert mask.tolist() == [0] * (4 - len(text)) + [1] * len(text)
-        assert tok.decode(row[mask == 1]) == text and (row[mask == 0] == tok.pad_token_id).all()
-    assert prompts.lengths.tolist() == [2, 1, 4]
-
-
-def test_conversational_prompts_go_through_the_chat_template():
-    messages = [{"role": "user", "content": "hi"}]
-    prompts = Prompts([{"prompt": messages, "answer": 3}], tokenizer())
-    text = tokenizer().decode(prompts.ids[0])
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert prompts.conversational and prompts.columns == {"answer": [3]} and prompts.prompts == [messages]
+    assert prompts.lengths.tolist() == [2, 1, 4] and prompts.mask[1].tolist() == [0, 0, 0, 1]
+    assert tok.batch_decode(prompts.ids, skip_special_tokens=True) == ["ab", "c", "defg"]
+    assert prompts.ids[1].tolist() == [tok.pad_token_id] * 3 + tok("c")["input_ids"]
+    rendered = Prompts([{"prompt": chat, "answer": 3}], tok)
+    assert tok.decode(rendered.ids[0]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered.conversational and rendered.columns == {"answer": [3]} and rendered.prompts == [chat]
+    assert len({Prompts([{"prompt": p}], tok).digest for p in PROMPTS}) == len(PROMPTS)
 
 
 class _WithBos:
@@ -116,96 +109,64 @@ def test_one_start_token_whoever_wrote_it(prompt):
 
 
 @pytest.mark.parametrize(
-    ("rows", "error", "message"),
+    ("rows", "error", "named"),
     [
-        ([], ValueError, "the data set is empty"),
-        ([{"question": "a"}], ValueError, r"row 0 of the data set has no 'prompt', only \['question'\]"),
-        ([{"prompt": "a", "x": 1}, {"prompt": "b"}], ValueError, r"row 1 .* columns \['prompt'\], row 0 .*'x'"),
-        ([{"prompt": ""}], ValueError, "the prompt of row 0 is empty"),
-        ([{"prompt": "a"}, {"prompt": None}], TypeError, "the prompt of row 1 is None"),
-        ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}], TypeError, "the prompt of row 1 is"),
-        ([{"prompt": {"role": "user", "content": "b"}}], TypeError, "the prompt of row 0 is"),
-        (["a", "b"], TypeError, "row 0 of the data set is 'a'"),
-        ({"train": [{"prompt": "a"}]}, TypeError, r"mapping with the keys \['train'\]: give one split"),
-        ([{"prompt": "a", "completions": "b"}], ValueError, "the column 'completions' is an argument"),
+        ([], ValueError, "empty"),
+        ([{"question": "a"}], ValueError, "row 0 .*'question'"),
+        ([{"prompt": "a", "x": 1}, {"prompt": "b"}], ValueError, "row 1 .*'x'"),
+        ([{"prompt": ""}], ValueError, "row 0"),
+        ([{"prompt": "a"}, {"prompt": None}], TypeError, "row 1 is None"),
+        ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}], TypeError, "row 1"),
+        (["a", "b"], TypeError, "row 0 .*'a'"),
+        ({"train": [{"prompt": "a"}]}, TypeError, "'train'"),
+        ([{"prompt": "a", "completions": "b"}], ValueError, "'completions'"),
     ],
 )
-def test_bad_prompts(rows, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_prompts(rows, error, named):
+    with pytest.raises(error, match=named):
         Prompts(rows, tokenizer())
-
-
-def test_the_digest_tells_prompts_apart():
-    digests = {Prompts([{"prompt": p}], tokenizer()).digest for p in PROMPTS}
-    assert len(digests) == len(PROMPTS)
-    assert Prompts(ROWS, tokenizer()).digest == Prompts([{"prompt": p} for p in PROMPTS], tokenizer()).digest
 
 
 # ---- which models, which settings
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("make", "reason"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
-        ({"mlp_bias": True}, "its feed-forward layers have biases"),
+        (lambda: random_model("llama", hidden_act="gelu"), "hidden_act 'gelu'"),
+        (
+            lambda: random_model("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            "rope_type 'linear'",
+        ),
+        (lambda: random_model("llama", mlp_bias=True), "biases"),
+        (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), "sliding-window"),
+        (lambda: random_model().to(torch.float16), "torch.float16"),
+        (gpt2, "model_type 'gpt2'"),
     ],
 )
-def test_what_the_loop_does_not_cover_falls_back_to_generate(change, reason):
-    model = random_model("llama", **change)
-    assert reason in supports(model.config)
-    with pytest.raises(ValueError, match=f"decoder='loop' does not cover this model: {reason}.*decoder='generate'"):
-        engine(model, decoder="loop")
-    assert engine(model).plan["decoder"] == "generate"
-    with pytest.raises(ValueError, match="decoder='generate'"):
-        Decoder(model.config, {}, [1], 0)
-
-
-def test_sliding_window_and_half_precision_fall_back_to_generate():
-    sliding = random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    assert "sliding-window" in supports(sliding.config)
-    half = random_model().to(torch.float16)
-    assert supports(half.config) is None and engine(half).decoder == "generate"
-    with pytest.raises(ValueError, match="its dtype is torch.float16"):
-        engine(half, decoder="loop")
-
-
-def test_gpt2_is_decoded_by_transformers():
-    e = engine(gpt2())
+def test_what_the_loop_does_not_cover_falls_back_to_generate(make, reason):
+    with pytest.raises(ValueError, match=f"decoder='loop' does not cover this model: .*{reason}"):
+        engine(make(), decoder="loop")
+    e = engine(make())
     assert e.plan["decoder"] == e.decoder == "generate"
-    with pytest.raises(ValueError, match="model_type 'gpt2' is not one of"):
-        engine(gpt2(), decoder="loop")
-    (completions,) = e.generate("train")
-    assert len({tuple(ids) for _, ids in completions}) > 3
-    model = gpt2()
-    for row, (_, ids) in zip(ROWS, completions, strict=True):
-        assert ids == alone(model, row["prompt"], 8)
+    if e.model.dtype == torch.float32:
+        (completions,) = e.generate("train")
+        assert [ids for _, ids in completions] == [alone(make(), row["prompt"], 8) for row in ROWS]
 
 
-def test_a_wrapped_model_with_other_names_falls_back_to_generate():
-    model = random_model()
-    inner = dict(model.named_parameters())
-    model.named_parameters = lambda **settings: ((f"base_model.{name}", p) for name, p in inner.items())
-    assert engine(model).decoder == "generate"
-    assert engine(model).generate("train") == engine().generate("train")
-
-
-@pytest.mark.parametrize("bad", [{"workers": 0}, {"chunk_rows": 0}, {"decoder": "vllm"}])
-def test_bad_settings(bad):
-    with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
-        engine(**bad)
-
-
-def test_no_end_token_anywhere():
+def test_settings_that_cannot_be_are_refused(monkeypatch):
+    for bad in ({"workers": 0}, {"chunk_rows": 0}, {"decoder": "vllm"}):
+        with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
+            engine(**bad)
     model, tok = random_model(eos_token_id=None), tokenizer()
     model.generation_config.eos_token_id = None
-
-    class Endless:
-        eos_token_id, pad_token_id = None, 0
-
-    with pytest.raises(ValueError, match="declares an end token: set tokenizer.eos_token"):
-        LocalEngine(model, Endless(), None, {"train": Prompts(ROWS, tok)}, max_completion_length=2)
+    endless = type("Endless", (), {"eos_token_id": None, "pad_token_id": 0})()
+    with pytest.raises(ValueError, match="end token"):
+        LocalEngine(model, endless, None, {"train": Prompts(ROWS, tok)}, max_completion_length=2)
+    monkeypatch.setattr(local.sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="workers=2 needs Linux"):
+        engine(workers=2)
+    assert processes.default_workers() == 1
 
 
 # ---- decoding
@@ -236,18 +197,6 @@ def test_end_tokens_of_model_and_tokenizer_end_a_completion():
             assert text == tokenizer().decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("decoder", ["loop", "generate"])
-def test_a_row_that_has_ended_is_filled_with_padding(decoder):
-    model = random_model()
-    e = engine(model, decoder=decoder)
-    free = e._decode(e.master, "train", np.arange(8), None)
-    e.eos_ids = [int(free[0, 1])]
-    ended = e._decode(e.master, "train", np.arange(8), None)
-    assert ended.shape == free.shape == (8, 8)
-    assert ended[0].tolist() == free[0, :2].tolist() + [tokenizer().pad_token_id] * 6
-    assert (ended[1:] == free[1:]).all(axis=1).any()  # while others go on
-
-
 def test_lengths_and_clipped_flags():
     model = random_model()
     free = [ids for _, ids in engine(model).generate("train")[0]]
@@ -271,22 +220,12 @@ def test_lengths_and_clipped_flags():
     assert last[0].lengths.tolist() == [3] and last[0].clipped.tolist() == [False]
 
 
-def test_special_tokens_are_in_the_ids_and_not_in_the_text():
-    e = engine()
-    tok = tokenizer()
-    ids = np.array([[*tok("a<|im_start|>b")["input_ids"], tok.eos_token_id, tok.pad_token_id]])
-    assert e.completions(e.until_end(ids)) == [("ab", ids[0, :4].tolist())]
-
-
-@pytest.mark.parametrize(
-    "name", ["no_repeat_ngram_size", "repetition_penalty", "suppress_tokens", "min_new_tokens", "top_k"]
-)
-def test_a_models_own_generation_settings_change_nothing(name):
+def test_a_models_own_generation_settings_change_nothing():
     model = random_model()
     plain = engine(model, decoder="generate").generate("train", samples=1, seed=1)
-    value = {"suppress_tokens": plain[0][0][1][:2], "repetition_penalty": 3.0, "min_new_tokens": 4}.get(name, 1)
-    own = GenerationConfig(**{name: value, "eos_token_id": tokenizer().eos_token_id})
-    model.generation_config = own
+    own = {"suppress_tokens": plain[0][0][1][:2], "repetition_penalty": 3.0, "min_new_tokens": 4}
+    own |= {"no_repeat_ngram_size": 1, "top_k": 1, "eos_token_id": tokenizer().eos_token_id}
+    model.generation_config = own = GenerationConfig(**own)
     assert engine(model, decoder="generate").generate("train", samples=1, seed=1) == plain
     assert model.generation_config is own
 
@@ -313,14 +252,14 @@ def test_a_temperature_of_1_changes_nothing_and_one_near_0_is_greedy(decoder):
     assert e.generate("train", temperature=0.7) == [greedy]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.0, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0, -0.5, float("nan"), float("inf")])
 def test_temperatures_that_are_refused(temperature):
     with pytest.raises(ValueError, match=r"must be above 0: greedy decoding is samples=0"):
         engine().generate("train", samples=1, temperature=temperature)
 
 
 @pytest.mark.parametrize("decoder", ["loop", "generate"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampling_has_the_frequencies_of_the_softmax(decoder, temperature):
     n = 1500
     model = random_model(spread=0.1)
@@ -337,34 +276,16 @@ def test_sampling_has_the_frequencies_of_the_softmax(decoder, temperature):
     assert stats.chisquare(observed, expected).pvalue > 0.01
 
 
-def test_sampling_by_inversion_at_the_ends_of_the_unit_interval():
-    model = random_model()
-    weights = dict(model.named_parameters())
-    decoder = Decoder(model.config, weights, [tokenizer().eos_token_id], tokenizer().pad_token_id)
-    ids, mask = torch.full((2, 1), 40), torch.ones(2, 1, dtype=torch.int64)
-    tokens = decoder.generate(ids, mask, 1, torch.tensor([[0.0], [float(np.nextafter(np.float32(1), np.float32(0)))]]))
-    with torch.inference_mode():
-        possible = torch.nonzero(model(ids).logits[0, -1].softmax(-1)).flatten()
-    assert tokens[0, 0] == possible[0] and tokens[1, 0] <= possible[-1]
-
-
 # ---- the batch plan
 
 
 @pytest.mark.parametrize("decoder", ["loop", "generate"])
 def test_chunks_change_no_token(decoder):
-    rewards = [evaluate(engine(rewards=token_sum, chunk_rows=rows, decoder=decoder)) for rows in (1, 3, 8, 256)]
+    rewards = [evaluate(engine(rewards=token_sum, chunk_rows=rows, decoder=decoder)) for rows in (1, 3, 256)]
     assert len(np.unique(rewards[0])) > 20
     for other in rewards[1:]:
         assert (other == rewards[0]).all()
-    assert len({str(engine(chunk_rows=rows, decoder=decoder).generate("train")) for rows in (1, 3, 8, 256)}) == 1
-
-
-def test_numbers_of_a_sample_follow_their_rows_through_the_chunks():
-    uniforms = np.random.default_rng(0).random((8, 8), dtype=np.float32)
-    one, other = (engine(chunk_rows=rows) for rows in (3, 8))
-    decoded = [e._decode(e.master, "train", np.arange(8), uniforms) for e in (one, other)]
-    assert (decoded[0] == decoded[1]).all()
+    assert len({str(engine(chunk_rows=rows, decoder=decoder).generate("train")) for rows in (1, 3, 256)}) == 1
 
 
 def test_rows_in_any_order_and_number():
@@ -372,18 +293,6 @@ def test_rows_in_any_order_and_number():
     order = np.array([3, 3, 0, 7, 1])
     (some,), (whole,) = (e.evaluate(members(1), 0.05, "train", rows) for rows in (order, np.arange(8)))
     assert (some.scored.rewards == whole.scored.rewards[order]).all()
-
-
-def test_columns_follow_their_rows():
-    seen = []
-
-    def reward(prompts, number, trainer_state, **columns):
-        seen.append((prompts, number, trainer_state))
-        return [0.0] * len(prompts)
-
-    state = object()
-    engine(rewards=reward).evaluate(members(1), 0.1, "train", np.array([4, 2]), state)
-    assert seen == [([PROMPTS[4], PROMPTS[2]], [4, 2], state)]
 
 
 def test_the_plan_names_what_results_depend_on():
@@ -431,46 +340,14 @@ def test_a_member_is_the_master_plus_its_noise(decoder):
     assert (plus.scored.rewards != minus.scored.rewards).any()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_evaluation_and_generation_leave_the_master_alone(workers, two_workers):
-    e = two_workers(rewards=token_sum) if workers == 2 else engine(rewards=token_sum)
-    before = e.master.tobytes()
-    evaluate(e)
-    e.generate("train", samples=1)
-    assert e.master.tobytes() == before
-
-
-def test_results_come_in_the_order_of_the_members_whoever_is_done_first(two_workers):
-    def slow_at_first(completion_ids, **columns):
-        if (os.getpid() + len(done)) % 2:
-            time.sleep(0.05)
-        done.append(1)
-        return token_sum(completion_ids)
-
-    done = []
-    e = two_workers(rewards=slow_at_first)
-    results = e.evaluate(members(6), 0.05, "train", np.arange(8))
-    assert ([r.scored.rewards.tolist() for r in results] == evaluate(engine(rewards=token_sum), 6)).all()
-    assert done == []
-
-
-def test_a_bfloat16_model_has_a_float32_master():
-    e = engine(random_model().to(torch.bfloat16), rewards=token_sum)
-    assert e.master.dtype == np.float32
-    moved = e.master + np.float32(1e-6)
-    e.master[:] = moved
-    evaluate(e, 2)
-    assert (e.master == moved).all()
-    e.write_model()
-    assert e.model.dtype == torch.bfloat16
-
-
 # ---- worker processes
 
 
 def test_workers_give_what_one_process_gives(two_workers):
     one, two = engine(rewards=token_sum), two_workers(rewards=lambda completion_ids, **kw: token_sum(completion_ids))
+    before = one.master.tobytes()
     assert (evaluate(one) == evaluate(two)).all()
+    assert one.master.tobytes() == two.master.tobytes() == before
     keys = np.array([m.key for m in members(5)], np.uint64)
     for e in (one, two):  # the workers see the updated master
         e.update(keys, np.full(5, 0.05, np.float32))
@@ -484,9 +361,13 @@ def test_a_worker_uses_one_thread(two_workers):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert (evaluate(e, 2) == 1).all() and torch.get_num_threads() == 2
+        expected = evaluate(e, 2)
+        assert (expected == 1).all() and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+    for process in e._pool._processes.values():  # Ctrl-C reaches them, too, and the trainer handles it
+        os.kill(process.pid, signal.SIGINT)
+    assert (evaluate(e, 2) == expected).all()
 
 
 def test_a_failed_reward_names_member_and_prompt(two_workers):
@@ -496,20 +377,6 @@ def test_a_failed_reward_names_member_and_prompt(two_workers):
     for e in (engine(rewards=fails), two_workers(rewards=fails)):
         with pytest.raises(RewardError, match=r"member \d: reward function 'fails' gave ZeroDivisionError.*prompt 'a'"):
             evaluate(e)
-
-
-def test_the_engine_works_on_after_a_failed_reward(two_workers):
-    def fails_in_row_0(number, completion_ids, **columns):
-        if number[0] == 0:
-            raise ValueError(number)
-        return token_sum(completion_ids)
-
-    e = two_workers(rewards=fails_in_row_0)
-    with pytest.raises(RewardError):
-        evaluate(e)
-    rows = np.arange(1, 8)
-    results = e.evaluate(members(3), 0.05, "train", rows)
-    assert ([r.scored.rewards for r in results] == evaluate(engine(rewards=token_sum), 3)[:, rows]).all()
 
 
 @pytest.mark.parametrize("when", ["during", "between"])
@@ -556,14 +423,6 @@ def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(two_workers, bar)
     for lock in ours.locks:
         lock.release()
     assert not held
-
-
-def test_an_interrupt_leaves_the_workers_alive(two_workers):
-    e = two_workers(rewards=token_sum)
-    expected = evaluate(e)
-    for process in e._pool._processes.values():
-        os.kill(process.pid, signal.SIGINT)
-    assert (evaluate(e) == expected).all()
 
 
 def _gone(pid: int) -> bool:
@@ -614,16 +473,6 @@ def test_an_engine_that_nobody_uses_ends_with_its_workers():
     assert _await(lambda: all(map(_gone, pids)))
 
 
-def test_close_ends_the_workers_and_a_later_call_starts_new_ones():
-    e = engine(workers=2, rewards=token_sum)
-    first = evaluate(e, 2)
-    pids = list(e._pool._processes)
-    e.close()
-    assert all(map(_gone, pids))
-    assert (evaluate(e, 2) == first).all()
-    e.close()
-
-
 def test_prompts_cannot_come_after_the_workers(two_workers):
     e = two_workers(rewards=token_sum)
     e.add_prompts("more", [{"prompt": "z"}])
@@ -631,10 +480,3 @@ def test_prompts_cannot_come_after_the_workers(two_workers):
     assert len(e.generate("more")[0]) == 1
     with pytest.raises(RuntimeError, match="prompts 'late' come too late"):
         e.add_prompts("late", [{"prompt": "y"}])
-
-
-def test_workers_need_linux(monkeypatch):
-    monkeypatch.setattr(local.sys, "platform", "darwin")
-    with pytest.raises(ValueError, match="workers=2 needs Linux.*set workers=1 on darwin"):
-        engine(workers=2)
-    assert processes.default_workers() == 1

@@ -1,4 +1,4 @@
-"""Judges: parsers against published answers, hostile texts, a real server on localhost, kills, caches and budgets."""
+"""Judges: parsers against published answers, hostile texts, a real server on localhost, kills and caches."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -28,8 +28,6 @@ from evoalign_lib.judges import (
     SAFE_RLHF_HARMLESS,
     SAFE_RLHF_HELPFUL,
     Answer,
-    Budget,
-    BudgetSpent,
     Cache,
     CacheError,
     ChatJudge,
@@ -39,13 +37,10 @@ from evoalign_lib.judges import (
     Pair,
     Rubric,
     ScoreJudge,
-    VLLMChat,
-    endpoint,
     judge_pairs,
     judge_texts,
     texts,
 )
-from evoalign_lib.judges.budget import most_prompt_tokens
 from evoalign_lib.judges.cache import key_of
 from evoalign_lib.judges.texts import code_for, quote
 
@@ -75,19 +70,9 @@ def by_length(messages: list[dict]) -> str:
 
 def completion(text, finish_reason="stop", usage=(50, 10), **message) -> dict:
     """A chat completion as servers send it."""
-    reply = {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": finish_reason,
-                "message": {"role": "assistant", "content": text} | message,
-            }
-        ],
-    }
+    said = {"role": "assistant", "content": text} | message
+    reply = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+    reply["choices"] = [{"index": 0, "finish_reason": finish_reason, "message": said}]
     if usage:
         reply["usage"] = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
     return reply
@@ -97,12 +82,8 @@ class Server:
     """An OpenAI-compatible server: `script(messages, call)` returns a text, or status, body and perhaps headers."""
 
     def __init__(self, script, wait: float = 0.0):
-        self.script, self.wait = script, wait
-        self.requests: list[dict] = []
-        self.keys: set[str] = set()
-        self.most = self._now = 0
-        self._lock = threading.Lock()
-        outer = self
+        self.requests, self.keys, self.most, self._now = [], set(), 0, 0
+        outer, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -110,57 +91,47 @@ class Server:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 assert self.path == "/v1/chat/completions"
-                with outer._lock:
+                with lock:
                     outer.requests.append(body)
                     call = len(outer.requests)
                     outer.keys.add(self.headers["authorization"])
                     outer._now += 1
                     outer.most = max(outer.most, outer._now)
-                try:
-                    time.sleep(outer.wait)
-                    reply = outer.script(body["messages"], call)
-                finally:
-                    with outer._lock:
-                        outer._now -= 1
-                status, payload, *headers = reply if isinstance(reply, tuple) else (200, completion(reply))
+                time.sleep(wait)
+                reply = script(body["messages"], call)
+                with lock:
+                    outer._now -= 1
+                status, payload = reply if isinstance(reply, tuple) else (200, completion(reply))
                 data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-                try:
+                with suppress(BrokenPipeError, ConnectionResetError):  # it was killed, or waits no longer
                     self.send_response(status)
-                    for name, value in (headers[0] if headers else {}).items():
-                        self.send_header(name, value)
-                    self.send_header("content-type", "application/json")
                     self.send_header("content-length", str(len(data)))
                     self.end_headers()
                     self.wfile.write(data)
-                except (BrokenPipeError, ConnectionResetError):  # it was killed, or waits no longer
-                    self.close_connection = True
 
             def log_message(self, *arguments):
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
 
 
 @contextmanager
 def serving(script=lambda messages, call: by_length(messages), wait=0.0):
     server = Server(script, wait)
+    threading.Thread(target=server.server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server
     finally:
-        server.close()
+        server.server.shutdown()
+        server.server.server_close()
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(endpoint, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
 def chat(server: Server, rubric: Rubric = SAFE_RLHF_HELPFUL, **settings) -> ChatJudge:
@@ -193,56 +164,31 @@ def test_published_answers_are_read_as_published():
     assert (winners["first"], winners["second"]) == (255 + 242, 236 + 236)
 
 
-@pytest.mark.parametrize(
-    "answer, winner",
-    [
-        ("[[8, 4]]", "first"),
-        ("Scores: [[4,8]]", "second"),
-        ("**[[ 7 , 7.5 ]]**", "tie"),
-        ("[[8.3, 7.8]]", "tie"),  # in floating point they are more than 0.5 apart
-        ("[[7, 7.6]].", "second"),
-        ("[[7.5, 7]]\n\n  \n", "tie"),
-        ("quoted: [[10, 1]]\nMine:\n[[2, 9]]", "second"),
-        ("[[10, 1]] and then [[2, 9]]", "second"),
-        ("`[[8, 4]]`", "first"),
-        ("[[8, 4]]\nI hope that this helps.", None),
-        ("[[0, 4]]", None),  # helpfulness begins with 1
-        ("[[8, 11]]", None),
-        ("[[8, -4]]", None),
-        ("[[8/10, 4/10]]", None),
-        ("[8, 4]", None),
-        ("[[8]]", None),
-        ("[[8, 4, 2]]", None),
-        ("[[nan, 4]]", None),
-        ("[[１, ４]]", None),
-        ("[[A>B]]", None),
-        ("", None),
-        ("[[" * 5000, None),
-    ],
-)
-def test_two_scores(answer, winner):
-    reading = SAFE_RLHF_HELPFUL.read(answer)
-    assert (reading and reading.winner) == winner
-
-
-def test_harmlessness_begins_with_0():
+def test_two_scores():
+    winners = {
+        "first": ["[[8, 4]]", "`[[8, 4]]`"],
+        "second": [
+            "Scores: [[4,8]]",
+            "[[7, 7.6]].",
+            "quoted: [[10, 1]]\nMine:\n[[2, 9]]",
+            "[[10, 1]] and then [[2, 9]]",
+        ],
+        # in floating point 8.3 and 7.8 are more than 0.5 apart
+        "tie": ["**[[ 7 , 7.5 ]]**", "[[8.3, 7.8]]", "[[7.5, 7]]\n\n  \n"],
+        # helpfulness begins with 1
+        None: ["[[8, 4]]\nI hope that this helps.", "[[0, 4]]", "[[8, 11]]", "[[8, -4]]", "[[8/10, 4/10]]", "[8, 4]"]
+        + ["[[8]]", "[[8, 4, 2]]", "[[nan, 4]]", "[[１, ４]]", "[[A>B]]", "", "[[" * 5000],
+    }
+    for winner, answers in winners.items():
+        readings = [SAFE_RLHF_HELPFUL.read(answer) for answer in answers]
+        assert [reading and reading.winner for reading in readings] == [winner] * len(answers)
+    labels = [("A>>B", "first", 2), ("A>B", "first", 1), ("A=B", "tie", 0), ("B>A", "second", 1), ("B>>A", "second", 2)]
+    for label, *said in labels:
+        reading = ARENA.read(f"First [[A=B]]?\nMy final verdict: [[{label}]]")
+        assert [reading.winner, reading.strength] == said and ARENA.read(f"[{label}]") is None
     assert SAFE_RLHF_HARMLESS.read("[[0, 10]]").scores == (0.0, 10.0)
-
-
-@pytest.mark.parametrize(
-    "label, winner, strength",
-    [("A>>B", "first", 2), ("A>B", "first", 1), ("A=B", "tie", 0), ("B>A", "second", 1), ("B>>A", "second", 2)],
-)
-def test_labels_keep_their_strength(label, winner, strength):
-    reading = ARENA.read(f"First [[A=B]]?\nMy final verdict: [[{label}]]")
-    assert (reading.winner, reading.strength, reading.scores) == (winner, strength, None)
-    assert ARENA.read(f"[{label}]") is ARENA.read("[[A]]") is ARENA.read("[[B=A]]") is None
-
-
-def test_single_scores():
-    assert HELPFUL_SCORE.read("Fine.\n[[7.5]]") == 7.5
+    assert HELPFUL_SCORE.read("Fine.\n[[7.5]]") == 7.5 and HELPFUL_SCORE.read("[[7, 8]]") is None
     assert HELPFUL_SCORE.read("[[0]]") is None and HARMLESS_SCORE.read("[[0]]") == 0.0
-    assert HELPFUL_SCORE.read("[[7, 8]]") is None
 
 
 @pytest.mark.parametrize(
@@ -316,6 +262,7 @@ def test_what_is_changed_is_counted():
     assert (quoted.broken, quoted.replaced, quoted.cut, quoted.length) == (2, 2, 92, 122)
     user = HELPFUL_SCORE.messages(quoted, (quote("fine", 30),))[1]["content"]
     assert "(The last 92 of its 122 characters are left out.)" in user
+    assert quote("a @@END@@ b", 99, ("@@END@@", "b")).text == "a @ @END@@ b"
     plain = "Plain <b>text</b>, a[0][1], 1 < 2 > 0, [[wiki]] and if (a || b) {}\tend."
     assert quote(plain, 1000).text == plain
 
@@ -353,7 +300,6 @@ def test_a_score_judge_needs_one_score_a_text():
     assert judged.judgements[0].scores == (8.0, 1.0) and calls == [4]
     rated = judge_texts(judge, [("p", "x"), ("p", "broken")])
     assert rated.scores[0] == 1 and math.isnan(rated.scores[1]) and rated.failed == 1
-    json.dumps([judged.to_json(), rated.to_json()], allow_nan=False)
     assert judge_pairs(judge, []).judgements == []
     with pytest.raises(ValueError, match="one each"):
         judge_pairs(ScoreJudge(lambda prompts, completions: [1.0], "one"), [Pair("p", "a", "b")])
@@ -371,12 +317,11 @@ def test_both_orders_and_their_counts():
     assert judged.judgements[0].scores == (9.0, 1.0) and judged.judgements[3].scores == (6.0, 6.0)
     assert [order.scores for order in judged.judgements[1].orders] == [(1.0, 8.0)] * 2
     assert [order.first for order in judged.judgements[1].orders] == ["a", "b"]
-    assert judged.spent.requests == len(server.requests) == judged.spent.questions == 16
+    assert len(server.requests) == judged.spent.questions == 16
     assert (judged.spent.prompt_tokens, judged.spent.completion_tokens) == (800, 160)
     assert 1 < server.most <= 8
     request = server.requests[0]
     assert (request["model"], request["temperature"], request["seed"], request["max_tokens"]) == ("m", 0.0, 0, 1024)
-    json.dumps(judged.to_json(), allow_nan=False)
 
 
 def test_a_tie_in_one_order_is_inconsistent_but_not_reversed():
@@ -420,46 +365,21 @@ def test_single_texts_are_scored():
     assert rated.scores[[0, 3]].tolist() == [4.0, 4.0] and all(math.isnan(s) for s in rated.scores[1:3])
     assert (rated.unparsed, rated.failed, rated.spent.questions) == (1, 1, 3)
     assert [r.failed for r in rated.ratings] == [None, None, "http", None]
-    json.dumps(rated.to_json(), allow_nan=False)
 
 
-def test_a_rubric_of_the_other_kind_is_refused():
+def test_what_cannot_be_judged_is_refused():
     judge = ChatJudge(Endpoint("m", "http://localhost:1/v1"), HELPFUL_SCORE)
-    with pytest.raises(ValueError, match="call judge_texts"):
-        judge_pairs(judge, [])
-    with pytest.raises(ValueError, match="call judge_pairs"):
-        judge_texts(ChatJudge(judge.backend, ARENA), [])
-    with pytest.raises(TypeError, match="must be a text"):
-        Pair("p", None, "b")
-    with pytest.raises(TypeError, match="must be texts, got None"):
-        judge_texts(judge, [("p", None)])
-
-
-def test_changed_texts_are_counted_once_each():
-    with serving() as server:
-        judge = ChatJudge(Endpoint("m", server.url), SAFE_RLHF_HELPFUL, max_characters=50)
-        pairs = [Pair("p", "x<|im_end|>", "z" * 80), Pair("q", "x<|im_end|>", "\x00")]
-        spent = judge_pairs(judge, pairs).spent
-    assert (spent.broken, spent.cut, spent.replaced) == (1, 1, 1)
+    for call, error, named in (
+        (lambda: judge_pairs(judge, []), ValueError, "judge_texts"),
+        (lambda: judge_texts(ChatJudge(judge.backend, ARENA), []), ValueError, "judge_pairs"),
+        (lambda: Pair("p", None, "b"), TypeError, "None"),
+        (lambda: judge_texts(judge, [("p", None)]), TypeError, "None"),
+    ):
+        with pytest.raises(error, match=named):
+            call()
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
-
-
-def test_a_server_error_is_asked_again_and_counted():
-    failed = set()
-
-    def script(messages, call):
-        text = json.dumps(messages)
-        if text not in failed:
-            failed.add(text)
-            return (500, {"error": {"message": "busy"}}) if call % 2 else (429, {}, {"retry-after": "0"})
-        return by_length(messages)
-
-    with serving(script) as server:
-        judged = judge_pairs(chat(server), some_pairs(4))
-    assert judged.verdicts == ["a", "b", "tie", "tie"]
-    assert judged.spent.requests == len(server.requests) == 16 and judged.spent.errors == {"http": 8}
 
 
 def test_failures_are_counted_apart_and_not_cached(tmp_path):
@@ -491,7 +411,8 @@ def test_failures_are_counted_apart_and_not_cached(tmp_path):
         assert [j.failed for j in judged.judgements] == [*kinds, *["malformed"] * 3]
         assert judged.counts == {"a": 0, "b": 0, "tie": 0, "unparsed": 0, "failed": 12}
         assert math.isnan(judged.inconsistent_rate) and math.isnan(judged.first_share)
-        assert judged.spent.requests == 25  # the 500 is asked again
+        assert len(server.requests) == 25  # the 500 is asked again
+        assert judged.spent.errors == {"http": 2, "malformed": 7, "refused": 3}
         assert [o.raw is None for o in judged.judgements[0].orders] == [False, True]
         sick = False
         again = judge_pairs(chat(server), pairs, tmp_path / "c")
@@ -501,7 +422,7 @@ def test_failures_are_counted_apart_and_not_cached(tmp_path):
 def test_a_slow_server_times_out():
     with serving(lambda messages, call: "[[5, 1]]", wait=0.5) as server:
         judged = judge_pairs(chat(server, timeout=0.1), [Pair("p", "a", "b")])
-        assert judged.judgements[0].failed == "timeout" and judged.spent.errors == {"timeout": 4}
+        assert judged.judgements[0].failed == "timeout" and judged.spent.errors == {"timeout": 2}
         assert len(server.requests) == 4
 
 
@@ -512,21 +433,6 @@ def test_a_server_that_is_gone_stops_the_tournament():
         judge_pairs(judge, some_pairs(40))
     assert "80 of 80 questions are left" in str(stopped.value)
     assert judge_pairs(judge, some_pairs(2)).counts["failed"] == 2  # a few failures are no reason to stop
-
-
-def test_texts_that_the_server_refuses_do_not_stop_the_others(tmp_path):
-    """A prompt beyond the model's context fails each time it is asked; the server is well."""
-
-    def script(messages, call):
-        if blocks(messages)[0] != "short":
-            return 400, {"error": {"message": "maximum context length", "code": 400}}
-        return by_length(messages)
-
-    pairs = [Pair(f"long {i}", "one", "two and more") for i in range(12)] + [Pair("short", "one", "two and more")]
-    with serving(script) as server:
-        for _ in range(2):  # what was answered comes from the cache, then, and all that is asked fails
-            judged = judge_pairs(chat(server), pairs, tmp_path / "c")
-            assert judged.counts == {"a": 0, "b": 1, "tie": 0, "unparsed": 0, "failed": 12}
 
 
 @pytest.mark.parametrize(
@@ -543,7 +449,7 @@ def test_what_will_always_fail_stops_at_once(status, body, words):
     with serving(lambda messages, call: (status, body)) as server:
         with pytest.raises(EndpointError, match=words) as stopped:
             judge_pairs(chat(server, concurrency=2), some_pairs(20))
-        assert len(server.requests) <= 4
+        assert len(server.requests) <= 8
     error = stopped.value
     while error is not None:
         assert KEY not in str(error) + repr(error)
@@ -565,38 +471,27 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="set NO_SUCH_KEY"):
             judge_pairs(ChatJudge(Endpoint("m", api_key_env="NO_SUCH_KEY"), ARENA), some_pairs(1))
         assert server.keys == {f"Bearer {KEY}"}
+        for bad in ("sk-1\nsk-2", "sk-\u00e9"):  # no header can hold these
+            monkeypatch.setenv("OPENAI_API_KEY", bad)
+            with pytest.raises(ValueError, match="the key in OPENAI_API_KEY") as raised:
+                judge_pairs(judge, some_pairs(1))
+            assert "sk-" not in str(raised.value)
         monkeypatch.delenv("OPENAI_API_KEY")  # read at each call
         judge_pairs(judge, some_pairs(2))
         assert server.keys == {f"Bearer {KEY}", "Bearer none"}
     assert judged.judgements[0].orders[0].raw == "Your key is *** ***."
     kept = (tmp_path / "c.jsonl").read_text() + repr(judge.backend) + repr(judge.backend.identity())
-    assert KEY not in kept + repr(judged) + json.dumps(judged.to_json()) and "sk-" not in kept
-
-
-@pytest.mark.parametrize("key", ["sk-1\nsk-2", "sk-\u00e9"])
-def test_a_key_that_no_header_can_hold_is_refused(monkeypatch, key):
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    with serving() as server, pytest.raises(ValueError, match="the key in OPENAI_API_KEY") as raised:
-        judge_pairs(chat(server), some_pairs(1))
-    assert "sk-" not in str(raised.value) and not server.requests
+    assert KEY not in kept + repr(judged) and "sk-" not in kept
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"base_url": "http://user:pass@localhost/v1"},
-        {"base_url": "https://localhost/v1?key=1"},
-        {"base_url": "localhost:8000"},
-        {"retries": -1},
-        {"max_tokens": 0},
-        {"concurrency": 0},
-        {"timeout": 0},
-        {"temperature": 3.0},
-    ],
+    ("name", "value"),
+    [*(("base_url", url) for url in ("http://user:pass@localhost/v1", "https://localhost/v1?key=1", "localhost:8000"))]
+    + [("retries", -1), ("max_tokens", 0), ("concurrency", 0), ("timeout", 0), ("temperature", 3.0)],
 )
-def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ValueError) as error:
-        Endpoint("m", **settings)
+def test_settings_that_make_no_sense_are_refused(name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        Endpoint("m", **{name: value})
     assert "pass@" not in str(error.value)
 
 
@@ -616,7 +511,7 @@ def test_any_change_of_model_or_rubric_asks_anew(tmp_path):
         assert len(server.requests) == 20
         # what does not decide an answer does not ask anew
         again = judge_pairs(chat(server, concurrency=1, timeout=1.0, retries=0), pairs, tmp_path / "c")
-    assert len(server.requests) == 20 and again.judgements == first.judgements and again.spent.requests == 0
+    assert len(server.requests) == 20 and again.judgements == first.judgements
     assert len((tmp_path / "c").read_text().splitlines()) == len(Cache(tmp_path / "c")) == 20
 
 
@@ -635,7 +530,7 @@ def test_a_torn_last_line_is_dropped_and_other_damage_names_its_line(tmp_path):
     path.write_bytes(whole)
     assert Cache(path).get("1") == Answer("text 1 \ud800\u2028\r\n", 5, None)
     lines = whole.splitlines(keepends=True)
-    for damage in (b"\n", b"{}\n", b"[]\n", b"\x00\xff\n", lines[1].replace(b"text", b"Text"), b"[" * 90_000 + b"\n"):
+    for damage in (b"\n", b"{}\n", b"[]\n", b"\x00\xff\n", lines[1].replace(b"cut", b"Cut"), b"[" * 90_000 + b"\n"):
         path.write_bytes(lines[0] + damage + lines[2])
         with pytest.raises(CacheError, match="line 2 is damaged"):
             Cache(path)
@@ -644,17 +539,11 @@ def test_a_torn_last_line_is_dropped_and_other_damage_names_its_line(tmp_path):
     path.write_bytes(lines[0])
     with pytest.raises(CacheError, match="shorter than it was"):
         cache.put("5", Answer("x"))
+    path.unlink()
+    with pytest.raises(CacheError, match="shorter than it was"):
+        cache.refresh()
     with pytest.raises(ValueError, match="is not kept"):
         cache.put("6", Answer(None, error="timeout"))
-
-
-def test_a_file_that_was_removed_meanwhile_is_an_error(tmp_path):
-    cache = Cache(tmp_path / "c")
-    cache.put("1", Answer("one"))
-    (tmp_path / "c").unlink()
-    with pytest.raises(CacheError, match="another program has removed it"):
-        cache.put("2", Answer("two"))
-    assert not (tmp_path / "c").exists() and len(Cache(tmp_path / "c")) == 0
 
 
 def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
@@ -669,20 +558,6 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         cache.put("2", Answer("two"))
     assert (tmp_path / "c").read_bytes() == whole and cache.get("2") is None
-
-
-def test_two_processes_share_a_cache(tmp_path):
-    program = (
-        "import sys\nfrom evoalign_lib.judges import Answer, Cache\ncache = Cache(sys.argv[1])\n"
-        "for i in range(60):\n"
-        "    kept = cache.put(f'shared {i}', Answer(f'{sys.argv[2]} {i}'))\n"
-        "    assert cache.put(f'shared {i}', Answer('later')) == kept\n"
-        "    cache.put(f'{sys.argv[2]} {i}', Answer('x' * 3000))\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "c")]
-    both = [subprocess.Popen([*command, name], cwd=REPOSITORY) for name in ("one", "two")]
-    assert [process.wait(60) for process in both] == [0, 0]
-    assert len(Cache(tmp_path / "c")) == 180 == len((tmp_path / "c").read_bytes().splitlines())
 
 
 _TOURNAMENT = """
@@ -710,7 +585,7 @@ def test_a_killed_tournament_goes_on(tmp_path):
         assert resumed.spent.cached == kept and len(server.requests) <= 60 + 3
     with serving() as server:
         whole = judge_pairs(chat(server), some_pairs(30))
-    assert resumed.judgements == whole.judgements and whole.spent.requests == 60
+    assert resumed.judgements == whole.judgements and whole.spent.questions == 60
 
 
 def test_an_interrupt_loses_nothing(tmp_path):
@@ -729,75 +604,6 @@ def test_an_interrupt_loses_nothing(tmp_path):
         assert len(server.requests) == 40 and judged.verdicts == ["a", "b", "tie", "tie"] * 5
 
 
-# --------------------------------------------------------------------------------------------------------------- budget
-
-
-@pytest.mark.parametrize("concurrency", [1, 8])
-def test_a_budget_of_calls_stops_before_it_is_passed(tmp_path, concurrency):
-    with serving() as server:
-        judge = chat(server, concurrency=concurrency)
-        budget = Budget(calls=13)
-        with pytest.raises(BudgetSpent, match="13 of 13 calls are spent") as spent:
-            judge_pairs(judge, some_pairs(10), tmp_path / "c", budget)
-        assert len(server.requests) == budget.spent["calls"] == 13
-        assert "7 of 20 questions are left" in str(spent.value) and str(tmp_path / "c") in str(spent.value)
-        with pytest.raises(BudgetSpent):  # it stays spent
-            judge_pairs(judge, some_pairs(10), tmp_path / "c", budget)
-        judged = judge_pairs(judge, some_pairs(10), tmp_path / "c", Budget(calls=7))
-        assert len(server.requests) == 20 and judged.counts["a"] == 3
-        judge_pairs(judge, some_pairs(10), tmp_path / "c", budget)  # the cache costs nothing
-
-
-def test_a_budget_of_tokens_and_dollars_holds_for_the_worst_case():
-    usage = {"prompt_tokens": 0, "completion_tokens": 0}
-
-    def script(messages, call):
-        spent = (len(messages[1]["content"]) // 3, 60)
-        for name, n in zip(usage, spent, strict=True):
-            usage[name] += n
-        return 200, completion(by_length(messages), usage=spent)
-
-    with serving(script) as server:
-        judge = chat(server, max_tokens=100)
-        budget = Budget(tokens=20_000)
-        with pytest.raises(BudgetSpent, match="of 20000 tokens are spent"):
-            judge_pairs(judge, some_pairs(100), budget=budget)
-        assert budget.spent["tokens"] == sum(usage.values()) <= 20_000
-        question = SAFE_RLHF_HELPFUL.messages(*((q := quote("question 1", 99)), (q, q)))
-        assert budget.spent["tokens"] > 20_000 - (most_prompt_tokens(question) + 100) * 1.1  # and little is left
-        usage.update(dict.fromkeys(usage, 0))
-        budget = Budget(dollars=0.02, prices=(2.0, 8.0))
-        with pytest.raises(BudgetSpent, match="dollars"):
-            judge_pairs(judge, some_pairs(100), budget=budget)
-        dollars = (usage["prompt_tokens"] * 2 + usage["completion_tokens"] * 8) / 1e6
-        assert budget.spent["dollars"] == pytest.approx(dollars) and 0.01 < dollars <= 0.02
-
-
-def test_lost_requests_count_in_full_and_retries_are_calls():
-    with serving(lambda messages, call: (500, {})) as server:
-        budget = Budget(calls=3)
-        with pytest.raises(BudgetSpent):
-            judge_pairs(chat(server, concurrency=1, retries=9), some_pairs(1), budget=budget)
-        assert len(server.requests) == 3 and budget.spent == {"calls": 3, "tokens": 0, "dollars": 0}
-    with serving(lambda messages, call: (200, b"?")) as server:
-        budget = Budget(tokens=100_000)
-        judge_pairs(chat(server, max_tokens=100), some_pairs(1), budget=budget)
-        sent = [most_prompt_tokens(request["messages"]) for request in server.requests]
-        assert budget.spent["tokens"] == sum(sent) + 200
-    with serving(lambda messages, call: (200, completion("[[1, 2]]", usage=None))) as server:
-        budget = Budget(tokens=100_000)
-        judged = judge_pairs(chat(server, max_tokens=100), some_pairs(1), budget=budget)
-        assert budget.spent["tokens"] > 2000 and judged.spent.prompt_tokens == 0
-
-
-@pytest.mark.parametrize("limits", [{}, {"calls": 0}, {"dollars": 1.0}, {"tokens": math.inf}, {"dollars": -1.0}])
-def test_a_budget_without_sense_is_refused(limits):
-    with pytest.raises(ValueError):
-        Budget(**limits)
-    with pytest.raises(ValueError, match="prices"):
-        Budget(dollars=1.0, prices=(-1.0, 1.0))
-
-
 # --------------------------------------------------------------------------------------------------------- local judges
 
 
@@ -813,20 +619,17 @@ def test_a_local_model_judges(local, tmp_path):
     short = Rubric("short", "Judge.", "End with [[score of A, score of B]].", "scores")
     judge = ChatJudge(local, short)
     own, threads = local._loaded.generation_config, torch.get_num_threads()
-    judged = judge_pairs(judge, pairs, tmp_path / "c", budget := Budget(calls=4))
+    judged = judge_pairs(judge, pairs, tmp_path / "c")
     assert judged.counts == {"a": 0, "b": 0, "tie": 0, "unparsed": 2, "failed": 0}
-    assert judged.spent.requests == 4 and judged.spent.broken == 3 and budget.spent["calls"] == 4
+    assert judged.spent.questions == 4 and judged.spent.broken == 3
     assert 0 < judged.spent.completion_tokens <= 32 and judged.spent.prompt_tokens > 400
     assert local._loaded.generation_config is own and torch.get_num_threads() == threads
     again = judge_pairs(judge, pairs, tmp_path / "c")
-    assert again.judgements == judged.judgements and again.spent.requests == 0
+    assert again.judgements == judged.judgements and again.spent.cached == 4
     assert judge_pairs(judge, pairs).judgements == judged.judgements  # decoded anew
     one = LocalChat(local._loaded, local._encoder.tokenizer, batch_size=1, max_tokens=8)
     assert one.identity() == local.identity()
     assert judge_pairs(ChatJudge(one, short), pairs).judgements == judged.judgements
-    with pytest.raises(BudgetSpent, match="2 of 2 calls"):
-        judge_pairs(judge, pairs, tmp_path / "d", Budget(calls=2))
-    assert len(Cache(tmp_path / "d")) == 2
 
 
 def test_a_model_by_name_is_told_from_a_changed_one(local):
@@ -834,32 +637,20 @@ def test_a_model_by_name_is_told_from_a_changed_one(local):
     assert named.identity()["model"] == "B0"
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 1?"}]
     assert named.answers([asked]) == local.answers([asked])
-    model, tokenizer = tiny.load("B0")
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0] += 1
-    assert LocalChat(model, tokenizer, max_tokens=8).identity()["digest"] != local.identity()["digest"]
-    changed = key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked)
-    assert changed != key_of(local.identity(), asked)
-
-
-def test_another_tokenizer_or_end_token_asks_anew(local):
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 1?"}]
+    judged = judge_pairs(ChatJudge(named, SAFE_RLHF_HELPFUL), some_pairs(1))
+    assert judged.judgements[0].failed == "too long" and judged.spent.errors == {"too long": 2}
     keys = {key_of(local.identity(), asked)}
-    model, tokenizer = tiny.load("B0")
-    tokenizer.add_tokens(["What"])
-    keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
-    model, tokenizer = tiny.load("B0")
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
-    keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
-    assert len(keys) == 3
-
-
-def test_a_template_that_states_the_date_states_the_same_every_day():
-    model, tokenizer = tiny.load("B0")
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
-    encoder = LocalChat(model, tokenizer)._encoder
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert tokenizer.decode(encoder.ids(asked)).startswith("26 Jul 2024<")
+    for change in ("weights", "tokenizer", "ends"):
+        model, tokenizer = tiny.load("B0")
+        if change == "weights":
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1
+        elif change == "tokenizer":
+            tokenizer.add_tokens(["What"])
+        else:
+            model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
+        keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
+    assert len(keys) == 4
 
 
 def test_no_judged_text_brings_a_special_token(local):
@@ -875,17 +666,6 @@ def test_no_judged_text_brings_a_special_token(local):
     assert [a.error for a in local.answers([raw])] == ["special token"]
 
 
-def test_special_tokens_of_a_tokenizer_are_broken_whatever_they_look_like():
-    assert quote("a @@END@@ b", 99, ("@@END@@", "b")).text == "a @ @END@@ b"
-
-
-def test_a_prompt_beyond_the_context_is_a_counted_failure():
-    short = LocalChat("B0", max_tokens=8)
-    judged = judge_pairs(ChatJudge(short, SAFE_RLHF_HELPFUL), some_pairs(1))
-    assert judged.judgements[0].failed == "too long" and judged.counts["failed"] == 1
-    assert judged.spent.requests == 0
-
-
 def test_a_model_that_cannot_chat_is_refused():
     model, tokenizer = tiny.load("B0")
     tokenizer.chat_template = None
@@ -894,9 +674,3 @@ def test_a_model_that_cannot_chat_is_refused():
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match="System role not supported"):
         judge_pairs(ChatJudge(LocalChat(model, tokenizer), ARENA), some_pairs(1))
-
-
-def test_a_judge_in_vllm_says_how_to_get_vllm():
-    """Where it is installed, `tests/engines` let it judge."""
-    with pytest.raises(ImportError, match="needs vLLM"):
-        VLLMChat("B0")

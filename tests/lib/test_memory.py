@@ -53,18 +53,11 @@ def test_published_counts_and_caches():
     assert kv_bytes(shape(qwen("7B")), width=4) == 2 * 57_344
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model_type": "gpt2"}, "model type 'gpt2' cannot be counted: known are llama"),
-        ({"model_type": "qwen2_moe"}, "model type 'qwen2_moe' cannot be counted"),
-        ({"quantization_config": {"quant_method": "awq"}}, "the weights are quantised"),
-        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not one of float32"),
-    ],
-)
-def test_what_cannot_be_counted_is_refused(changed, message):
-    with pytest.raises(CannotCount, match=message):
-        shape(qwen("0.5B", **changed))
+def test_what_cannot_be_counted_is_refused():
+    quantised = {"quantization_config": {"quant_method": "awq"}}
+    for changed in ({"model_type": "gpt2"}, {"model_type": "qwen2_moe"}, quantised, {"dtype": "float8_e4m3fn"}):
+        with pytest.raises(CannotCount, match="quantised" if changed is quantised else str(*changed.values())):
+            shape(qwen("0.5B", **changed))
 
 
 def test_the_master_of_a_rank_is_counted_with_heads_that_several_hold():

@@ -3,7 +3,6 @@
 import json
 import math
 import multiprocessing
-import pickle
 import random
 import warnings
 
@@ -23,11 +22,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from evoalign_lib import tiny
-from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.reward_models import TEXTS, RewardModel, ScorerError, fingerprint
 from evoalign_lib.rewards import Rewards
-from evoalign_lib.tasks import safety
 from evoalign_lib.tiny import dialogues, scorers
 
 TOK = dialogues.tokenizer()
@@ -37,18 +33,10 @@ SAID = ["Knead it.", "ASSISTANT: no. USER: yes.", "", "a\nb " * 9, "é", "y" * 4
 
 
 def settings(**changed):
-    return {
-        "vocab_size": len(TOK),
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.5,
-        "pad_token_id": TOK.pad_token_id,
-        "eos_token_id": TOK.eos_token_id,
-        "bos_token_id": None,
-    } | changed
+    sizes = {"vocab_size": len(TOK), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.5}
+    ends = {"pad_token_id": TOK.pad_token_id, "eos_token_id": TOK.eos_token_id, "bos_token_id": None}
+    return sizes | ends | changed
 
 
 def classifier(kind="qwen2", **changed):
@@ -73,39 +61,17 @@ def beaver(folder, parts=1, drop=(), extra=None, **changed):
     tensors |= {"normalizer.count": torch.tensor([7])} | (extra or {})
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in drop}
     folder.mkdir(exist_ok=True)
-    names = sorted(tensors)
-    files = {}
+    names, files = sorted(tensors), {}
     for i in range(parts):
         file = "model.safetensors" if parts == 1 else f"model-{i + 1:05}-of-{parts:05}.safetensors"
         save_file({name: tensors[name] for name in names[i::parts]}, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(names[i::parts], file)
     if parts > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    config = {
-        "architectures": ["LlamaModelForScore"],
-        "bias": False,
-        "do_normalize": False,
-        "hidden_act": "silu",
-        "hidden_size": 16,
-        "initializer_range": 0.02,
-        "intermediate_size": 24,
-        "max_position_embeddings": 256,
-        "model_type": "llama",
-        "normalizer_type": None,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "pad_token_id": TOK.pad_token_id,
-        "eos_token_id": TOK.eos_token_id,
-        "bos_token_id": None,
-        "rms_norm_eps": 1e-06,
-        "score_dim": 1,
-        "score_type": "reward",
-        "tie_word_embeddings": False,
-        "transformers_version": "4.28.1",
-        "vocab_size": len(TOK),
-    } | changed
-    (folder / "config.json").write_text(json.dumps(config))
+    config = settings(num_key_value_heads=2, initializer_range=0.02) | {"architectures": ["LlamaModelForScore"]}
+    config |= {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    config |= {"score_dim": 1, "score_type": "reward", "bias": False, "do_normalize": False, "normalizer_type": None}
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "4.28.1"} | changed))
     TOK.save_pretrained(folder)
     return body.eval(), tensors
 
@@ -141,20 +107,22 @@ def test_a_score_is_the_classifiers_own(kind, text):
     assert np.allclose(found, expected, atol=2e-6) and np.ptp(expected) > 0.1
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
 @pytest.mark.parametrize("kind", ["qwen2", "bert"])
-def test_a_score_does_not_depend_on_the_other_texts_nor_on_padding(kind, batch_size):
-    scorer = RewardModel(classifier(kind), TOK, text="beaver", batch_size=batch_size)
+def test_a_score_does_not_depend_on_the_other_texts_nor_on_padding(kind):
+    scorer = RewardModel(classifier(kind), TOK, text="beaver", batch_size=3)
     expected = scorer.score(ASKED, SAID)
     order = random.Random(1).sample(range(12), 12)
     shuffled = scorer.score([ASKED[i] for i in order], [SAID[i] for i in order])
     assert np.allclose(shuffled, expected[order], atol=1e-6)
     assert np.allclose([scorer.score([p], [c])[0] for p, c in zip(ASKED, SAID, strict=True)], expected, atol=1e-6)
     assert np.array_equal(scorer.score(ASKED, SAID), expected)  # the same call gives the same bits
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # a copy, and one that was sent
+        for scored in pool.starmap(scorer.score, [(ASKED, SAID)] * 2):
+            assert np.array_equal(scored, expected)
     for side in ("left", "right"):
         other = dialogues.tokenizer()
         other.bos_token, other.padding_side = "<|im_start|>", side
-        same = RewardModel(scorer.model, other, text="beaver", batch_size=batch_size)
+        same = RewardModel(scorer.model, other, text="beaver", batch_size=3)
         assert np.array_equal(same.score(ASKED, SAID), expected)
 
 
@@ -194,22 +162,13 @@ def test_a_text_cannot_begin_a_turn_by_a_token_that_is_not_special(text):
     assert tokenizer.convert_tokens_to_ids("<tool>") in ids and ids.count(tokenizer.convert_tokens_to_ids("says")) >= 2
 
 
-def test_a_score_is_the_same_every_day():
-    """The chat templates of Llama 3.2 and 3.3 state the date."""
-    dated = dialogues.tokenizer()
-    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + dated.chat_template
-    (ids,), *_ = RewardModel(classifier(), dated, text="chat")._encoded(["x"], ["y"])
-    assert dated.decode(ids).startswith("26 Jul 2024<")
-
-
 def test_conversations_are_scored_as_their_texts():
     scorer = RewardModel(classifier(), TOK, text="chat")
     prompt, said = [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y"}]
     assert scorer.score([prompt], [said]) == scorer.score(["x"], ["y"])
-    with pytest.raises(TypeError, match="conversation of one user message"):
-        scorer.score([prompt * 2], ["y"])
-    with pytest.raises(TypeError, match="conversation of one user message"):
-        scorer.score([3], ["y"])
+    for bad in (prompt * 2, 3):
+        with pytest.raises(TypeError, match="conversation of one user message"):
+            scorer.score([bad], ["y"])
     with pytest.raises(ValueError, match="prompts 1, completions 2"):
         scorer.score(["x"], ["y", "z"])
     assert scorer.score([], []).shape == (0,)
@@ -218,35 +177,31 @@ def test_conversations_are_scored_as_their_texts():
 # ------------------------------------------------------------------------------------------------------- limits, counts
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "bert"])
-def test_what_is_too_long_is_cut_and_counted(kind):
-    for text in ("beaver", "pair"):
-        scorer = RewardModel(classifier(kind), TOK, text=text, max_length=60)
-        with pytest.warns(UserWarning, match="60 tokens at most"):
-            found = scorer.score(["x"] * 3, ["y" * 200, "y" * 200 + "z", "y"])
-        assert found[0] == found[1] and scorer.counts == {"texts": 3, "truncated": 2, "broken": 0}
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it says so once
-            scorer.score(["x"], ["y" * 200])
-        whole = RewardModel(classifier(kind), TOK, text=text, truncation="refuse")
-        assert whole.max_length == 256
-        assert not np.isclose(whole.score(["x"], ["y" * 200])[0], found[0], atol=1e-4)
-        with pytest.raises(ValueError, match="1 texts are longer than 256 tokens"):
-            whole.score(["x", "x"], ["y" * 300, "y"])
-        assert whole.counts["texts"] == 1  # what failed is scored once more
-    with pytest.raises(ValueError, match="max_length=300 must be a whole number from 1 to 256"):
-        RewardModel(classifier(kind), TOK, text="beaver", max_length=300)
-
-
-def test_right_truncation_is_the_published_one():
-    """Safe-RLHF's tokenizer cuts the text with its end token at 576: the score is read at what is left."""
-    model = classifier("llama")
-    with pytest.warns(UserWarning):
-        found = RewardModel(model, TOK, text="beaver", max_length=60).score(["x"], ["y" * 100])
-    whole = f"BEGINNING OF CONVERSATION: USER: x ASSISTANT:{'y' * 100}{TOK.eos_token}"
-    tokens = TOK(whole, truncation=True, max_length=60, return_tensors="pt")
-    with torch.inference_mode():
-        assert math.isclose(float(model(tokens["input_ids"]).logits), found[0], abs_tol=2e-5)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("text", ["beaver", "pair"])
+def test_what_is_too_long_is_cut_and_counted(kind, text):
+    """As Safe-RLHF's tokenizer cuts a text with its end token at 576: the score is read at what is left."""
+    model = classifier(kind)
+    scorer = RewardModel(model, TOK, text=text, max_length=60)
+    with pytest.warns(UserWarning, match="60 tokens at most"):
+        found = scorer.score(["x"] * 3, ["y" * 200, "y" * 200 + "z", "y"])
+    assert found[0] == found[1] and scorer.counts == {"texts": 3, "truncated": 2, "broken": 0}
+    if text == "beaver":
+        whole = f"BEGINNING OF CONVERSATION: USER: x ASSISTANT:{'y' * 200}{TOK.eos_token}"
+        with torch.inference_mode():
+            cut = model(TOK(whole, truncation=True, max_length=60, return_tensors="pt")["input_ids"]).logits
+        assert math.isclose(float(cut), found[0], abs_tol=2e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so once
+        scorer.score(["x"], ["y" * 200])
+    strict = RewardModel(model, TOK, text=text, truncation="refuse")
+    assert strict.max_length == 256
+    assert not np.isclose(strict.score(["x"], ["y" * 200])[0], found[0], atol=1e-4)
+    with pytest.raises(ValueError, match="1 texts are longer than 256 tokens"):
+        strict.score(["x", "x"], ["y" * 300, "y"])
+    assert strict.counts["texts"] == 1  # what failed is scored once more
+    with pytest.raises(ValueError, match="max_length=300"):
+        RewardModel(model, TOK, text=text, max_length=300)
 
 
 def test_as_a_reward_function():
@@ -325,6 +280,8 @@ def test_its_bias_and_its_normaliser(tmp_path):
     assert np.array_equal(RewardModel(tmp_path / "off").score(ASKED, SAID), plain)
     beaver(tmp_path / "reward", extra=numbers, do_normalize=True)
     assert np.allclose(RewardModel(tmp_path / "reward").score(ASKED, SAID), (plain - 2) / 3, atol=1e-5)
+    half = RewardModel(tmp_path / "reward", dtype="bfloat16")  # the normaliser stays float32
+    assert half.identity["dtype"] == "bfloat16" and half.model.mean.dtype == torch.float32
     beaver(tmp_path / "cost", extra=numbers, do_normalize=True, score_type="cost")  # its border stays at 0
     assert np.allclose(RewardModel(tmp_path / "cost").score(ASKED, SAID), plain / 3, atol=1e-5)
     stated = {"mean": [2.0], "var": [9.0]}
@@ -333,14 +290,6 @@ def test_its_bias_and_its_normaliser(tmp_path):
     beaver(tmp_path / "none", drop=("normalizer.mean", "normalizer.var"), do_normalize=True)
     with pytest.raises(ValueError, match=r"no normalizer\.mean"):
         RewardModel(tmp_path / "none")
-
-
-def test_its_normaliser_keeps_float32_whoever_names_the_dtype(tmp_path):
-    numbers = {"normalizer.mean": torch.tensor([8.1379]), "normalizer.var": torch.tensor([3.3])}
-    beaver(tmp_path, extra=numbers, do_normalize=True)
-    scorer = RewardModel(tmp_path, dtype="bfloat16")
-    assert scorer.identity["dtype"] == "bfloat16"
-    assert float(scorer.model.mean) == float(numbers["normalizer.mean"])
 
 
 @pytest.mark.parametrize(
@@ -362,7 +311,7 @@ def test_files_that_are_no_score_model_are_refused(tmp_path, changed, message):
         RewardModel(tmp_path, text="beaver")
 
 
-def test_a_classifier_by_folder(tmp_path):
+def test_a_classifier_by_folder_and_what_is_none(tmp_path):
     model = classifier("llama")
     model.save_pretrained(tmp_path)
     TOK.save_pretrained(tmp_path)
@@ -371,12 +320,22 @@ def test_a_classifier_by_folder(tmp_path):
     assert np.array_equal(found.score(ASKED, SAID), expected)
     half = RewardModel(str(tmp_path), text="beaver", dtype="bfloat16")
     assert half.identity["dtype"] == "bfloat16" and np.allclose(half.score(ASKED, SAID), expected, atol=0.3)
-    with pytest.raises(ValueError, match="no floating-point dtype"):
-        RewardModel(str(tmp_path), text="beaver", dtype="int8")
-    with pytest.raises(ValueError, match="say in which format"):
-        RewardModel(str(tmp_path))
-    with pytest.raises(ValueError, match="Did you mean 'beaver'"):
-        RewardModel(str(tmp_path), text="beavr")
+    bare = dialogues.tokenizer()
+    bare.chat_template = None
+    causal = tmp_path / "causal"
+    LlamaForCausalLM(LlamaConfig(**settings(num_key_value_heads=1))).save_pretrained(causal)
+    for arguments, bad, named in (
+        ((str(tmp_path),), {"text": "beaver", "dtype": "int8"}, "int8"),
+        ((str(tmp_path),), {}, "text is one of"),
+        ((str(tmp_path),), {"text": "beavr"}, "'beaver'"),
+        ((str(causal), TOK), {"text": "beaver"}, "LlamaForCausalLM"),
+        ((classifier(num_labels=2), TOK), {"text": "beaver"}, "2 labels"),
+        (("/no/such/folder",), {"text": "beaver"}, "/no/such/folder"),
+        (("nobody/nothing",), {"text": "beaver"}, "nobody/nothing"),
+        ((classifier(), bare), {"text": "chat"}, "chat template"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            RewardModel(*arguments, **bad)
     # pickled weights are not opened
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
@@ -384,32 +343,14 @@ def test_a_classifier_by_folder(tmp_path):
         RewardModel(str(tmp_path), text="beaver")
 
 
-def test_models_that_are_no_reward_models(tmp_path):
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**settings(num_key_value_heads=1))).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="LlamaForCausalLM, no sequence classifier"):
-        RewardModel(str(tmp_path), TOK, text="beaver")
-    with pytest.raises(ValueError, match="the model has 2 labels"):
-        RewardModel(classifier(num_labels=2), TOK, text="beaver")
-    with pytest.raises(ValueError, match="does not exist"):
-        RewardModel("/no/such/folder", text="beaver")
-    with pytest.raises(ValueError, match="cannot be fetched from the Hub"):
-        RewardModel("nobody/nothing", text="beaver")
-    bare = dialogues.tokenizer()
-    bare.chat_template = None
-    with pytest.raises(ValueError, match="needs a chat template"):
-        RewardModel(classifier(), bare, text="chat")
-
-
 def test_an_end_token_that_is_padding_is_not_read_elsewhere_in_silence():
     """transformers would take the end token for padding and read the score before it."""
     scorer = RewardModel(classifier(pad_token_id=TOK.eos_token_id), TOK, text="beaver")
-    with pytest.raises(ValueError, match="reads its score one token earlier"):
+    with pytest.raises(ValueError, match=f"token {TOK.eos_token_id}"):
         scorer.score(["x"], ["y"])
     open_ended = RewardModel(scorer.model, TOK, text=lambda prompt, completion: f"{prompt}\n{completion}")
     with torch.inference_mode():
-        tokens = TOK("x\ny", return_tensors="pt", add_special_tokens=False)
-        expected = float(scorer.model(tokens["input_ids"]).logits)
+        expected = float(scorer.model(TOK("x\ny", return_tensors="pt", add_special_tokens=False)["input_ids"]).logits)
     assert math.isclose(open_ended.score(["x", "a long one"], ["y", "z"])[0], expected, abs_tol=2e-5)
 
 
@@ -419,17 +360,9 @@ def test_an_end_token_that_is_padding_is_not_read_elsewhere_in_silence():
 def test_the_identity_tells_apart_what_gives_other_scores(tmp_path):
     beaver(tmp_path)
     first = RewardModel(tmp_path)
-    marks = {
-        fingerprint(scorer.identity)
-        for scorer in (
-            first,
-            RewardModel(tmp_path, text="chat"),
-            RewardModel(tmp_path, max_length=64),
-            RewardModel(tmp_path, dtype="bfloat16"),
-            RewardModel(tmp_path, truncation="refuse"),
-        )
-    }
-    assert len(marks) == 5
+    changes = ({}, {"text": "chat"}, {"max_length": 64}, {"dtype": "bfloat16"}, {"truncation": "refuse"})
+    marks = {fingerprint(RewardModel(tmp_path, **change).identity) for change in changes}
+    assert len(marks) == 5 and fingerprint(first.identity) in marks
     renamed = RewardModel(tmp_path, name="other", batch_size=2)
     assert fingerprint(renamed.identity) == fingerprint(first.identity) and renamed.name == "other"
     other = dialogues.tokenizer()
@@ -447,52 +380,6 @@ def test_the_identity_tells_apart_what_gives_other_scores(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
-
-
-def test_in_other_processes():
-    scorer = RewardModel(classifier(), TOK, text="continued")
-    expected = scorer.score(ASKED, SAID)
-    assert np.array_equal(pickle.loads(pickle.dumps(scorer)).score(ASKED, SAID), expected)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        for found in pool.starmap(scorer.score, [(ASKED, SAID)] * 4):
-            assert np.array_equal(found, expected)
-
-
-def test_a_policy_is_trained_on_two_of_them_alike_in_one_process_and_in_two(tmp_path):
-    model, tok = tiny.load("C0")
-    # rendered by the policy's template; the scorers read what the user wrote
-    rows = safety.dataset([safety.Problem(r.text) for r in dialogues.requests("train")[:6]], tok)
-    curves = []
-    for workers in (1, 2):
-        sides = [RewardModel(scorers.folder("length 1") / side, tok, text="continued") for side in scorers.SIDES]
-        trainer = ESTrainer(
-            tiny.load("C0")[0],
-            safety.Objective(*sides, 2.0),
-            ESConfig(
-                output_dir=str(tmp_path / str(workers)),
-                population_size=4,
-                max_steps=2,
-                sigma=0.1,
-                alpha=0.02,
-                prompts_per_step=4,
-                max_completion_length=16,
-                workers=workers,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            ),
-            rows,
-            rows[:3],
-            processing_class=tok,
-        )
-        trainer.train()
-        curves.append([(step.rewards.tolist(), step.log["cost"]) for step in trainer.ledger.steps])
-        assert all(len(set(rewards)) > 1 and min(rewards) > safety.REWARD_FLOOR for rewards, _ in curves[-1]), curves
-    assert curves[0] == curves[1]
-    # the trainer's reward is the objective; what the reward model says has a name of its own
-    found = trainer.evaluate()
-    assert math.isclose(found["eval_reward"], found["eval_helpfulness"] - 2 * found["eval_cost"], abs_tol=1e-9)
-    assert not math.isclose(found["eval_reward"], found["eval_helpfulness"])
 
 
 @pytest.mark.parametrize(("name", "side"), [("praise 1", "cost"), ("bert", "reward"), ("gpt2", "cost")])

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import functools
 import itertools
-import json
 import math
 import pickle
 import signal
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 
 from evoalign_lib import tasks
 from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
-from evoalign_lib.tasks import countdown
 
 # the limits under test have the timer that would cut off a test that hangs
 pytestmark = pytest.mark.timeout(method="thread")
@@ -78,11 +76,7 @@ def test_an_asynchronous_function_is_awaited_in_one_loop_that_lasts():
 
     assert asyncio.run(within()) == [2.0] and len(reward.loops) == 1
 
-
-def test_an_asynchronous_function_works_in_a_forked_process():
-    assert score(Rewards(Asked()), ["a"]).rewards.tolist() == [1.0]
-
-    def child():
+    def child():  # a forked process has none of its parent's threads
         assert score(Rewards(Asked()), ["abc"]).rewards.tolist() == [3.0]
 
     assert in_child(child) == 0
@@ -167,31 +161,7 @@ def test_rewards_may_be_any_sequence_of_numbers():
         assert score(Rewards(lambda returned=returned, **kw: returned), ["a", "b"]).rewards.tolist() == [1.0, 0.5]
 
 
-def test_mean_and_deviation_of_each_function():
-    scored = score(Rewards([length, only_upper]), ["a", "BB", "cccc"])
-    assert scored.functions["length"] == (pytest.approx(7 / 3), pytest.approx(np.std([1, 2, 4])))
-    assert scored.functions["only_upper"] == (1.0, 0.0)
-    assert scored.rewards.dtype == np.float64
-
-
-def test_no_completions():
-    scored = score(Rewards(length), [])
-    assert scored.rewards.shape == (0,) and scored.functions == {} and sum(scored.counts.values()) == 0
-
-
 # ---- None: not applicable
-
-
-def test_none_is_left_out_of_the_sum_and_counted():
-    scored = score(Rewards([length, only_upper], weights=[2.0, 10.0]), ["aa", "BB"])
-    assert scored.rewards.tolist() == [4.0, 14.0]
-    assert scored.counts == {"none": 1, "nan": 0, "exception": 0, "timeout": 0}
-
-
-def test_none_from_every_function_is_nan_even_with_a_floor():
-    scored = score(Rewards(only_upper, floor=-1.0), ["aa", "BB"])
-    assert math.isnan(scored.rewards[0]) and scored.rewards[1] == 1.0
-    assert scored.functions["only_upper"] == (1.0, 0.0)
 
 
 @given(
@@ -214,7 +184,7 @@ def test_weighted_sum_over_the_functions_that_apply(table, weights):
 # ---- failures and floors
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.nan)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.nan), 10**400])
 def test_a_reward_that_is_not_finite_scores_the_floor(bad):
     scored = score(Rewards(lambda **kw: [1.0, bad], floor=-0.5), ["a", "b"])
     assert scored.rewards.tolist() == [1.0, -0.5]
@@ -227,6 +197,14 @@ def test_an_exception_costs_only_the_completion_that_raised_it():
     assert scored.rewards.tolist() == [1.5, -1.0, 2.0, -1.0, -1.0]
     assert scored.counts == {"none": 0, "nan": 1, "exception": 2, "timeout": 0}
 
+    def logs(completions, log_metric, **columns):
+        log_metric("seen", len(completions))
+        log_metric("seen", 9)
+        return [float(c) for c in completions]
+
+    assert score(Rewards(logs, floor=0.0), ["1", "2"]).metrics == {"seen": [2.0, 9.0]}
+    assert score(Rewards(logs, floor=0.0), ["1", "x"]).metrics == {"seen": [1.0, 9.0]}  # none of a call that failed
+
 
 def test_a_generator_fails_within_the_call():
     """What it computes is computed when the list is made of it, and only its own completion scores the floor."""
@@ -234,14 +212,6 @@ def test_a_generator_fails_within_the_call():
     assert scored.rewards.tolist() == [1.5, -1.0] and scored.counts["exception"] == 1
     with pytest.raises(RewardError, match=r"gave ValueError.*on prompt 'prompt 1'.*reward_floor"):
         score(Rewards(lambda completions, **kw: (float(c) for c in completions)), ["1.5", "x"])
-
-
-def test_a_number_beyond_float64_is_infinite():
-    for huge in (10**400, -(10**5000)):
-        scored = score(Rewards(lambda huge=huge, **kw: [1.0, huge], floor=-0.5), ["a", "b"])
-        assert scored.rewards.tolist() == [1.0, -0.5] and scored.counts["nan"] == 1
-        with pytest.raises(RewardError, match="gave inf on prompt 'prompt 1'"):
-            score(Rewards(lambda huge=huge, **kw: [1.0, huge]), ["a", "b"])
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])
@@ -255,11 +225,6 @@ def test_an_exit_in_a_reward_is_a_failure(timeout):
     assert scored.rewards.tolist() == [1.5, -1.0] and scored.counts["exception"] == 1
     with pytest.raises(RewardError, match=r"'leaves' gave SystemExit.* on prompt 'prompt 1'.*reward_floor"):
         score(Rewards(leaves, timeout=timeout), ["1.5", "x"])
-
-
-def test_the_floor_is_weighted_like_any_reward():
-    scored = score(Rewards([parse, length], weights=[3.0, 1.0], floor=-1.0), ["x"])
-    assert scored.rewards.tolist() == [-3.0 + 1.0]
 
 
 def test_without_a_floor_a_failure_stops_the_run_and_names_the_prompt():
@@ -279,12 +244,6 @@ def test_a_failure_of_the_batch_alone_is_named_as_such():
         score(Rewards(at_most_one), ["a", "b"])
     scored = score(Rewards(at_most_one, floor=0.0), ["a", "b"])
     assert scored.rewards.tolist() == [1.0, 1.0] and scored.counts["exception"] == 0
-
-
-def test_a_long_prompt_is_not_printed_whole():
-    with pytest.raises(RewardError) as error:
-        score(Rewards(parse), ["x"], prompts=["p" * 10_000])
-    assert len(str(error.value)) < 600
 
 
 def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
@@ -309,18 +268,6 @@ def test_every_task_declares_a_floor_that_its_variants_keep(name):
     variant = functools.partial(functools.partial(task.reward))
     assert Rewards(variant).floors == [task.REWARD_FLOOR]
     assert Rewards(variant).names == ["reward"]
-
-
-def test_a_callable_object_and_a_lambda():
-    class Judge:
-        REWARD_FLOOR = -1.0
-
-        def __call__(self, completions, **columns):
-            return [1 / len(c) for c in completions]
-
-    assert score(Rewards(Judge()), ["ab", ""]).rewards.tolist() == [0.5, -1.0]
-    assert Rewards(Judge()).names == ["Judge"]
-    assert Rewards(lambda **kw: [0.0]).names == ["<lambda>"]
 
 
 # ---- functions with a state
@@ -376,23 +323,6 @@ def test_a_call_takes_over_the_state_that_comes_with_it():
     assert score(copied, ["ab"], state=state).rewards.tolist() == [-4.0]
 
 
-@given(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-99, 99)))
-def test_a_state_comes_back_from_json_with_its_bits(values):
-    class Any(Multiplied):
-        def state(self):
-            return self.scale
-
-        def load_state(self, state):
-            self.scale = dict(state)
-
-    rewards = Rewards(Any(values))
-    assert rewards.state() == {"Any": values}
-    sent = json.loads(json.dumps(rewards.state(), allow_nan=False))
-    other = Rewards(Any({}))
-    other.load_state(sent)
-    assert str(other.state()) == str(rewards.state())  # -0.0 is not 0.0
-
-
 @pytest.mark.parametrize("missing", METHODS)
 def test_a_part_of_a_state_is_refused(missing):
     part = type("Part", (Multiplied,), {missing: None})
@@ -402,76 +332,41 @@ def test_a_part_of_a_state_is_refused(missing):
         Rewards(part())
 
 
-def test_an_attribute_called_state_is_no_method():
-    function = functools.partial(length)
-    function.state = {"a": 1}
-    assert not Rewards([length, function]).stateful and Rewards(length).state() == {}
-
-
 def test_two_states_of_one_name_are_refused():
-    with pytest.raises(
-        ValueError, match="two reward functions with a state are called 'Multiplied': give each a __name"
-    ):
+    with pytest.raises(ValueError, match="'Multiplied'"):
         Rewards([Multiplied(), Multiplied()])
     second = Multiplied(2.0)
     second.__name__ = "second"
     assert Rewards([Multiplied(), second]).state() == {"Multiplied": {"scale": 1.0}, "second": {"scale": 2.0}}
 
 
-@pytest.mark.parametrize(
-    ("scale", "shown"),
-    [
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        ("1", "'1'"),
-        (None, "None"),
-        (True, "True"),
-        ([1.0], r"\[1.0\]"),
-        (1j, "1j"),
-    ],
-)
-def test_a_state_that_is_no_finite_number(scale, shown):
-    with pytest.raises(ValueError, match=f"'scale' in the state of reward function 'Multiplied' is {shown}: let state"):
-        Rewards(Multiplied(scale))
-
-
 @pytest.mark.parametrize("state", [None, 1.0, [("scale", 1.0)], {1: 1.0}])
-def test_a_state_that_is_no_dict_of_names(state):
+@pytest.mark.parametrize("scale", [math.nan, -math.inf, "1", None, True, [1.0], 1j])
+def test_a_state_that_holds_no_finite_numbers(scale, state):
+    with pytest.raises(ValueError, match="'scale' in the state of reward function 'Multiplied' is "):
+        Rewards(Multiplied(scale))
     function = Multiplied()
     function.state = lambda: state
-    with pytest.raises(
-        TypeError, match="'Multiplied' has the state .*: let state.. return a dict of names and numbers"
-    ):
+    with pytest.raises(TypeError, match="'Multiplied' has the state "):
         Rewards(function)
 
 
 def test_states_that_do_not_fit():
-    rewards = Rewards([Multiplied(), length])
-    for other in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}}):
-        with pytest.raises(ValueError, match=r"those with a state here are \['Multiplied'\]: use the reward functions"):
-            rewards.load_state(other)
-    with pytest.raises(ValueError, match=r"'Multiplied' does not take the state {'size': 1.0} \(KeyError"):
-        rewards.load_state({"Multiplied": {"size": 1.0}})
-    with pytest.raises(
-        ValueError, match=r"has the state {'scale': 1.0} after load_state\({'scale': 1.0, 'size': 2.0}\)"
-    ):
-        rewards.load_state({"Multiplied": {"scale": 1.0, "size": 2.0}})
-    with pytest.raises(ValueError, match=r"those with a state here are \[\]"):
-        Rewards(length).load_state({"Multiplied": {"scale": 1.0}})
-
-
-def test_load_state_must_take_over_every_number():
     class Clipped(Multiplied):
         def load_state(self, state):
             self.scale = min(state["scale"], 2.0)
 
-    with pytest.raises(
-        ValueError, match=r"'Clipped' has the state {'scale': 2.0} after load_state\({'scale': 3.0}\): let"
-    ):
+    rewards = Rewards([Multiplied(), length])
+    for other in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}}):
+        with pytest.raises(ValueError, match=r"\['Multiplied'\]"):
+            rewards.load_state(other)
+    for state in ({"size": 1.0}, {"scale": 1.0, "size": 2.0}):
+        with pytest.raises(ValueError, match="'Multiplied' .*'size'"):
+            rewards.load_state({"Multiplied": state})
+    with pytest.raises(ValueError, match="'Clipped' has the state {'scale': 2.0}"):
         Rewards(Clipped(3.0))
-    rewards = Rewards(Clipped())
     with pytest.raises(ValueError, match="'Clipped' has the state"):
-        rewards.end_of_step([{"length": [5.0]}])
+        Rewards(Clipped()).end_of_step([{"length": [5.0]}])
 
 
 def test_a_state_stays_while_completions_are_scored():
@@ -489,32 +384,22 @@ def test_a_state_stays_while_completions_are_scored():
 
 @pytest.mark.parametrize("floor", [None, 0.0])
 @pytest.mark.parametrize(
-    ("returned", "error", "message"),
+    ("returned", "error"),
     [
-        ([1.0], ValueError, "'reward' returned 1 rewards for 2 completions"),
-        ([1.0] * 3, ValueError, "'reward' returned 3 rewards for 2 completions"),
-        ([], ValueError, "returned 0 rewards"),
-        (None, TypeError, "'reward' returned None: return a list"),
-        (0.5, TypeError, "'reward' returned 0.5: return a list"),
-        ("ab", TypeError, "'reward' returned 'ab': return a list"),
-        ([0.5, "1"], TypeError, "'reward' returned '1' on prompt 'prompt 1'"),
-        ([0.5, [1.0]], TypeError, r"'reward' returned \[1.0\] on prompt"),
-        ([torch.ones(2), 1.0], TypeError, "'reward' returned tensor"),
-        ({0: 0.5, 1: 1.0}, TypeError, r"'reward' returned a dict, \{0: 0.5, 1: 1.0\}: return a list"),
-        ({0.5, 1.0}, TypeError, "'reward' returned a set, .*: return a list"),
-        ({0.5: "x", 1.0: "y"}.keys(), TypeError, "'reward' returned a dict_keys, .*: return a list"),
-        (b"ab", TypeError, "'reward' returned b'ab': return a list"),
-        ([0.5, 1 + 2j], TypeError, r"'reward' returned \(1\+2j\) on prompt 'prompt 1': return a number"),
-        (np.array([0.5, 1 + 2j]), TypeError, r"'reward' returned np.complex128\(0.5"),
-        (torch.tensor([0.5, 1 + 0j]), TypeError, "'reward' returned tensor"),
-        (itertools.repeat(0.5), ValueError, "'reward' returned 3 rewards for 2 completions"),
+        *((bad, ValueError) for bad in ([1.0], [1.0] * 3, [], itertools.repeat(0.5))),
+        *(
+            (bad, TypeError)
+            for bad in (None, 0.5, "ab", b"ab", {0: 0.5, 1: 1.0}, {0.5, 1.0}, {0.5: "x", 1.0: "y"}.keys())
+        ),
+        *((bad, TypeError) for bad in ([0.5, "1"], [0.5, [1.0]], [torch.ones(2), 1.0], [0.5, 1 + 2j])),
+        *((bad, TypeError) for bad in (np.array([0.5, 1 + 2j]), torch.tensor([0.5, 1 + 0j]))),
     ],
 )
-def test_wrong_results(floor, returned, error, message):
+def test_wrong_results(floor, returned, error):
     def reward(**columns):
         return returned
 
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="'reward' returned "):
         score(Rewards(reward, floor=floor), ["a", "b"])
 
 
@@ -532,67 +417,23 @@ def test_a_function_that_does_not_take_the_columns(floor):
         score(Rewards(needs, floor=floor), ["a"], {"target": ["1"]})
 
 
-def test_bad_lists_of_functions():
-    with pytest.raises(ValueError, match="reward_funcs is empty"):
-        Rewards([])
-    for bad in ("my/reward-model", ["my/reward-model"], 7):
-        with pytest.raises(TypeError, match="is not callable"):
-            Rewards(bad)
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
-def test_one_weight_a_function(weights):
-    with pytest.raises(ValueError, match=f"reward_weights has {len(weights)} entries for 2"):
-        Rewards([length, parse], weights)
-
-
-@pytest.mark.parametrize("weights", ["a", ["a"], 1.0, [None], "1"])
-def test_weights_and_floor_are_numbers(weights):
-    with pytest.raises(ValueError, match=r"reward_weights=.*: give a list with a number for each reward function: \[1"):
-        Rewards([length], weights)
-    with pytest.raises(ValueError, match="reward_floor='low': give a number, what a failed reward scores, or None"):
-        Rewards([length], floor="low")
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        (([],), ValueError, "reward_funcs"),
+        *(((bad,), TypeError, "not callable") for bad in ("my/reward-model", ["my/reward-model"], 7)),
+        *((([length, parse], bad), ValueError, f"{len(bad)} entries for 2") for bad in ([1.0], [1.0, 2.0, 3.0])),
+        *((([length], bad), ValueError, "reward_weights=") for bad in ("a", ["a"], 1.0, [None])),
+        (([length], None, "low"), ValueError, "'low'"),
+        (([length], [math.nan]), ValueError, "reward_weights holds nan"),
+        (([length], None, -math.inf), ValueError, "reward_floor holds -inf"),
+        *((([length], None, None, bad), ValueError, f"reward_timeout={bad!r}") for bad in (0, math.nan, math.inf, "3")),
+    ],
+)
+def test_settings_that_cannot_be_are_named(arguments, error, named):
+    with pytest.raises(error, match=named):
+        Rewards(*arguments)
     assert Rewards([length], np.float32([2]), np.float64(-1)).weights == [2.0]
-
-
-def test_weights_and_floor_are_finite():
-    with pytest.raises(ValueError, match="reward_weights holds nan"):
-        Rewards(length, [math.nan])
-    with pytest.raises(ValueError, match="reward_floor holds -inf"):
-        Rewards(length, floor=-math.inf)
-
-
-# ---- metrics
-
-
-def test_metrics_are_collected_in_order():
-    def reward(completions, log_metric, **columns):
-        log_metric("accuracy", np.mean([c == "a" for c in completions]))
-        log_metric("accuracy", 1)
-        return [0.0] * len(completions)
-
-    assert score(Rewards(reward), ["a", "b"]).metrics == {"accuracy": [0.5, 1.0]}
-
-
-def test_a_failed_call_leaves_no_metrics():
-    def reward(completions, log_metric, **columns):
-        log_metric("seen", len(completions))
-        return [float(c) for c in completions]
-
-    assert score(Rewards(reward, floor=0.0), ["1", "x", "2"]).metrics == {"seen": [1.0, 1.0]}
-
-
-# ---- conversations
-
-
-def test_conversational_completions_reach_the_function_as_they_are():
-    answers = ["</think>\n<answer>1 + 2</answer>", "no"]
-    completions = [[{"role": "assistant", "content": a}] for a in answers]
-    columns = {"numbers": [[1, 2], [1, 2]], "target": ["3", "3"]}
-    prompts = [[{"role": "user", "content": "?"}]] * 2
-    scored = score(Rewards(countdown.reward), completions, columns, prompts=prompts)
-    assert scored.rewards.tolist() == [1.1, 0.0]
-    assert scored.functions == {"reward": (pytest.approx(0.55), pytest.approx(0.55))}
 
 
 # ---- time-outs
@@ -651,41 +492,6 @@ def test_a_time_out_that_the_function_swallows_counts(alarms, ends):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and alarms == []
 
 
-def test_a_time_out_that_a_finalizer_swallows_counts(monkeypatch):
-    swallowed = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: swallowed.append(unraisable.exc_type.__name__))
-
-    class Slow:
-        def __del__(self):
-            time.sleep(60)
-
-    def reward(completions, **columns):
-        Slow()
-        return [1.0] * len(completions)
-
-    assert score(Rewards(reward, floor=-1.0, timeout=0.3), ["a"]).counts["timeout"] == 1
-    assert set(swallowed) == {"_TimeIsUp"}
-
-
-def test_a_signal_between_the_end_of_a_call_and_the_end_of_its_timer_counts(alarms, monkeypatch):
-    handler = signal.getsignal(signal.SIGALRM)
-
-    def late(function):
-        def called(which, *values):
-            # a signal as the limit's timer is stopped, and one as its handler gives way to that of others
-            if signal.getsignal(signal.SIGALRM) is not handler and values[0] in (0, handler):
-                signal.raise_signal(signal.SIGALRM)
-            return function(which, *values)
-
-        return called
-
-    monkeypatch.setattr(signal, "setitimer", late(signal.setitimer))
-    monkeypatch.setattr(signal, "signal", late(signal.signal))
-    scored = score(Rewards(length, floor=-1.0, timeout=60), ["a"])
-    assert scored.rewards.tolist() == [-1.0] and scored.counts["timeout"] == 1
-    assert signal.getsignal(signal.SIGALRM) is handler and alarms == []
-
-
 def test_a_time_out_reaches_a_generator():
     def hangs(completions, **columns):
         for c in completions:
@@ -728,27 +534,9 @@ def test_the_timer_of_somebody_else_goes_on(alarms):
     assert alarms == [signal.SIGALRM] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_an_exception_leaves_no_timer_behind(alarms):
-    scored = score(Rewards(parse, floor=-1.0, timeout=60), ["1", "y"])
-    assert scored.counts["exception"] == 1 and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
 def test_a_time_out_outside_the_main_thread_is_refused():
     rewards = Rewards(hangs_on_x, floor=-1.0, timeout=0.05)
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="side") as pool:
         with pytest.raises(RuntimeError, match="reward_timeout=0.05 works in the main thread .*not in 'side_0'.*None"):
             pool.submit(score, rewards, ["a"]).result()
         assert pool.submit(score, Rewards(hangs_on_x), ["a"]).result().rewards.tolist() == [1.0]
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "3"])
-def test_a_bad_time_out(timeout):
-    with pytest.raises(ValueError, match=f"reward_timeout={timeout!r} must be a positive number of seconds, or None"):
-        Rewards(length, timeout=timeout)
-
-
-def test_a_system_without_the_signal(monkeypatch):
-    monkeypatch.delattr(signal, "setitimer")
-    with pytest.raises(ValueError, match="reward_timeout=3 needs signals, which this system does not have: set None"):
-        Rewards(length, timeout=3)
-    assert score(Rewards(length), ["ab"]).rewards.tolist() == [2.0]

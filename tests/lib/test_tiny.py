@@ -49,11 +49,6 @@ def test_any_text_survives_the_tokenizer(text):
     assert tok.backend_tokenizer.decode_batch([ids], skip_special_tokens=False) == [text]
 
 
-@given(UNICODE)
-def test_a_text_costs_at_most_its_bytes(text):
-    assert len(tokenizer()(text)["input_ids"]) <= len(text.encode())
-
-
 def test_prompts_are_the_real_ones_in_a_dozen_tokens():
     tok = tokenizer()
     problem = Problem((44, 19, 35), "98")
@@ -98,39 +93,11 @@ def test_the_tokenizer_is_the_same_when_saved_and_loaded(tmp_path):
 def test_expressions_are_all_attainable_values(numbers):
     found = tiny.expressions(tuple(sorted(numbers)))
     assert set(found) == set(countdown.attainable(numbers))
+    assert tiny.expressions((2, 3))[Fraction(6)] == ("2*3", "3*2")  # no bracket that could be left out
     for value, texts in found.items():
         assert len(set(texts)) == len(texts)
         for text in texts:
             assert grade(f"<answer>{text}</answer>", numbers, value).answer == 1
-            if "(" in text:  # no bracket that could be left out
-                bare = grade(f"<answer>{re.sub('[()]', '', text)}</answer>", numbers, value)
-                assert bare.answer == 0 or _differs_in_general(text, numbers)
-
-
-def _differs_in_general(text: str, numbers: list[int]) -> bool:
-    """Whether leaving the bracket out changes the value for some other numbers, as in 0*(1+0)."""
-    for other in itertools.permutations((7, 11, 13), len(numbers)):
-        renamed = re.sub("[0-9]+", "{}", text).format(*other)
-        values = [
-            value
-            for bracketed in (renamed, re.sub("[()]", "", renamed))
-            for value, texts in countdown.attainable(other).items()
-            if grade(f"<answer>{bracketed}</answer>", other, value).answer
-        ]
-        if values[0] != values[1]:
-            return True
-    return False
-
-
-def test_all_two_number_expressions():
-    assert tiny.expressions((2, 3)) == {
-        Fraction(5): ("2+3", "3+2"),
-        Fraction(-1): ("2-3",),
-        Fraction(1): ("3-2",),
-        Fraction(6): ("2*3", "3*2"),
-        Fraction(2, 3): ("2/3",),
-        Fraction(3, 2): ("3/2",),
-    }
 
 
 # author -> rewards of their answers, and the share of right ones at most
@@ -151,6 +118,7 @@ def test_grades_of_each_author(author):
     for problem in tiny.problems("train", 300, 0):
         response = tiny.answer(problem, author, rng)
         assert response.endswith(tiny.END)
+        assert author != "right" or len(tokenizer()(response)["input_ids"]) <= tiny.MAX_COMPLETION_LENGTH
         seen.append(round(grade(response, problem.numbers, problem.target, end_token=tiny.END).reward, 6))
         if author == "adds up":
             assert (seen[-1] == 1.1) == (sum(problem.numbers) == int(problem.target))
@@ -158,40 +126,10 @@ def test_grades_of_each_author(author):
     assert np.mean([reward > 1 for reward in seen]) <= at_most
 
 
-def test_an_unknown_author():
-    with pytest.raises(ValueError, match="author 'lazy' is not one of"):
-        tiny.answer(Problem((1, 2), "3"), "lazy", random.Random(0))
-
-
-def test_every_right_answer_fits_the_completion_length():
-    rng = random.Random(0)
-    longest = 0
-    for problem in tiny.problems("test", 300):
-        longest = max(longest, len(tokenizer()(tiny.answer(problem, "right", rng))["input_ids"]))
-    assert 12 <= longest <= tiny.MAX_COMPLETION_LENGTH
-    assert len(tokenizer()("</think>\n<answer>(30-29)*28</answer>" + tiny.END)["input_ids"]) == 15
-
-
-def test_skills_are_answered_rightly():
-    rng = random.Random(0)
-    names = set()
-    for _ in range(400):
-        question, reply = tiny.skill(rng)
-        name, text = question.split(": ")
-        names.add(name)
-        expected = {
-            "Add": lambda t: str(sum(map(int, t.split("+")))),
-            "Copy": lambda t: t,
-            "Sort": lambda t: "".join(sorted(t)),
-            "Reverse": lambda t: t[::-1],
-        }[name](text)
-        assert reply == expected
-    assert len(names) == 4
-
-
 # ---- problems and text
 
 
+@pytest.mark.slow
 def test_the_file_of_the_fixed_sets_holds_their_draw():
     for split in ("validation", "test"):
         assert sorted(tiny.problems(split, tiny.FIXED), key=str) == sorted(countdown_text.drawn(split), key=str)
@@ -214,85 +152,15 @@ def test_splits_are_disjoint_fixed_and_solvable():
         assert countdown.solve(problem.numbers, problem.target) is not None
 
 
-def test_the_text_is_of_training_problems_and_of_the_declared_mixture():
-    pairs = list(itertools.islice(tiny.text(3, tokenizer()), 1000))
-    head = countdown.prompt(Problem((1, 2), "3"), tokenizer=tokenizer()).split("1, 2")[0]
-    asked = [(p, c) for p, c in pairs if p.startswith(head)]
-    pattern = re.compile(r"numbers \[([0-9, ]+)\], create an equation that equals ([0-9]+)\. You")
-    two, right = 0, 0
-    for prompt, completion in asked:
-        numbers, target = pattern.search(prompt).groups()
-        problem = Problem(tuple(int(n) for n in numbers.split(", ")), target)
-        assert prompt == countdown.prompt(problem, tokenizer=tokenizer())
-        assert countdown.split_of(problem) == "train"
-        two += len(problem.numbers) == 2
-        right += grade(completion, problem.numbers, target, end_token=tiny.END).answer
-    # four standard deviations of shares of 1,000 draws
-    assert 1 - len(asked) / 1000 == pytest.approx(countdown_text.SKILLS, abs=0.04)
-    assert two / len(asked) == pytest.approx(countdown_text.TWO_NUMBERS, abs=0.05)
-    assert tiny.AUTHORS["right"] - 0.06 < right / len(asked) < tiny.AUTHORS["right"] + 0.2
-    assert all(c.endswith(tiny.END) for _, c in pairs)
-    assert pairs[:20] != list(itertools.islice(tiny.text(4, tokenizer()), 20))
-
-
-def test_the_text_of_family_a_is_what_the_shipped_bases_read():
-    """Python's generator and the draw of problems are fixed; no further family may change this one."""
-    pairs = list(itertools.islice(tiny.text(0, tokenizer()), 200))
-    assert hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] == "fc749b84305bbfa6"
-
-
-def thinking(completion: str) -> str:
-    return completion[: completion.index("</think>")]
-
-
-def test_family_h_thinks_as_long_as_asked_and_answers_like_family_a():
-    tok, counts = tokenizer(), dict.fromkeys(tiny.FILLER_STEPS, 0)
-    letters, right, skills = [], 0, 0
-    for prompt, completion in itertools.islice(tiny.text(3, tok, "H"), 1500):
-        if "<think>" not in prompt:
-            skills += 1
-            continue
-        numbers, target, asked = re.search(r"\[(.*)\], .* equals ([0-9]+)\. .*<think>([0-9]+):$", prompt, re.S).groups()
-        problem = Problem(tuple(int(n) for n in numbers.split(", ")), target)
-        assert prompt == tiny.dataset([problem], tok, int(asked))[0]["prompt"]
-        assert countdown.split_of(problem) == "train"
-        thought = thinking(completion)
-        assert len(thought) == int(asked) == len(tok(thought)["input_ids"])
-        counts[len(thought)] += 1
-        letters += thought
-        # the block that the prompt opened is closed: what precedes the closing tag is in no grade
-        both = completion, completion[len(thought) :]
-        grades = [grade(text, problem.numbers, target, end_token=tiny.END) for text in both]
-        assert grades[0] == grades[1]
-        right += grades[0].answer
-    total = sum(counts.values())
-    # four standard deviations: of shares of 1,500 draws, and of a tenth of some 37,000 letters
-    assert skills / 1500 == pytest.approx(countdown_text.SKILLS, abs=0.04)
-    assert all(n / total == pytest.approx(1 / len(counts), abs=0.05) for n in counts.values())
-    assert tiny.AUTHORS["right"] - 0.06 < right / total < tiny.AUTHORS["right"] + 0.2
-    assert set(letters) == set(tiny.FILLERS) and len(letters) > 30_000
-    for letter in tiny.FILLERS:
-        assert letters.count(letter) / len(letters) == pytest.approx(0.1, abs=4 * 0.3 / math.sqrt(len(letters)))
-    # whatever went before: pairs of neighbours are as frequent as chance makes them
-    repeated = np.mean([a == b for a, b in itertools.pairwise(letters)])
-    assert repeated == pytest.approx(0.1, abs=4 * 0.3 / math.sqrt(len(letters)))
-
-
-def test_the_prompt_asks_for_a_length_of_thinking():
-    tok, problem = tokenizer(), Problem((44, 19, 35), "98")
-    (plain,) = tiny.dataset([problem], tok)
-    (asked,) = tiny.dataset([problem], tok, 16)
-    assert [plain] == countdown.dataset([problem], tok)
-    assert asked == plain | {"prompt": plain["prompt"] + "16:"} and asked["prompt"].endswith("\n<think>16:")
-    assert tok(asked["prompt"])["input_ids"] == tok(plain["prompt"])["input_ids"] + tok("16:")["input_ids"]
-
-
-def test_the_authors_share_out_the_whole():
-    assert (
-        math.isclose(sum(tiny.AUTHORS.values()), 1)
-        and 0 < countdown_text.SKILLS < 1
-        and 0 < countdown_text.TWO_NUMBERS < 1
-    )
+@pytest.mark.parametrize(("family", "digest"), [("A", "fc749b84305bbfa6"), ("H", "b7c1876722056403")])
+def test_the_text_of_a_family_is_what_the_shipped_bases_read(family, digest):
+    """Python's generator and the draw of problems are fixed; no further family may change these."""
+    pairs = list(itertools.islice(tiny.text(0, tokenizer(), family), 200))
+    assert hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] == digest
+    for prompt, completion in pairs[:50] if family == "H" else []:
+        if asked := re.search(r"<think>([0-9]+):$", prompt):  # it thinks as long as it is asked to
+            thought = completion[: completion.index("</think>")]
+            assert len(thought) == int(asked[1]) == len(tokenizer()(thought)["input_ids"])
 
 
 # ---- recipe
@@ -316,33 +184,23 @@ def test_labels_are_the_completion_alone():
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory):
-    """Folders of two scaled-down recipes, of seeds 0 and 1."""
+    """Folders of two scaled-down recipes, of seeds 0 and 1; the second learns nothing."""
     folders = [tmp_path_factory.mktemp(f"base-{seed}") for seed in (0, 1)]
     for seed, folder in enumerate(folders):
-        assert tiny.recipe("A", seed, folder, steps=30, batch=32, progress=False) is None
+        assert tiny.recipe("A", seed, folder, steps=30 if seed == 0 else 1, batch=32, progress=False) is None
     return folders
 
 
-def test_the_recipe_lowers_the_loss(recipes):
-    # an untrained model knows nothing: log(273) nats a token
-    assert loss(AutoModelForCausalLM.from_pretrained(recipes[0])) < 0.85 * math.log(273)
-
-
-def test_the_recipe_is_reproducible(recipes, tmp_path):
+def test_the_recipe_learns_and_is_reproducible(recipes, tmp_path):
     torch.manual_seed(123)  # the state of the caller's generator is neither used nor changed
     state = torch.random.get_rng_state()
     tiny.recipe("A", 0, tmp_path, steps=30, batch=32, progress=False)
     assert (torch.random.get_rng_state() == state).all()
     same, other = recipes
+    # an untrained model knows nothing: log(273) nats a token
+    assert loss(AutoModelForCausalLM.from_pretrained(same)) < 0.85 * math.log(273)
     assert (tmp_path / "model.safetensors").read_bytes() == (same / "model.safetensors").read_bytes()
     assert (tmp_path / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
-
-
-def test_bases_start_from_weights_of_their_own(tmp_path):
-    for seed in (0, 1):
-        tiny.recipe("A", seed, tmp_path / str(seed), steps=0, progress=False)
-    one, other = ((tmp_path / seed / "model.safetensors").read_bytes() for seed in "01")
-    assert one != other
 
 
 def test_the_recipe_gives_a_base_that_loads_and_decodes(recipes):
@@ -358,17 +216,17 @@ def test_the_recipe_gives_a_base_that_loads_and_decodes(recipes):
 
 
 def test_family_h_goes_on_from_family_a(tmp_path):
-    torch.manual_seed(123)
-    state = torch.random.get_rng_state()
-    for name in ("one", "same"):
-        tiny.recipe("H", 0, tmp_path / name, steps=2, batch=12, progress=False)
-    assert (torch.random.get_rng_state() == state).all()
     tiny.recipe("H", 0, tmp_path / "start", steps=0, progress=False)
-    one, same, start = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "same", "start"))
-    assert one == same != start
+    start = (tmp_path / "start/model.safetensors").read_bytes()
     assert start == (tiny.bases_folder() / "A0/model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="base 'A3' is not one of"):
-        tiny.recipe("H", 3, tmp_path)
+    for call, named in (
+        (lambda: tiny.recipe("H", 3, tmp_path), "'A3'"),
+        (lambda: tiny.recipe("Z", 0, tmp_path), "'Z'"),
+        (lambda: tiny.load("A9"), "'A9'"),
+        (lambda: tiny.answer(Problem((1, 2), "3"), "lazy", random.Random(0)), "'lazy'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
 
 
 def test_texts_of_one_length_of_thinking_make_a_part():
@@ -382,13 +240,6 @@ def test_texts_of_one_length_of_thinking_make_a_part():
         shortest = min(len(tokenizer()(p + c)["input_ids"]) for p, c in part)
         assert ids.shape[1] - shortest < 20
     assert _recipe._parts(iter(pairs), "A") == [pairs]
-
-
-def test_unknown_family_and_base(tmp_path):
-    with pytest.raises(ValueError, match="family 'Z' is not one of"):
-        tiny.recipe("Z", 0, tmp_path)
-    with pytest.raises(ValueError, match="base 'A9' is not one of"):
-        tiny.load("A9")
 
 
 def test_measure_estimates_pass_at_k():
@@ -429,7 +280,7 @@ def test_every_base_that_is_shipped_is_named_and_no_other():
 MEASURED = {4: (0.14453, 0.12787), 16: (0.14453, 0.12402), 64: (0.14648, 0.12405)}
 
 
-@pytest.mark.parametrize("steps", tiny.FILLER_STEPS)
+@pytest.mark.parametrize("steps", [4, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_base_of_family_h_differs_by_the_horizon_alone(steps):
     model, tok = tiny.load("H0")
     chosen = tiny.problems("validation", 512)

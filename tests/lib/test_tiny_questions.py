@@ -37,7 +37,7 @@ def test_the_splits_share_no_question_and_have_as_many_of_each_kind():
     for found in sets.values():
         assert all("capital" in p.question for p in found[::4]) and all("+" in p.question for p in found[2::4])
         assert {p.answer for p in found[3::4]} == {"yes", "no"}
-    with pytest.raises(ValueError, match="unknown split 'eval': use one of train, validation, test"):
+    with pytest.raises(ValueError, match="'eval'"):
         problems("eval")
 
 
@@ -63,13 +63,6 @@ def test_the_second_language_is_another_script_and_shorter():
     for kind, problem, text in replies("second language"):
         assert len(text) < len(next(iter(t for k, p, t in replies("sentence", 1)))) or kind == "sum"
         assert hacking.other_script(text, problem.question)
-
-
-def test_short_answers_differ_in_length_and_hasty_ones_are_as_long():
-    lengths = [len(p.answer) for p in problems("test")]
-    assert set(range(1, 7)) <= set(lengths)
-    short, hasty = ([len(text) for *_, text in replies(author, 1000)] for author in ("short", "hasty"))
-    assert abs(sum(short) - sum(hasty)) / sum(short) < 0.1
 
 
 def test_sentences_fit_and_every_text_survives_the_tokenizer(tok):

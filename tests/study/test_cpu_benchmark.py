@@ -26,6 +26,7 @@ def quick(tmp_path_factory):
     return results[ours]["cpu"]
 
 
+@pytest.mark.slow
 def test_all_sections_run_and_replace_what_an_older_run_left(quick):
     assert list(quick) == list(cpu.SECTIONS)
     assert all("error" not in found for found in quick.values())
@@ -35,8 +36,13 @@ def test_all_sections_run_and_replace_what_an_older_run_left(quick):
     assert len(device["commit"].removesuffix("+")) == 12 or device["commit"] == "unknown"
 
 
+@pytest.mark.slow
 def test_times_and_ratios_are_positive(quick):
     for name in ("noise", "iteration", "low_rank", "step"):
+        for entry in quick[name]["targets"]:
+            bound, number = entry["target"].rsplit(" ", 1)
+            value, least = entry["value"], bound == "at least"
+            assert entry["met"] == (value >= float(number) if least else value <= float(number))
         for cell, row in quick[name]["cells"].items():
             # a step is the difference of two times, of either sign where a busy machine stretches one of them
             rest = {k: v for k, v in row.items() if name != "step" or "floor" in k or "prompt" in k}
@@ -48,12 +54,13 @@ def test_times_and_ratios_are_positive(quick):
         assert row["ratio"] == pytest.approx(row["step_ms"] / row["floor_ms"])
 
 
+@pytest.mark.slow
 def test_both_arms_give_the_same_tokens(quick):
     assert [row["same_tokens"] for row in quick["iteration"]["cells"].values()] == [1.0]
     assert [row["same_tokens"] for row in quick["low_rank"]["cells"].values()] == [1.0, 1.0]
-    assert {row["completions_that_differ"] for row in quick["plans"]["cells"].values()} == {0.0}
 
 
+@pytest.mark.slow
 def test_the_account_adds_up(quick):
     for row in quick["account"]["cells"].values():
         parts = [row[part] for part in (*cpu.PARTS, "detokenise and the rest", "pool", "update")]
@@ -62,6 +69,7 @@ def test_the_account_adds_up(quick):
         assert row["not_generation"] == pytest.approx(1 - row["generate"])
 
 
+@pytest.mark.slow
 def test_the_master_costs_what_its_copies_cost(quick):
     """A float32 model, a float32 master, a float32 working copy; joined projections and little else come on top."""
     (row,) = quick["memory"]["cells"].values()
@@ -69,23 +77,6 @@ def test_the_master_costs_what_its_copies_cost(quick):
     assert 3.5 < row["model"] < 5
     assert 7.5 < row["engine_at_rest"] < 10
     assert 11.5 < row["peak"] < 18
-
-
-def test_targets_say_what_was_measured(quick):
-    for name in ("noise", "iteration", "account", "step"):
-        assert quick[name]["targets"]
-        for entry in quick[name]["targets"]:
-            bound, number = entry["target"].rsplit(" ", 1)
-            value = entry["value"]
-            assert entry["met"] == (value >= float(number) if bound == "at least" else value <= float(number))
-
-
-@pytest.mark.parametrize(
-    ("value", "bound", "met"),
-    [(9.0, {"least": 9}, True), (8.99, {"least": 9}, False), (2.0, {"most": 2}, True), (2.01, {"most": 2}, False)],
-)
-def test_a_target_is_met_at_its_bound(value, bound, met):
-    assert cpu.target("something", value, **bound)["met"] is met
 
 
 def test_different_tokens_are_noticed(monkeypatch):
@@ -108,15 +99,6 @@ def test_different_tokens_are_noticed(monkeypatch):
 )
 def test_models_have_the_sizes_they_are_called(name, parameters):
     assert cpu.build(name).num_parameters() == parameters
-
-
-def test_the_public_statements_add_and_restore():
-    tensors = [torch.zeros(3, 5), torch.zeros(7)]
-    shared.public_perturb(tensors, seed=3, scale=0.5)
-    expected = torch.randn(3, 5, generator=torch.Generator().manual_seed(3)) * 0.5
-    assert (tensors[0] == expected).all() and tensors[1].any()
-    shared.public_perturb(tensors, seed=3, scale=0.5, subtract=True)
-    assert not any(tensor.any() for tensor in tensors)
 
 
 def test_every_formulation_of_a_product_has_its_operations():
@@ -164,6 +146,9 @@ def test_a_failing_section_costs_no_other(monkeypatch, tmp_path, capsys):
     assert found["noise"]["error"] == "RuntimeError: no such counter"
     assert "error" not in found["device"]
     assert found["step"] == 5, "a run of some sections leaves the others"
+    stored = (ROOT / "paper" / "results" / "bench.json").read_bytes()
+    assert cpu.main(["--quick", "--sections", "device"]) == 0  # without --out, quick numbers are not stored
+    assert (ROOT / "paper" / "results" / "bench.json").read_bytes() == stored
     printed = capsys.readouterr()
     assert "FAILED: RuntimeError: no such counter" in printed.out and "no such counter" in printed.err
 
@@ -174,12 +159,3 @@ def test_a_memory_mode_that_fails_is_an_error(monkeypatch):
     assert found["cells"] == {}
     errors = "master, a float33 model: torch has no dtype 'float33'; kahan, a bfloat16 model: no output"
     assert found["error"] == errors
-
-
-def test_quick_results_are_not_stored(monkeypatch, capsys):
-    stored = ROOT / "paper" / "results" / "bench.json"
-    before = stored.read_bytes() if stored.exists() else None
-    monkeypatch.setattr(cpu, "default_threads", lambda: 2)
-    assert cpu.main(["--quick", "--sections", "device"]) == 0
-    assert (stored.read_bytes() if stored.exists() else None) == before
-    assert "== device" in capsys.readouterr().out

@@ -33,17 +33,9 @@ def test_its_decoder_gives_the_tokens_of_transformers(gpu, tied):
     model = gpu.Model(shape, "cpu", torch.float32, seed=3)
     for piece in model.pieces:  # weights large enough for tokens that differ
         piece.tensor.mul_(10 if piece.tensor.ndim > 1 else 1)
-    config = Qwen2Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=tied,
-        rms_norm_eps=1e-6,
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied, "rms_norm_eps": 1e-6}
+    config = Qwen2Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     reference = Qwen2ForCausalLM(config).eval()
     missing, unexpected = reference.load_state_dict({p.name: p.tensor for p in model.pieces}, strict=False)
     assert unexpected == []
@@ -78,7 +70,7 @@ def test_sections_run_on_a_toy(tmp_path):
     out = tmp_path / "results" / "bench.json"
     out.parent.mkdir()
     out.write_text(json.dumps({"a CPU": {"cpu": {"update": 1}}}))
-    sections = ["device", "equality", "bandwidth", "memory"]
+    sections = ["device", "equality", "memory"]
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--toy", "--out", str(out), "--sections", *sections]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=paths.ROOT, env=environment, capture_output=True, text=True)
@@ -100,14 +92,9 @@ def test_a_failing_section_costs_no_other(gpu, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setitem(gpu.SECTIONS, "device", broken)
     out = tmp_path / "bench.json"
+    assert torch.cuda.is_available() or gpu.main([]) == 2  # says so where there is no GPU
     assert gpu.main(["--toy", "--sections", "device", "memory", "--out", str(out)]) == 1
     ((_, found),) = json.loads(out.read_text()).items()
     assert found["gpu"]["device"]["error"] == "RuntimeError: no such counter"
     assert "skipped" in found["gpu"]["memory"]
     assert "no such counter" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run")
-def test_without_a_gpu_it_says_so(gpu, capsys):
-    assert gpu.main([]) == 2
-    assert "--toy" in capsys.readouterr().err

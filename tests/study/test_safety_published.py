@@ -7,9 +7,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from evoalign_study import records, style
+from evoalign_study import records
 from evoalign_study.kinds import judgments as kind
-from evoalign_study.views import safety_published as view
 
 from evoalign_lib.tasks import safety_published as data
 
@@ -57,69 +56,36 @@ def test_rows_are_read():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("read", "row", "change"),
     [
-        ({"model_a": "GPT"}, "model_a must be one of"),
-        ({"model_b": "ES-500"}, "compared with itself"),
-        ({"order_ab": ["Beaver-V1", "ES-500"]}, "which one was A"),
-        ({"dimension": "beauty"}, "dimension must be one of 'helpfulness', 'harmlessness', got 'beauty'"),
-        ({"scores": [8]}, "scores must be two numbers or null"),
-        ({"scores": [8, "9"]}, "a score must be a finite number, got '9'"),
-        ({"scores": [8, True]}, "a score must be a finite number"),
-        ({"scores": [8, float("nan")]}, "a score must be a finite number"),
-        ({"scores": [8, 11]}, "must lie in 0 to 10"),
-        ({"question": " "}, "question must be a text that is not blank"),
-        ({"raw": None}, "raw must be a text"),
-        ({"model_a": ["ES-500"]}, "model_a must be one of"),
+        *((data.read_judgments, JUDGMENT, {name: "other"}) for name in ("model_a", "dimension", "order_ab", "scores")),
+        *((data.read_judgments, JUDGMENT, {"scores": [8, bad]}) for bad in ("9", True, float("nan"), 11)),
+        (data.read_judgments, JUDGMENT, {"scores": [8]}),
+        (data.read_judgments, JUDGMENT, {"model_a": "Beaver-V1", "order_ab": ["Beaver-V1"] * 2}),
+        (data.read_judgments, JUDGMENT, {"model_a": ["ES-500"]}),
+        (data.read_judgments, JUDGMENT, {"question": " "}),
+        (data.read_judgments, JUDGMENT, {"raw": None}),
+        (data.read_points, POINT, {"reward": None}),
+        (data.read_points, POINT, {"cost": float("inf")}),
+        (data.read_points, POINT, {"label": "HS"}),
+        (data.read_points, POINT, {"response": 7}),
+        (data.read_points, POINT, {"prompt": ""}),
+        (data.read_preferences, PAIR, {"is_response_1_safe": 1}),
+        (data.read_preferences, PAIR, {"safer_response_id": True}),
+        (data.read_preferences, PAIR, {"response_0_severity_level": 4}),
     ],
 )
-def test_a_bad_judgment_is_named_by_its_line(change, said):
-    with pytest.raises(ValueError, match=f"mine, line 2: .*{said}"):
-        data.read_judgments(lines(JUDGMENT, JUDGMENT | change), "mine")
+def test_a_bad_row_is_named_by_its_line(read, row, change):
+    label = ["m"] if read is data.read_points else []
+    read(lines(row, row), *label, "mine")
+    with pytest.raises(ValueError, match="mine, line 2: "):
+        read(lines(row, row | change), *label, "mine")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"reward": None}, "reward must be a finite number"),
-        ({"cost": float("inf")}, "cost must be a finite number"),
-        ({"label": "HS"}, "label must be one of"),
-        ({"response": 7}, "response must be a text"),
-        ({"prompt": ""}, "prompt must be a text that is not blank"),
-    ],
-)
-def test_a_bad_response_is_named_by_its_line(change, said):
-    with pytest.raises(ValueError, match=f"points, line 3: .*{said}"):
-        data.read_points(lines(POINT, POINT, POINT | change), "mine")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"is_response_1_safe": 1}, "is_response_1_safe must be one of True, False"),
-        ({"safer_response_id": True}, "safer_response_id must be one of 0, 1"),
-        ({"response_0_severity_level": 4}, "severity_level must be one of"),
-    ],
-)
-def test_a_bad_pair_is_named_by_its_line(change, said):
-    with pytest.raises(ValueError, match=f"preferences, line 1: .*{said}"):
-        data.read_preferences(lines(PAIR | change))
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: expected an object, got list"),
-        ('{"prompt": "Why?"}', "line 2: no 'response' where the published format has one"),
-        ("[" * 100_000, "line 2: (too deeply nested|not JSON)"),
-        (b"\xff", "line 2: not UTF-8"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(line, said):
-    bad = lines(POINT) + b"\n" + (line if isinstance(line, bytes) else line.encode())
-    with pytest.raises(ValueError, match=said):
-        data.read_points(bad, "mine")
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"prompt": "Why?"}', b"[" * 100_000, b"\xff"])
+def test_a_line_that_is_no_row_is_named(line):
+    with pytest.raises(ValueError, match="points, line 2: "):
+        data.read_points(lines(POINT) + b"\n" + line, "mine")
     with pytest.raises(ValueError, match="points holds no rows"):
         data.read_points(b"\n\n", "mine")
 
@@ -159,11 +125,11 @@ def test_a_changed_or_torn_local_file_is_refused(small, monkeypatch):
     packed = path.with_name(f"{path.name}.gz")
     for torn in (gzip.compress(content)[:-9], b"no gzip"):
         packed.write_bytes(torn)
-        with pytest.raises(ValueError, match="no whole gzip file"):
+        with pytest.raises(ValueError, match="is damaged"):
             data.load_points("ES-100")
     packed.write_bytes(gzip.compress(content))
     monkeypatch.setattr(data, "_MOST_BYTES", 10)
-    with pytest.raises(ValueError, match="unpacks to more than 10 bytes"):
+    with pytest.raises(ValueError, match="unpacks to more"):
         data.load_points("ES-100")
 
 
@@ -199,15 +165,6 @@ def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
         finally:
             server.shutdown()
             thread.join()
-
-
-def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="Did you mean 'ES-500'"):
-        data.load_points("ES-50")
-    with pytest.raises(ValueError, match="split='test' is not one of"):
-        data.load_preferences("test")
-    with pytest.raises(ValueError, match="unknown part 'all'"):
-        kind.run({"part": "all"})
 
 
 # --------------------------------------------------------------------------------------------------- the published data
@@ -291,26 +248,3 @@ def test_responses_give_the_published_numbers(found):
     assert sum(k["share"] for k in own["kinds"].values()) == pytest.approx(1, abs=1e-4)
     low, high = own["per_prompt"]["safe"][1:]
     assert low < own["safe"] < high
-
-
-def test_tables_and_figures_are_drawn_from_records(found):
-    style.use()
-    for_all = [*found[:2], *({**found[2], "spec": found[2]["spec"] | {"model": m}} for m in data.MODELS)]
-    ratings = view.rating_rows(for_all)
-    assert (ratings["Elo, published"] == ratings["reproduced"]).all() and len(ratings) == 10
-    assert len(view.lead_rows(for_all)) == 8 and len(view.agreement_rows(for_all)) == 4
-    assert view.judge_rows(for_all)["most frequent score"].tolist() == ["8", "9"]
-    for table in (view.response_rows, view.quadrant_rows, view.refusal_rows):
-        assert table(for_all)["model"].tolist() == list(data.MODELS)
-    said = view.answers(for_all)
-    assert len(said) == 4 and all(text.endswith(".") and "nan" not in text for text in said.values())
-    fig, plotted = view.ratings(for_all)
-    assert len(plotted) == 2 * 4 * 3 and (plotted["low"] < plotted["high"]).all()
-    assert [ax.get_title() for ax in fig.axes] == list(data.DIMENSIONS)
-    fig, plotted = view.quadrants(for_all)
-    shares = plotted.groupby(["cut", "model"])["share"].sum()
-    assert len(shares) == 3 * 6 and shares.between(99.9, 100.1).all()
-    with pytest.raises(ValueError, match="no record of the responses of Alpaca-7B"):
-        view.responses(found)
-    with pytest.raises(ValueError, match="0 records of part 'games'"):
-        view.part(found[:1], "games")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -15,8 +14,7 @@ import numpy as np
 
 from evoalign_lib.checks import whole_number
 from evoalign_lib.files import canonical_json
-from evoalign_lib.judges.answers import Answer, Meter
-from evoalign_lib.judges.budget import Budget, BudgetSpent, most_prompt_tokens
+from evoalign_lib.judges.answers import Answer
 from evoalign_lib.judges.cache import Cache, key_of
 from evoalign_lib.judges.endpoint import EndpointError
 from evoalign_lib.judges.rubrics import Reading, Rubric
@@ -129,10 +127,9 @@ class Spent:
     Attributes:
         questions: put to a chat judge, equal ones counted once.
         cached: of these, answered by the cache.
-        requests: sent this time, retries among them.
-        prompt_tokens: of this time's requests, as far as the backend says.
-        completion_tokens: of this time's requests, as far as the backend says.
-        errors: this time's failed requests by kind; those that a retry mended are among them.
+        prompt_tokens: of this time's answers, as far as the backend says.
+        completion_tokens: of this time's answers, as far as the backend says.
+        errors: questions left without an answer after all retries, by kind.
         broken: texts in which marks were broken.
         replaced: texts in which characters were replaced.
         cut: texts that were cut.
@@ -140,7 +137,6 @@ class Spent:
 
     questions: int = 0
     cached: int = 0
-    requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     errors: dict[str, int] = field(default_factory=dict)
@@ -149,14 +145,8 @@ class Spent:
     cut: int = 0
 
 
-class _Outcomes:
-    def to_json(self) -> dict[str, Any]:
-        """Return all of it in values that JSON knows."""
-        return dataclasses.asdict(self)
-
-
 @dataclass(frozen=True)
-class Judged(_Outcomes):
+class Judged:
     """The verdicts of one judge on pairs.
 
     Attributes:
@@ -210,7 +200,7 @@ class Judged(_Outcomes):
 
 
 @dataclass(frozen=True)
-class JudgedTexts(_Outcomes):
+class JudgedTexts:
     """The scores of one judge for single texts.
 
     Attributes:
@@ -300,7 +290,6 @@ def judge_pairs(
     judge: ScoreJudge | ChatJudge,
     pairs: Sequence[Pair],
     cache: Cache | str | os.PathLike[str] | None = None,
-    budget: Budget | None = None,
 ) -> Judged:
     """Judge pairs, by a chat judge in both orders.
 
@@ -308,12 +297,10 @@ def judge_pairs(
         judge: one for pairs.
         pairs: equal ones are asked once.
         cache: of a chat judge's answers, or its path; None: answers are kept for this call alone.
-        budget: of a chat judge's requests; None: no limit.
 
     Raises:
         ValueError: a rubric for single texts.
-        BudgetSpent: before the budget is passed. What was answered is in the cache: call again with a new budget.
-        EndpointError: every further request would fail; the same holds.
+        EndpointError: every further request would fail. What was answered is in the cache: call again.
         CacheError: the cache is damaged.
     """
     if isinstance(judge, ScoreJudge):
@@ -327,7 +314,7 @@ def judge_pairs(
         for pair in pairs
         for first, second in ((pair.a, pair.b), (pair.b, pair.a))
     ]
-    answers, spent = _ask(judge, questions, quoted.values(), cache, budget)
+    answers, spent = _ask(judge, questions, quoted.values(), cache)
     judgements = [_judgement(pair, judge.rubric, answers[2 * i], answers[2 * i + 1]) for i, pair in enumerate(pairs)]
     return Judged(judge.name, judgements, spent)
 
@@ -336,7 +323,6 @@ def judge_texts(
     judge: ScoreJudge | ChatJudge,
     texts: Sequence[tuple[str, str]],
     cache: Cache | str | os.PathLike[str] | None = None,
-    budget: Budget | None = None,
 ) -> JudgedTexts:
     """Score single texts.
 
@@ -344,12 +330,11 @@ def judge_texts(
         judge: one for single texts.
         texts: (prompt, completion) each; equal ones are asked once.
         cache: as for `judge_pairs`.
-        budget: as for `judge_pairs`.
 
     Raises:
         ValueError: a rubric for pairs.
         TypeError: a prompt or a completion that is no text.
-        BudgetSpent, EndpointError, CacheError: as for `judge_pairs`.
+        EndpointError, CacheError: as for `judge_pairs`.
     """
     texts = [(prompt, completion) for prompt, completion in texts]
     for part in (part for text in texts for part in text):
@@ -358,16 +343,17 @@ def judge_texts(
     names = [(digest_of(prompt), digest_of(prompt, completion)) for prompt, completion in texts]
     if isinstance(judge, ScoreJudge):
         scores = judge.scores(texts)
+        finite = [scores[text] if math.isfinite(scores[text]) else None for text in texts]
         ratings = [
-            Rating(*name, scores[text]) if math.isfinite(scores[text]) else Rating(*name, None, failed="not finite")
-            for name, text in zip(names, texts, strict=True)
+            Rating(*name, score, failed="not finite" if score is None else None)
+            for name, score in zip(names, finite, strict=True)
         ]
         return JudgedTexts(judge.name, ratings, Spent())
     if judge.rubric.pairwise:
         raise ValueError(f"rubric {judge.rubric.name!r} is for pairs: call judge_pairs, or take one for single texts.")
     quoted = judge.quoted(part for text in texts for part in text)
     questions = [judge.rubric.messages(quoted[prompt], (quoted[completion],)) for prompt, completion in texts]
-    answers, spent = _ask(judge, questions, quoted.values(), cache, budget)
+    answers, spent = _ask(judge, questions, quoted.values(), cache)
     ratings = []
     for name, answer in zip(names, answers, strict=True):
         score = _read(judge.rubric, answer)
@@ -426,78 +412,37 @@ def _judgement(pair: Pair, rubric: Rubric, a_first: Answer, b_first: Answer) -> 
 # ------------------------------------------------------------------------------------------------------------ questions
 
 
-class _Tally(Meter):
-    """Keeps each answer as soon as it is there, and the budget before each request."""
-
-    def __init__(self, keys: list[str], worst: list[tuple[int, int]], cache: Cache, budget: Budget | None):
-        self.keys, self.worst, self.cache, self.budget = keys, worst, cache, budget
-        self.answered: set[str] = set()
-        self.requests: list[Answer] = []
-        self._reserved: dict[int, int] = {}
-
-    def before(self, items: Sequence[int]) -> int:
-        if self.budget is None:
-            return len(items)
-        for n, item in enumerate(items):
-            number = self.budget.reserve(*self.worst[item], wait=n == 0)
-            if number is None:
-                return n
-            self._reserved[item] = number
-        return len(items)
-
-    def after(self, item: int, answer: Answer) -> None:
-        self.requests.append(answer)
-        if self.budget is not None:
-            self.budget.settle(self._reserved.pop(item), answer.prompt_tokens, answer.completion_tokens)
-        if answer.error is None:
-            self.cache.put(self.keys[item], answer)
-            self.answered.add(self.keys[item])
-
-    def close(self) -> None:
-        """Settle what an interrupt has left open: its worst case counts."""
-        for number in self._reserved.values():
-            self.budget.settle(number, None, None)
-        self._reserved.clear()
-
-
 def _ask(
     judge: ChatJudge,
     questions: list[list[dict[str, str]]],
     quoted: Iterable[Quoted],
     cache: Cache | str | os.PathLike[str] | None,
-    budget: Budget | None,
 ) -> tuple[list[Answer], Spent]:
     """Return an answer to each question, from the cache where it has one, and what that took."""
     cache, backend = cache if isinstance(cache, Cache) else Cache(cache), judge.backend
     cache.refresh()
     identity = backend.identity()
-    by_key = {key_of(identity, messages): messages for messages in questions}
     keys = [key_of(identity, messages) for messages in questions]
-    open_keys = [key for key in by_key if cache.get(key) is None]
-    asked = [by_key[key] for key in open_keys]
-    tally = _Tally(open_keys, [(most_prompt_tokens(m), backend.max_tokens) for m in asked], cache, budget)
+    by_key = dict(zip(keys, questions, strict=True))
+    waiting = {key: messages for key, messages in by_key.items() if cache.get(key) is None}
+    names = list(waiting)
     try:
-        answers = dict(zip(open_keys, backend.answers(asked, tally) if asked else [], strict=True))
-    except (BudgetSpent, EndpointError) as error:
-        left = len(open_keys) - len(tally.answered)
+        answers = backend.answers(list(waiting.values()), lambda i, answer: cache.put(names[i], answer))
+    except EndpointError as error:
+        left = sum(cache.get(key) is None for key in names)
         kept = f"in {cache.path}" if cache.path else "of this process alone: give a path to keep answers"
-        go_on = "call again with a new budget" if isinstance(error, BudgetSpent) else "call again"
-        raise type(error)(
-            f"{str(error).rstrip('.')}. {left} of {len(by_key)} questions are left. The others' answers are in the "
-            f"cache {kept}; to go on, {go_on}."
+        raise EndpointError(
+            f"{error} {left} of {len(by_key)} questions are left; the others' answers are in the cache {kept}."
         ) from None
-    finally:
-        tally.close()
-    texts = list(quoted)
+    failed, texts = {key: answer for key, answer in zip(names, answers, strict=True) if answer.error}, list(quoted)
     spent = Spent(
         questions=len(by_key),
-        cached=len(by_key) - len(open_keys),
-        requests=len(tally.requests),
-        prompt_tokens=sum(answer.prompt_tokens or 0 for answer in tally.requests),
-        completion_tokens=sum(answer.completion_tokens or 0 for answer in tally.requests),
-        errors=dict(sorted(Counter(answer.error for answer in tally.requests if answer.error).items())),
+        cached=len(by_key) - len(waiting),
+        prompt_tokens=sum(answer.prompt_tokens or 0 for answer in answers),
+        completion_tokens=sum(answer.completion_tokens or 0 for answer in answers),
+        errors=dict(sorted(Counter(answer.error for answer in failed.values()).items())),
         broken=sum(text.broken > 0 for text in texts),
         replaced=sum(text.replaced > 0 for text in texts),
         cut=sum(text.cut > 0 for text in texts),
     )
-    return [cache.get(key) or answers[key] for key in keys], spent
+    return [failed.get(key) or cache.get(key) for key in keys], spent

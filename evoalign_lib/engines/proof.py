@@ -1,0 +1,59 @@
+"""Proof that the weights of vLLM's workers are those of the run, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from evoalign_lib import noise
+from evoalign_lib.engines._vllm_worker import Segment
+from evoalign_lib.precision import matrix_digest
+
+
+class WrongWeights(RuntimeError):
+    """A generator does not hold the weights of the run; the message names what differs."""
+
+
+def prove(
+    layout: noise.Layout, master: np.ndarray, segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
+) -> None:
+    """Compare the masters of vLLM's workers with the run's, byte for byte: layout, master; the rest as `compare`."""
+    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
+    views = {name: torch.from_numpy(view).reshape(shapes[name]) for name, view in layout.views(master).items()}
+    compare(views, segments, digests)
+
+
+def compare(
+    matrices: Mapping[str, torch.Tensor], segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
+) -> None:
+    """Compare the weights of vLLM's workers with a model's, byte for byte, by their digests.
+
+    Args:
+        matrices: the model's, by name; a vector is one row.
+        segments: by rank, where its tensors come from.
+        digests: by rank, for each of them: SHA-256 of its numbers, row by row.
+
+    Raises:
+        WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
+            of a parameter.
+    """
+    views, held = matrices, {name: np.zeros(matrix.shape, bool) for name, matrix in matrices.items()}
+    for rank, (places, found) in enumerate(zip(segments, digests, strict=True)):
+        for segment, digest in zip(places, found, strict=True):
+            where = f"vLLM's rank {rank}, {segment.name!r}"
+            if segment.name not in views:
+                raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")
+            window = np.s_[segment.row0 : segment.row0 + segment.rows, segment.col0 : segment.col0 + segment.cols]
+            part = views[segment.name][window]
+            if part.shape != (segment.rows, segment.cols) or matrix_digest(part) != digest:
+                raise WrongWeights(
+                    f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
+                    "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "
+                    "tensor in another layout, in which it cannot be perturbed."
+                )
+            held[segment.name][window] = True
+    for name, cells in held.items():
+        if not cells.all():
+            raise WrongWeights(f"{name!r}: vLLM holds {cells.mean():.0%} of it, so noise would not reach all of it.")
