@@ -357,7 +357,7 @@ def test_flipped_bits_of_records(left, tmp_path, faults):
         append_record(file, record)
     assert seal_problems(file) == []
     for i in range(faults):
-        damaged = (file, file.with_suffix(".seal"), kept)[i % 3]
+        damaged = (file, file.with_suffix(".index"), kept)[i % 3]
         before = damaged.read_bytes()
         bit = flip(damaged, rng)
         assert seal_problems(file), (damaged.name, bit)
