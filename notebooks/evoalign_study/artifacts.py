@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.checks import choose
 from evoalign_lib.files import canonical_json, locked, replace_text
-from evoalign_study import claims, execution, paths, rendering, style
+from evoalign_study import claims, execution, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
-from evoalign_study.records import SCALES, lost_from_history, record_files, seal_problems
+from evoalign_study.records import SCALES, record_files, seal_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -387,6 +387,24 @@ def unsealed() -> list[str]:
     return problems
 
 
+def lost_from_history() -> list[str] | None:
+    """Name each line of an index that a commit has added and that is no more; None where there is no history of git.
+
+    A withdrawn record is quoted in LOG.md by the first 12 digits of the SHA-256 of its line.
+    """
+    once = provenance.added_lines("paper/results/*/*.index")
+    if once is None:
+        return None
+    log = _text(paths.ROOT / "LOG.md")
+    now = {file: set(_text(file).splitlines()) for file, _ in once}
+    return [
+        f"{file} has lost the line of spec {line[:16]}, which its history has: restore records and index from git, or "
+        f"say in LOG.md why the record went, and quote {line[17:29]}"
+        for file, line in once
+        if line not in now[file] and line[17:29] not in log
+    ]
+
+
 def _unlocked() -> list[str]:
     """Return what `claims.lock_problems` finds, or why claims and lock cannot be read."""
     try:
@@ -566,8 +584,11 @@ def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 
 
 def _readme() -> str:
-    path = paths.ROOT / "README.md"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return _text(paths.ROOT / "README.md")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and
 Beside each record file lies its index, <scale>.index: one line per record, in the order of the records, with the spec
 hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `seal_problems` computes
 it anew and names what does not match. Whoever edits a record and its index alike is found by the history of git: a line
-of an index that was ever committed stays (`lost_from_history`).
+of an index that was ever committed stays (`artifacts.lost_from_history`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
-from evoalign_study import paths, provenance
+from evoalign_study import paths
 
 ENGINE_VERSION = 2
 FINISHED = "finished"
@@ -246,24 +246,6 @@ def seal_problems(path: Path) -> list[str]:
     if not problems and index != _lines(whole.values()):
         problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_SEAL_IT}")
     return problems
-
-
-def lost_from_history() -> list[str] | None:
-    """Name each line of an index that a commit has added and that is no more; None where there is no history of git.
-
-    A withdrawn record is quoted in LOG.md by the first 12 digits of the SHA-256 of its line.
-    """
-    once = provenance.added_lines("paper/results/*/*.index")
-    if once is None:
-        return None
-    log = _bytes(paths.ROOT / "LOG.md").decode()
-    now = {file: set(_bytes(file).decode(errors="replace").splitlines()) for file, _ in once}
-    return [
-        f"{file} has lost the line of spec {line[:16]}, which its history has: restore records and index from git, or "
-        f"say in LOG.md why the record went, and quote {line[17:29]}"
-        for file, line in once
-        if line not in now[file] and line[17:29] not in log
-    ]
 
 
 def _index_line(record: Record, line: bytes) -> bytes:

@@ -355,7 +355,7 @@ def test_whoever_rewrites_records_and_index_is_found_by_the_history(tmp_path, mo
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "paper/results")
     file = paths.RESULTS / "01_a/tiny.jsonl"
-    assert records.lost_from_history() is None  # no git here
+    assert artifacts.lost_from_history() is None  # no git here
     git("init", "-q")
     append_record(file, record(0)), git("add", "."), git("commit", "-qm", "one")
     append_record(file, record(1)), git("add", "."), git("commit", "-qm", "two")

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from evoalign_study import parameters, paths, sweep
+from evoalign_study import paths, sweep
 from evoalign_study.kinds.audit import audit_specs
 from evoalign_study.kinds.base import base_specs
 from evoalign_study.kinds.best_of_n import best_of_n_specs
 from evoalign_study.kinds.estimator import estimator_specs
 from evoalign_study.kinds.kl import kl_specs
 from evoalign_study.kinds.train import train_specs
-from evoalign_study.parameters import check_parameters
 from evoalign_study.records import (
     ENGINE_VERSION,
     append_record,
@@ -33,187 +32,9 @@ from evoalign_study.sweep import load_or_run
 
 from evoalign_lib import models, tiny
 
-PARAMETERS = {
-    "scale": "tiny",
-    "model": "",
-    "engine": "local",
-    "gpus": 0,
-    "seeds": 0,
-    "force": False,
-    "dry_run": False,
-}
-PRESETS = {
-    "smoke": {"steps": 2, "sigma": 0.1, "bases": ["A0"], "curve": True, "limit": None},
-    "tiny": {"steps": 100, "sigma": 0.01, "bases": ["A0", "A1"], "curve": True, "limit": None},
-}
-LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
-for preset in PRESETS.values():
-    preset |= LISTS
-PRESETS["tiny"]["some"], PRESETS["smoke"]["some"] = None, 8  # None: all there are
 needs_bases = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
 )
-
-
-# ---- parameters
-
-
-def test_settings_of_the_scale_with_overrides():
-    run = check_parameters(PARAMETERS | {"steps": 7, "sigma": 1, "bases": ("A2",), "limit": 3}, PRESETS)
-    assert (run.scale, run.steps, run.sigma, run.bases, run.curve, run.limit) == ("tiny", 7, 1, ("A2",), True, 3)
-    assert vars(check_parameters(PARAMETERS | {"scale": "smoke"}, PRESETS)).items() >= PRESETS["smoke"].items()
-    assert PRESETS["tiny"]["steps"] == 100  # the preset itself is not changed
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"stpes": 5}, r"unknown parameter 'stpes'\. Did you mean 'steps'\?.*'del stpes'"),
-        ({"Force": True}, r"unknown parameter 'Force'\. Did you mean 'force'\?"),
-        ({"zzzz": None}, r"unknown parameter 'zzzz'\. Known: bases, curve, "),
-        ({"scale": "tinny"}, r"unknown scale 'tinny': use one of smoke, tiny, full. Did you mean 'tiny'\?"),
-        ({"scale": ""}, "unknown scale ''"),
-        ({"scale": None}, "unknown scale None"),
-        ({"scale": "full"}, "this notebook has no scale 'full' yet: use one of smoke, tiny"),
-        ({"steps": "5"}, "parameter steps='5' has type str, expected int, for example 100"),
-        ({"steps": 5.0}, "parameter steps=5.0 has type float, expected int"),
-        ({"steps": True}, "parameter steps=True has type bool, expected int"),
-        ({"sigma": "1e-2"}, "parameter sigma='1e-2' has type str, expected float"),
-        ({"bases": "A0"}, "parameter bases='A0' has type str, expected list"),
-        ({"curve": 1}, "parameter curve=1 has type int, expected bool"),
-        ({"seeds": -1}, "seeds=-1 must not be negative; 0 takes the scale's own"),
-        ({"seeds": "2"}, "parameter seeds='2' has type str"),
-        ({"seeds": True}, "parameter seeds=True has type bool"),
-        ({"seeds": [0, 1]}, r"parameter seeds=\[0, 1\] has type list"),
-        ({"gpus": -1}, "gpus=-1 must not be negative"),
-        ({"force": "yes"}, "parameter force='yes' has type str, expected bool"),
-        ({"dry_run": 1}, "parameter dry_run=1 has type int, expected bool"),
-        ({"model": 7}, "parameter model=7 has type int, expected str"),
-        ({"steps": 0}, "steps=0 must be greater than 0: use for example 2"),
-        ({"steps": -1}, "steps=-1 must not be negative"),
-        ({"steps": 10**9}, "steps=1000000000 must be at most 1000000"),
-        ({"steps": 10**400}, "steps=10{20}.* must be at most 1000000"),
-        ({"sigma": 0.0}, r"sigma=0\.0 must be greater than 0"),
-        ({"sigma": float("nan")}, "sigma=nan must be a finite number"),
-        ({"sigma": float("-inf")}, "sigma=-inf must be a finite number"),
-        ({"sigma": 1e30}, r"sigma=1e\+30 must be at most 1000000"),
-        ({"bases": []}, r"bases=\[\] must not be empty: use for example \['A0'\]"),
-        ({"bases": ["A0", 5]}, "bases=5 has type int, expected str, for example 'A0'"),
-        ({"bases": [None]}, "bases=None has type NoneType, expected str"),
-        ({"bases": [""]}, "bases='' must not be empty: use for example 'A0'"),
-        ({"rates": [0.1, float("inf")]}, "rates=inf must be a finite number"),
-        ({"rates": [0.1, 0]}, "rates=0 must be greater than 0"),
-        ({"factors": {"sigma": -1.0}}, r"factors=-1\.0 must not be negative"),
-        ({"factors": {"sigma": "1"}}, r"factors='1' has type str, expected float, for example 0\.1"),
-        ({"limit": -3}, "limit=-3 must not be negative"),
-        ({"some": [5]}, r"some=\[5\] has type list, expected int, for example 8"),
-        ({"own_seeds": [10**9]}, "own_seeds=1000000000 must be at most 1000000"),
-        ({"n_seeds": 10**5}, "n_seeds=100000 must be at most 10000"),
-        ({"n_seeds": 0}, "n_seeds=0 must be greater than 0"),
-        ({"seeds": 10**9}, "seeds=1000000000 must be at most 10000"),
-        ({"gpus": 10**9}, "gpus=1000000000 must be at most 10000"),
-        ({"In": 5}, "unknown parameter 'In'"),
-        ({"exit": 5}, "unknown parameter 'exit'"),
-        ({"_parameters_checked": True, "stpes": 5}, "unknown parameter 'stpes'"),
-        ({"engine": "vlm"}, "unknown engine 'vlm': use one of local, vllm, ray"),
-        ({"engine": "vllm"}, "engine='vllm' is for scale 'full'"),
-    ],
-)
-def test_mistakes_are_named_with_the_remedy(changed, message):
-    with pytest.raises(ValueError, match=message):
-        check_parameters(PARAMETERS | changed, PRESETS)
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_missing_parameter(name):
-    namespace = {k: v for k, v in PARAMETERS.items() if k != name}
-    with pytest.raises(ValueError, match=f"parameter '{name}' is not set: run the parameters cell first"):
-        check_parameters(namespace, PRESETS)
-
-
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
-def test_truth_values_as_papermill_gives_them(text, value):
-    """`papermill -p force false` gives the text, which Python would take for true."""
-    namespace = PARAMETERS | {"force": text, "curve": text}
-    run = check_parameters(namespace, PRESETS)
-    assert run.force is value and run.curve is value and namespace["force"] is value
-
-
-def test_what_a_kernel_defines_is_no_parameter():
-    namespace = PARAMETERS | {"In": ["..."], "Out": {}, "_": 3, "_i1": "x", "exit": object(), "__name__": "__main__"}
-    check_parameters(namespace | {"json": json, "Path": Path, "helper": lambda: 0, "presets": PRESETS}, PRESETS)
-
-
-def test_the_cell_may_run_again_after_later_cells():
-    namespace = dict(PARAMETERS)
-    check_parameters(namespace, PRESETS)
-    namespace |= {"rows": [1, 2], "accuracy": 0.5, "title": "later cells define these"}
-    assert check_parameters(namespace, PRESETS).steps == 100
-    namespace["scale"] = "smoke"
-    assert check_parameters(namespace, PRESETS).steps == 2
-    namespace["seeds"] = -3  # and mistakes in known ones are still found
-    with pytest.raises(ValueError, match="seeds=-3"):
-        check_parameters(namespace, PRESETS)
-
-
-def test_zeros_and_empty_lists_where_a_scale_has_them():
-    given = {
-        "ends": ["a"],
-        "weights": [0.0, 1],
-        "own_seeds": [0, 1],
-        "rates": (1,),
-        "factors": {"alpha": 2},
-        "limit": 0,
-        "some": None,
-    }
-    run = check_parameters(PARAMETERS | given, PRESETS)
-    assert {name: getattr(run, name) for name in given} == given
-    presets = PRESETS | {"tiny": PRESETS["tiny"] | {"ends": ["a"]}}
-    assert check_parameters(PARAMETERS | {"ends": []}, presets).ends == []
-
-
-CELLS = ["", "import numpy as np", "scale: str = 'tiny'\nmodel: str = ''", "run = check_parameters(globals(), presets)"]
-
-
-@pytest.mark.parametrize(
-    "injected", ["study = 5", "# Parameters\nscale = 'tiny'\n_steps = [float('nan')]\n", "es = -5"]
-)
-def test_what_papermill_sets_is_no_variable_of_the_notebook(injected):
-    name = injected.split(" =")[-2].split()[-1]
-    namespace = PARAMETERS | {name: json, "In": [*CELLS[:3], injected, CELLS[3]]}  # an import may have come after it
-    with pytest.raises(ValueError, match=f"unknown parameter '{name}'"):
-        check_parameters(namespace, PRESETS)
-    namespace["In"] += [CELLS[2], CELLS[3]]  # taken out, and the parameters cell run again
-    check_parameters(namespace, PRESETS)
-
-
-def test_an_unknown_name_in_the_parameters_cell_is_refused_when_it_runs_again():
-    namespace = PARAMETERS | {"In": list(CELLS)}
-    check_parameters(namespace, PRESETS)
-    namespace |= {"rows": [1, 2], "total": 0.5, "stpes": 3}
-    namespace["In"] += ["rows = [1, 2]\ntotal = sum(rows)", "%matplotlib inline", f"{CELLS[2]}\nstpes = 3", CELLS[3]]
-    with pytest.raises(
-        ValueError, match="unknown parameter 'stpes'.*run 'del stpes', and run the parameters cell again"
-    ):
-        check_parameters(namespace, PRESETS)
-    del namespace["stpes"]
-    check_parameters(namespace, PRESETS)
-
-
-def test_a_refused_cell_refuses_again():
-    namespace = PARAMETERS | {"stpes": 5}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="stpes"):
-            check_parameters(namespace, PRESETS)
-    del namespace["stpes"]
-    check_parameters(namespace, PRESETS)
-
-
-def test_it_holds_under_a_real_module_namespace():
-    namespace = {"__name__": "x"}
-    source = "\n".join(f"{name}: {type(v).__name__} = {v!r}" for name, v in PARAMETERS.items())
-    exec(f"import numpy as np\nfrom pathlib import Path\n{source}", namespace)
-    assert check_parameters(namespace, PRESETS).engine == "local"
 
 
 # ---- records
@@ -748,26 +569,3 @@ def test_comparison_with_committed_records():
     assert sweep.compare([again], {then["spec_hash"]: then}) == (
         "beside committed records: 1 of 1 have the same spec; test accuracy differs by at most 2.00 points"
     )
-
-
-def test_what_a_notebook_announces(capsys):
-    parameters.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
-    shown = capsys.readouterr().out
-    assert shown.startswith("01_x, scale tiny, engine local on ") and "torch 2." in shown and "dry run" in shown
-
-
-@pytest.mark.parametrize(
-    ("given", "begun"),
-    [
-        ({"scale": "smoke", "get_ipython": print}, True),
-        ({"scale": "smoke"}, False),
-        ({"scale": "smoke", "get_ipython": print, "dry_run": True}, False),
-        ({"get_ipython": print}, False),
-    ],
-)
-def test_a_notebook_at_scale_smoke_begins_the_imports_of_its_runs(monkeypatch, given, begun):
-    monkeypatch.setattr(sweep, "_set_environment", lambda local: None)
-    started = []
-    monkeypatch.setattr(sweep.forkserver, "ensure_running", lambda: started.append(1))
-    check_parameters(PARAMETERS | given, PRESETS | {"smoke": PRESETS["tiny"]})
-    assert bool(started) == begun
