@@ -1,10 +1,15 @@
 """Sphinx's settings of the site. Nothing is fetched, neither when it is built nor when a page is viewed.
 
-`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` reads what was built.
+`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` reads what was built. Docstrings are in
+Google style or plain prose, with words in single backticks and lists.
 """
 
+import importlib
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
@@ -12,7 +17,8 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 project = "EvoAlign"
 author = "EvoAlign authors"
 language = "en"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "mathml", "docstrings"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
+default_role = "code"  # `so` is shown as code
 
 # Notebooks are shown as committed.
 nb_execution_mode = "off"
@@ -29,7 +35,7 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "ignore-module-all": True}
 autodoc_typehints_format = "short"
 # Shown by these names, not by what they stand for.
-_NAMES = ("ArrayLike", "Record", "Records", "Spec", "Claim", "RewardFunction", "Groups", "Memory")
+_NAMES = ("ArrayLike", "RewardFunction")
 autodoc_type_aliases = {name: name for name in _NAMES}
 # A bare name in a type that two modules have: the link may lead to either.
 suppress_warnings = ["ref.python"]
@@ -58,3 +64,37 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
+
+
+def _plain_prose(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Escape the signs of reStructuredText that prose has, and set a list apart from the text above it."""
+    shown: list[str] = []
+    for line in lines:
+        item, above = _is_item(line), shown[-1] if shown else ""
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = re.split(r"(`+[^`]+`+)", line)
+            parts[::2] = [re.sub(r"([\\*|])|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+            line = "".join(parts)
+        if _is_item(above) and line.startswith(" ") and not item:  # an item on one line leaves nothing to indent
+            shown[-1] += f" {line.strip()}"
+            continue
+        if above.strip() and item != _is_item(above) and not (above + line).startswith(" "):
+            shown.append("")
+        shown.append(line)
+    lines[:] = shown
+
+
+def _is_item(line: str) -> bool:
+    return re.match(r"\s*(-|\d+\.) ", line) is not None
+
+
+def setup(app: Any) -> None:
+    """Have docstrings escaped before napoleon makes sections of them, and the library imported before Sphinx forks."""
+    app.connect("autodoc-process-docstring", _plain_prose, priority=400)
+    app.connect("env-before-read-docs", _import_first)
+
+
+def _import_first(app: Any, env: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if name.startswith("api/"):
+            importlib.import_module(name.removeprefix("api/"))

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.checks import choose
 from evoalign_lib.files import canonical_json, locked, replace_text
-from evoalign_study import claims, execution, paths, rendering, style
+from evoalign_study import claims, execution, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
-from evoalign_study.records import SCALES, record_files, seal_problems, stored_files
+from evoalign_study.records import SCALES, record_files, seal_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -302,9 +302,9 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
 
 
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
-    """Compare the committed records with their seals, and the committed artefacts with what is drawn from them now.
+    """Compare the committed records with their index, and the committed artefacts with what is drawn from them now.
 
-    First, and fast, the seals are checked (`records.seal_problems`, `unsealed`) and the lock of the claims
+    First, and fast, the indices are checked (`unsealed`) and the lock of the claims
     (`claims.lock_problems`). Then each notebook is executed as committed, by this interpreter, into a temporary folder;
     runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
     the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
@@ -313,7 +313,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
         are reported too).
     write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing is
-        drawn from records that do not match their seals.
+        drawn from records that do not match their index.
     drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
         executed, and whether notebooks or records changed since then is not seen.
     Yields one line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
@@ -376,15 +376,33 @@ def redraw(notebook: str) -> str | None:
 
 
 def unsealed() -> list[str]:
-    """Return what `records.seal_problems` finds in all committed records, of every scale, and in the benchmark's."""
-    files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.seal"))}
-    problems = [problem for path in sorted(files) for problem in seal_problems(path)]
+    """Return what does not match of the committed records of each scale, index, history and benchmark."""
+    files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.index"))}
+    problems = [problem for path in sorted(files) for problem in seal_problems(path)] + (lost_from_history() or [])
     bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
     if bench.exists() or kept.exists():
         found = _sha256(bench) if bench.exists() else "no file"
         if not kept.exists() or kept.read_text(encoding="utf-8").strip() != found:
             problems.append(f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew")
     return problems
+
+
+def lost_from_history() -> list[str] | None:
+    """Name each line of an index that a commit has added and that is no more; None where there is no history of git.
+
+    A withdrawn record is quoted in LOG.md by the first 12 digits of the SHA-256 of its line.
+    """
+    once = provenance.added_lines("paper/results/*/*.index")
+    if once is None:
+        return None
+    log = _text(paths.ROOT / "LOG.md")
+    now = {file: set(_text(file).splitlines()) for file, _ in once}
+    return [
+        f"{file} has lost the line of spec {line[:16]}, which its history has: restore records and index from git, or "
+        f"say in LOG.md why the record went, and quote {line[17:29]}"
+        for file, line in once
+        if line not in now[file] and line[17:29] not in log
+    ]
 
 
 def _unlocked() -> list[str]:
@@ -397,7 +415,7 @@ def _unlocked() -> list[str]:
 
 def _verdicts() -> list[Verdict]:
     """Return the verdicts on the committed records of scale tiny, judged once as long as records and claims stay."""
-    files = [paths.PAPER / "claims.yaml", *(file for path in record_files("tiny") for file in stored_files(path))]
+    files = [paths.PAPER / "claims.yaml", *record_files("tiny")]
     key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
     if key not in _JUDGED:
         _JUDGED[key] = claims.evaluate_all("tiny")
@@ -492,7 +510,8 @@ def _changed_outputs() -> list[str]:
     kept = _read_manifest(paths.GENERATED / "manifest.json").get("outputs", {})
     found = {path.stem: execution.outputs_digest(path) for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
     return [
-        f"notebooks/{name}.ipynb displays what `python -m evoalign_study execute` did not write: restore it from git, or execute it"
+        f"notebooks/{name}.ipynb displays what `python -m evoalign_study execute` did not write: restore it from git, "
+        "or execute it"
         for name, digest in found.items()
         if digest != kept.get(name)
     ]
@@ -565,8 +584,11 @@ def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 
 
 def _readme() -> str:
-    path = paths.ROOT / "README.md"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return _text(paths.ROOT / "README.md")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def verify(
     write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
     drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
 ) -> None:
-    """Check the seals of the committed records, draw every table, number and plotted value again, and compare."""
+    """Check the committed records by their index, draw every table, number and plotted value again, and compare."""
     from evoalign_study import artifacts, claims
 
     chosen = _notebooks(notebook or ())
@@ -62,7 +62,7 @@ def verify(
             typer.echo(problem)
             disagree = True
     if claims.once_locked() is None:
-        typer.echo("no history of git here: paper/claims.lock was not compared with it")
+        typer.echo("no history of git here: records and paper/claims.lock were not compared with it")
     if disagree:
         raise typer.Exit(1)
     for name in artifacts.undrawn():
@@ -89,13 +89,10 @@ def execute(
 
 
 @app.command()
-def seal(
-    pack: Annotated[list[str] | None, typer.Option(help="Compress this notebook's records; may be repeated.")] = None,
-) -> None:
-    """Seal the committed records that a killed writer or a merge left without seal."""
+def seal() -> None:
+    """Add to the index the committed records that a killed writer or a merge left without a line there."""
     from evoalign_study import artifacts, records
 
-    chosen = _notebooks(pack or ())
     for path in records.record_files():
         try:
             if number := records.seal(path):
@@ -103,13 +100,9 @@ def seal(
         except ValueError as error:
             typer.echo(f"{path}: {error}")
     problems = artifacts.unsealed()
-    typer.echo("\n".join(problems) or "every record is sealed")
+    typer.echo("\n".join(problems) or "every record is in its index")
     if problems:
         raise typer.Exit(1)
-    for path in records.record_files():
-        if path.parent.name in chosen:
-            with refusals():
-                typer.echo(f"{path}.gz: {records.pack(path)} records packed")
 
 
 @app.command()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import ast
-import math
+import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from evoalign_lib.checks import nearest
 from evoalign_lib.engines import ENGINES
 from evoalign_study import provenance, sweep
-from evoalign_study.records import SCALES
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_EXAMPLES = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
-PARAMETERS = ("scale", *_EXAMPLES)
+_COMMON = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
+PARAMETERS = ("scale", *_COMMON)
 _MOST = 1_000_000
 _MOST_SEEDS = 10_000  # or GPUs
+_PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 _MAY_BE_EMPTY = ("prompt_counts",)  # though no scale has it so: then a section of notebook 05 is left out
 
 
@@ -49,54 +48,23 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     ...
     ValueError: unknown parameter 'stpes'. Did you mean 'steps'? Known: ...
     """
-    missing = [name for name in PARAMETERS if name not in namespace]
-    if missing:
+    if missing := [name for name in PARAMETERS if name not in namespace]:
         raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
     scale = namespace["scale"]
-    if scale not in SCALES:
-        raise ValueError(
-            f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.{nearest(scale, SCALES, cutoff=0.0)}"
-        )
-    if scale not in presets:
-        raise ValueError(f"this notebook has no scale {scale!r} yet: use one of {', '.join(presets)}.")
+    if scale not in list(presets):
+        raise ValueError(f"unknown scale={scale!r}: use one of {', '.join(presets)}.{nearest(scale, presets, 0.0)}")
     settings = dict(presets[scale])
-    known = {*PARAMETERS, *settings}
-    named = [name for name in _of_parameters_cells(namespace.get("In")) if name in namespace]
-    # When this cell runs again, the names that later cells define are there too: all are judged the first time only.
-    if namespace.get("_parameters_checked") is not check_parameters:
-        named += [name for name, value in namespace.items() if value is not presets and _is_given(name, value)]
-    for name in named:
-        if name not in known:
-            raise ValueError(
-                f"unknown parameter {name!r}.{nearest(name, known, cutoff=0.5)} Known: {', '.join(sorted(known))}. (In "
-                f"JupyterLab, take it out, run 'del {name}', and run the parameters cell again.)"
-            )
-    for name, default in (_EXAMPLES | settings).items():
-        if name in namespace:
-            value = namespace[name]
-            if isinstance(default, bool) and value in ("true", "false"):
-                value = namespace[name] = value == "true"
-            if default is not None and not _fits(value, default):
-                raise ValueError(
-                    f"parameter {name}={value!r} has type {type(value).__name__}, expected {type(default).__name__}, "
-                    f"for example {default!r}."
-                )
-            if name in settings:
-                settings[name] = value
-                examples = [preset[name] for preset in presets.values() if name in preset]
-                _check_value(name, value, examples, _MOST_SEEDS if "seeds" in name else _MOST)
-    for name in ("seeds", "gpus"):
-        if namespace[name] < 0:
-            raise ValueError(f"{name}={namespace[name]!r} must not be negative; 0 takes the scale's own.")
-        _check_value(name, namespace[name], [_EXAMPLES[name]], _MOST_SEEDS)
-    if namespace["engine"] not in ENGINES:
-        raise ValueError(f"unknown engine {namespace['engine']!r}: use one of {', '.join(ENGINES)}.")
-    if namespace["gpus"] and namespace["engine"] == "local":
-        raise ValueError(f"gpus={namespace['gpus']!r}: engine 'local' runs on CPU cores only, set gpus=0.")
-    if namespace["engine"] != "local" and scale != "full":
-        raise ValueError(f"engine={namespace['engine']!r} is for scale 'full'; scale {scale!r} has engine 'local'.")
-    if namespace["model"] and scale != "full":
-        raise ValueError(f"model={namespace['model']!r} is for scale 'full'; scale {scale!r} has models of its own.")
+    for name, default in (_COMMON | settings).items():  # papermill gives truth values as texts
+        if isinstance(default, bool) and namespace.get(name) in ("true", "false"):
+            namespace[name] = namespace[name] == "true"
+    given = {name: namespace[name] for name in _given(namespace, presets)}
+    _check(given, presets)
+    settings |= {name: value for name, value in given.items() if name in settings}
+    engine, gpus, model = (namespace[name] for name in ("engine", "gpus", "model"))
+    if gpus and engine == "local":
+        raise ValueError(f"gpus={gpus!r}: engine 'local' runs on CPU cores only, set gpus=0.")
+    if scale != "full" and (engine != "local" or model):
+        raise ValueError(f"engine={engine!r}, model={model!r}: scale {scale!r} has engine 'local' and its own models.")
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters
@@ -145,87 +113,77 @@ def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
     return DataFrame(rows.values(), index=list(rows), columns=list(presets), dtype=object)
 
 
-_OF_IPYTHON = {"In": list, "Out": dict}
+def _given(namespace: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names that are parameters, or that somebody took for some: plain values, not IPython's or private.
 
-
-def _is_given(name: str, value: Any) -> bool:
-    """Whether a variable may be a parameter that somebody set: it is plain, and neither private nor IPython's."""
-    if name.startswith("_") or isinstance(value, _OF_IPYTHON.get(name, ())):
-        return False
-    return value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
-
-
-def _of_parameters_cells(history: Any) -> list[str]:
-    """Return the names that the parameters cell, as it ran last, and what papermill injected after it have set.
-
-    history: the sources of the cells that ran, IPython's `In`. What was injected consists of literals alone.
+    When the cell runs again, the names that later cells define are there too: only what the parameters cell sets, as it
+    ran last, is judged then.
     """
-    names: list[str] = []
-    for source in reversed(history if isinstance(history, list) else []):
-        try:
-            statements = ast.parse(source).body
-        except (SyntaxError, ValueError):
-            continue
-        assigned = [s for s in statements if isinstance(s, (ast.Assign, ast.AnnAssign))]
-        targets = [target for s in assigned for target in (s.targets if isinstance(s, ast.Assign) else [s.target])]
-        bound = [target.id for target in targets if isinstance(target, ast.Name)]
-        if "scale" in bound:
-            return [*bound, *names]
-        if len(assigned) == len(statements) and all(map(_is_literal, assigned)):
-            names = [*bound, *names]
-    return []
+    names = [name for name in PARAMETERS if name in namespace]
+    if namespace.get("_parameters_checked") is check_parameters:
+        cells = [source for source in namespace.get("In", ()) if re.search(r"^scale\b.*=", source, re.MULTILINE)]
+        names += re.findall(r"^(\w+)\s*(?::[^=]*)?=(?!=)", cells[-1] if cells else "", re.MULTILINE)
+        names += presets[namespace["scale"]]
+    else:
+        of_ipython = {name for name, kind in (("In", list), ("Out", dict)) if isinstance(namespace.get(name), kind)}
+        plain = [name for name, value in namespace.items() if isinstance(value, _PLAIN) and name not in of_ipython]
+        names += [name for name in plain if not name.startswith("_")]
+    return [name for name in dict.fromkeys(names) if name in namespace and namespace[name] is not presets]
 
 
-def _is_literal(statement: ast.Assign | ast.AnnAssign) -> bool:
-    """Whether a literal is assigned, or float('nan') and float('inf'), as which papermill writes these."""
-    code = ast.unparse(statement.value or ast.Constant(None))
+def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError, naming it, for a name that is not known or a value unlike those of all scales."""
+    from pydantic import ConfigDict, Field, ValidationError, create_model
+
+    scale = given["scale"]
+    examples = {name: [preset[name] for preset in presets.values() if name in preset] for name in presets[scale]}
+    fields: dict[str, Any] = {name: (_type([value]), value) for name, value in _COMMON.items()}
+    fields |= {"scale": (str, scale), "engine": (Literal[ENGINES], "local")}
+    fields |= dict.fromkeys(("seeds", "gpus"), (Annotated[int, Field(strict=True, ge=0, le=_MOST_SEEDS)], 0))
+    for name, values in examples.items():
+        fields[name] = (_type(values, _MOST_SEEDS if "seeds" in name else _MOST, name), None)
     try:
-        ast.literal_eval(code.replace("float('nan')", "0").replace("float('inf')", "0"))
-    except (ValueError, TypeError):
-        return False
-    return True
+        create_model("Parameters", __config__=ConfigDict(extra="forbid"), **fields)(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise ValueError(
+                f"unknown parameter {name!r}.{nearest(name, fields, cutoff=0.5)} Known: {', '.join(sorted(fields))}. "
+                f"(In JupyterLab, take it out, run 'del {name}', and run the parameters cell again.)"
+            ) from None
+        example = next((e for e in examples.get(name, ()) if e is not None), _COMMON.get(name))
+        value = f"{first['input']!r:.80}" if isinstance(first["input"], _PLAIN) else type(first["input"]).__name__
+        raise ValueError(f"parameter {name}={value}: {first['msg']}; use for example {example!r:.80}.") from None
 
 
-def _check_value(name: str, value: Any, examples: Collection[Any], most: int = _MOST) -> None:
-    """Raise ValueError for a value, or one in a list or dictionary, that is of another kind than those of all scales.
+def _type(examples: Sequence[Any], most: int = _MOST, name: str = "") -> Any:
+    """Return the type that pydantic checks a value by, from the values of all scales.
 
-    examples: of each scale. most: that a number may be.
+    An empty text or list, zero, a negative number and None are taken where a scale has such a one.
     """
-    if value is None and None in examples:
-        return
-    examples = [example for example in examples if example is not None]
-    if examples and not any(_fits(value, example) for example in examples):
-        raise ValueError(
-            f"{name}={value!r:.80} has type {type(value).__name__}, expected {type(examples[0]).__name__}, for example "
-            f"{examples[0]!r:.80}."
-        )
-    empty = isinstance(value, (str, list, tuple, dict)) and not value
-    if empty and examples and all(examples) and name not in _MAY_BE_EMPTY:
-        raise ValueError(f"{name}={value!r} must not be empty: use for example {examples[0]!r:.80}.")
-    if isinstance(value, (list, tuple, dict)):
-        within = [part for example in examples for part in _parts(example)]
-        for part in _parts(value):
-            _check_value(name, part, [*within, 0] if "seeds" in name else within)  # the first seed is 0
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        numbers = [n for n in examples if isinstance(n, (int, float)) and not isinstance(n, bool)]
-        if not -math.inf < value < math.inf:
-            raise ValueError(f"{name}={value!r} must be a finite number.")
-        if value < 0 and all(n >= 0 for n in numbers):
-            raise ValueError(f"{name}={value!r:.80} must not be negative.")
-        if value == 0 and numbers and all(n > 0 for n in numbers):
-            raise ValueError(f"{name}={value!r} must be greater than 0: use for example {numbers[0]!r}.")
-        if value > most:
-            raise ValueError(f"{name}={value!r:.80} must be at most {most}.")
+    from pydantic import BeforeValidator, Field
 
-
-def _parts(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else list(value)
-
-
-def _fits(value: Any, default: Any) -> bool:
-    """Whether a value may stand where the default stands: an int for a float, but no bool for a number."""
-    if isinstance(value, bool) or isinstance(default, bool):
-        return isinstance(value, bool) and isinstance(default, bool)
-    if isinstance(default, float):
-        return isinstance(value, (int, float))
-    return isinstance(value, (list, tuple) if isinstance(default, (list, tuple)) else type(default))
+    some = [example for example in examples if example is not None]
+    if not some:
+        return Any
+    first, least = some[0], 0 if name in _MAY_BE_EMPTY or not all(some) else 1
+    if isinstance(first, bool):
+        found: Any = Annotated[bool, Field(strict=True)]
+    elif isinstance(first, (int, float)):
+        low = {} if min(some) < 0 else {"gt": 0} if min(some) > 0 and "seeds[" not in name else {"ge": 0}
+        real = {"allow_inf_nan": False} if any(isinstance(number, float) for number in some) else {}
+        found = Annotated[float if real else int, Field(strict=True, le=most, **low, **real)]
+    elif isinstance(first, str):
+        found = Annotated[str, Field(strict=True, min_length=least)]
+    elif isinstance(first, dict):
+        parts = [part for example in some for part in example.values()]
+        found = Annotated[dict[str, _type(parts, most)], Field(min_length=least)]
+    else:
+        parts = [part for example in some for part in example]
+        found = Annotated[
+            list[_type(parts, most, f"{name}[")],  # the first seed is 0
+            BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value),
+            Field(strict=True, min_length=least),
+        ]
+    return found | None if None in examples else found

@@ -49,18 +49,38 @@ def commit() -> str:
 
     The code of a notebook is its code cells: text and outputs may change.
     """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
-        return done.stdout
-
     try:
-        changed = git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
-        same = all(n.endswith(".ipynb") and _code(git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
-        return git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
+        changed = _git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
+        same = all(n.endswith(".ipynb") and _code(_git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
+        return _git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def added_lines(files: str) -> list[tuple[Path, str]] | None:
+    """Return each line that any commit has added to some files, with its file; None where there is no git.
+
+    files: a pattern below the checkout's top folder, such as "paper/results/*/*.index"; files that are gone count.
+    """
+    options = "--full-history --format= --patch --unified=0 --no-ext-diff --no-color --no-renames --reverse".split()
+    try:
+        patches = _git("log", *options, "--", f":(top,glob){files}")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    added, file = [], paths.ROOT
+    for line in patches.splitlines():
+        if line.startswith("+++ "):
+            file = paths.ROOT / line.removeprefix("+++ b/")
+        elif line.startswith("+"):
+            added.append((file, line[1:]))
+    return added
+
+
+def _git(*arguments: str) -> str:
+    """Return what git prints in the checkout."""
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
+    return done.stdout
 
 
 def _code(notebook: str) -> list[str]:

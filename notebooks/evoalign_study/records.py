@@ -1,21 +1,16 @@
-"""Specs and records of runs: hashes, files, seals and limits, and results packed problem by problem.
+"""Specs and records of runs: hashes, files, the index and limits, and results packed problem by problem.
 
 A run is a spec: a flat dictionary of everything that decides its result. The hash of the spec names the run. A finished
 run is one JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. `ENGINE_VERSION` is part of every
 spec and is raised when a change of the library changes results.
 
-The records of a complete notebook may be packed: `pack` moves the lines of <scale>.jsonl to <scale>.jsonl.gz. A record
-file goes by the name <scale>.jsonl in either case: what reads it reads the packed lines first, then those of the plain
-file, to which later records go. Seals know nothing of it: they are of the lines, in this order.
-
 The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
 record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
 
-Beside each record file lies its seal, <scale>.seal: one line per record, in the order of the records, with the spec
-hash, the SHA-256 of the record's line, for a record with a ledger the SHA-256 of the ledger's file and the digest of
-the last weights, and the SHA-256 of the previous line's last field with the rest of this line. Records are appended,
-never changed, and so are the lines of the seal; `seal_problems` finds what was changed. Whoever edits a record and
-writes the whole chain of the seal anew leaves no trace in it: that shows in the history of git alone.
+Beside each record file lies its index, <scale>.index: one line per record, in the order of the records, with the spec
+hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `seal_problems` computes
+it anew and names what does not match. Whoever edits a record and its index alike is found by the history of git: a line
+of an index that was ever committed stays (`artifacts.lost_from_history`).
 """
 
 from __future__ import annotations
@@ -24,17 +19,16 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.files import canonical_json, compressed, decompressed, locked, replace_bytes, sync_folder
+from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
 from evoalign_study import paths
 
 ENGINE_VERSION = 2
@@ -58,13 +52,12 @@ def spec_hash(spec: Spec) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, packed ones first, in file order; a torn last line (of a killed run) is left out.
+    """Return the records of a file in file order; a torn last line (of a killed run) is left out.
 
     Raises:
         ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
-            Or the packed file is damaged, or unpacks to what no records are.
     """
-    return [record for file, data in _contents(path) for record, _ in _checked(file, data)]
+    return [record for record, _ in _checked(path, _bytes(path))]
 
 
 def read_records_of(path: Path, hashes: Container[str]) -> list[Record]:
@@ -72,24 +65,15 @@ def read_records_of(path: Path, hashes: Container[str]) -> list[Record]:
 
     Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
     """
-    return [_parsed(line) for file, data in _contents(path) for h, line in _checked_lines(file, data) if h in hashes]
+    return [json.loads(line) for spec, line in _checked_lines(path, _bytes(path)) if spec in hashes]
 
 
 def record_files(scale: str = "*") -> list[Path]:
-    """Return the committed record files, of one scale or of all, notebook by notebook, as paths of <scale>.jsonl.
-
-    A file that is packed has no plain file of this name until there are later records: give the path to `read_records`.
-    """
-    found = [path for name in (f"{scale}.jsonl", f"{scale}.jsonl.gz") for path in paths.RESULTS.glob(f"*/{name}")]
-    return sorted({path.with_name(path.name.removesuffix(".gz")) for path in found})
+    """Return the committed record files, of one scale or of all, notebook by notebook."""
+    return sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
 
 
-def stored_files(path: Path) -> list[Path]:
-    """Return the files that hold the lines of a record file, in their order: the packed one, the plain one, or both."""
-    return [file for file in (_packed_file(path), path) if file.is_file()]
-
-
-@lru_cache(maxsize=32)  # two files of each notebook; the committed ones hold a few megabytes together
+@lru_cache(maxsize=32)  # a file of each notebook, and fresh ones; the committed ones hold some megabytes together
 def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
     """Return the spec hash and the line of each record in the bytes of a file; errors as for `read_records`."""
     return [(record["spec_hash"], line) for record, line in _checked(path, data)]
@@ -97,39 +81,48 @@ def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
 
 def _checked(path: Path, data: bytes) -> Iterator[tuple[Record, bytes]]:
     """Yield each record in the bytes of a file, and its line; errors as for `read_records`."""
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        where = f"{path}, line {number}"
+    for number, line in _numbered(data):
         try:
-            record = _parsed(line)
+            record = _record(line)
         except ValueError as error:
-            if number == len(lines):  # no newline at its end: the writer was killed
+            if number > data.count(b"\n") and not _is_json(line):  # no end of a line: the writer was killed
                 return
-            raise ValueError(f"{where} {error}. Restore the file from git.") from error
-        if not _is_record(record):
-            raise ValueError(f"{where} is not a record: {line.decode():.80}. Restore the file from git.")
-        if record["spec_hash"] != spec_hash(record["spec"]):
             raise ValueError(
-                f"{where}: the spec does not have the hash {record['spec_hash']!r}, it was edited. "
-                "Restore the file from git; in a run folder, delete the line to run its spec again."
-            )
-        if record["status"] != FINISHED:
-            raise ValueError(
-                f"{where} ({run_name(record['spec'])}): status {record['status']!r:.80}, but only runs that "
-                f"{FINISHED} are stored: it was edited. Restore the file from git."
-            )
+                f"{path}, line {number} {error}. Restore the file from git; in a run folder, delete the line to run "
+                "its spec again."
+            ) from error
         yield record, line
 
 
+def _record(line: bytes) -> Record:
+    """Return the record in a line. Raises ValueError, saying what the line is instead."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        record = json.loads(line.decode(), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"is not JSON: {error}") from error
+    ledger = record.get("ledger", {"sha256": "", "weights": ""}) if isinstance(record, dict) else None
+    if not (isinstance(ledger, dict) and isinstance(record.get("spec"), dict)) or not all(
+        isinstance(name, str) for name in (record.get("spec_hash"), ledger.get("sha256"), ledger.get("weights"))
+    ):
+        raise ValueError(f"is not a record: {line.decode():.80}")
+    if record["spec_hash"] != spec_hash(record["spec"]):
+        raise ValueError(f"was edited: its spec does not have the hash {record['spec_hash']!r}")
+    if record.get("status") != FINISHED:
+        name, status = run_name(record["spec"]), record.get("status")
+        raise ValueError(f"({name}) was edited: status {status!r:.80}, but only runs that {FINISHED} are stored")
+    return record
+
+
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
-    """Add one line to a record file and one to its seal, both synced to disk.
+    """Add one line to a record file and one to its index, both synced to disk.
 
     Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both are written. What
-    a killed writer left is mended first: a torn last line is cut off, and records without seal at the end are sealed,
-    which is printed. Of two records of one spec the first stays. Where records are packed, the line goes to the plain
-    file beside them.
+    a killed writer left is mended first: a torn last line is cut off, and records without index line get one, which is
+    printed. Of two records of one spec the first stays.
 
     Args:
         path: of the file, made with its folder if need be.
@@ -140,23 +133,23 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         The record of this spec that the file holds now; if it is another one, that is printed.
 
     Raises:
-        ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite; or a packed
-            file that cannot be read (see `read_records`).
+        ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite; or a file that
+            cannot be read (see `read_records`).
     """
     line, own = record_line(record).encode(), record["spec_hash"]
     with locked(path), interrupts_wait():
-        lines, seals = _whole_lines(path)
-        if number := _append_seals(path, _unsealed(lines, seals), seals):
-            what = "1 record" if number == 1 else f"{number} records"
-            print(f"sealed {what} at the end of {path} that had no seal")
-        for stored in lines:
-            if f'"spec_hash":"{own}"'.encode() in stored:
+        stored, index = _mended(path)
+        if missing := _add_missing(path, stored, index):
+            what = "1 record" if missing == 1 else f"{missing} records"
+            print(f"sealed {what} of {path} that had no line in its index")
+        for spec, first in stored:
+            if spec == own:
                 print(f"{path} has a record of {run_name(record['spec'])} already, made meanwhile: it stays")
-                return json.loads(stored)
+                return json.loads(first)
         if kept is not None:  # first: no record is without its ledger
             replace_bytes(_ledger_file(path, own), kept.read_bytes(), sync=True)
         _append(path, line)
-        _append_seals(path, [line.rstrip(b"\n")], seals)
+        _append(_index_file(path), _index_line(record, line.rstrip(b"\n")) + b"\n")
     return record
 
 
@@ -197,225 +190,136 @@ def run_name(spec: Spec) -> str:
     return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
 
 
-# ---- seals
+# ---- the index
 
-
-class _Seal(NamedTuple):
-    """One line of a seal: the fields, with a space between them."""
-
-    spec: str  # hash of the record's spec
-    record: str  # SHA-256 of the record's line
-    ledger: str  # SHA-256 of the file of the ledger that is kept with the record, or "-"
-    weights: str  # digest of the ledger's last weights, or "-"
-    chain: str  # SHA-256 of the chain so far and the other fields
-
-    @classmethod
-    def of(cls, line: bytes, previous: Sequence[_Seal]) -> _Seal:
-        """Seal a record's line, behind the previous ones."""
-        record = _record(line)
-        if record is None:
-            raise ValueError(f"a line without seal is not a record: {line[:80]!r}. Delete it, or {_RESTORE}.")
-        fields = record["spec_hash"], _sha(line), *_ledger_digests(record)
-        return cls(*fields, _chained(previous, fields))
-
-    @classmethod
-    def read(cls, text: bytes) -> _Seal:
-        """Read a line; one that is no seal gets empty fields, which match nothing."""
-        return cls(*text.decode().split(" ")) if _is_seal(text) else cls("", "", "", "", "")
-
-
-_SEAL = re.compile(rb"[0-9a-f]{16} [0-9a-f]{64} (- -|[0-9a-f]{64} [0-9a-f]{64}) [0-9a-f]{64}")
 _RESTORE, _SEAL_IT = "restore it from git", "run `python -m evoalign_study seal`"
-_LEDGER_DIGESTS = ("sha256", "weights")
 _ROUNDED = 1e-6  # means are stored with six decimals
 
 
 def seal(path: Path) -> int:
-    """Add to the seal of a record file the lines that it lacks at its end; return their number.
+    """Add to the index of a record file the lines that it lacks; return their number.
 
     They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
-    where the records before them do not match the seal: see `seal_problems`. Raises ValueError for a line without seal
-    that is not a record, or a packed file that cannot be read (see `read_records`).
+    where a line of the index has no record (see `seal_problems`). Raises ValueError for a line that is not a record.
     """
     with locked(path), interrupts_wait():
-        lines, seals = _whole_lines(path)
-        return _append_seals(path, _unsealed(lines, seals), seals)
-
-
-def pack(path: Path) -> int:
-    """Move the lines of a record file behind the packed ones, in <scale>.jsonl.gz; return how many were moved.
-
-    The packed file is a function of the lines alone: no name, no time. The seal stays as it is. `gunzip` takes it back,
-    where there is no plain file.
-
-    Raises:
-        ValueError: records and seal do not match (see `seal_problems`), or there are more lines than can be read again.
-    """
-    with locked(path), interrupts_wait():
-        lines, _ = _whole_lines(path)
-        if problems := seal_problems(path):
-            more = f" And {len(problems) - 1} more." if len(problems) > 1 else ""
-            raise ValueError(f"nothing was packed: {problems[0]}.{more}")
-        if not lines or not path.is_file():
-            return 0
-        moved, data = len(_numbered(path)), b"".join(line + b"\n" for line in lines)
-        if fault := _unlike_records(data):
-            raise ValueError(f"nothing was packed: {path} {fault}. Leave it as it is.")
-        replace_bytes(_packed_file(path), compressed(data), sync=True)
-        path.unlink()
-        sync_folder(path.parent)
-        return moved
+        return _add_missing(path, *_mended(path))
 
 
 def seal_problems(path: Path) -> list[str]:
-    """Say where a record file, its seal and its ledgers do not match, in one line per problem; empty: nowhere.
+    """Say where a record file, its index and its ledgers do not match, in one line per problem; empty: nowhere.
 
-    Found are records that were edited, inserted, deleted or moved, changes of the seal itself, ledgers that are missing
-    or not those that were sealed, and sealed records that contradict themselves: an accuracy is the mean of the results
-    that stand beside it. A problem names file, line and spec, and the remedy.
+    Found are records that were edited, inserted, deleted or moved, changes of the index itself, ledgers that are
+    missing or not those that were recorded, and records that contradict themselves: an accuracy is the mean of the
+    results that stand beside it. A problem names file, line and spec, and the remedy.
     """
-    seal_file = _seal_file(path)
-    try:
-        contents = _contents(path)
-    except ValueError as error:
-        return [str(error)]
-    repeated = _repeated(*(data for _, data in contents))
-    numbered = [
-        (f"{file}, line {number}", line)
-        for file, data in contents
-        for number, line in _split(data)
-        if file != path or line not in repeated
-    ]
-    if numbered and not seal_file.is_file():
-        return [f"{path} has no seal: restore {seal_file} from git, or make it by `python -m evoalign_study seal`"]
-    if not numbered and seal_file.is_file():
-        return [f"{path} holds no records, but has a seal: {_RESTORE}"]
-    seals, problems = _read_seals(seal_file)
-    if repeated:
-        problems.append(f"{path} repeats {len(repeated)} packed lines, left by a killed `pack` or a merge: {_SEAL_IT}")
-    sealed = {line.spec: line for line in reversed(seals)}
-    new = _unsealed([text for _, text in numbered], seals)
-    specs: list[str] = []
-    for where, text in numbered:
-        record = _record(text)
-        if record is None:
-            problems.append(f"{where} is not a record: {_RESTORE}, or delete the line if it is the last and torn")
+    data, index_file = _bytes(path), _index_file(path)
+    index = _bytes(index_file)
+    if data and not index:
+        return [f"{path} has no index: restore {index_file} from git, or make it by `python -m evoalign_study seal`"]
+    kept = {line[:16]: line for _, line in _numbered(index)}
+    whole: dict[bytes, bytes] = {}
+    problems = []
+    for number, line in _numbered(data):
+        where = f"{path}, line {number}"
+        try:
+            record = _record(line)
+        except ValueError as error:
+            problems.append(f"{where} {error}: {_RESTORE}, or delete the line if it is the last and torn")
             continue
-        spec = record["spec_hash"]
-        where += f" ({run_name(record['spec'])}, spec {spec})"
-        if spec in specs:
+        where += f" ({run_name(record['spec'])}, spec {record['spec_hash']})"
+        spec, indexed = record["spec_hash"].encode(), _index_line(record, line)
+        if spec in whole:
             problems.append(f"{where} is a second record of its spec: delete one of the two")
-        elif spec not in sealed:
-            remedy = "if its writer was killed, or it was merged, run `python -m evoalign_study seal`" if text in new else _RESTORE
-            problems.append(f"{where} has no seal: {remedy}")
-        elif _sha(text) != sealed[spec].record:
-            problems.append(f"{where} is not the record that was sealed, it was edited: {_RESTORE}")
+        elif spec not in kept:
+            problems.append(f"{where} is not in the index: if its writer was killed, or it was merged, {_SEAL_IT}")
+        elif indexed != kept[spec]:
+            problems.append(f"{where} is not the record that its index has, one of them was edited: {_RESTORE}")
         else:
-            problems += [f"{where}: {fault}: {_RESTORE}" for fault in _ledger_faults(path, record, sealed[spec])]
-            problems += [f"{where}: {fault}: {_RESTORE}" for fault in _contradictions(record)]
-        specs.append(spec)
-    for number, line in enumerate(seals, 1):
-        if line.spec and line.spec not in specs:
-            problems.append(f"{path} lacks the record of spec {line.spec}, sealed in line {number}: {_RESTORE}")
-    order = [line.spec for line in seals if line.spec in specs]
-    for here, there in zip([spec for spec in specs if spec in sealed], order, strict=False):
-        if here != there:
-            problems.append(f"{path} has the record of spec {here} where spec {there} was sealed: {_RESTORE}")
-            break
+            faults = _ledger_faults(path, record) + _contradictions(record)
+            problems += [f"{where}: {fault}: {_RESTORE}" for fault in faults]
+        whole.setdefault(spec, indexed)
+    for number, line in _numbered(index):
+        if line[:16] not in whole:
+            name = line[:16].decode(errors="replace")
+            problems.append(f"{index_file}, line {number}: there is no record of spec {name!r}: {_RESTORE}")
+    if not problems and index != _lines(whole.values()):
+        problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_SEAL_IT}")
     return problems
 
 
-def _read_seals(path: Path) -> tuple[list[_Seal], list[str]]:
-    """Return the lines of a seal, and what is wrong with them by themselves: a torn end, or a broken chain."""
-    numbered, problems, seals = _numbered(path), [], []
-    if numbered and not path.read_bytes().endswith(b"\n") and not _is_seal(numbered[-1][1]):
-        number, _ = numbered.pop()
-        problems.append(f"{path}, line {number} is torn, its writer was killed: {_SEAL_IT}")
-    for number, text in numbered:
-        line = _Seal.read(text)
-        if line.chain != _chained(seals, line[:-1]):
-            why = "it or the line before it was changed, moved or deleted"
-            problems.append(f"{path}, line {number} breaks the chain, {why}: {_RESTORE}")
-        seals.append(line)
-    return seals, problems
+def _index_line(record: Record, line: bytes) -> bytes:
+    """Return the line of an index, without its end, for the record in a line."""
+    ledger = record["ledger"]["sha256"] if "ledger" in record else "-"
+    return f"{record['spec_hash']} {hashlib.sha256(line).hexdigest()} {ledger}".encode()
 
 
-def _ledger_faults(path: Path, record: Record, line: _Seal) -> list[str]:
-    """Return what is wrong with the ledger of a record that is as it was sealed."""
-    if (line.ledger, line.weights) != _ledger_digests(record):
-        return ["its seal names another ledger than the record"]
+def _mended(path: Path) -> tuple[list[tuple[str, bytes]], list[bytes]]:
+    """Return spec and line of each record of a file, and its index, after mending what a killed writer left torn."""
+    for file in (path, _index_file(path)):
+        data = _bytes(file)
+        if data and not data.endswith(b"\n"):
+            last = data[data.rfind(b"\n") + 1 :]
+            with open(file, "rb+") as mended:
+                if file == path and _is_json(last):  # all but its end was written
+                    mended.seek(0, os.SEEK_END)
+                    mended.write(b"\n")
+                else:
+                    mended.truncate(len(data) - len(last))
+    return _checked_lines(path, _bytes(path)), [line for _, line in _numbered(_bytes(_index_file(path)))]
+
+
+def _add_missing(path: Path, stored: list[tuple[str, bytes]], index: list[bytes]) -> int:
+    """Write an index with a line for each record, if that loses none of its lines; return how many were added."""
+    if [line[:16].decode(errors="replace") for line in index] == [spec for spec, _ in stored]:
+        return 0
+    whole = [_index_line(json.loads(line), line) for _, line in stored]
+    if not set(index) <= set(whole):
+        return 0
+    replace_bytes(_index_file(path), _lines(whole), sync=True)
+    return len(set(whole) - set(index))
+
+
+def _lines(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _ledger_faults(path: Path, record: Record) -> list[str]:
+    """Return what is wrong with the ledger that was kept with a record."""
     file = _ledger_file(path, record["spec_hash"])
-    if line.ledger == "-" or (file.is_file() and _sha(file.read_bytes()) == line.ledger):
+    if "ledger" not in record or hashlib.sha256(_bytes(file)).hexdigest() == record["ledger"]["sha256"]:
         return []
-    return [f"its ledger {file} is not the one that was sealed" if file.is_file() else f"its ledger {file} is missing"]
-
-
-def _ledger_digests(record: Record) -> tuple[str, str]:
-    return tuple(record["ledger"][name] for name in _LEDGER_DIGESTS) if "ledger" in record else ("-", "-")
+    return [f"its ledger {file} is {'not the one that was recorded' if file.is_file() else 'missing'}"]
 
 
 def _ledger_file(path: Path, spec: str) -> Path:
     return path.parent / "ledgers" / f"{spec}.jsonl.gz"
 
 
-def _seal_file(path: Path) -> Path:
-    return path.with_suffix(".seal")
+def _index_file(path: Path) -> Path:
+    return path.with_suffix(".index")
 
 
-def _sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
-def _chained(previous: Sequence[_Seal], fields: Sequence[str]) -> str:
-    return _sha(" ".join([previous[-1].chain if previous else "0" * 64, *fields]).encode())
-
-
-def _is_seal(text: bytes) -> bool:
-    return _SEAL.fullmatch(text) is not None
-
-
-def _parsed(text: bytes) -> Any:
-    """Return the value of a line of JSON. Raises ValueError, saying what the line is instead."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
-
-    try:
-        return json.loads(text.decode(), parse_constant=refuse)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 text: {error}") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply for a record") from error
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+def _numbered(data: bytes) -> list[tuple[int, bytes]]:
+    """Return the lines that are not empty, with their numbers from 1."""
+    return [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line]
 
 
 def _is_json(text: bytes) -> bool:
     try:
-        _parsed(text)
-    except ValueError:
+        json.loads(text)
+    except (ValueError, RecursionError):
         return False
     return True
 
 
-def _is_record(value: Any) -> bool:
-    """Return whether a value has what every record has, each of its type; a ledger is named by two texts."""
-    if not isinstance(value, dict) or not isinstance(value.get("spec"), dict) or "status" not in value:
-        return False
-    ledger = value.get("ledger", {"sha256": "", "weights": ""})
-    named = [value.get("spec_hash"), *(ledger.get(k) if isinstance(ledger, dict) else None for k in _LEDGER_DIGESTS)]
-    return all(isinstance(name, str) for name in named)
-
-
-def _record(text: bytes) -> Record | None:
-    value = _parsed(text) if _is_json(text) else None
-    return value if _is_record(value) else None
-
-
 def _contradictions(record: Record) -> list[str]:
-    """Return what a record says of itself that cannot be: its status, and each mean beside its packed results."""
-    faults = [] if record["status"] == FINISHED else [f"status {record['status']!r:.80}, not {FINISHED!r}"]
-    blocks = [("", record)]
+    """Return what a record says of itself that cannot be: means that its packed results do not have."""
+    faults, blocks = [], [("", record)]
     for name, block in blocks:  # which grows: the blocks of a block come behind it
         blocks += [(f"{name}.{key}" if name else key, value) for key, value in block.items() if isinstance(value, dict)]
         for key, packed in block.items():
@@ -436,115 +340,14 @@ def _contradictions(record: Record) -> list[str]:
     return faults
 
 
-def _numbered(path: Path) -> list[tuple[int, bytes]]:
-    """Return the lines of a file that are not empty, with their numbers from 1; none where there is no file."""
-    return _split(path.read_bytes() if path.is_file() else b"")
-
-
-def _split(data: bytes) -> list[tuple[int, bytes]]:
-    return [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line]
-
-
-def _whole_lines(path: Path) -> tuple[list[bytes], list[_Seal]]:
-    """Return the lines of a record file and of its seal, after mending the ends of both, and what a killed `pack` left.
-
-    Raises ValueError for a packed file that cannot be read.
-    """
-    (_, first), _ = _contents(path)
-    seals = _mended(_seal_file(path), _is_seal)
-    lines = _mended(path, _is_json)
-    if repeated := _repeated(first, b"\n".join(lines)):
-        lines = [line for line in lines if line not in repeated]
-        replace_bytes(path, b"".join(line + b"\n" for line in lines), sync=True)
-        if not lines:
-            path.unlink()
-    return [line for _, line in _split(first)] + lines, [_Seal.read(text) for text in seals]
-
-
-def _mended(path: Path, is_whole: Callable[[bytes], bool]) -> list[bytes]:
-    """Return the lines of a file, after cutting off a torn last one, or ending a whole one that lacks its newline."""
-    lines = [line for _, line in _numbered(path)]
-    if lines and not path.read_bytes().endswith(b"\n"):
-        with open(path, "rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if is_whole(lines[-1]):
-                file.write(b"\n")
-            else:
-                file.truncate(end - len(lines.pop()))
-    return lines
-
-
-def _unsealed(lines: Sequence[bytes], seals: Sequence[_Seal]) -> list[bytes]:
-    """Return the records behind the last sealed one; none where those before it are not the sealed ones."""
-    match = [line.record for line in seals] == [_sha(line) for line in lines[: len(seals)]]
-    return list(lines[len(seals) :]) if match else []
-
-
-def _append_seals(path: Path, lines: Sequence[bytes], seals: list[_Seal]) -> int:
-    """Seal records of a file, behind those that it has: `seals`, to which the new ones are added. Return how many."""
-    had = len(seals)
-    for line in lines:
-        seals.append(_Seal.of(line, seals))
-    if lines:
-        _append(_seal_file(path), "".join(" ".join(line) + "\n" for line in seals[had:]).encode())
-    return len(lines)
-
-
 def _append(path: Path, data: bytes) -> None:
     new = not path.exists()
     with open(path, "ab") as file:
-        _write(file, data)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     if new:
         sync_folder(path.parent)
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-# ---- packed records
-
-_MOST_UNPACKED, _MOST_LINES = 64_000_000, 100_000
-"""Bytes and lines of a packed file: the committed records of all notebooks together are fewer."""
-
-
-def _packed_file(path: Path) -> Path:
-    return path.with_name(path.name + ".gz")
-
-
-def _contents(path: Path) -> list[tuple[Path, bytes]]:
-    """Return the two files of a record file, each with its bytes, none where there is no file: packed, then plain.
-
-    Raises ValueError, with the remedy, for a packed file that cannot be read.
-    """
-    plain = path.read_bytes() if path.is_file() else b""  # read first: `pack` removes it last
-    file, data = _packed_file(path), b""
-    if file.is_file():
-        try:
-            data = decompressed(file, _MOST_UNPACKED)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"{error}: {_RESTORE}") from error
-        if fault := _unlike_records(data):
-            raise ValueError(f"{file} {fault}: {_RESTORE}")
-    return [(file, data), (path, plain)]
-
-
-def _unlike_records(data: bytes) -> str | None:
-    """Return what is wrong with the bytes that are packed, before memory is spent on their lines; None: nothing."""
-    if len(data) > _MOST_UNPACKED or data.count(b"\n") > _MOST_LINES:
-        return f"holds more than {_MOST_UNPACKED // 10**6} MB or {_MOST_LINES} lines"
-    if not data.endswith(b"\n"):
-        return "does not end with a whole line"
-    if max(map(len, data.split(b"\n"))) >= MAX_RECORD:
-        return f"has a line of more than {MAX_RECORD} bytes"
-    return None
-
-
-def _repeated(first: bytes, plain: bytes) -> set[bytes]:
-    """Return the lines that the packed and the plain file share."""
-    return {line for _, line in _split(first)} & {line for _, line in _split(plain)}
 
 
 def run_folder(notebook: str, scale: str) -> Path:

@@ -480,7 +480,7 @@ def _record(repository: Path, *records: dict) -> None:
     lines = "".join(json.dumps(record | {"spec_hash": spec_hash(record["spec"])}) + "\n" for record in records)
     file = repository / "paper/results/01_toy/tiny.jsonl"
     file.write_text(lines)
-    file.with_suffix(".seal").unlink(missing_ok=True)
+    file.with_suffix(".index").unlink(missing_ok=True)
     seal(file)
 
 

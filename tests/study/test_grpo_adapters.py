@@ -5,13 +5,14 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from evoalign_study import paths, preflight, sweep, training, weight_cache
+from evoalign_study import paths, sweep, training, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import train_specs
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from evoalign_lib import _adapters, grpo, models, tiny
+from evoalign_lib import _adapters, footprint, grpo, models, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.engines.memory import shape
 from evoalign_lib.essa import lora_config
 from evoalign_lib.tasks import countdown
 
@@ -209,7 +210,7 @@ def test_the_budget_is_what_is_computed(tmp_path, own, beta):
     trainer.train()
     d = sum(p.numel() for p in tiny.load("A0")[0].parameters())
     a = sum(p.numel() for name, p in trainer.model.named_parameters() if ".default." in name)
-    assert budget.adapter == a == preflight.adapter_parameters(preflight.shape(config_of_base()), 4)
+    assert budget.adapter == a == footprint.adapter_parameters(shape(config_of_base()), 4)
     spent = budget.spent(d)
     tokens = spent["prompt_tokens"] + spent["generated_tokens"]
     generation, loss, activations, of_weights = d + a, d + a, d + a, a
@@ -382,13 +383,3 @@ def test_the_weights_that_are_taken_are_those_of_the_merged_model():
 def test_specs_that_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         train_specs("grpo_lora", ["A0"], [0], RUN | changed, "smoke")
-
-
-def test_the_plan_of_an_adapter_needs_less_than_that_of_all_weights():
-    config = config_of_base()
-    plan = preflight.plan(config, spec_of(beta=0.04), engine="local", gpus=0)
-    d, a = 140_928, preflight.adapter_parameters(preflight.shape(config_of_base()), 4)
-    memory = {part.name: part.size for part in plan.placement.host_memory}
-    assert memory["gradients, float32"] == 4 * a and memory["AdamW's moments, float32"] == 8 * a
-    assert memory["merged model, float32"] == 4 * d and memory["weights, float32"] == 4 * (d + a)
-    assert "reference model, float32" not in memory

@@ -96,15 +96,6 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_example_is_short_and_changes_class_and_config_alone():
-    lines = [line for line in example().splitlines() if line.strip()]
-    assert len(lines) <= 20
-    grpo, es, back = lines[-12:-8], lines[-8:-4], lines[-4:]
-    assert grpo[2:] == es[2:] == back[2:] == ["trainer.train()", "trainer.save_model()"]
-    assert es[1] == grpo[1].replace("GRPOTrainer", "ESTrainer")
-    assert back[1] == grpo[1].replace("model=model", 'model="runs/es"')
-
-
 @pytest.mark.parametrize("prompts", ["messages", "text"])
 def test_each_run_trains_and_writes_a_model_that_loads(folder, prompts):
     for start, end in (("base", "runs/grpo"), ("base", "runs/es"), ("runs/es", "runs/back")):
@@ -134,12 +125,6 @@ def test_both_trainers_call_the_reward_function_alike(folder, prompts):
     entry = {"messages": json.dumps(message), "text": '"str"'}[prompts]
     assert columns["prompts"] == columns["completions"] == ["list of", entry]
     assert columns["answer"] == ["list of", '"str"']
-
-
-def test_it_is_read_in_minutes():
-    text = re.sub(r"```.*?```|<!--.*?-->", "", README, flags=re.DOTALL)
-    text = re.sub(r"\]\([^)]*\)", "]", text).replace("|", " ")
-    assert len(text.split()) < 900
 
 
 def test_what_it_links_to_is_there():

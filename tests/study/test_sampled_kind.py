@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
-from math import ceil
 
 import numpy as np
 import pytest
@@ -23,9 +22,7 @@ from helpers import qwen, random_model, tokenizer
 
 from evoalign_lib import models, tasks, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.engines.memory import kv_bytes, shape
 from evoalign_lib.precision import copy_to
-from evoalign_lib.tasks import countdown
 
 SETTINGS = {
     "max_completion_length": 16, "sampled_problems": 6, "sampled_block": 4, "sampled_samples": 24,
@@ -351,84 +348,31 @@ def dry_run(specs, **options):
         sweep.load_or_run(specs, "nb", "full", dry_run=True, **options)
 
 
-def by_hand(size, rows, batches, length, prompts, runs):
-    """Hours on one GPU: 1.5 TB/s, 150 TFLOP/s, 10 ms a step, 2 minutes a start; 2 bytes a weight."""
-    model = shape(qwen(size))
-    read = (2 * model.d + rows * (150 + length / 2) * kv_bytes(model)) / 1.5e12
-    step = 0.01 + max(read, 2 * model.d * rows / 150e12)
-    return runs * (120 + batches * length * step + prompts * 150 * 2 * model.d / 150e12) / 3600
-
-
-def hours(out):
-    found = re.findall(r"^hours +at most ([\d.,]+), ([\d.,]+) at", out, re.M)
-    return [tuple(float(text.replace(",", "")) for text in both) for both in found]
-
-
-def test_a_dry_run_says_tokens_and_hours_of_each_model_and_of_all(elsewhere, capsys, folder):
+def test_a_dry_run_says_memory_and_tokens_of_each_model_and_of_all(elsewhere, capsys, folder):
     gpu = {"engine": "vllm"}
-    model = elsewhere("7B", **gpu)
-    end = elsewhere("7B", temperatures=[1.0], end=base_models.know_end(folder), **gpu)
-    dry_run([*model, *end])
+    dry_run(elsewhere("7B", **gpu) + elsewhere("7B", temperatures=[1.0], end=base_models.know_end(folder), **gpu))
     out = capsys.readouterr().out
-    assert "no GPU is visible here: plans assume GPUs of 80 GiB" in out
-    assert f"end {folder.resolve()}: runs 2 of up to 128 problems, samples of each 512, temperatures 1" in out
-    completions = 2 * 256 * 512
-    assert f"completions  {completions:,}\n" in out and f"completions  {completions // 2:,}\n" in out
-    all_of_it = (
-        f"at most {completions * 3 // 2 * 1024:,} generated, {completions * 3 // 4 * 1024:,} at the assumed mean"
-    )
-    assert f"tokens       {all_of_it} length, {completions * 3 // 2 * 150:,} of prompts" in out
-    assert "sampling in all: 6 runs, 1 at once" in out
-    of_model, of_end, total = hours(out)
-    most, mean = (by_hand("7B", 256, 128 * 512 // 256, length, 128, 4) for length in (1024, 512))
-    assert of_model == (pytest.approx(most, abs=0.006), pytest.approx(mean, abs=0.006))
-    assert total == pytest.approx(np.add(of_model, of_end), abs=0.011)
-    # the end is the small one that lies in the folder: its start takes nearly all of it
-    assert of_end[0] < 2 * (120 + 256 * 1024 * 0.0101) / 3600 + 0.01
+    block = 128 * 512
+    assert "no GPU is visible here: plans assume GPUs of 80 GiB" in out and f"completions  {block:,} a run" in out
+    assert f"6 runs, 1 at once: {6 * block:,} completions, at most {6 * block * 1024:,} tokens generated" in out
     # the memory of an engine with its master: 6 bytes a parameter, which is most of an 80 GiB GPU
     assert re.search(r"14\.2  working copy, bfloat16\n.* 28\.4  master, float32", out)
+    # the end is the small one that lies in the folder
+    assert out.count("sampled of") == 2
 
 
-def test_a_dry_run_on_cores_counts_the_draws_of_a_block(elsewhere, capsys):
-    dry_run(elsewhere("0.5B", blocks=[(0, 300)], temperatures=[1.0]), workers=2)
-    out = capsys.readouterr().out
-    assert "CPU cores, runs at once 1: no GPU is used" in out
-    model, batches = shape(qwen("0.5B")), 512 * ceil(300 / 256)
-    step = 0.001 + 2 * model.d * 256 / 2e10
-    by_cores = (5 + batches * 1024 * step + 512 * 300 * 150 * 2 * model.d / 2e10) / 3600
-    assert hours(out)[0][0] == pytest.approx(by_cores, rel=1e-4)
-
-
-def test_several_engines_share_the_problems_of_a_block(elsewhere, capsys):
-    dry_run(elsewhere("7B", blocks=[(0, 1024)], temperatures=[1.0], engine="ray", gpus=4))
-    out = capsys.readouterr().out
-    assert "4 GPUs of 80 GiB: engines 4, tensor parallel 1" in out
-    assert hours(out)[0][0] == pytest.approx(by_hand("7B", 256, 512, 1024, 256, 1), rel=1e-3)
-
-
-@pytest.mark.parametrize("dry", [True, False])
-def test_what_cannot_fit_is_refused_with_its_tokens_and_hours_printed(elsewhere, capsys, monkeypatch, dry):
-    monkeypatch.setattr(sweep, "_run_all", lambda *arguments: pytest.fail("a run began"))
-    with pytest.raises(DoesNotFit, match="436 GB for the float32 master .* Take 8 GPUs"):
-        sweep.load_or_run(elsewhere("72B", engine="vllm"), "nb", "full", dry_run=dry)
-    out = capsys.readouterr().out
-    assert "DOES NOT FIT" in out and "sampling in all: 4 runs" in out
+def test_what_cannot_fit_is_refused(elsewhere, capsys):
+    with pytest.raises(DoesNotFit, match="Take 8 GPUs"):
+        sweep.load_or_run(elsewhere("72B", engine="vllm"), "nb", "full", dry_run=True)
+    assert "DOES NOT FIT" in capsys.readouterr().out
     with pytest.raises(DoesNotFit, match=r"this machine has 64\.0 GiB"):
-        sweep.load_or_run(elsewhere("14B"), "nb", "full", dry_run=dry)
-
-
-def test_a_model_that_cannot_be_counted_has_tokens_without_hours(elsewhere, capsys):
+        sweep.load_or_run(elsewhere("14B"), "nb", "full", dry_run=True)
     dry_run(elsewhere("0.5B", engine="vllm", model_type="gpt2"))
-    out = capsys.readouterr().out
-    assert "neither memory nor hours of" in out and "model type 'gpt2' cannot be counted" in out
-    assert f"at most {2 * 256 * 512 * 1024:,} generated" in out
-    assert "hours        at most 0.00, 0.00" in out and "without the models that cannot be counted" in out
+    assert "model type 'gpt2' cannot be counted" in capsys.readouterr().out
 
 
 def test_specs_are_what_a_plan_reads(folder, capsys):
     """Settings keep their names on the way from a notebook into a plan."""
-    specs = sampled_specs("A0", folder, SETTINGS, "full")
-    preflight.check(specs, workers=1)
+    preflight.check(sampled_specs("A0", folder, SETTINGS, "full"), workers=1)
     out = capsys.readouterr().out
-    assert "sampling in all: 4 runs, 1 at once" in out and f"at most {2 * 6 * 24 * 16:,} generated" in out
-    assert countdown.PUBLIC_TRAIN == 200 and "parameters   0.02 M" in out
+    assert "4 runs, 1 at once" in out and f"at most {2 * 6 * 24 * 16:,} tokens generated" in out

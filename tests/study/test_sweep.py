@@ -1,6 +1,5 @@
 """Parameters, specs and records: what a notebook is told of its mistakes, and that no finished run is ever lost."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,244 +11,30 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from evoalign_study import claims, parameters, paths, provenance, sweep
+from evoalign_study import paths, sweep
 from evoalign_study.kinds.audit import audit_specs
 from evoalign_study.kinds.base import base_specs
 from evoalign_study.kinds.best_of_n import best_of_n_specs
 from evoalign_study.kinds.estimator import estimator_specs
 from evoalign_study.kinds.kl import kl_specs
 from evoalign_study.kinds.train import train_specs
-from evoalign_study.parameters import check_parameters
 from evoalign_study.records import (
     ENGINE_VERSION,
     append_record,
-    pack_bits,
-    pack_counts,
     read_records,
-    read_records_of,
     spec_hash,
     unpack_bits,
     unpack_counts,
 )
 from evoalign_study.sweep import load_or_run
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evoalign_lib import models, tiny
 
-PARAMETERS = {
-    "scale": "tiny",
-    "model": "",
-    "engine": "local",
-    "gpus": 0,
-    "seeds": 0,
-    "force": False,
-    "dry_run": False,
-}
-PRESETS = {
-    "smoke": {"steps": 2, "sigma": 0.1, "bases": ["A0"], "curve": True, "limit": None},
-    "tiny": {"steps": 100, "sigma": 0.01, "bases": ["A0", "A1"], "curve": True, "limit": None},
-}
-LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
-for preset in PRESETS.values():
-    preset |= LISTS
-PRESETS["tiny"]["some"], PRESETS["smoke"]["some"] = None, 8  # None: all there are
 needs_bases = pytest.mark.skipif(
     not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
 )
-
-
-# ---- parameters
-
-
-def test_settings_of_the_scale_with_overrides():
-    run = check_parameters(PARAMETERS | {"steps": 7, "sigma": 1, "bases": ("A2",), "limit": 3}, PRESETS)
-    assert (run.scale, run.steps, run.sigma, run.bases, run.curve, run.limit) == ("tiny", 7, 1, ("A2",), True, 3)
-    assert vars(check_parameters(PARAMETERS | {"scale": "smoke"}, PRESETS)).items() >= PRESETS["smoke"].items()
-    assert PRESETS["tiny"]["steps"] == 100  # the preset itself is not changed
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"stpes": 5}, r"unknown parameter 'stpes'\. Did you mean 'steps'\?.*'del stpes'"),
-        ({"Force": True}, r"unknown parameter 'Force'\. Did you mean 'force'\?"),
-        ({"zzzz": None}, r"unknown parameter 'zzzz'\. Known: bases, curve, "),
-        ({"scale": "tinny"}, r"unknown scale 'tinny': use one of smoke, tiny, full. Did you mean 'tiny'\?"),
-        ({"scale": ""}, "unknown scale ''"),
-        ({"scale": None}, "unknown scale None"),
-        ({"scale": "full"}, "this notebook has no scale 'full' yet: use one of smoke, tiny"),
-        ({"steps": "5"}, "parameter steps='5' has type str, expected int, for example 100"),
-        ({"steps": 5.0}, "parameter steps=5.0 has type float, expected int"),
-        ({"steps": True}, "parameter steps=True has type bool, expected int"),
-        ({"sigma": "1e-2"}, "parameter sigma='1e-2' has type str, expected float"),
-        ({"bases": "A0"}, "parameter bases='A0' has type str, expected list"),
-        ({"curve": 1}, "parameter curve=1 has type int, expected bool"),
-        ({"seeds": -1}, "seeds=-1 must not be negative; 0 takes the scale's own"),
-        ({"seeds": "2"}, "parameter seeds='2' has type str"),
-        ({"seeds": True}, "parameter seeds=True has type bool"),
-        ({"seeds": [0, 1]}, r"parameter seeds=\[0, 1\] has type list"),
-        ({"gpus": -1}, "gpus=-1 must not be negative"),
-        ({"force": "yes"}, "parameter force='yes' has type str, expected bool"),
-        ({"dry_run": 1}, "parameter dry_run=1 has type int, expected bool"),
-        ({"model": 7}, "parameter model=7 has type int, expected str"),
-        ({"steps": 0}, "steps=0 must be greater than 0: use for example 2"),
-        ({"steps": -1}, "steps=-1 must not be negative"),
-        ({"steps": 10**9}, "steps=1000000000 must be at most 1000000"),
-        ({"steps": 10**400}, "steps=10{20}.* must be at most 1000000"),
-        ({"sigma": 0.0}, r"sigma=0\.0 must be greater than 0"),
-        ({"sigma": float("nan")}, "sigma=nan must be a finite number"),
-        ({"sigma": float("-inf")}, "sigma=-inf must be a finite number"),
-        ({"sigma": 1e30}, r"sigma=1e\+30 must be at most 1000000"),
-        ({"bases": []}, r"bases=\[\] must not be empty: use for example \['A0'\]"),
-        ({"bases": ["A0", 5]}, "bases=5 has type int, expected str, for example 'A0'"),
-        ({"bases": [None]}, "bases=None has type NoneType, expected str"),
-        ({"bases": [""]}, "bases='' must not be empty: use for example 'A0'"),
-        ({"rates": [0.1, float("inf")]}, "rates=inf must be a finite number"),
-        ({"rates": [0.1, 0]}, "rates=0 must be greater than 0"),
-        ({"factors": {"sigma": -1.0}}, r"factors=-1\.0 must not be negative"),
-        ({"factors": {"sigma": "1"}}, r"factors='1' has type str, expected float, for example 0\.1"),
-        ({"limit": -3}, "limit=-3 must not be negative"),
-        ({"some": [5]}, r"some=\[5\] has type list, expected int, for example 8"),
-        ({"own_seeds": [10**9]}, "own_seeds=1000000000 must be at most 1000000"),
-        ({"n_seeds": 10**5}, "n_seeds=100000 must be at most 10000"),
-        ({"n_seeds": 0}, "n_seeds=0 must be greater than 0"),
-        ({"seeds": 10**9}, "seeds=1000000000 must be at most 10000"),
-        ({"gpus": 10**9}, "gpus=1000000000 must be at most 10000"),
-        ({"In": 5}, "unknown parameter 'In'"),
-        ({"exit": 5}, "unknown parameter 'exit'"),
-        ({"_parameters_checked": True, "stpes": 5}, "unknown parameter 'stpes'"),
-        ({"engine": "vlm"}, "unknown engine 'vlm': use one of local, vllm, ray"),
-        ({"engine": "vllm"}, "engine='vllm' is for scale 'full'"),
-    ],
-)
-def test_mistakes_are_named_with_the_remedy(changed, message):
-    with pytest.raises(ValueError, match=message):
-        check_parameters(PARAMETERS | changed, PRESETS)
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_missing_parameter(name):
-    namespace = {k: v for k, v in PARAMETERS.items() if k != name}
-    with pytest.raises(ValueError, match=f"parameter '{name}' is not set: run the parameters cell first"):
-        check_parameters(namespace, PRESETS)
-
-
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
-def test_truth_values_as_papermill_gives_them(text, value):
-    """`papermill -p force false` gives the text, which Python would take for true."""
-    namespace = PARAMETERS | {"force": text, "curve": text}
-    run = check_parameters(namespace, PRESETS)
-    assert run.force is value and run.curve is value and namespace["force"] is value
-
-
-def test_what_a_kernel_defines_is_no_parameter():
-    namespace = PARAMETERS | {"In": ["..."], "Out": {}, "_": 3, "_i1": "x", "exit": object(), "__name__": "__main__"}
-    check_parameters(namespace | {"json": json, "Path": Path, "helper": lambda: 0, "presets": PRESETS}, PRESETS)
-
-
-def test_the_cell_may_run_again_after_later_cells():
-    namespace = dict(PARAMETERS)
-    check_parameters(namespace, PRESETS)
-    namespace |= {"rows": [1, 2], "accuracy": 0.5, "title": "later cells define these"}
-    assert check_parameters(namespace, PRESETS).steps == 100
-    namespace["scale"] = "smoke"
-    assert check_parameters(namespace, PRESETS).steps == 2
-    namespace["seeds"] = -3  # and mistakes in known ones are still found
-    with pytest.raises(ValueError, match="seeds=-3"):
-        check_parameters(namespace, PRESETS)
-
-
-def test_zeros_and_empty_lists_where_a_scale_has_them():
-    given = {
-        "ends": ["a"],
-        "weights": [0.0, 1],
-        "own_seeds": [0, 1],
-        "rates": (1,),
-        "factors": {"alpha": 2},
-        "limit": 0,
-        "some": None,
-    }
-    run = check_parameters(PARAMETERS | given, PRESETS)
-    assert {name: getattr(run, name) for name in given} == given
-    presets = PRESETS | {"tiny": PRESETS["tiny"] | {"ends": ["a"]}}
-    assert check_parameters(PARAMETERS | {"ends": []}, presets).ends == []
-
-
-CELLS = ["", "import numpy as np", "scale: str = 'tiny'\nmodel: str = ''", "run = check_parameters(globals(), presets)"]
-
-
-@pytest.mark.parametrize(
-    "injected", ["study = 5", "# Parameters\nscale = 'tiny'\n_steps = [float('nan')]\n", "es = -5"]
-)
-def test_what_papermill_sets_is_no_variable_of_the_notebook(injected):
-    name = injected.split(" =")[-2].split()[-1]
-    namespace = PARAMETERS | {name: json, "In": [*CELLS[:3], injected, CELLS[3]]}  # an import may have come after it
-    with pytest.raises(ValueError, match=f"unknown parameter '{name}'"):
-        check_parameters(namespace, PRESETS)
-    namespace["In"] += [CELLS[2], CELLS[3]]  # taken out, and the parameters cell run again
-    check_parameters(namespace, PRESETS)
-
-
-def test_an_unknown_name_in_the_parameters_cell_is_refused_when_it_runs_again():
-    namespace = PARAMETERS | {"In": list(CELLS)}
-    check_parameters(namespace, PRESETS)
-    namespace |= {"rows": [1, 2], "total": 0.5, "stpes": 3}
-    namespace["In"] += ["rows = [1, 2]\ntotal = sum(rows)", "%matplotlib inline", f"{CELLS[2]}\nstpes = 3", CELLS[3]]
-    with pytest.raises(
-        ValueError, match="unknown parameter 'stpes'.*run 'del stpes', and run the parameters cell again"
-    ):
-        check_parameters(namespace, PRESETS)
-    del namespace["stpes"]
-    check_parameters(namespace, PRESETS)
-
-
-def test_a_refused_cell_refuses_again():
-    namespace = PARAMETERS | {"stpes": 5}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="stpes"):
-            check_parameters(namespace, PRESETS)
-    del namespace["stpes"]
-    check_parameters(namespace, PRESETS)
-
-
-def test_it_holds_under_a_real_module_namespace():
-    namespace = {"__name__": "x"}
-    source = "\n".join(f"{name}: {type(v).__name__} = {v!r}" for name, v in PARAMETERS.items())
-    exec(f"import numpy as np\nfrom pathlib import Path\n{source}", namespace)
-    assert check_parameters(namespace, PRESETS).engine == "local"
-
-
-# ---- specs
-
-PLAIN = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.text(), PLAIN, max_size=5))
-def test_the_hash_of_a_spec_survives_order_and_json(spec):
-    reordered = dict(reversed(list(spec.items())))
-    assert spec_hash(spec) == spec_hash(reordered) == spec_hash(json.loads(json.dumps(spec)))
-    assert len(spec_hash(spec)) == 16 and spec_hash(spec | {"seed": -7}) != spec_hash(spec | {"seed": -8})
-
-
-def test_known_hash():
-    """Records are found by it for years: it must never change."""
-    spec = {"kind": "train", "seed": 3, "sigma": 0.01, "bases": ["A0"], "name": "é", "model": None}
-    assert spec_hash(spec) == "fdf16530714f308e"
-    assert spec_hash({"a": (1, 2)}) == spec_hash({"a": [1, 2]})
-
-
-@pytest.mark.parametrize("bad", [float("nan"), np.int64(3), {1, 2}])
-def test_a_spec_holds_only_json(bad):
-    with pytest.raises((ValueError, TypeError)):
-        spec_hash({"x": bad})
 
 
 # ---- records
@@ -260,175 +45,12 @@ def record(seed: int = 0, **more):
     return {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "test": {"greedy": 0.25}} | more
 
 
-def test_records_come_back_in_order(tmp_path):
-    file = tmp_path / "new/folder/tiny.jsonl"
-    assert read_records(file) == []
-    for seed in (3, 1, 2):
-        append_record(file, record(seed, note="ünï\nline"))
-    assert read_records(file) == [record(seed, note="ünï\nline") for seed in (3, 1, 2)]
-    assert file.read_bytes().isascii() and file.read_bytes().count(b"\n") == 3
-
-
-def test_records_of_some_specs_are_those_of_the_file_as_it_is_now(tmp_path):
-    """Though its bytes are checked once: neither a caller's changes nor those of the file are missed."""
-    file, asked = tmp_path / "tiny.jsonl", {record(n)["spec_hash"] for n in (1, 3, 4)}
-    for seed in (3, 1, 2):
-        append_record(file, record(seed))
-    for _ in range(2):
-        found = read_records_of(file, asked)
-        assert found == [record(3), record(1)]
-        found[0]["test"]["greedy"] = 1.0
-    append_record(file, record(4))
-    assert read_records_of(file, asked) == [record(3), record(1), record(4)]
-    file.write_bytes(file.read_bytes().replace(b'"seed":2', b'"seed":9'))  # of a record that nobody asks for
-    for _ in range(2):
-        with pytest.raises(ValueError, match="line 3: the spec does not have the hash .* it was edited"):
-            read_records_of(file, asked)
-
-
-def test_a_torn_last_line_is_left_out_and_mended_by_the_next_record(tmp_path):
-    file = tmp_path / "tiny.jsonl"
-    append_record(file, record(1)), append_record(file, record(2, note="ü"))
-    whole = file.read_bytes()
-    first = whole.index(b"\n") + 1
-    for end in range(first, len(whole)):
-        file.write_bytes(whole[:end])
-        complete = end == len(whole) - 1  # only the newline is missing
-        assert read_records(file) == [record(1), record(2, note="ü")][: 1 + complete]
-        append_record(file, record(3))
-        assert read_records(file) == [record(1), *[record(2, note="ü")] * complete, record(3)]
-
-
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
-    file = tmp_path / "tiny.jsonl"
-    append_record(file, record(1)), append_record(file, record(2))
-    lines = file.read_text().splitlines(keepends=True)
-    for broken, message in (
-        (lines[0][:30] + "\n", "line 1 is not JSON.*Restore the file from git"),
-        ("[]\n", "line 1 is not a record"),
-        ('{"spec": {}}\n', "line 1 is not a record"),
-        (lines[0].replace('"seed":1', '"seed":9'), "line 1: the spec does not have the hash .* edited"),
-    ):
-        file.write_text(broken + lines[1])
-        with pytest.raises(ValueError, match=f"tiny.jsonl, {message}"):
-            read_records(file)
-    # an edited last line is no torn one
-    file.write_text(lines[0] + lines[1].replace('"seed":2', '"seed":9').rstrip("\n"))
-    with pytest.raises(ValueError, match="line 2: the spec does not have the hash"):
-        read_records(file)
-
-
-def test_limits_of_a_record(tmp_path):
-    file = tmp_path / "tiny.jsonl"
-    append_record(file, record(1, curve={"step": list(range(50))}))
-    before = file.read_bytes()
-    with pytest.raises(ValueError, match="curve 'step' of train 2 has 51 points, at most 50"):
-        append_record(file, record(2, curve={"step": list(range(51))}))
-    with pytest.raises(ValueError, match="the record of train 2 has 8.* bytes: at most 8000"):
-        append_record(file, record(2, note="x" * 7_900))
-    with pytest.raises(ValueError, match=r"run train 2 has .* not finite: loss = nan, curve.reward\[1\] = -inf. Take"):
-        append_record(file, record(2, loss=float("nan"), curve={"reward": [0.5, -np.inf]}))
-    assert file.read_bytes() == before
-
-
-def test_the_largest_record_of_a_tiny_run_fits(tmp_path):
-    rng = np.random.default_rng(0)
-    test = {
-        "n": 2000,
-        "greedy": 0.123456,
-        "greedy_bits": pack_bits(rng.integers(0, 2, 2000)),
-        "t1": 0.123456,
-        "t1_counts": pack_counts(rng.integers(0, 17, 2000)),
-    }
-    curve = {name: rng.random(50).round(5).tolist() for name in ("reward", "validation_greedy", "validation_t1")}
-    for name, last in (("step", 5e3), ("completions", 5e6), ("generated_tokens", 2e7), ("forward_flops", 1e15)):
-        curve[name] = np.geomspace(1, last, 50).astype(int).tolist()
-    curve["core_seconds"] = np.geomspace(0.1, 9999, 50).round(2).tolist()
-    append_record(tmp_path / "x.jsonl", record(0, test=test, curve=curve, environment=provenance.environment()))
-    assert (tmp_path / "x.jsonl").stat().st_size < 7_500
-
-
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Committed records and fresh runs, both in a temporary folder."""
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
     return tmp_path
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from evoalign_study.records import append_record, spec_hash
-
-first, count = map(int, sys.argv[2:])
-print("ready", flush=True)
-sys.stdin.read()
-for seed in range(first, first + count):
-    spec = {"seed": seed}
-    record = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "filler": "x" * 7000}
-    append_record(Path(sys.argv[1]), record)
-"""
-
-
-def _writer(file: Path, first: int, count: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", WRITER, str(file), str(first), str(count)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def test_a_killed_writer_loses_no_finished_record(tmp_path):
-    file, known = tmp_path / "tiny.jsonl", 0
-    for _ in range(2):
-        with _writer(file, known, 10**6) as writer:
-            writer.stdin.close()
-            _await(lambda known=known: file.is_file() and len(read_records(file)) >= known + 5)
-            writer.kill()
-        records = read_records(file)
-        assert [r["spec"]["seed"] for r in records] == list(range(len(records))) and len(records) >= known + 5
-        known = len(records)
-
-
-def test_two_writers_of_one_file_lose_nothing(tmp_path):
-    """Unlocked, each cuts off what it takes for a torn line of the other: of 2 x 150 records some 4 were lost."""
-    file, count = tmp_path / "tiny.jsonl", 150
-    with _writer(file, 0, count) as one, _writer(file, count, count) as other:
-        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
-        one.stdin.close(), other.stdin.close()  # begin
-    assert one.returncode == other.returncode == 0
-    seeds = [r["spec"]["seed"] for r in read_records(file)]
-    assert sorted(seeds) == list(range(2 * count)) and seeds != sorted(seeds)  # none lost, and they did take turns
-
-
-def test_the_first_record_of_a_spec_stays_with_its_ledger(tmp_path, capsys):
-    """Two sweeps at once ran the same spec."""
-    file, made = tmp_path / "results/tiny.jsonl", tmp_path / "made"
-    first, second = (
-        record(1, ledger={"sha256": hashlib.sha256(text).hexdigest(), "weights": digit * 64})
-        for text, digit in ((b"first", "1"), (b"second", "2"))
-    )
-    for text, own in (("first", first), ("second", second)):
-        made.write_text(text)
-        assert append_record(file, own, made) == first
-    assert capsys.readouterr().out == f"{file} has a record of train 1 already, made meanwhile: it stays\n"
-    assert append_record(file, record(2)) == record(2) and read_records(file) == [first, record(2)]
-    assert [path.read_text() for path in (tmp_path / "results/ledgers").iterdir()] == ["first"]
-    assert (tmp_path / f"results/ledgers/{first['spec_hash']}.jsonl.gz").is_file()
-
-
-def test_committed_records_are_read_as_load_or_run_reads_them(folders):
-    one, other = (folders / f"results/{name}/tiny.jsonl" for name in ("01_a", "02_b"))
-    append_record(one, record(1)), append_record(other, record(2)), append_record(other, record(3))
-    whole = other.read_bytes()
-    other.write_bytes(whole[:-9])  # its writer was killed
-    assert claims.committed_records("tiny") == [record(1), record(2)] and claims.committed_records("full") == []
-    other.write_bytes(whole.replace(b'"seed":2', b'"seed":9'))
-    with pytest.raises(ValueError, match="02_b.*line 1: the spec does not have the hash .* it was edited"):
-        claims.committed_records("tiny")
-    other.write_bytes(whole)
-    append_record(one, record(3, note="of a merge"))
-    both = f"spec {record(3)['spec_hash']} has two records, in .*01_a.* and in .*02_b.*: delete one of the two lines"
-    with pytest.raises(ValueError, match=both):
-        claims.committed_records("tiny")
 
 
 def _await(condition, seconds: float = 300) -> None:
@@ -947,34 +569,3 @@ def test_comparison_with_committed_records():
     assert sweep.compare([again], {then["spec_hash"]: then}) == (
         "beside committed records: 1 of 1 have the same spec; test accuracy differs by at most 2.00 points"
     )
-
-
-def test_what_a_notebook_announces(capsys):
-    parameters.announce(check_parameters(PARAMETERS | {"dry_run": "true"}, PRESETS), "01_x")
-    shown = capsys.readouterr().out
-    assert shown.startswith("01_x, scale tiny, engine local on ") and "torch 2." in shown and "dry run" in shown
-
-
-@pytest.mark.parametrize(
-    ("given", "begun"),
-    [
-        ({"scale": "smoke", "get_ipython": print}, True),
-        ({"scale": "smoke"}, False),
-        ({"scale": "smoke", "get_ipython": print, "dry_run": True}, False),
-        ({"get_ipython": print}, False),
-    ],
-)
-def test_a_notebook_at_scale_smoke_begins_the_imports_of_its_runs(monkeypatch, given, begun):
-    monkeypatch.setattr(sweep, "_set_environment", lambda local: None)
-    started = []
-    monkeypatch.setattr(sweep.forkserver, "ensure_running", lambda: started.append(1))
-    check_parameters(PARAMETERS | given, PRESETS | {"smoke": PRESETS["tiny"]})
-    assert bool(started) == begun
-
-
-def test_the_run_folder(monkeypatch):
-    monkeypatch.delenv("EVOALIGN_RUN_DIR", raising=False)
-    assert sweep.run_folder("01_x", "tiny") == paths.RUNS / "01_x-tiny"
-    monkeypatch.setenv("EVOALIGN_RUN_DIR", "/some/where")
-    assert sweep.run_folder("01_x", "tiny") == Path("/some/where")
-    assert os.path.isabs(paths.RUNS)

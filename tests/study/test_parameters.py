@@ -1,0 +1,167 @@
+"""Parameters of a notebook: every mistake is named before any work, however the notebook is executed."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from evoalign_study import paths, sweep
+from evoalign_study.parameters import PARAMETERS, check_parameters
+
+GIVEN = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
+LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
+PRESETS = {
+    "smoke": {"steps": 2, "sigma": 0.1, "bases": ["A0"], "curve": True, "limit": None, "some": 8} | LISTS,
+    "tiny": {"steps": 100, "sigma": 0.01, "bases": ["A0", "A1"], "curve": True, "limit": None, "some": None} | LISTS,
+}
+
+
+def test_settings_of_the_scale_with_overrides():
+    overrides = {"steps": 7, "sigma": 1, "bases": ("A2",), "limit": 3, "ends": ["a"], "weights": [0.0, 1]}
+    overrides |= {"own_seeds": [0, 1], "rates": (1,), "factors": {"alpha": 2}, "some": None}
+    run = check_parameters(GIVEN | overrides, PRESETS)
+    assert {name: getattr(run, name) for name in overrides} == overrides and run.curve and run.aside
+    assert vars(check_parameters(GIVEN | {"scale": "smoke"}, PRESETS)).items() >= PRESETS["smoke"].items()
+    assert PRESETS["tiny"]["steps"] == 100 and not check_parameters(dict(GIVEN), PRESETS).aside
+    assert type(run.sigma) is int  # as it was given: it is hashed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({name: value} for name in ("stpes", "zzzz", "In", "exit", "Force") for value in (5, None)),
+        *({"scale": value} for value in ("tinny", "", None, "full", [])),
+        *({"steps": value} for value in ("5", 5.0, True, 0, -1, 10**9, 10**400, None)),
+        *({"sigma": value} for value in ("1e-2", 0.0, float("nan"), float("-inf"), float("inf"), 1e30)),
+        *({"bases": value} for value in ("A0", [], ["A0", 5], [None], [""])),
+        *({"seeds": value} for value in (-1, "2", True, [0, 1], 10**9)),
+        *({"gpus": value} for value in (-1, 10**9, 1)),
+        *({"n_seeds": value} for value in (10**5, 0)),
+        *({name: value} for name in ("force", "dry_run", "curve") for value in ("yes", 1)),
+        {"model": 7},
+        {"model": "a/b"},
+        {"rates": [0.1, float("inf")]},
+        {"rates": [0.1, 0]},
+        {"factors": {"sigma": -1.0}},
+        {"factors": {"sigma": "1"}},
+        {"some": [5]},
+        {"own_seeds": [10**9]},
+        {"engine": "vlm"},
+        {"engine": "vllm"},
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(changed):
+    ((name, value),) = changed.items()
+    namespace = GIVEN | changed
+    for _ in range(2):  # refused again, too
+        with pytest.raises(ValueError) as refused:
+            check_parameters(namespace, PRESETS)
+        assert name in str(refused.value)
+        if not isinstance(value, (list, dict)) and name in {*PARAMETERS, *PRESETS["tiny"]}:
+            assert f"{value!r:.30}" in str(refused.value)
+
+
+def test_the_nearest_name_is_named_and_an_example():
+    for changed, named in (
+        ({"stpes": 5}, "Did you mean 'steps'?"),
+        ({"scale": "tinny"}, "Did you mean 'tiny'?"),
+        ({"steps": 0}, "for example 2"),
+    ):
+        with pytest.raises(ValueError, match=named.replace("?", r"\?")):
+            check_parameters(GIVEN | changed, PRESETS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_missing_parameter(name):
+    with pytest.raises(ValueError, match=f"parameter '{name}' is not set"):
+        check_parameters({k: v for k, v in GIVEN.items() if k != name}, PRESETS)
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
+def test_truth_values_as_papermill_gives_them(text, value):
+    """`papermill -p force false` gives the text, which Python would take for true."""
+    namespace = GIVEN | {"force": text, "curve": text}
+    run = check_parameters(namespace, PRESETS)
+    assert run.force is value and run.curve is value and namespace["force"] is value
+
+
+def test_what_a_kernel_defines_is_no_parameter():
+    namespace = GIVEN | {"In": ["..."], "Out": {}, "_": 3, "_i1": "x", "exit": object(), "__name__": "__main__"}
+    check_parameters(namespace | {"json": json, "Path": Path, "helper": lambda: 0, "presets": PRESETS}, PRESETS)
+
+
+def test_the_cell_may_run_again_after_later_cells():
+    """As in JupyterLab: what later cells define is no parameter, but what the parameters cell sets now is."""
+    cells = ["", "import numpy as np", "scale: str = 'tiny'\nmodel: str = ''", "run = check_parameters(globals())"]
+    namespace = GIVEN | {"In": list(cells)}
+    check_parameters(namespace, PRESETS)
+    namespace |= {"rows": [1, 2], "total": 0.5, "stpes": 3}
+    assert check_parameters(namespace | {"scale": "smoke"}, PRESETS).steps == 2
+    namespace["In"] += ["rows = [1, 2]\ntotal = sum(rows)", "%matplotlib inline", f"{cells[2]}\nstpes = 3", cells[3]]
+    with pytest.raises(ValueError, match="unknown parameter 'stpes'.*'del stpes'"):
+        check_parameters(namespace, PRESETS)
+    del namespace["stpes"]
+    check_parameters(namespace, PRESETS)
+    with pytest.raises(ValueError, match="seeds=-3"):
+        check_parameters(namespace | {"seeds": -3}, PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("given", "begun"),
+    [
+        ({"scale": "smoke", "get_ipython": print}, True),
+        ({"scale": "smoke"}, False),
+        ({"scale": "smoke", "get_ipython": print, "dry_run": True}, False),
+        ({"get_ipython": print}, False),
+    ],
+)
+def test_a_notebook_at_scale_smoke_begins_the_imports_of_its_runs(monkeypatch, given, begun):
+    monkeypatch.setattr(sweep, "_set_environment", lambda local: None)
+    started = []
+    monkeypatch.setattr(sweep.forkserver, "ensure_running", lambda: started.append(1))
+    check_parameters(GIVEN | given, PRESETS)
+    assert bool(started) == begun
+
+
+def test_the_settings_of_every_notebook_pass_their_own_check():
+    modules = sorted((paths.NOTEBOOKS / "evoalign_study").glob("nb*.py"))
+    assert len(modules) == 9
+    for module in modules:
+        presets = importlib.import_module(f"evoalign_study.{module.stem}").presets()
+        for scale, preset in presets.items():
+            run = check_parameters(GIVEN | {"scale": scale} | preset, presets)
+            assert vars(run).items() >= preset.items()
+
+
+CELLS = """from evoalign_study import parameters, sweep
+from evoalign_study import nb03_conciseness as study
+run = parameters.check_parameters(globals(), study.presets(model))
+parameters.announce(run, "01_toy")
+sweep.load_or_run([{"kind": "base", "scale": scale}], "01_toy", scale, dry_run=run.dry_run)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["-p", "dry_run", "true", "--cwd", str(paths.NOTEBOOKS)], 0, "0 of 1 runs have records; to be run: base."),
+        (["-p", "max_stpes", "3"], 1, "unknown parameter 'max_stpes'"),
+    ],
+)
+def test_papermill_from_any_folder(tmp_path, options, status, said):
+    """A dry run names what is missing, ends there, and is no failure; a mistyped name is one, before any work."""
+    literals = "scale, model, engine = 'tiny', '', 'local'\ngpus = seeds = 0\nforce = dry_run = False"
+    cells = [nbformat.v4.new_code_cell(literals, metadata={"tags": ["parameters"]})]
+    cells += map(nbformat.v4.new_code_cell, (CELLS, "raise KeyError('nothing after may run')"))
+    notebook, out = tmp_path / "01_toy.ipynb", tmp_path / "out.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"language_info": {"name": "python"}}), notebook)
+    command = [sys.executable, "-m", "papermill", notebook, out, "-k", "python3", "--log-output", *options]
+    environment = os.environ | {"PYTHONPATH": f"{paths.ROOT}{os.pathsep}{paths.NOTEBOOKS}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment)
+    assert done.returncode == status and said in done.stderr, done.stderr
+    assert not nbformat.read(out, as_version=4).cells[-1].execution_count
