@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 from evoalign_study import base_models, judge_models, measures, paths
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from helpers import tokenizer
 from small_models import model
 

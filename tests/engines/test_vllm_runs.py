@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import kinds
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
 from helpers import random_model, tokenizer
 from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move

@@ -5,8 +5,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 from evoalign_study import measures, sweep, training, weight_cache
-from evoalign_study.kinds import answers
-from evoalign_study.kinds.answers import LONGEST, answers_spec, pack_texts, unpack_texts
+from evoalign_study.kinds import weights as answers
+from evoalign_study.kinds.weights import LONGEST, answers_spec, pack_texts, unpack_texts
 from evoalign_study.records import MAX_RECORD, record_line, unpack_bits
 from hypothesis import given
 from hypothesis import strategies as st

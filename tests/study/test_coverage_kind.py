@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import measures, sweep, weight_cache
-from evoalign_study.kinds.coverage import coverage_spec
-from evoalign_study.kinds.perturbed import perturbed_specs
 from evoalign_study.kinds.train import train_specs
+from evoalign_study.kinds.weights import coverage_spec, perturbed_specs
 from evoalign_study.records import (
     pack_integers,
     pack_probabilities,

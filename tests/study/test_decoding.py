@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from evoalign_study import kinds, paths, sweep, training
 from evoalign_study import weight_cache as trained_weights
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.decoding import decoding_specs, measured_spec
+from evoalign_study.kinds.decode import base_specs, decoding_specs, measured_spec
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import spec_hash, unpack_counts
 from evoalign_study.sweep import load_or_run

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from evoalign_study import base_models, collapse, kinds, sweep, training
 from evoalign_study.kinds import train
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.published import published_specs
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.judged import published_specs
 from evoalign_study.kinds.train import sweep_specs, train_specs
 from evoalign_study.measures import conciseness as measured
 from evoalign_study.measures.base import beginning

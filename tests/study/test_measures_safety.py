@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from evoalign_study import loading, measures, parameters
 from evoalign_study import nb04_safety_judges as study
-from evoalign_study.kinds import base, train
+from evoalign_study.kinds import decode as base
+from evoalign_study.kinds import train
 from evoalign_study.measures import safety
 from evoalign_study.records import MAX_RECORD
 

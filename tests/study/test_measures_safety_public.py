@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 from evoalign_study import base_models, judge_memory, judge_models, loading, measures, parameters, preflight
 from evoalign_study import nb04_safety_judges as study
-from evoalign_study.kinds import base, train
+from evoalign_study.kinds import decode as base
+from evoalign_study.kinds import train
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
 from evoalign_study.views import safety_own

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 from evoalign_study import sweep, weight_cache
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.merge import merge_specs
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.weights import merge_specs
 
 from evoalign_lib import tiny
 

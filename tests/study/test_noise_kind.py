@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from evoalign_study import sweep, weight_cache
-from evoalign_study.kinds.noise import PARTS, noise_spec
+from evoalign_study.kinds.weights import PARTS, noise_spec
 from evoalign_study.records import record_line
 
 from evoalign_lib import noise

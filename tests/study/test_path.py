@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from evoalign_study import sweep, weight_cache
-from evoalign_study.kinds.path import path_spec
+from evoalign_study.kinds.weights import path_spec
 from evoalign_study.records import unpack_bits
 
 SIZES = {"max_completion_length": 16, "validation_problems": 40, "path_points": 3}

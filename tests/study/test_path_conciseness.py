@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import measures, sweep, warm_starts, weight_cache
-from evoalign_study.kinds.path import path_spec
+from evoalign_study.kinds.weights import path_spec
 from evoalign_study.records import record_line, unpack_bits, unpack_counts
 
 from evoalign_lib import tiny

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from evoalign_study import sweep, weight_cache
-from evoalign_study.kinds import products
+from evoalign_study.kinds import weights as products
 
 SETTINGS = {
     "max_completion_length": 16, "validation_problems": 4, "test_problems": 4, "steps": 2, "prompts_per_step": 2,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import measures, rollouts, sweep, training, weight_cache
-from evoalign_study.kinds import composed, train
-from evoalign_study.kinds.composed import composed_specs
-from evoalign_study.kinds.train import train_specs
+from evoalign_study.kinds import train
+from evoalign_study.kinds import train as composed
+from evoalign_study.kinds.train import composed_specs, train_specs
 from hypothesis import given
 from hypothesis import strategies as st
 

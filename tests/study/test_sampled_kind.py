@@ -14,8 +14,8 @@ from math import ceil
 import numpy as np
 import pytest
 from evoalign_study import base_models, measures, paths, preflight, sweep, weight_cache
-from evoalign_study.kinds import sampled
-from evoalign_study.kinds.sampled import read_texts, sampled_specs, texts_file
+from evoalign_study.kinds import decode as sampled
+from evoalign_study.kinds.decode import read_texts, sampled_specs, texts_file
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.preflight import DoesNotFit
 from evoalign_study.records import record_line, spec_hash, unpack_integers
@@ -186,7 +186,7 @@ def test_texts_that_are_not_those_of_the_record_are_refused(records, monkeypatch
 KILLED = """
 import os, signal, sys
 from evoalign_study import sweep
-from evoalign_study.kinds import sampled
+from evoalign_study.kinds import decode as sampled
 
 settings, kill = eval(sys.argv[1]), int(sys.argv[2])
 write, written = sampled._write_texts, []

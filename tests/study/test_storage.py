@@ -2,7 +2,7 @@
 
 import pytest
 from evoalign_study import sweep
-from evoalign_study.kinds import storage
+from evoalign_study.kinds import memory as storage
 from evoalign_study.views import low_rank_and_cost as view
 
 SETTINGS = {"max_completion_length": 16, "steps": 3, "prompts_per_step": 4, "population_size": 4, "sigma": 0.03}

@@ -16,12 +16,9 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import claims, parameters, paths, provenance, sweep
-from evoalign_study.kinds.audit import audit_specs
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.best_of_n import best_of_n_specs
-from evoalign_study.kinds.estimator import estimator_specs
-from evoalign_study.kinds.kl import kl_specs
-from evoalign_study.kinds.train import train_specs
+from evoalign_study.kinds.decode import base_specs, best_of_n_specs
+from evoalign_study.kinds.exact import estimator_specs, kl_specs
+from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.parameters import check_parameters
 from evoalign_study.records import (
     ENGINE_VERSION,

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from evoalign_study.kinds import tournament, train
+from evoalign_study.kinds import judged as tournament
+from evoalign_study.kinds import train
 from evoalign_study.measures import safety
 from evoalign_study.records import MAX_RECORD, spec_hash
 
