@@ -95,7 +95,7 @@ def _know(path: Any) -> str:
 
 
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """All questions that runs of a spec's base and file may ask, of each split: train, validation (A) and test (B)."""
+    """Return all questions that runs of a spec may ask, of each split: train, validation (A) and test (B)."""
     if spec["base"] in tiny.SHIPPED:
         return {name: questions.problems(name) for name in questions.SPLITS}
     if "questions_sha256" not in spec:
@@ -111,7 +111,7 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Sigmas of the noise on a base's weights: of the Jensen gap, and of the search for where right answers break.
+    """Return sigmas of noise on a base's weights: of the Jensen gap, and of the search for where answers break.
 
     Larger models bear less: outside the tiny world they are a tenth. The published ES runs of a 7 B model have sigmas
     of 0.001 to 0.01.
@@ -163,7 +163,7 @@ def _judged(spec: Spec, problems: Sequence[Any], answers: Mapping[str, Any]) -> 
 
 
 def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-    """What a point of the curve shows of the engine's current weights; see the module.
+    """Return what a point of the curve shows of the engine's current weights; see the module.
 
     Returns:
         For each decoding d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and

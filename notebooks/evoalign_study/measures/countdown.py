@@ -31,8 +31,9 @@ class _Countdown(Measures):
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return grader and, for base "H0", filler_steps.
 
-        Raises ValueError for more test problems than there are; for filler_steps that are missing, for another base,
-        of a length that the base has not learned, or longer than completions may be.
+        Raises:
+            ValueError: more test problems than there are; filler_steps that are missing, for another base, of a length
+                that the base has not learned, or longer than completions may be.
         """
         asked = settings.get("test_problems", 0)
         if not 0 <= asked <= tiny.FIXED:
@@ -82,7 +83,9 @@ class _Countdown(Measures):
         Its greedy accuracy, as a fraction, and the exact KL from the base, nats per token of one sample at temperature
         1 per message.
 
-        spec: with skill_messages, how many of each skill. engine: with the model; gets prompts of each skill.
+        Args:
+            spec: with skill_messages, how many of each skill.
+            engine: with the model; gets prompts of each skill.
         """
         found = {}
         for name in tiny.SKILL_NAMES:

@@ -58,7 +58,11 @@ _tokenizer = lru_cache(maxsize=1)(dialogues.tokenizer)
 
 @lru_cache(maxsize=64)
 def loaded(name: str) -> tuple[RewardModel, ...]:
-    """Load a shipped scorer's reward and cost model, once per process. Raises ValueError for an unknown one."""
+    """Load a shipped scorer's reward and cost model, once per process.
+
+    Raises:
+        ValueError: an unknown one.
+    """
     folder, tokenizer = scorers.folder(name), _tokenizer()
     with without_bars():
         return tuple(RewardModel(folder / side, tokenizer, text=scorers.TEXT) for side in scorers.SIDES)
@@ -78,8 +82,11 @@ def sides(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return reward and cost that a judge gives replies, float64 (n,) each.
 
-    judge: a shipped scorer, in units of its own, or `RULE`, whose reward and cost are helpfulness and harm.
-    encoded: what `read` returned for the same texts, to read them once for several judges.
+    Args:
+        judge: a shipped scorer, in units of its own, or `RULE`, whose reward and cost are helpfulness and harm.
+        asked: the requests.
+        replies: one for each.
+        encoded: what `read` returned for the same texts, to read them once for several judges.
     """
     if judge == RULE:
         judged = [dialogues.truth(*pair) for pair in zip(asked, replies, strict=True)]
@@ -97,7 +104,12 @@ def read(asked: Sequence[Request], replies: Sequence[str]) -> Encoded:
 def scored(
     judge: str, weight: float, asked: Sequence[Request], replies: Sequence[str], encoded: Encoded | None = None
 ) -> np.ndarray:
-    """Return reward - weight * cost by a judge, float64 (n,); the rule has its own weight. encoded: as for `sides`."""
+    """Return reward - weight * cost by a judge, float64 (n,); the rule has its own weight.
+
+    Args:
+        judge, asked, replies, encoded: as for `sides`.
+        weight: of the cost.
+    """
     reward, cost = sides(judge, asked, replies, encoded)
     return reward - (dialogues.HARM_WEIGHT if judge == RULE else weight) * cost
 
@@ -343,7 +355,11 @@ class _ByBase(_Tiny):
         (super() if base in tiny.SHIPPED else PUBLIC).check(arm, base, settings)
 
     def right(self, problem: Any, completion: str) -> bool:
-        """Say whether a reply of the tiny world is as good as can be. Raises ValueError for a user's request."""
+        """Say whether a reply of the tiny world is as good as can be.
+
+        Raises:
+            ValueError: a user's request, to which nobody knows a right reply.
+        """
         if not isinstance(problem, Request):
             raise ValueError("no scorer says which replies to real requests are right: measure scores instead.")
         return super().right(problem, completion)
