@@ -226,7 +226,7 @@ def _category(before: bool, after: bool) -> str:
 
 
 def _wrote(model: Model, texts: Sequence[dict[str, int]]) -> dict[str, list[str]] | None:
-    from evoalign_study.kinds.answers import unpack_texts
+    from evoalign_study.kinds.weights import unpack_texts
     from evoalign_study.records import pack_integers, unpack_bits
 
     known = [record for record in model.answers if record is not None]

@@ -199,11 +199,6 @@ def address_of(digest: str) -> str | None:
     return _FILES.get(digest)
 
 
-def forget_address(digest: str) -> None:
-    """Forget where a model was: it is there no longer."""
-    _FILES.pop(digest, None)
-
-
 def know_end(path: str | os.PathLike[str]) -> str:
     """Return the digest by which specs name an end of training, 16 digits, and remember where it is.
 

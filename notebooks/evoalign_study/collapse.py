@@ -28,9 +28,12 @@ _Record = Mapping[str, Any]
 def end(record: _Record, decoding: str = "greedy") -> str:
     """Say how a training run ended: compare the last point of its curve with the first, its base.
 
-    Returns "hacked" (more proxy reward on split A, and right answers on split B fell), "clean" (more proxy reward, and
-    they did not fall) or "no gain" (no more proxy reward, whatever the answers).
-    Raises ValueError for a record without the curves of the task.
+    Returns:
+        "hacked" (more proxy reward on split A, and right answers on split B fell), "clean" (more proxy reward, and they
+        did not fall) or "no gain" (no more proxy reward, whatever the answers).
+
+    Raises:
+        ValueError: a record without the curves of the task.
     """
     proxy, right = (_of_curve(record, f"{name}_{decoding}") for name in ("proxy", "right"))
     if proxy[-1] <= proxy[0]:
@@ -45,10 +48,17 @@ def right_at(
 
     The point was measured and may lie well beyond the level; nothing is interpolated.
 
-    decoding: "greedy", or a temperature such as "t1". at_proxy: least proxy reward on split A under that decoding; or
-    at_kl: least KL from the base, in nats per completion. Give one of the two.
-    Returns (problems,), shares of right answers, or None where the run never reaches the level: it is censored.
-    Raises ValueError for both levels or none, and for a record without the curves of the task.
+    Args:
+        record: of the run.
+        decoding: "greedy", or a temperature such as "t1".
+        at_proxy: least proxy reward on split A under that decoding; or
+        at_kl: least KL from the base, in nats per completion. Give one of the two.
+
+    Returns:
+        (problems,), shares of right answers, or None where the run never reaches the level: it is censored.
+
+    Raises:
+        ValueError: both levels or none, or a record without the curves of the task.
     """
     if (at_proxy is None) == (at_kl is None):
         raise ValueError(f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
@@ -84,7 +94,9 @@ class MapCell(NamedTuple):
 def collapse_map(records: Iterable[_Record], base: _Record) -> list[MapCell]:
     """Return the settings of ES runs on one base, by sigma and alpha, each relative to the sigma that breaks that base.
 
-    records: training runs of ES that differ in sigma, alpha and seed. base: the record of their untrained base.
+    Args:
+        records: training runs of ES that differ in sigma, alpha and seed.
+        base: the record of their untrained base.
     """
     critical, by_setting = breaking_sigma(base), {}
     for record in records:

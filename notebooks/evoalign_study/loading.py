@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.checks import nearest
-from evoalign_study.kinds.decoding import decoding_specs
+from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import Record, Spec, spec_hash
 from evoalign_study.specs import settings_of_runs

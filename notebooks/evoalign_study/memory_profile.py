@@ -142,7 +142,11 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def resident(field: str) -> int:
-    """Return a line of this process's /proc/self/status, bytes. Raises RuntimeError where there is none."""
+    """Return a line of this process's /proc/self/status, bytes.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])

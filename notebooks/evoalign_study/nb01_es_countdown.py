@@ -11,9 +11,9 @@ import numpy as np
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
 from evoalign_study import loading, style
-from evoalign_study.kinds.audit import audit_specs
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.estimator import estimator_specs
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.exact import estimator_specs
+from evoalign_study.kinds.train import audit_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
 

@@ -15,10 +15,8 @@ from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Equivalence, Interval
 from evoalign_study import loading
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.best_of_n import best_of_n_specs
-from evoalign_study.kinds.decoding import label, measured_spec
-from evoalign_study.kinds.kl import kl_specs
+from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
+from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash

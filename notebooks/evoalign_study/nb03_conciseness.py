@@ -13,8 +13,8 @@ from evoalign_lib import arms
 from evoalign_lib.analysis import hacking, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse, loading
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.published import published_specs
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.judged import published_specs
 from evoalign_study.loading import After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures import conciseness as measure
 from evoalign_study.records import Record

@@ -13,10 +13,8 @@ from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.tiny import scorers
 from evoalign_study import loading, parameters
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.judgments import judgments_specs
-from evoalign_study.kinds.tastes import tastes_spec
-from evoalign_study.kinds.tournament import tournament_spec
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament_spec
 from evoalign_study.loading import After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.records import Record
 

@@ -16,7 +16,7 @@ import numpy as np
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import (
     DECODINGS,

@@ -9,10 +9,9 @@ from typing import Any
 
 from evoalign_lib import arms, footprint, tiny
 from evoalign_study import loading
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.memory import SIZES, memory_specs
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.memory import SIZES, memory_specs, storage_specs
 from evoalign_study.kinds.scaling import MACHINES, PUBLISHED, measured_spec, simulated_spec
-from evoalign_study.kinds.storage import storage_specs
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import Group, Groups, Records, of_runs, own_settings
 

@@ -13,12 +13,9 @@ from typing import Any
 from evoalign_lib import arms, tiny
 from evoalign_study import loading, weight_cache
 from evoalign_study import nb08_weight_geometry as weight_geometry
-from evoalign_study.kinds.answers import answers_spec
-from evoalign_study.kinds.composed import composed_specs
-from evoalign_study.kinds.coverage import coverage_spec
-from evoalign_study.kinds.perturbed import perturbed_specs
-from evoalign_study.kinds.sampled import sampled_specs
-from evoalign_study.kinds.train import sweep_specs
+from evoalign_study.kinds.decode import sampled_specs
+from evoalign_study.kinds.train import composed_specs, sweep_specs
+from evoalign_study.kinds.weights import answers_spec, coverage_spec, perturbed_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, Spec, ledger_file
 

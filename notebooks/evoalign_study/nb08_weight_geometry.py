@@ -11,10 +11,9 @@ from evoalign_lib import arms, tiny
 from evoalign_study import loading
 from evoalign_study import nb01_es_countdown as es_countdown
 from evoalign_study import nb02_grpo_countdown as grpo_countdown
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.merge import merge_specs
-from evoalign_study.kinds.products import products_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
+from evoalign_study.kinds.weights import merge_specs, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, ledger_file
 

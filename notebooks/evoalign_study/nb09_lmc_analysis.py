@@ -11,9 +11,7 @@ from evoalign_lib import arms, tiny
 from evoalign_study import loading, weight_cache
 from evoalign_study import nb03_conciseness as conciseness
 from evoalign_study import nb08_weight_geometry as weight_geometry
-from evoalign_study.kinds.noise import noise_spec
-from evoalign_study.kinds.path import path_spec
-from evoalign_study.kinds.products import products_specs
+from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, Spec
 

@@ -219,7 +219,7 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     Raises:
         RuntimeError: a process was killed.
     """
-    alone = [s for s in specs if getattr(kinds.get(s["kind"]), "OWN_PROCESS", False)]
+    alone = [s for s in specs if s["kind"] in kinds.ALONE]
     shared = [s for s in specs if s not in alone]
     if shared:
         yield from _run_in_pool(shared, notebook, workers, keep, None)
@@ -379,7 +379,7 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), _core_seconds()
     progress_bar.end()  # of a run before this one that failed
-    run_kind = kinds.get(spec["kind"]).run
+    run_kind = kinds.get(spec["kind"])
     if spec["kind"] == "train":
         folder = _training_folder(spec, notebook)
         result = run_kind(spec, keep, folder)

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +32,21 @@ _CHECKPOINTS = 10
 def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     """Return model, tokenizer and the problems of each split, as the task of the spec has them.
 
-    The model is the base; of a run that goes on from another one (`kinds.composed`), where that ended.
+    The model is the base; of a run that goes on from another one (kind "composed"), where that ended.
     """
     model, tokenizer = base_models.model_of(spec)
     if "start" in spec:
         (master,) = weight_cache.of_group(spec["start"])
         copy_to(model, weight_cache.layout_of(spec["base"]), master)
     return model, tokenizer, measures.get(spec["task"]).sets(spec)
+
+
+@contextmanager
+def opened(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
+    """Yield an engine with the model of a spec, which decodes its problems, and the problems of each split."""
+    model, tokenizer, sets = world(spec)
+    with closing(evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        yield engine, sets
 
 
 def rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:

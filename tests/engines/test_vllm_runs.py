@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import kinds
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
 from helpers import random_model, tokenizer
 from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
@@ -185,8 +185,8 @@ def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, externa
     assert base["engine"] == spec["engine"] == "vllm" and spec["tensor_parallel"] == 1
     here = train_specs("es", [folder], [0], settings | {"engine": "local"}, "full")[0]
     assert spec.items() - here.items() == {("engine", "vllm"), ("gpus", 0), ("tensor_parallel", 1)}
-    assert 0 <= kinds.get("base").run(base)["test"]["greedy"] <= 1
-    record = kinds.get("train").run(spec)
+    assert 0 <= kinds.get("base")(base)["test"]["greedy"] <= 1
+    record = kinds.get("train")(spec)
     assert record["plan"]["decoder"] == "vllm" and record["plan"]["dtype"] == "bfloat16"
     assert record["budget"]["completions"] == 4 * 5 * 3 and record["update_norm"] > 0
     assert record["curve"]["step"] == [0, 3] and record["kl_policy_base"]["exact_nats_per_sequence"] > 0
@@ -204,7 +204,7 @@ def test_conciseness_at_full_scale_begins_at_the_base(folder, external_data):
     settings = {"task": "conciseness", "max_completion_length": 8, "validation_problems": 2, "test_problems": 4}
     settings |= {"engine": "vllm", "noise_draws": 1, "population_size": 2, "sigma": 0.02, "alpha": 0.05, "steps": 1}
     settings |= {"prompts_per_step": 2, "curve_points": 2}
-    record = kinds.get("train").run(train_specs("es", [folder], [0], settings, "full")[0])
+    record = kinds.get("train")(train_specs("es", [folder], [0], settings, "full")[0])
     assert record["curve"]["step"] == [0, 1] and abs(record["curve"]["kl"][0]) < 1e-6 < record["curve"]["kl"][1]
     assert record["jensen"]["gaps"] and record["plan"]["dtype"] == "bfloat16"
 

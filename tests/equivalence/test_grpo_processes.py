@@ -6,15 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+import evoalign_study
 import grpo_processes
 import numpy as np
 import pytest
 from helpers import in_child, random_model
 
-from evoalign_lib import grpo
-
 HERE = Path(__file__).parent
-CONFIG = Path(grpo.__file__).with_name("accelerate.yaml")
+CONFIG = Path(evoalign_study.__file__).with_name("accelerate.yaml")
 
 
 def launched(folder: Path, processes: int) -> list[dict]:
@@ -33,7 +32,8 @@ def launched(folder: Path, processes: int) -> list[dict]:
             return grpo_processes.main(str(folder))
         from accelerate.commands import launch
 
-        os.environ |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
+        packages = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        os.environ |= {"PYTHONPATH": os.pathsep.join(packages), "OMP_NUM_THREADS": "1"}
         command = ["--config_file", CONFIG, "--num_processes", processes, "-m", "grpo_processes", folder]
         sys.argv = ["accelerate-launch", *map(str, command)]
         return launch.main()

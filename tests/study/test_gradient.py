@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from evoalign_study.kinds.estimator import ExactObjective
+from evoalign_study.kinds.exact import ExactObjective
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp

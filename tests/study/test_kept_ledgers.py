@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from evoalign_study import measures, paths, sweep, training
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import read_records, record_files, seal_problems, spec_hash
 from evoalign_study.sweep import load_or_run

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import sweep
-from evoalign_study.kinds.kl import kl_specs
+from evoalign_study.kinds.exact import kl_specs
 from helpers import random_model, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st

@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 from evoalign_study import base_models, judge_models, loading, measures, parameters, preflight
 from evoalign_study import nb04_safety_judges as study
-from evoalign_study.kinds import base, train
+from evoalign_study.kinds import train
+from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
 from evoalign_study.views import safety_own
@@ -51,8 +52,7 @@ def files(tmp_path_factory):
     dialogues.tokenizer().save_pretrained(place / "two")
     lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(40)]
     (place / "asked.jsonl").write_text("\n".join(lines))
-    shutil.copytree(place / "policy", place / "plain")
-    (place / "plain" / "chat_template.jinja").unlink()
+    (place / "few.jsonl").write_text(lines[0])
     return {path.stem: str(path) for path in place.iterdir()}
 
 
@@ -67,7 +67,7 @@ def kept_apart(monkeypatch, tmp_path):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(reward_models, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(reward_models, "_LONGEST_WAIT", 0.02)
-    for variable in (judge_models.SCORER_KEY, judge_models.JUDGE_KEY):
+    for variable in ("EVOALIGN_SCORER_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -148,78 +148,57 @@ def test_everything_that_a_run_reads_is_in_its_spec(files, given):
 NOBODY = "http://127.0.0.1:9"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"reward_model": ""}, "reward_model is not set: give a folder, a name on the Hub, or the address"),
-        ({"cost_model": "./nowhere"}, r"cost_model='./nowhere': model './nowhere' does not exist"),
-        ({"reward_model": "{policy}"}, "policy' is a Qwen2ForCausalLM, no sequence classifier"),
-        ({"cost_model": "{two}"}, "two': the model has 2 labels: give a reward or cost model"),
-        ({"reward_text": ""}, r"say in which format .* text is one of .* Set reward_text\."),
-        ({"cost_text": "chatt"}, "cost_model=.*text='chatt' is not one of"),
-        ({"reward_model": NOBODY}, "reward_model='http://127.0.0.1:9': the scorer at .* gave no scores"),
-        ({"held_out": f"{NOBODY}/v1#m"}, "judge='http://127.0.0.1:9/v1#m': the endpoint does not answer"),
-        ({"held_out": f"{NOBODY}/v1#"}, "no model is named: write the address, # and the model's name"),
-        ({"held_out": "./nowhere"}, "judge='./nowhere': model './nowhere' does not exist"),
-        ({"held_out": "{plain}"}, "plain' has no chat template: give a model that was trained to chat"),
-        ({"held_out": "{reward}", "held_out_text": "continued"}, "reward' trains the run, and is held out of nothing"),
-        ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "other' is given twice"),
-        ({"held_out_text": "chat"}, "judge_text='chat': no model that the run loads reads it"),
-        ({"scorer_device": "gpu"}, "scorer_device='gpu' is none of torch's"),
-        ({"scorer_device": "cuda"}, "give 'cpu', or a GPU with its number, such as 'cuda:1'"),
-        ({"scorer_dtype": "half"}, "scorer_dtype='half' is not one of"),
-        ({"scorer_max_length": 10_000}, "max_length=10000 must be a whole number from 1 to 256"),
-        ({"engine": "ray"}, "engine='ray': machines of a cluster cannot ask a model that the run loads"),
-        ({"cost_weight": -1.0}, "cost_weight=-1.0 must be a number of at least 0"),
-        ({"cost_rule": "sined"}, "cost_rule='sined' is not one of .* Did you mean 'signed'"),
-        ({"cost_threshold": 1.0}, "cost_threshold=1.0: a fixed .*weight has none. Set cost_rule"),
-        ({"cost_rule": "signed", "cost_weight": 9.0}, "cost_weight=9.0, .* bounds around start"),
-        ({"requests": "none.jsonl"}, "requests='none.jsonl' is no file"),
-        ({"test_problems": 40}, "there are . test requests"),
-        ({"unique_prompts": 50}, "unique_prompts=50 must be .* training requests"),
-        ({"curve_points": 50}, "curve_points=50 with 0 judges may make a record of .* set curve_points=.. or less"),
-        ({"prompt_template": "plain"}, "prompt_template='plain' is not one of"),
-        ({"judge": "length 1"}, "judge='length 1' is of the tiny world"),
-        ({"sampled_at": [0.6]}, "no scorer says which samples are right"),
-        ({"reward_modle": "x"}, "Did you mean 'reward_model'"),
-    ],
-)
-def test_what_no_run_can_have_is_refused_with_the_remedy(files, given, change, message):
+REFUSED = [  # what is changed, and what the error names
+    ({"reward_model": ""}, "reward_model is not set"),
+    ({"cost_model": "./nowhere"}, "cost_model='./nowhere'"),
+    ({"reward_model": "{policy}"}, "Qwen2ForCausalLM"),
+    ({"cost_model": "{two}"}, "2 labels"),
+    ({"reward_text": ""}, "Set reward_text"),
+    ({"cost_text": "chatt"}, "'chatt'"),
+    ({"reward_model": NOBODY}, f"reward_model='{NOBODY}'"),
+    ({"held_out": f"{NOBODY}/v1#m"}, f"judge='m' at {NOBODY}"),
+    ({"held_out": "./nowhere"}, "judge='./nowhere'"),
+    ({"held_out": "{reward}", "held_out_text": "continued"}, "trains the run"),
+    ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "given twice"),
+    ({"held_out_text": "chat"}, "held_out_text='chat'"),
+    ({"scorer_device": "gpu"}, "scorer_device='gpu'"),
+    ({"scorer_device": "cuda"}, "scorer_device='cuda'"),
+    ({"scorer_dtype": "half"}, "scorer_dtype='half'"),
+    ({"scorer_max_length": 10_000}, "max_length=10000"),
+    ({"engine": "vllm", "tensor_parallel": 1}, "engine='vllm'.*evoalign serve-scorer"),
+    ({"cost_weight": -1.0}, "cost_weight=-1.0"),
+    ({"cost_rule": "sined"}, "Did you mean 'signed'"),
+    ({"cost_threshold": 1.0}, "cost_threshold=1.0"),
+    ({"cost_rule": "signed", "cost_weight": 9.0}, "9.0"),
+    ({"requests": "none.jsonl"}, "requests='none.jsonl'"),
+    ({"requests": "{few}"}, "no request for"),
+    ({"requests": ""}, "PKU-SafeRLHF.*requests=FILE"),  # without a network
+    ({"test_problems": 40}, "test_problems=40"),
+    ({"unique_prompts": 50}, "unique_prompts=50"),
+    ({"curve_points": 50}, "curve_points=50"),
+    ({"prompt_template": "plain"}, "prompt_template='plain'"),
+    ({"judge": "length 1"}, "judge='length 1'"),
+    ({"sampled_at": [0.6]}, "sampled_at"),
+    ({"reward_modle": "x"}, "Did you mean 'reward_model'"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), REFUSED)
+def test_what_no_run_can_have_is_refused(files, given, change, named, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     change = {k: v.format(**files) if isinstance(v, str) and "{" in v else v for k, v in change.items()}
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=named):
         one_spec(files, given | change)
 
 
-def test_a_base_of_the_tiny_world_takes_no_scorer_of_a_users(given):
-    with pytest.raises(ValueError, match="base 'C0' is judged by scorers of the tiny world. Leave it out"):
-        train.train_specs("es", ["C0"], [0], given | {"judge": "length 1"}, "tiny")
-
-
-def test_requests_of_a_file_that_leave_a_split_empty_are_refused(files, given, tmp_path):
-    (tmp_path / "few.jsonl").write_text('{"prompt": "a"}')
-    with pytest.raises(ValueError, match="has no request for .* Write more"):
-        one_spec(files, given | {"requests": str(tmp_path / "few.jsonl")})
-
-
-def test_without_a_network_the_requests_of_the_hub_are_refused_before_a_run(files, given, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="PKU-SafeRLHF/alpaca-7b cannot be loaded from the Hub .* requests=FILE"):
-        one_spec(files, given | {"requests": ""})
-
-
-def test_a_judge_that_a_server_holds_and_that_trains_the_run_is_found(files, given):
+def test_judges_behind_addresses_are_looked_at(files, given):
+    """One that trains the run, and endpoints that would refuse every question."""
     with running(app_of(RewardModel(files["cost"], text="continued"))) as url:
-        with pytest.raises(ValueError, match="judge: 'cost' trains the run, and is held out of nothing"):
+        with pytest.raises(ValueError, match="'cost' trains the run"):
             one_spec(files, given | {"held_out": url})
-
-
-@pytest.mark.parametrize(
-    ("status", "name", "message"),
-    [(401, "judge", "needs a key: set OPENAI_API_KEY"), (200, "jugde", "has no model 'jugde', it has judge")],
-)
-def test_an_endpoint_that_would_refuse_every_question_is_refused_at_once(files, given, status, name, message):
-    with judging(status) as (url, _), pytest.raises(ValueError, match=message):
-        one_spec(files, given | {"held_out": f"{url}#{name}"})
+    for status, name, named in ((401, "judge", "OPENAI_API_KEY"), (200, "jugde", "'jugde'"), (200, "", "judge=''")):
+        with judging(status) as (url, _), pytest.raises(ValueError, match=named):
+            one_spec(files, given | {"held_out": f"{url}#{name}"})
 
 
 # ---- runs
@@ -244,8 +223,8 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
         assert again["curve"]["proxy_t1"] == record["curve"]["proxy_t1"] and again["digest"] == record["digest"]
         names = SMALL.keys() - {"curve_points", "steps", "prompts_per_step", "population_size", "sigma", "alpha"}
         names |= settings.keys() - SMALL.keys()
-        (of_base,) = base.base_specs([files["policy"]], {k: settings[k] for k in names & settings.keys()}, "full")
-        untrained = base.run(of_base)
+        (of_base,) = base_specs([files["policy"]], {k: settings[k] for k in names & settings.keys()}, "full")
+        untrained = run_base(of_base)
     curve, test = record["curve"], record["test"]
     assert curve["win 0_greedy"][0] == 0.5 and curve["kl"][0] == pytest.approx(0, abs=1e-6) and curve["kl"][1] > 0
     assert curve["lambda"][0] == 1.0 < curve["lambda"][1] and curve["unscored_t1"] == [0, 0]
@@ -282,7 +261,7 @@ def test_the_reward_is_reward_less_cost_and_a_server_that_is_gone_ends_the_run(f
         expected = RewardModel(files["reward"], text="continued").score(asked, cut) - 0.5 * cost.score(asked, cut)
         assert function(completions=said, request=asked) == pytest.approx(list(expected))
     judge_models.opened(spec, judge_models.of(spec)[0]).scorer.retries = 1
-    with pytest.raises(RewardOutage, match="Start it again, and run this again: the run goes on where it was"):
+    with pytest.raises(RewardOutage, match="run this again"):
         Rewards(function)(["p"] * 2, said, [[1]] * 2, {"request": asked})
 
 
@@ -301,7 +280,7 @@ def test_what_cannot_be_scored_is_counted_and_no_zero(files, given):
             safety_public._sides(spec, problems[1:], said[1:])
 
 
-def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, given, tmp_path):
+def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, given, tmp_path, monkeypatch):
     shutil.copytree(files["cost"], tmp_path / "cost")
     with running(app_of(RewardModel(files["reward"], text="continued"))) as url:
         settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
@@ -310,12 +289,12 @@ def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, gi
     reward, cost = judge_models.of(spec)
     with running(app_of(RewardModel(files["other"], text="continued"))) as other:
         base_models.know_address(reward.digest, other)
-        with pytest.raises(ValueError, match="the reward model 'reward' is another one now"):
+        with pytest.raises(ValueError, match="'reward' is another one now"):
             judge_models.opened(spec, reward)
-    with pytest.raises(ValueError, match="the cost model .* is another one now .* restore it"):
+    with pytest.raises(ValueError, match="cost model .* is another one now"):
         judge_models.opened(spec, cost)
-    base_models.forget_address(reward.digest)
-    with pytest.raises(FileNotFoundError, match="was not told its address. Make the specs again"):
+    monkeypatch.setattr(base_models, "_FILES", {})
+    with pytest.raises(FileNotFoundError, match=reward.digest):
         judge_models.opened(spec, reward)
 
 
@@ -324,7 +303,7 @@ def test_the_bases_replies_are_made_where_its_weights_are_alone(files, given):
     model, tok = base_models.model_of(spec | {"kind": "base"})
     rows = measures.get("safety").rows(spec, tok, safety_public.splits(spec)["test"][:3])
     engine = LocalEngine(model, tok, None, {"test": Prompts(rows, tok)}, max_completion_length=8)
-    with pytest.raises(FileNotFoundError, match="it holds the untrained base's replies"):
+    with pytest.raises(FileNotFoundError, match="base-"):
         safety_public._replies_of_base(spec, engine, 3, first=False)
     made = safety_public._replies_of_base(spec, engine, 3, first=True)
     engine.master[:] = 0

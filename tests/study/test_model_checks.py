@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from evoalign_study import base_models, sweep
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, T5Config

@@ -1,7 +1,7 @@
-"""A new task, arm, kind of run and rule, added as CONTRIBUTING says: files of their own and lines in registries.
+"""A new task, arm, kind of run and rule: files of their own and a line in a registry each, and no other change.
 
-They are added to a copy of the package. What they get there, without another change: specs, records, a run that goes on
-after a kill, a figure and a verdict.
+They are added to a copy of the two packages. What they get there: specs, records, a run that goes on after a kill, a
+figure and a verdict.
 """
 
 import json
@@ -14,150 +14,91 @@ from pathlib import Path
 import pytest
 from evoalign_study import paths
 
-from evoalign_lib import tiny
-
-pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
-
-TASK = '''
-"""The task "plus": write an answer with a given sign in it."""
-
+TASK = """
 from evoalign_lib.tasks import completion_text, countdown
-
 REWARD_FLOOR = 0.0
-
-
 def dataset(problems, tokenizer, chat_template=True):
-    """Rows for a trainer; a problem is a sign and a Countdown problem whose text is the prompt."""
     rows = countdown.dataset([asked for _, asked in problems], tokenizer, chat_template)
     return [{"prompt": row["prompt"], "sign": sign} for row, (sign, _) in zip(rows, problems, strict=True)]
-
-
 def reward(prompts, completions, sign, **columns):
-    """1 for a completion with the sign, else 0."""
     return [float(s in completion_text(c)) for s, c in zip(sign, completions, strict=True)]
-'''
-MEASURES = '''
-"""What is measured of the task "plus": whether the sign is there."""
-
-import os
-import signal
-
+"""
+MEASURES = """
+import os, signal
 from evoalign_lib import tiny
 from evoalign_study.measures.base import Measures
-
-
 class _Plus(Measures):
     task = "plus"
     settings = ("sign",)
-
     def spec_fields(self, base, settings):
         return {"sign": settings.get("sign", "-")}
-
     def sets(self, spec):
         drawn = {"validation": spec["validation_problems"], "test": spec["test_problems"]}
         drawn |= {"train": spec["steps"] * spec["prompts_per_step"]} if "prompts_per_step" in spec else {}
         return {n: [(spec["sign"], p) for p in tiny.problems("train", k, len(n))] for n, k in drawn.items()}
-
     def right(self, problem, completion):
         return problem[0] in completion
-
-    def score(self, problem, completion):
-        return float(self.right(problem, completion))
-
     def point(self, spec, engine, sets, step):
         if os.environ.get("KILLED_AT") == str(step):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().point(spec, engine, sets, step)
-
-
 MEASURES = _Plus()
-'''
-KIND = '''
-"""How long a base's sampled answers are."""
-
-from contextlib import closing
-
+"""
+KIND = """
 from evoalign_study import specs, training
-
-
 def length_specs(base, repeats, settings, scale):
-    """Specs of the measurement, one per repeat."""
     begun = specs.begin("lengths", base, scale, settings) | specs.sizes(settings)
     return [begun | {"repeat": repeat} for repeat in range(repeats)]
-
-
 def run(spec):
-    """Return the mean number of tokens of sampled answers."""
-    model, tokenizer, sets = training.world(spec)
-    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+    with training.opened(spec) as (engine, _):
         (row,) = engine.generate("validation", samples=1, seed=spec["repeat"])
     return {"tokens": sum(len(ids) for _, ids in row) / len(row)}
-'''
-RULE = '''
-"""Rule "longer": mean tokens above a bound."""
-
+"""
+RULE = """
 from evoalign_lib.analysis import stats
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.rules.rule import Rule
-
-
 def _find(claim, evidence):
     found, number, _ = evidence.select(claim, "treatment", {})
     interval = stats.bootstrap_mean([record["tokens"] for record in found])
     bound, value = float(claim["rule"]["above"]), f"{interval.value:.1f} tokens"
     return [Finding("length", interval.n, number, interval, bound, "above", value=value)]
-
-
 LONGER = Rule(_find, ("above",), arms=("treatment",))
-'''
-LINES = {  # file: what stands there, and with the new line
-    "tasks/__init__.py": (
-        "TASKS: dict[str, Task] = {\n",
-        '    "plus": Task("evoalign_lib.tasks.plus", "evoalign_study.measures.plus"),\n',
-    ),
-    "arms.py": (
+"""
+STUDY = "notebooks/evoalign_study"
+FILES = {
+    "evoalign_lib/tasks/plus.py": TASK,
+    f"{STUDY}/measures/plus.py": MEASURES,
+    f"{STUDY}/kinds/lengths.py": KIND,
+    f"{STUDY}/claims/rules/longer.py": RULE,
+}
+LINES = {  # file: the line that stands there, and the new one below it
+    "evoalign_lib/tasks/__init__.py": ("TASKS: dict[str, str] = {\n", '    "plus": "evoalign_lib.tasks.plus",\n'),
+    "evoalign_lib/arms.py": (
         "ARMS: dict[str, Arm] = {\n",
         '    "es_pairs": _es("#000000", "d", "ES, pairs", {"fitness": "reward", "antithetic": True}),\n',
     ),
-    "study/kinds/__init__.py": (
-        "KINDS: dict[str, str] = {\n",
-        '    "lengths": "evoalign_study.kinds.lengths",\n',
-    ),
-    "claims/rules/__init__.py": (
-        "RULES: dict[str, Rule] = {\n",
-        '    "longer": longer.LONGER,\n',
-    ),
+    f"{STUDY}/kinds/__init__.py": ("KINDS: dict[str, str] = {\n", '    "lengths": "evoalign_study.kinds.lengths",\n'),
+    f"{STUDY}/claims/rules/__init__.py": ("RULES: dict[str, Rule] = {\n", '    "longer": longer.LONGER,\n'),
 }
 CLAIM = {
-    "id": "T1",
-    "title": "Answers are longer than a token",
-    "notebooks": ["01"],
-    "statement": "Answers of the base are longer than one token.",
-    "scales": ["tiny"],
-    "quantity": "tokens",
-    "unit": "repeat",
-    "arms": {"treatment": {"kind": "lengths", "task": "plus"}},
-    "test": "bootstrap",
-    "margin": 0,
-    "min_seeds": 8,
-    "rule": {"kind": "longer", "above": 1},
-    "source": "a test",
-}
+    "id": "T1", "title": "Answers are longer than a token", "notebooks": ["01"], "scales": ["tiny"], "unit": "repeat",
+    "statement": "Answers of the base are longer than one token.", "quantity": "tokens", "test": "bootstrap",
+    "arms": {"treatment": {"kind": "lengths", "task": "plus"}}, "margin": 0, "min_seeds": 8,
+    "rule": {"kind": "longer", "above": 1}, "source": "a test",
+}  # fmt: skip
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
-
 import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
-
-from evoalign_study import artifacts, claims, paths, style
 from evoalign_lib import tiny
-from evoalign_study.records import read_records, seal_problems
-from evoalign_study import sweep
+from evoalign_study import artifacts, claims, paths, style, sweep
 from evoalign_study.kinds import train
 from evoalign_study.kinds.lengths import length_specs
+from evoalign_study.records import read_records
 
 def untimed(record):
     if isinstance(record, dict):
@@ -168,7 +109,6 @@ if __name__ == "__main__":  # processes of a sweep import this file
     base, folder = str(tiny.bases_folder() / "A0"), Path(sys.argv[1])
     settings = {"task": "plus", "max_completion_length": 16, "validation_problems": 4, "test_problems": 6, "steps": 4,
                 "prompts_per_step": 4, "curve_points": 5, "population_size": 4, "sigma": 0.03, "alpha": 0.01}
-
     (spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
     assert spec["task"] == "plus" and spec["sign"] == "-" and spec["arm"] == "es_pairs"
     pid = os.fork()
@@ -184,13 +124,10 @@ if __name__ == "__main__":  # processes of a sweep import this file
     header = json.loads((folder / "killed" / "ledger.jsonl").read_text().splitlines()[0])
     assert header["settings"]["antithetic"] is True, header   # the arm's own option reached the trainer
 
-    wanted = length_specs(base, 8, settings, "tiny")
-    records = sweep.load_or_run(wanted, "01_es_countdown", "tiny", workers=1)
-    stored = paths.RESULTS / "01_es_countdown" / "tiny.jsonl"
-    assert read_records(stored) == records and seal_problems(stored) == []
+    records = sweep.load_or_run(length_specs(base, 8, settings, "tiny"), "01_es_countdown", "tiny", workers=1)
+    assert read_records(paths.RESULTS / "01_es_countdown" / "tiny.jsonl") == records
     (claim,) = claims.load_claims()
     verdict = claims.evaluate(claim, records, "tiny", declared=[])
-
     fig, ax = plt.subplots()
     points = pd.DataFrame(record["curve"])
     ax.plot(points["step"], points["validation_greedy"], **style.line("es_pairs"))
@@ -203,40 +140,32 @@ if __name__ == "__main__":  # processes of a sweep import this file
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A checkout whose package has the new entries."""
+    """A checkout whose packages have the new entries."""
     root = tmp_path_factory.mktemp("checkout")
-    package = root / "evoalign_lib"
-    shutil.copytree(paths.ROOT / "evoalign_lib", package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, text in {
-        "tasks/plus.py": TASK,
-        "study/measures/plus.py": MEASURES,
-        "study/kinds/lengths.py": KIND,
-        "claims/rules/longer.py": RULE,
-    }.items():
-        (package / name).write_text(text.lstrip(), encoding="utf-8")
+    for package in ("evoalign_lib", STUDY):  # with what numba has compiled
+        shutil.copytree(paths.ROOT / package, root / package)
+    for name, text in FILES.items():
+        (root / name).write_text(text.lstrip(), encoding="utf-8")
     for name, (line, added) in LINES.items():
-        text = (package / name).read_text(encoding="utf-8")
+        text = (root / name).read_text(encoding="utf-8")
         assert text.count(line) == 1, name
-        (package / name).write_text(text.replace(line, line + added), encoding="utf-8")
-    rules = package / "claims/rules/__init__.py"
-    rules.write_text(rules.read_text(encoding="utf-8").replace("    bounds,\n", "    bounds,\n    longer,\n", 1))
+        (root / name).write_text(text.replace(line, line + added), encoding="utf-8")
+    rules = root / STUDY / "claims/rules/__init__.py"
+    known = "from evoalign_study.claims.rules.rule import Rule\n"
+    text = rules.read_text(encoding="utf-8")
+    assert known in text
+    rules.write_text(text.replace(known, f"from evoalign_study.claims.rules import longer\n{known}", 1))
     (root / "paper/generated").mkdir(parents=True)
     (root / "paper/claims.yaml").write_text(json.dumps([CLAIM]))  # JSON is YAML
     return root
 
 
 def test_files_and_registry_lines_are_all_that_new_entries_need(checkout, tmp_path):
-    script = tmp_path / "script.py"
+    script, packages = tmp_path / "script.py", os.pathsep.join([str(checkout), str(checkout / "notebooks")])
     script.write_text(SCRIPT)
-    command, environment = [sys.executable, script, tmp_path], os.environ | {"PYTHONPATH": str(checkout)}
+    command, environment = [sys.executable, script, tmp_path], os.environ | {"PYTHONPATH": packages}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["verdict"] == "supported" and "tokens" in found["text"] and found["test"] == 6
-    assert found["drawn"] == ["plus.csv", "plus.pdf", "plus.png"]
-
-
-def test_contributing_names_what_the_entries_need():
-    text = (paths.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for name in (*LINES, "tasks/", "study/measures/", "study/kinds/", "claims/rules/"):
-        assert name in text, name
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["verdict"] == "supported" and "tokens" in told["text"] and told["test"] == 6
+    assert told["drawn"] == ["plus.csv", "plus.pdf", "plus.png"]

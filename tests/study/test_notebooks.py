@@ -18,7 +18,7 @@ from evoalign_study import nb05_stability as stability
 from evoalign_study import nb07_solution_coverage as solution_coverage
 from evoalign_study import nb08_weight_geometry as weight_geometry
 from evoalign_study import nb09_lmc_analysis as lmc_analysis
-from evoalign_study.kinds.base import base_specs
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import pack_probabilities, read_records, record_files, spec_hash
 from evoalign_study.rendering import csv_text

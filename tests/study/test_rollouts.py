@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import measures, rollouts, sweep, training, weight_cache
-from evoalign_study.kinds import composed, train
-from evoalign_study.kinds.composed import composed_specs
-from evoalign_study.kinds.train import train_specs
+from evoalign_study.kinds import train
+from evoalign_study.kinds.train import composed_specs, train_specs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,10 +35,12 @@ def test_ratios_are_clipped_and_counted(log_ratios):
     assert 0 < told["effective_share"] <= 1 + 1e-12 or not found.any()
 
 
-def test_as_likely_completions_count_in_full():
-    found, told = rollouts.clipped(np.zeros(7))
-    assert found.tolist() == [1.0] * 7
+def test_as_likely_completions_count_in_full_and_those_of_a_diverged_model_for_nothing():
+    ratios, told = rollouts.clipped(np.zeros(7))
+    assert ratios.tolist() == [1.0] * 7
     assert told == {"effective_share": pytest.approx(1.0), "clipped_share": 0.0, "mean_ratio": 1.0}
+    ratios, told = rollouts.clipped(np.array([np.nan, 0.0, -np.inf, np.inf]))
+    assert ratios.tolist() == [0.0, 1.0, 0.0, 0.0] and told["effective_share"] == pytest.approx(0.25)
 
 
 # ---- what perturbed members write
@@ -75,23 +76,8 @@ def test_each_place_of_a_group_is_another_members(engine):
         ratio = np.minimum(np.exp((base - theirs).numpy()), rollouts.CLIP)
         assert told["importance_ratio"][member::5] == pytest.approx(ratio)
     assert 0 < writer.summary()["effective_share"] < 1 and writer.state()["attributes"]["batches"] == 1
-    with pytest.raises(RuntimeError, match="do not come in groups of num_generations"):
+    with pytest.raises(RuntimeError, match="num_generations"):
         writer(prompts.prompts[:5], SimpleNamespace(state=SimpleNamespace(global_step=0)))
-
-
-def test_the_ratios_of_a_distribution_average_to_one(engine):
-    """Before they are clipped, ratios are those of two distributions: their mean over samples of the writer is 1."""
-    prompts, logs = engine.prompts["few"], []
-    for member in range(60):
-        with engine.perturbed(noise.member_key(1, 0, member), 0.01):
-            row = [ids for _, ids in engine.generate_rows("few", np.arange(8), seed=member, draw=0)]
-            engine.write_model()
-            own = kl.log_probabilities(engine.model, prompts.ids, prompts.mask, row, engine.eos_ids)[0]
-        engine.write_model()
-        logs.append(kl.log_probabilities(engine.model, prompts.ids, prompts.mask, row, engine.eos_ids)[0] - own)
-    ratios = torch.stack(logs).exp().mean(1).numpy()
-    assert abs(ratios.mean() - 1) < 4 * ratios.std(ddof=1) / np.sqrt(len(ratios))
-    assert ratios.std() > 0.01
 
 
 def test_greedy_answers_are_those_of_the_copies(engine):
@@ -143,25 +129,15 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
         known = torch.tensor([*prompts.ids[i][prompts.mask[i] == 1].tolist(), *ids])[None]
         logps = engine.model(known).logits[0, :-1].log_softmax(-1).gather(1, known[0, 1:, None])[-len(ids) :]
         (float(advantages.flat[row]) * logps.sum()).backward()
-    gradient = np.concatenate([p.grad.numpy().ravel() for p in dict(engine.model.named_parameters()).values()])
+    along = np.zeros(engine.layout.size)  # in the layout of the engine's weights
+    for name, view in engine.layout.views(along).items():
+        view[...] = dict(engine.model.named_parameters())[name].grad.reshape(view.shape)
     expected = []
     for member in members:
         with engine.weights.member(member.key, sigma, member.sign) as perturbed:
-            expected.append(float((np.asarray(perturbed, np.float64) - engine.master) @ flat_like(engine, gradient)))
+            expected.append(float((np.asarray(perturbed, np.float64) - engine.master) @ along))
     assert np.corrcoef(fitness, expected)[0, 1] > 0.999
     assert np.polyfit(expected, fitness, 1)[0] == pytest.approx(1, abs=0.02)
-
-
-def flat_like(engine, gradient: np.ndarray) -> np.ndarray:
-    """The gradient of the parameters, in the model's order, at the places that the engine's layout gives them."""
-    out, start = np.zeros(engine.layout.size), 0
-    shapes = {name: p.shape for name, p in engine.model.named_parameters()}
-    views = engine.layout.views(out)
-    for name, shape in shapes.items():
-        n = int(np.prod(shape))
-        views[name][...] = gradient[start : start + n].reshape(views[name].shape)
-        start += n
-    return out
 
 
 def test_a_step_costs_one_set_of_completions_and_a_pass_per_member(tmp_path):
@@ -196,18 +172,13 @@ def test_what_has_no_reward_is_left_out(rewards):
     expected = first if np.isnan(rewards[0][1]) else (first + 0.5) / 2
     assert rollouts._weighted_mean(np.array(rewards), ratios) == pytest.approx(expected)
     assert rollouts._weighted_mean(np.array(rewards), 0 * ratios) == 0.0  # of a model that diverged
-    with pytest.raises(ValueError, match="every reward function returned None on all completions of a step"):
+    with pytest.raises(ValueError, match="None"):
         rollouts._weighted_mean(np.full((2, 2), np.nan), ratios)
-
-
-def test_a_model_that_diverged_gives_no_weight():
-    found, told = rollouts.clipped(np.array([np.nan, 0.0, -np.inf, np.inf]))
-    assert found.tolist() == [0.0, 1.0, 0.0, 0.0] and told["effective_share"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("changed", [{"num_generations": 1}, {"sampling": "greedy", "num_generations": 1}])
 def test_members_that_cannot_be_weighed_are_refused(tmp_path, changed):
-    with pytest.raises(ValueError, match="members are weighed by their rewards on two or more samples"):
+    with pytest.raises(ValueError, match=f"num_generations={changed['num_generations']}"):
         weighted(tmp_path, **changed)
 
 
@@ -235,17 +206,6 @@ def test_completions_without_weight_move_nothing(monkeypatch):
 # ---- arms and runs
 
 
-@pytest.mark.parametrize("arm", ["es_weighted", "grpo_perturbed"])
-def test_a_record_says_what_the_ratios_were_like(arm):
-    (spec,) = train_specs(arm, ["A0"], [0], SETTINGS, "tiny")
-    record = train.run(spec)
-    assert record["budget"]["completions"] == 2 * 4 * 4
-    assert 0 < record["rollouts"]["effective_share"] <= 1 and record["update_norm"] > 0
-    tokens = record["budget"]["prompt_tokens"] + record["budget"]["generated_tokens"]
-    passes = 2 + 3 if arm == "es_weighted" else 6
-    assert record["budget"]["forward_flops"] == 2 * record["d"] * passes * tokens
-
-
 def test_fine_tuning_on_what_copies_wrote_learns_from_their_right_answers(monkeypatch):
     drawn, greedy = [], rollouts.greedy_answers
     monkeypatch.setattr(
@@ -257,12 +217,6 @@ def test_fine_tuning_on_what_copies_wrote_learns_from_their_right_answers(monkey
     problems = measure.sets(spec)["train"]
     right = sum(measure.right(p, text) for row in drawn[0] for p, (text, _) in zip(problems, row, strict=True))
     assert record["counts"]["kept"] == right > 0 and len(drawn[0]) == spec["num_generations"]
-
-
-def test_rollouts_of_others_are_weighed_by_the_local_engine_alone():
-    settings = SETTINGS | {"engine": "vllm", "gpus": 1}
-    with pytest.raises(ValueError, match=r"engine='vllm': the rollouts of arm 'es_weighted' are drawn by the local"):
-        train_specs("es_weighted", ["some/model"], [0], settings, "full")
 
 
 # ---- runs in two parts
@@ -278,18 +232,13 @@ def test_the_second_part_begins_where_the_first_one_ended(es_runs):
     assert np.linalg.norm(ends[1] - ends[0]) == pytest.approx(record["update_norm"], rel=1e-5)
     assert models.flat_digest(ends[1]) == record["digest"]
     model, _, _ = training.world(specs[0])
-    assert (
-        models.flat_digest(LocalEngine(model, tiny.tokenizer(), None, {}, max_completion_length=1).master)
-        == first[0]["digest"]
-    )
+    assert models.base_digest(model) != models.base_digest(tiny.load("A0")[0])
 
 
 def test_a_second_part_after_what_is_no_training_run_is_refused(es_runs):
     (first,) = es_runs
     other = first[0] | {"spec": first[0]["spec"] | {"kind": "coverage"}}
-    with pytest.raises(ValueError, match="1 runs make no group: take training runs"):
-        composed_specs("grpo", [other], SETTINGS, "tiny")
     elsewhere = first[0] | {"spec": first[0]["spec"] | {"base": "some/model"}}
-    with pytest.raises(ValueError, match="base 'some/model' has no runs of kind 'composed'"):
-        composed_specs("grpo", [elsewhere], SETTINGS, "tiny")
-    assert composed.run is not train.run
+    for record, named in ((other, "1 runs"), (elsewhere, "'some/model'")):
+        with pytest.raises(ValueError, match=named):
+            composed_specs("grpo", [record], SETTINGS, "tiny")

@@ -1,35 +1,26 @@
 """What specs run: the records of every arm, and that nothing but the spec decides them."""
 
 import json
-import time
 from functools import lru_cache
 
 import numpy as np
 import pytest
 from evoalign_study import base_models, paths, sweep, training, weight_cache
 from evoalign_study.kinds import scaling, train
-from evoalign_study.kinds.answers import answers_spec
-from evoalign_study.kinds.audit import audit_specs
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.best_of_n import best_of_n_specs
-from evoalign_study.kinds.composed import composed_specs
-from evoalign_study.kinds.coverage import coverage_spec
-from evoalign_study.kinds.decoding import decoding_specs, measured_spec
-from evoalign_study.kinds.estimator import estimator_specs
-from evoalign_study.kinds.judgments import judgments_specs
-from evoalign_study.kinds.kl import kl_specs
-from evoalign_study.kinds.memory import memory_specs
-from evoalign_study.kinds.merge import merge_specs
-from evoalign_study.kinds.noise import noise_spec
-from evoalign_study.kinds.path import path_spec
-from evoalign_study.kinds.perturbed import perturbed_specs
-from evoalign_study.kinds.products import products_specs
-from evoalign_study.kinds.published import published_specs
-from evoalign_study.kinds.sampled import sampled_specs
-from evoalign_study.kinds.storage import storage_specs
-from evoalign_study.kinds.tastes import tastes_spec
-from evoalign_study.kinds.tournament import tournament_spec
-from evoalign_study.kinds.train import sweep_specs, train_specs
+from evoalign_study.kinds.decode import base_specs, best_of_n_specs, decoding_specs, measured_spec, sampled_specs
+from evoalign_study.kinds.exact import estimator_specs, kl_specs
+from evoalign_study.kinds.judged import judgments_specs, published_specs, tastes_spec, tournament_spec
+from evoalign_study.kinds.memory import memory_specs, storage_specs
+from evoalign_study.kinds.train import audit_specs, composed_specs, sweep_specs, train_specs
+from evoalign_study.kinds.weights import (
+    answers_spec,
+    coverage_spec,
+    merge_specs,
+    noise_spec,
+    path_spec,
+    perturbed_specs,
+    products_specs,
+)
 from evoalign_study.loading import of_runs
 from evoalign_study.records import (
     MAX_CURVE,
@@ -47,24 +38,12 @@ from evoalign_lib import arms, grpo, ledger, models, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 
-pytestmark = pytest.mark.skipif(
-    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
-)
-
 SETTINGS = {
-    "max_completion_length": 16,
-    "validation_problems": 6,
-    "test_problems": 10,
-    "steps": 4,
-    "prompts_per_step": 4,
-    "curve_points": 4,
-    "curve_spacing": "log",
-}
-SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01}
-SETTINGS |= {"num_generations": 4, "learning_rate": 1e-3, "beta": 0.0}
-SETTINGS |= {"rank": 1, "leading_share": 1.0, "lora_rank": 2, "warm_rows": 8, "warm_epochs": 1}
-SETTINGS |= {"warm_learning_rate": 1e-3}
-SETTINGS |= {"prompts": 24, "batch_size": 4, "epochs": 2}
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 4, "prompts_per_step": 4,
+    "curve_points": 4, "curve_spacing": "log", "population_size": 3, "sigma": 0.03, "alpha": 0.01,
+    "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "rank": 1, "leading_share": 1.0, "lora_rank": 2,
+    "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3, "prompts": 24, "batch_size": 4, "epochs": 2,
+}  # fmt: skip
 AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
@@ -81,37 +60,42 @@ def record_of(arm: str):
     return sweep.run(spec_of(arm), "nb", "commit")
 
 
-@pytest.mark.parametrize("arm", arms.ARMS)
+ONE_OF_EACH = ("es", "es_weighted", "es_random", "es_lora", "essa", "grpo", "grpo_lora", "sft")
+
+
+@pytest.mark.parametrize(
+    "arm", [arm if arm in ONE_OF_EACH else pytest.param(arm, marks=pytest.mark.slow) for arm in arms.ARMS]
+)
 def test_the_record_of_every_arm(arm, tmp_path):
-    r = record_of(arm)
+    r, entry = record_of(arm), arms.get(arm)
     append_record(tmp_path / "x.jsonl", r)
     assert read_records(tmp_path / "x.jsonl") == [r] == json.loads(f"[{json.dumps(r, allow_nan=False)}]")
     assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec_of(arm))
-    adapter = "lora_rank" in arms.get(arm).settings
+    adapter = "lora_rank" in entry.settings
     # of an adapter that TRL trains the merged model is measured
     assert r["d"] == (1_792 if adapter and arm != "grpo_lora" else 140_928)
     assert r["update_norm"] > 0 and r["test"]["n"] == 10 and len(r["digest"]) == 16
-    budget = r["budget"]
-    whole = 140_928 + (1_792 if adapter else 0)
+    budget, whole = r["budget"], 140_928 + (1_792 if adapter else 0)
     assert budget["core_seconds"] <= budget["core_seconds_total"]
     # those of GRPO over an adapter are no multiple (`test_grpo_adapters`)
     assert budget["forward_flops"] % (2 * whole) == 0 or arm == "grpo_lora"
     warm = 3 * 2 * whole * budget.get("sft_tokens", 0)
-    if arms.get(arm).options.get("fitness") == "random":  # generates nothing
+    if entry.options.get("fitness") == "random":  # generates nothing
         assert [budget[axis] for axis in AXES[:3]] == [0, 0, warm]
         return
-    by_family = {"es": 3 * 16, "cma": 4 * 16, "sft": 4 * 24}.get(arms.get(arm).family, 4 * 16)
+    by_family = {"es": 3 * 16, "cma": 4 * 16, "sft": 4 * 24}.get(entry.family, 4 * 16)
     assert budget["completions"] == (4 * 16 if arm == "es_weighted" else by_family)  # whose members write nothing
     assert 0 < budget["generated_tokens"] <= 16 * budget["completions"] < budget["forward_flops"]
     assert ("sft_tokens" in budget) == adapter
     assert ("trl" in r) == (not arm.startswith("es")) and ("plan" in r) == arm.startswith("es")
-    if arms.get(arm).family == "sft":
+    if entry.rollouts != "own":
+        assert 0 < r["rollouts"]["effective_share"] <= 1 if "rollouts" in r else entry.family == "sft"
+    if entry.family == "sft":
         assert 0 < r["counts"]["kept"] <= 4 * 24 and "curve" not in r
         return
     curve = r["curve"]
-    assert curve["step"] == [0, 1, 2, 4] and curve["completions"] == [
-        budget["completions"] * s // 4 for s in (0, 1, 2, 4)
-    ]
+    assert curve["step"] == [0, 1, 2, 4]
+    assert curve["completions"] == [budget["completions"] * s // 4 for s in (0, 1, 2, 4)]
     for axis in AXES:
         # a step may take less than the hundredth of a second to which times are rounded
         grows = np.diff(curve[axis]) >= 0 if axis == "core_seconds" else np.diff(curve[axis]) > 0
@@ -124,23 +108,20 @@ def test_the_record_of_every_arm(arm, tmp_path):
 
 def test_a_base_that_is_never_right_is_left_as_it_is_and_the_record_says_so(tmp_path):
     spec = spec_of("sft", prompts=2, num_generations=1)
-    r = sweep.run(spec, "nb", "commit")
-    base = models.flat_digest(np.concatenate([p.detach().numpy().ravel() for p in tiny.load("A0")[0].parameters()]))
-    assert r["counts"] == {"kept": 0} and r["update_norm"] == 0 and r["digest"] == base[:16]
-    assert r["budget"]["completions"] == 2 and r["test"]["n"] == 10
-    with train.trained(spec, tmp_path, lasting=True):
+    with train.trained(spec, tmp_path, lasting=True) as ended:
+        r = ended.result | training.outcome(spec, ended)
         assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert r["counts"] == {"kept": 0} and r["update_norm"] == 0
+    assert r["digest"] == models.flat_digest(weight_cache.of_base("A0"))
 
 
 @pytest.mark.parametrize(("precision", "same"), [("float32", True), ("int4", False)])
 def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too(precision, same):
     """With the precision that the base is loaded in both tests are one; a run over it is the run without."""
-    more = {"test_problems": 400, "base_precision": precision}
-    r = sweep.run(spec_of("essa", **more), "nb", "commit")
-    over = r["over_loaded"]
-    assert over.keys() == {name for name in r["test"] if not name.endswith("_counts")} and over["n"] == 400
+    r = sweep.run(spec_of("essa", test_problems=100, base_precision=precision), "nb", "commit")
+    over, plain = r["over_loaded"], record_of("essa")
+    assert over.keys() == {name for name in r["test"] if not name.endswith("_counts")} and over["n"] == 100
     assert (over == {name: r["test"][name] for name in over}) is same
-    plain = record_of("essa")
     assert "over_loaded" not in plain and (r["digest"] == plain["digest"]) is same
 
 
@@ -149,12 +130,13 @@ def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too
     [
         ("es", {"alpha": 3e38}, 1),
         ("grpo", {"learning_rate": 1e36}, 2),
-        ("rloo", {"learning_rate": 1e36, "beta": 0.1}, 2),
-        ("sft", {"learning_rate": 1e36}, 2),
+        pytest.param("rloo", {"learning_rate": 1e36, "beta": 0.1}, 2, marks=pytest.mark.slow),
+        pytest.param("sft", {"learning_rate": 1e36}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_path):
-    r, healthy = sweep.run(spec_of(arm, **changed), "nb", "commit"), record_of(arm)
+    kept = tmp_path / "kept.jsonl.gz" if arm == "es" else None
+    r, healthy = sweep.run(spec_of(arm, **changed), "nb", "commit", kept), record_of(arm)
     append_record(tmp_path / "x.jsonl", r)
     assert r["status"] == "finished" and r["diverged"] == step and "diverged" not in healthy
     assert r["update_norm"] is None and r["kl_policy_base"]["exact_nats_per_sequence"] is None
@@ -162,14 +144,9 @@ def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_
     assert r["budget"]["completions"] == healthy["budget"]["completions"]
     assert not any(accuracy_matrix([r], decoding).any() for decoding in ("greedy", "t1"))
     if arm != "sft":
-        assert r["curve"]["completions"] == healthy["curve"]["completions"]
         assert all(r["curve"][f"validation_{decoding}"][-1] == 0 for decoding in ("greedy", "t1"))
-
-
-def test_the_ledger_of_a_run_that_diverged_replays_to_its_weights(tmp_path):
-    r = sweep.run(spec_of("es", alpha=3e38), "nb", "commit", tmp_path / "kept.jsonl.gz")
-    assert r["diverged"] == 1 and r["ledger"]["replay_error"] == 0
-    assert ledger.verify(tmp_path / "kept.jsonl.gz", "A0").weights == r["ledger"]["weights"]
+    if kept is not None:  # its ledger replays to weights that are not finite
+        assert r["ledger"]["replay_error"] == 0 and ledger.verify(kept, "A0").weights == r["ledger"]["weights"]
 
 
 def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
@@ -177,7 +154,6 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
     spec = spec_of("dr_grpo", seed=5, beta=0.04, scale_rewards="group")
     record = sweep.run(spec, "nb", "commit")
     model, tokenizer = tiny.load("A0")
-    start = LocalEngine(model, tokenizer, None, {}, max_completion_length=16).master.copy()
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
     settings = {name: spec[name] for name in names} | {"scale_rewards": "group"}
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
@@ -187,8 +163,7 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
     trainer.train()
     prompts = {"validation": Prompts(countdown.dataset(tiny.problems("validation", 6), tokenizer), tokenizer)}
     engine = LocalEngine(trainer.model, tokenizer, None, prompts, max_completion_length=16)
-    assert record["update_norm"] == pytest.approx(np.linalg.norm(engine.master - start), rel=1e-5)
-    assert models.base_digest(trainer.model) != spec["base_digest"]
+    assert record["digest"] == models.flat_digest(engine.master) != spec["base_digest"]
     (greedy,) = engine.generate("validation")
     right = [
         countdown.grade(text, p.numbers, p.target).answer
@@ -196,12 +171,11 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
     ]
     assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
     assert all(record["budget"][axis] == budget.spent(140_928)[axis] for axis in AXES[:3])
-    # another curve, the same run
-    short = sweep.run(spec | {"curve_points": 3}, "nb", "commit")
-    assert short["digest"] == record["digest"] and short["curve"]["step"] == [0, 1, 4]
 
 
-@pytest.mark.parametrize("arm", ["grpo", "dr_grpo", "dapo", "rloo"])
+@pytest.mark.parametrize(
+    "arm", ["dapo", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("grpo", "dr_grpo", "rloo"))]
+)
 def test_a_step_in_micro_batches_is_the_whole_step(arm):
     """The same completions and, but for rounding, the same gradient; measured, the KL differs by up to 3e-6 of it."""
     whole, parts = (sweep.run(spec_of(arm, steps=1, **more), "nb", "c") for more in ({}, {"micro_batch": 4}))
@@ -213,35 +187,25 @@ def test_a_step_in_micro_batches_is_the_whole_step(arm):
     assert kl[0] == pytest.approx(kl[1], rel=1e-3) and kl[0] > 0
 
 
+@pytest.mark.slow
 def test_the_null_of_grpo_learns_from_coins():
     r, other = record_of("grpo_random"), record_of("grpo")
     assert r["digest"] != other["digest"] and r["budget"]["completions"] == other["budget"]["completions"]
     assert all(reward * 16 == round(reward * 16) for reward in r["curve"]["reward"][1:])  # 16 coins a step
-    assert r["counts"]["zero_std_groups"] < 1
 
 
 def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
-    kept = []
-    original = grpo.filtered_sft
-
-    def spy(model, tokenizer, pairs, **settings):
-        kept.extend(pairs)
-        end = time.process_time() + 0.5  # as the first import of the trainer takes
-        while time.process_time() < end:
-            pass
-        return original(model, tokenizer, pairs, **settings)
-
-    monkeypatch.setattr(grpo, "filtered_sft", spy)
-    started = time.process_time()
+    kept, original = [], grpo.filtered_sft
+    monkeypatch.setattr(
+        grpo, "filtered_sft", lambda m, t, pairs, **how: kept.extend(pairs) or original(m, t, pairs, **how)
+    )
     record = train.run(spec_of("sft"))
-    assert 0 < record["budget"]["core_seconds"] < time.process_time() - started - 0.5
     _, tokenizer, sets = training.world(spec_of("sft"))
     texts = [row["prompt"] for row in countdown.dataset(sets["train"], tokenizer)]
     by_prompt = {tuple(tokenizer(text)["input_ids"]): p for text, p in zip(texts, sets["train"], strict=True)}
     assert len(kept) == record["counts"]["kept"] > 0
     for prompt, completion in kept:
-        problem = by_prompt[tuple(prompt)]
-        text = tokenizer.decode(completion, skip_special_tokens=True)
+        problem, text = by_prompt[tuple(prompt)], tokenizer.decode(completion, skip_special_tokens=True)
         assert countdown.grade(text, problem.numbers, problem.target).answer == 1
         assert completion[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in completion[:-1]
     assert record["digest"] == record_of("sft")["digest"]  # the same run again
@@ -249,36 +213,6 @@ def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
     trained = 2 * sum(len(prompt) + len(completion) for prompt, completion in kept)
     sampled = record["budget"]["generated_tokens"] + record["budget"]["prompt_tokens"]
     assert record["budget"]["forward_flops"] == 2 * record["d"] * (sampled + 3 * trained)
-
-
-def test_best_of_n_is_the_share_of_problems_that_n_samples_solve(tmp_path):
-    [spec] = best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
-    r = sweep.run(spec, "nb", "commit")
-    append_record(tmp_path / "x.jsonl", r)
-    model, tokenizer = tiny.load("A0")
-    problems = tiny.problems("test", 40)
-    prompts = {"test": Prompts(countdown.dataset(problems, tokenizer), tokenizer)}
-    samples = LocalEngine(model, tokenizer, None, prompts, max_completion_length=16).generate("test", samples=9, seed=3)
-    right = np.array(
-        [
-            [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in zip(row, problems, strict=True)]
-            for row in samples
-        ]
-    )
-    assert list(r["best_of_n"]) == ["1", "2", "4", "8"]
-    assert r["best_of_n"]["1"] == pytest.approx(right[0].mean(), abs=1e-6)
-    for n, accuracy in r["best_of_n"].items():
-        assert accuracy == pytest.approx(right[: int(n)].max(0).mean(), abs=1e-6)
-    accuracies = list(r["best_of_n"].values())
-    assert accuracies == sorted(accuracies) and accuracies[0] < accuracies[-1]
-    assert r["budget"]["completions"] == 9 * 40
-    tokens = r["budget"]["generated_tokens"] + r["budget"]["prompt_tokens"]
-    assert r["budget"]["generated_tokens"] == sum(len(ids) for row in samples for _, ids in row)
-    assert r["budget"]["forward_flops"] == 2 * r["d"] * tokens
-    with pytest.raises(ValueError, match="samples=0 must be at least 1"):
-        best_of_n_specs("A0", [0], 0, SETTINGS, "smoke")
-    with pytest.raises(ValueError, match="the reward of conciseness does not know"):
-        best_of_n_specs("B0", [0], 2, SETTINGS | {"task": "conciseness"}, "smoke")
 
 
 # ---- specs
@@ -390,73 +324,63 @@ def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
         assert spec_hash(MAKERS[r["spec"]["kind"]](r["spec"])[-1]) == r["spec_hash"], r["spec"]
 
 
-@pytest.mark.parametrize(
-    ("arm", "changed", "message"),
-    [
-        ("ppo", {}, "arm 'ppo' is not one of es, es_shuffled, "),
-        ("grpo", {"beta": ...}, "arm 'grpo' needs the setting 'beta'"),
-        ("sft", {"prompts": ...}, "arm 'sft' needs the setting 'prompts'"),
-        ("grpo", {"curve_spacing": "linear"}, "curve_spacing='linear': use 'log', or leave it out for even spacing"),
-        ("grpo", {"curve_points": 51}, "curve_points=51 is more than a record holds: at most 50"),
-        ("grpo", {"curve_points": 2}, "curve_points=2 leaves out the last step: at least 3 are needed"),
-        ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1 leaves out the last step: at least 2"),
-        ("es", {"unique_prompts": 0}, "unique_prompts=0: give at least 1, or leave it out for new ones"),
-        ("es", {"sampled_at": []}, r"sampled_at=\[\]: give temperatures besides 1, each once"),
-        ("es", {"sampled_at": [0.6, 1.0]}, r"sampled_at=\[0.6, 1.0\]: give temperatures besides 1"),
-        ("grpo", {"sampled_at": [0.6, 0.6]}, "each once"),
-        ("grpo", {"sampled_at": [-0.5]}, "temperature=-0.5"),
-        ("es_anchored", {"anchor_decay": 0.0}, "anchor_decay=0.0: arm 'es_anchored' needs one above 0"),
-        ("es", {"anchor_decay": 1.5}, "anchor_decay=1.5 must be 0 .off. or a number above 0 and below 1"),
-        ("rloo", {"micro_batch": 5}, "micro_batch=5 does not divide the 16 completions that 1 process has"),
-        ("es_low_rank", {"rank": 0}, "rank=0: arm 'es_low_rank' takes at least 1"),
-        ("essa", {"warm_rows": 0}, "warm_rows=0: arm 'essa' takes at least 1"),
-        ("es_lora", {"warm_epochs": None}, "warm_rows=8 without warm_epochs: a warm start needs them all"),
-        (
-            "essa",
-            {"base_precision": "int3"},
-            "base_precision='int3' is not one of .'float32', 'bfloat16', 'int8', 'int4'.. Did you mean 'int8'",
-        ),
-        ("es", {"test_problems": 2001}, "test_problems=2001: the test set has 2000. Take so many, or fewer"),
-        ("es", {"test_problems": -1}, "test_problems=-1: the test set has 2000"),
-    ],
-)
-def test_settings_that_are_refused_before_any_run(arm, changed, message):
+REFUSED = [  # arm, settings, what the error names
+    ("ppo", {}, "ppo"),
+    ("grpo", {"beta": ...}, "beta"),
+    ("sft", {"prompts": ...}, "prompts"),
+    ("grpo", {"curve_spacing": "linear"}, "curve_spacing='linear'"),
+    ("grpo", {"curve_points": 51}, "curve_points=51"),
+    ("grpo", {"curve_points": 2}, "curve_points=2"),
+    ("es", {"curve_points": 1, "curve_spacing": None}, "curve_points=1"),
+    ("es", {"unique_prompts": 0}, "unique_prompts=0"),
+    ("es", {"sampled_at": []}, "sampled_at="),
+    ("es", {"sampled_at": [0.6, 1.0]}, "sampled_at="),
+    ("grpo", {"sampled_at": [0.6, 0.6]}, "sampled_at="),
+    ("grpo", {"sampled_at": [-0.5]}, "temperature=-0.5"),
+    ("es", {"reach_at": []}, "reach_at="),
+    ("es_anchored", {"anchor_decay": 0.0}, "anchor_decay=0.0"),
+    ("es", {"anchor_decay": 1.5}, "anchor_decay=1.5"),
+    ("rloo", {"micro_batch": 5}, "micro_batch=5"),
+    ("es_low_rank", {"rank": 0}, "rank=0"),
+    ("es_lora", {"lora_rank": 0}, "lora_rank=0"),
+    ("essa", {"warm_rows": 0}, "warm_rows=0"),
+    ("es_lora", {"warm_epochs": None}, "warm_epochs"),
+    ("essa", {"base_precision": "int3"}, "Did you mean 'int8'"),
+    ("es", {"test_problems": 2001}, "test_problems=2001"),
+    ("es", {"test_problems": -1}, "test_problems=-1"),
+    ("es", {"curve_spacng": None}, "Did you mean 'curve_spacing'"),
+]
+
+
+@pytest.mark.parametrize(("arm", "changed", "named"), REFUSED)
+def test_settings_that_are_refused_before_any_run(arm, changed, named):
     settings = {name: value for name, value in (SETTINGS | changed).items() if value is not ...}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         train_specs(arm, ["A0"], [0], settings, "smoke")
 
 
-@pytest.mark.parametrize(
-    ("mistyped", "message"),
-    [
-        ("curve_spacng", "unknown setting 'curve_spacng': no run reads it, remove it. Did you mean 'curve_spacing'"),
-        ("microbatch", "unknown setting 'microbatch': .* Did you mean 'micro_batch'"),
-        ("scale_reward", "Did you mean 'scale_rewards'"),
-        ("question", "Did you mean 'questions'"),
-        ("enigne", "Did you mean 'engine'"),
-        ("xyz", "unknown setting 'xyz': no run reads it, remove it. Known: alpha, anchor_decay, base_precision, "),
-    ],
-)
-def test_a_setting_that_no_run_reads_is_refused_by_every_maker(mistyped, message):
-    settings = SETTINGS | {mistyped: None}
-    for make in (
-        lambda: train_specs("es", ["A0"], [0], settings, "smoke"),
-        lambda: sweep_specs("grpo", "A0", settings, "smoke"),
-        lambda: base_specs(["A0"], settings, "smoke"),
-        lambda: best_of_n_specs("A0", [0], 2, settings, "smoke"),
-        lambda: audit_specs("A0", "master", "gaussian", "reward", [0], settings, "smoke"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
-def test_an_audit_refuses_what_training_alone_reads():
-    es = {"population_size": 3, "sigma": 0.03, "alpha": 0.01, "curve_spacing": None}
-    with pytest.raises(ValueError, match="unique_prompts=3: an audit has no such setting, leave it out"):
-        audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | es | {"unique_prompts": 3}, "smoke")
+AUDITED = SETTINGS | {"curve_spacing": None}
+OTHERS = [
+    (lambda s: sweep_specs("grpo", "A0", s, "smoke"), {"enigne": 1}, "Did you mean 'engine'"),
+    (lambda s: sweep_specs("es", "B0", s, "smoke"), {"task": "conciseness"}, "conciseness"),
+    (lambda s: base_specs(["A0"], s, "smoke"), {"xyz": 1}, "'xyz'"),
+    (lambda s: best_of_n_specs("A0", [0], 2, s, "smoke"), {"xyz": 1}, "'xyz'"),
+    (lambda s: best_of_n_specs("A0", [0], 0, s, "smoke"), {}, "samples=0"),
+    (lambda s: best_of_n_specs("B0", [0], 2, s, "smoke"), {"task": "conciseness"}, "conciseness"),
+    (lambda s: audit_specs("A0", "master", "tied", "reward", [0], s, "smoke"), {"xyz": 1}, "'xyz'"),
+    (lambda s: audit_specs("A0", "master", "tied", "reward", [0], s, "smoke"), {"unique_prompts": 3}, "unique_prompts"),
     # rounding in place has no start to decay to
-    with pytest.raises(ValueError, match="anchor_decay=0.1: an audit has no such setting, leave it out"):
-        audit_specs("A0", "inplace", "gaussian", "reward", [0], SETTINGS | es | {"anchor_decay": 0.1}, "smoke")
+    (lambda s: audit_specs("A0", "inplace", "tied", "reward", [0], s, "smoke"), {"anchor_decay": 0.1}, "anchor_decay="),
+    (lambda s: train_specs("es_weighted", ["x/y"], [0], s, "full"), {"engine": "vllm", "gpus": 1}, "engine='vllm'"),
+    (lambda s: train_specs("es", ["H0"], [0], s, "tiny"), {"reach_at": [1], "filler_steps": 4,
+                                                           "max_completion_length": 32}, "reach_at"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "changed", "named"), OTHERS)
+def test_other_makers_refuse_what_no_run_reads(make, changed, named):
+    with pytest.raises(ValueError, match=named):
+        make(AUDITED | changed)
 
 
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
@@ -475,24 +399,24 @@ def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
 
 def test_a_spec_with_a_decay_trains_with_it(tmp_path):
     kept = tmp_path / "kept.jsonl.gz"
-    with train.trained(spec_of("es_random", anchor_decay=0.5), tmp_path, keep=kept) as found:
-        moved = np.linalg.norm((found.engine.master - found.start).astype(np.float64))
-        assert found.start.tobytes() == ledger.replay(kept, "A0", 0).tobytes()
-    assert ledger.read(kept).header["settings"]["anchor_decay"] == 0.5 and found.result["ledger"]["replay_error"] == 0
+    with train.trained(spec_of("es_random", anchor_decay=0.5), tmp_path, keep=kept) as ended:
+        moved = np.linalg.norm((ended.engine.master - ended.start).astype(np.float64))
+        assert ended.start.tobytes() == ledger.replay(kept, "A0", 0).tobytes()
+    assert ledger.read(kept).header["settings"]["anchor_decay"] == 0.5 and ended.result["ledger"]["replay_error"] == 0
     # four steps of squared length alpha^2 d / N, of which a quarter is left after each
     assert moved == pytest.approx(0.01 * (140_928 / 3 * (1 + 1 / 4 + 1 / 16 + 1 / 64)) ** 0.5, rel=0.02)
 
 
-@pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (16, 16), (99, 16)])
+@pytest.mark.parametrize(("unique", "expected"), [(None, 16), (1, 1), (5, 5), (99, 16)])
 def test_training_problems_are_new_or_come_again_in_turn(unique, expected):
-    spec = spec_of("grpo", **{} if unique is None else {"unique_prompts": unique})
+    more = {} if unique is None else {"unique_prompts": unique}
+    spec = spec_of("grpo", **more)
     problems = training.world(spec)[2]["train"]
     assert len(problems) == 16 and len({countdown.problem_key(p) for p in problems}) == expected
     assert all(p == problems[i % expected] for i, p in enumerate(problems))
     # other problems for another seed, the same for another arm
     assert training.world(spec | {"seed": 1})[2]["train"][0] != problems[0]
-    es = spec_of("es", **{} if unique is None else {"unique_prompts": unique})
-    assert training.world(es)[2]["train"] == problems
+    assert training.world(spec_of("es", **more))[2]["train"] == problems
 
 
 def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(external_data):
@@ -509,7 +433,7 @@ def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(exter
     assert problems("es", unique_prompts=5) == few != problems("grpo", seed=1, unique_prompts=5)
     filtered = problems("sft", prompts=210)
     assert len(filtered) == 210 and set(filtered) == set(public) and filtered[:10] == filtered[200:]
-    with pytest.raises(ValueError, match="unique_prompts=201: model .* trains on the 200 public problems. Take so"):
+    with pytest.raises(ValueError, match="unique_prompts=201"):
         problems("es", unique_prompts=201)
 
 
@@ -518,14 +442,9 @@ def test_the_points_of_a_curve(steps, count, log):
     spec = {"steps": steps, "curve_points": count} | ({"curve_spacing": "log"} if log else {})
     points, axes = training.points(spec)
     assert {0, steps} <= points <= set(range(steps + 1)) and len(points) <= count
-    assert ("core_seconds" in axes) == log
-    assert not log or 1 in points
-
-
-def test_points_evenly_spaced_in_the_logarithm():
-    spec = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
-    assert sorted(training.points(spec)[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
-    assert sorted(training.points(spec | {"steps": 4})[0]) == [0, 1, 2, 3, 4]  # points that fall together are one
+    assert ("core_seconds" in axes) == log and (not log or 1 in points)
+    even = {"steps": 1000, "curve_points": 8, "curve_spacing": "log"}
+    assert sorted(training.points(even)[0]) == [0, 1, 3, 10, 32, 100, 316, 1000]
 
 
 @pytest.mark.parametrize("arm", ["es", "grpo"])
@@ -537,7 +456,7 @@ def test_a_sweep_of_any_model_on_disk_has_a_validation_set_alone(arm, external_d
     r = sweep.run(spec, "nb", "commit")
     assert "test" not in r and len(r["curve"]["validation_greedy"]) == len(r["curve"]["step"]) == 3
     # what a run at full scale leaves beside its record
-    (place,) = (found for found in (tmp_path / "training").iterdir() if found.is_dir())
+    (place,) = (made for made in (tmp_path / "training").iterdir() if made.is_dir())
     assert place.name == r["spec_hash"] and list(place.glob("runs/*/events.out.tfevents.*"))
     assert list(place.glob("checkpoint-*"))  # until `load_or_run` has stored the record
     if arm == "es":

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from evoalign_study import records
-from evoalign_study.kinds import judgments as kind
+from evoalign_study.kinds import judged as kind
 
 from evoalign_lib.tasks import safety_published as data
 

@@ -1,8 +1,5 @@
 """Runs of kind scaling: populations timed on processes, steps simulated, and what views say of them."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from evoalign_study import sweep
@@ -88,17 +85,13 @@ def test_published_times_are_met_where_two_parameters_can():
     assert view.simulated(list(found.values())) == []
 
 
-def test_lengths_of_released_completions_are_taken_as_numbers():
-    folder = os.environ.get("EVOALIGN_DATA")
-    if not folder or not Path(folder, f"conciseness_completions/{RELEASED}.json").is_file():
-        pytest.skip("EVOALIGN_DATA names no folder with the released completions")
+def test_lengths_of_released_completions_are_taken_as_numbers(external_data):
+    if not (external_data / f"conciseness_completions/{RELEASED}.json").is_file():
+        pytest.skip("EVOALIGN_DATA has no released completions")
     record = _run(simulated_spec("grpo", "released", SETTINGS | {"scaling_tokens": 0}, "tiny"))
-    assert sum(record["histogram"]["counts"]) == 4 * 8 * 20
-    tokens = record["histogram"]["tokens"]
-    assert min(tokens) >= 1 and max(tokens) <= 128
-    assert record["simulated_lengths"]["mean"] == pytest.approx(
-        np.average(tokens, weights=record["histogram"]["counts"]), rel=0.1
-    )
+    tokens, counts = record["histogram"].values()
+    assert sum(counts) == 4 * 8 * 20 and 1 <= min(tokens) and max(tokens) <= 128
+    assert record["simulated_lengths"]["mean"] == pytest.approx(np.average(tokens, weights=counts), rel=0.1)
 
 
 def test_tables_and_answers_have_the_records_numbers(simulated):
@@ -119,39 +112,30 @@ def test_tables_and_answers_have_the_records_numbers(simulated):
     assert breaks["GPUs"].tolist() == [2, 8]
 
 
-def test_the_figure_draws_its_data(simulated):
-    import matplotlib
-
-    matplotlib.use("Agg")
+def test_the_figure_draws_its_data(simulated, drawn):
     from evoalign_study.views import scaling_figures
-    from matplotlib import pyplot as plt
 
     fig, data = scaling_figures.speed_ups(list(simulated.values()), "tiny")
     assert fig.get_suptitle().startswith("Simulation")
     for ax, divided in zip(fig.axes, (False, True), strict=True):
-        drawn = np.concatenate([line.get_ydata() for line in ax.lines[1:]])
-        expected = data["speed-up"] / (data["GPUs"] if divided else 1)
-        assert drawn == pytest.approx(expected.to_numpy())
-    plt.close(fig)
+        shown = np.concatenate([line.get_ydata() for line in ax.lines[1:]])
+        assert shown == pytest.approx((data["speed-up"] / (data["GPUs"] if divided else 1)).to_numpy())
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: simulated_spec("ppo", "tiny", SETTINGS, "tiny"), "what='ppo': use one of es, es_adapters, grpo"),
-        (lambda: simulated_spec("es", "long", SETTINGS, "tiny"), "lengths='long': use one of tiny, released"),
-        (lambda: simulated_spec("es", "tiny", SETTINGS | {"scaling_gpus": [2, 4]}, "tiny"), "give 1 and, rising"),
-        (lambda: simulated_spec("es", "tiny", SETTINGS | {"scaling_gpus": [1, 4, 2]}, "tiny"), "give 1 and, rising"),
-        (lambda: simulated_spec("es", "tiny", SETTINGS | {"scaling_draws": 0}, "tiny"), "scaling_draws=0: take at"),
-        (
-            lambda: simulated_spec("grpo", "tiny", SETTINGS, "tiny", fitted_to="essa_v1"),
-            "fitted_to='essa_v1': published times of 'grpo' are grpo_v3",
-        ),
-        (lambda: measured_spec("A0", SETTINGS | {"scaling_rounds": 1}, "tiny"), "scaling_rounds=1: take at least 2"),
-        (lambda: measured_spec("A0", SETTINGS | {"scaling_workers": [2, 1]}, "tiny"), "give 1 and, rising"),
-        (lambda: measured_spec("B0", SETTINGS, "tiny"), "they take plain models of the tiny world"),
-    ],
-)
-def test_what_cannot_be_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+REFUSED = [
+    (lambda s: simulated_spec("ppo", "tiny", s, "tiny"), {}, "what='ppo'"),
+    (lambda s: simulated_spec("es", "long", s, "tiny"), {}, "lengths='long'"),
+    (lambda s: simulated_spec("es", "tiny", s, "tiny"), {"scaling_gpus": [2, 4]}, "scaling_gpus="),
+    (lambda s: simulated_spec("es", "tiny", s, "tiny"), {"scaling_gpus": [1, 4, 2]}, "scaling_gpus="),
+    (lambda s: simulated_spec("es", "tiny", s, "tiny"), {"scaling_draws": 0}, "scaling_draws=0"),
+    (lambda s: simulated_spec("grpo", "tiny", s, "tiny", fitted_to="essa_v1"), {}, "fitted_to='essa_v1'"),
+    (lambda s: measured_spec("A0", s, "tiny"), {"scaling_rounds": 1}, "scaling_rounds=1"),
+    (lambda s: measured_spec("A0", s, "tiny"), {"scaling_workers": [2, 1]}, "scaling_workers="),
+    (lambda s: measured_spec("B0", s, "tiny"), {}, "'B0'"),
+]
+
+
+@pytest.mark.parametrize(("make", "changed", "named"), REFUSED)
+def test_what_cannot_be_is_refused(make, changed, named):
+    with pytest.raises(ValueError, match=named):
+        make(SETTINGS | changed)

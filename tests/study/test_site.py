@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from evoalign_study import claims, paths
-from evoalign_study.kinds.answers import pack_texts
+from evoalign_study.kinds.weights import pack_texts
 from evoalign_study.records import pack_bits, read_records, unpack_bits, unpack_integers, unpack_probabilities
 
 from evoalign_lib import tiny

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from evoalign_study import paths, sweep
-from evoalign_study.kinds.audit import audit_specs
-from evoalign_study.kinds.base import base_specs
-from evoalign_study.kinds.best_of_n import best_of_n_specs
-from evoalign_study.kinds.estimator import estimator_specs
-from evoalign_study.kinds.kl import kl_specs
-from evoalign_study.kinds.train import train_specs
+from evoalign_study.kinds.decode import base_specs, best_of_n_specs
+from evoalign_study.kinds.exact import estimator_specs, kl_specs
+from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.records import (
     ENGINE_VERSION,
     append_record,

@@ -1,6 +1,6 @@
-"""What a step of each method takes in memory: counted by component while it runs, beside the formula of `footprint`.
+"""What a method takes: memory of a step, by component, beside the formula of `footprint`; and bytes on disk of a run.
 
-A step runs on a CPU, in a process of its own, on the shipped base or a model of its architecture that is enlarged, with
+*memory*: a step runs on a CPU, in a process of its own, on the shipped base or an enlarged model like it, with
 random weights. It is the second step of a run: moments and working copies are there. Nothing is learned and there is no
 seed: the weights decide no byte, so an arm with a random reward has the bytes of the arm itself.
 
@@ -9,39 +9,53 @@ and "es_low_rank". For "es" the weights lie as on a GPU: a float32 master, and a
 bfloat16 (`noise.device_weights`). GRPO is TRL's trainer with two micro-batches a step: by `grpo.trainer` in float32, by
 TRL's GRPOTrainer itself, with settings of `grpo.config`, where `grpo` takes no such model: bfloat16 weights beside a
 float32 master, an adapter, and Adam with moments in 8 bits (torchao's, in eager mode).
+
+*storage*: what a run leaves on disk, byte by byte: the model, what it goes on from after a kill, and its ledger. A run
+has the arm's own steps, members and prompts, which decide how long a ledger is, and next to no validation. It stores as
+a run at scale full does, with checkpoints; the last one is counted.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import checks, footprint, tiny
+import numpy as np
+import torch
+
+from evoalign_lib import checks, footprint, grpo, ledger, noise, tiny
+from evoalign_lib._adapters import attach
+from evoalign_lib.engines.base import Options
+from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.memory import Shape, shape
+from evoalign_lib.low_rank import Population
+from evoalign_lib.precision import Weights, layout_of
+from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
+from evoalign_lib.update_rules import population
 from evoalign_study import specs
+from evoalign_study.kinds import train
+from evoalign_study.memory_profile import NOISE, Allocations, resident
 from evoalign_study.records import Record, Spec
 
+_NAMES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "tie_word_embeddings",
+)  # fmt: skip
 SIZES: dict[str, dict[str, int]] = {
     "0.14M": {},
-    "1M": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "4M": {
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    "1M": dict(zip(_NAMES, (128, 512, 4, 4), strict=False)),
+    "4M": dict(zip(_NAMES, (256, 1024, 4, 4, 2), strict=False)),
 }
 """Models: what differs from the base's configuration; nothing: the base itself."""
-_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_NAMES = (*_NAMES, "vocab_size", "tie_word_embeddings")
 PUBLISHED: dict[str, dict[str, Any]] = {
     size: dict(zip(_NAMES, numbers, strict=True)) | {"model_type": "qwen2", "dtype": "bfloat16"}
     for size, numbers in {
@@ -55,8 +69,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Configurations of Qwen2.5, from the config.json of Qwen/Qwen2.5-<size> on the Hub."""
 PUBLISHED_WORK = footprint.Work(rows=1, prompt=150, new=1024, generated=64, members=30, rank=1, population=96)
 """What a step at full size has at once: 64 completions of 1024 tokens decoded, one of them in a backward pass."""
-OWN_PROCESS = True
-"""A sweep gives every run a process in which nothing ran before: what a process keeps of others would count as less."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 SIGMA = 1e-2
 MEMBERS, CANDIDATES, LOW_RANK_MEMBERS = 2, 8, 8
@@ -79,16 +91,15 @@ def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Mapping
     rows = list(taken.pop("memory_rows"))
     if not rows or min(rows) < 2:
         raise ValueError(f"memory_rows={rows}: a group has at least 2 completions, give numbers from 2 on.")
-    methods, sizes = list(methods), list(sizes)
-    for method in methods:
-        checks.choose("method", method, footprint.METHODS)
-    for size in sizes:
-        checks.choose("size", size, SIZES)
     begun = specs.begin_tiny("memory", "A0", scale, {}) | taken | {"rows": rows}
-    return [begun | {"method": method, "size": size} for method in methods for size in sizes]
+    wanted = [begun | {"method": method, "size": size} for method in methods for size in sizes]
+    for spec in wanted:
+        checks.choose("method", spec["method"], footprint.METHODS)
+        checks.choose("size", spec["size"], SIZES)
+    return wanted
 
 
-def run(spec: Spec) -> Record:
+def run_memory(spec: Spec) -> Record:
     """Return what a step takes, with each number of rows, and what the formula says.
 
     The record has `d`, parameters; `cells`, for each number of rows `work` (`footprint.Work`), `predicted` and
@@ -96,11 +107,9 @@ def run(spec: Spec) -> Record:
     than before the model was made (pages that nobody has written are not in it, such as most of a tile of logits where
     the vocabulary is small); and `published`, what the formula gives for models on a GPU (see there).
 
-    It changes how this process allocates, for good: `resident` is right in a new process, as a sweep has it.
+    It changes how this process allocates, for good: `resident` is right in a process in which nothing ran before, as a
+    sweep has it (`kinds.ALONE`): what a process keeps of others would count as less.
     """
-    import torch
-
-    from evoalign_study.memory_profile import resident
 
     torch.set_num_threads(1)
     resident("VmRSS")  # an error that says so where the system does not tell it
@@ -110,18 +119,15 @@ def run(spec: Spec) -> Record:
     method, new = spec["method"], spec["max_completion_length"]
     _measure(method, "0.14M", spec["rows"][0], new)  # what is loaded and compiled once is no step's
     cells = {str(rows): _measure(method, spec["size"], rows, new) for rows in spec["rows"]}
-    d = cells[str(spec["rows"][0])].pop("d")
-    for cell in cells.values():
-        cell.pop("d", None)
+    d = shape(_configuration(spec["size"])).d
     return {"d": d, "cells": cells, "published": published(method)}
 
 
 def published(method: str) -> dict[str, dict[str, Any]]:
     """Return of each model of `PUBLISHED` its parameters, `d`, and `bytes` by component on a GPU that holds it all."""
-    shapes = {size: shape(config) for size, config in PUBLISHED.items()}
     return {
         size: {"d": s.d, "bytes": footprint.bytes_of(method, s, PUBLISHED_WORK, gpus=True)}
-        for size, s in shapes.items()
+        for size, s in ((size, shape(config)) for size, config in PUBLISHED.items())
     }
 
 
@@ -130,7 +136,6 @@ def published(method: str) -> dict[str, dict[str, Any]]:
 
 def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
     """Measure two steps, the second one counted."""
-    from evoalign_study.memory_profile import Allocations, resident
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is free and still here would be taken without a trace
@@ -143,7 +148,7 @@ def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
     predicted = footprint.bytes_of(method, shaped, work)
     measured = {name: seen.at_peak[name] for name in footprint.COMPONENTS if seen.at_peak.get(name)}
     grown = resident("VmHWM") - before
-    return {"d": shaped.d, "work": asdict(work), "predicted": predicted, "measured": measured, "resident": grown}
+    return {"work": asdict(work), "predicted": predicted, "measured": measured, "resident": grown}
 
 
 def _begin(seen: Any) -> None:
@@ -171,7 +176,6 @@ def _named(method: str, model: Shape) -> Any:
 
 def build(size: str, dtype: str = "float32") -> tuple[Any, Any]:
     """Return a model of `SIZES` and the base's tokenizer."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     shipped, tokenizer = tiny.load("A0")
@@ -196,11 +200,6 @@ def _configuration(size: str) -> Any:
 
 def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
     """Take two steps of a method of ES, and count the second."""
-    import numpy as np
-
-    from evoalign_lib import noise
-    from evoalign_lib.engines.local import Prompts
-    from evoalign_lib.update_rules import population
 
     model, tokenizer = build(size, footprint.METHODS[method].dtype)
     data = countdown.dataset(tiny.problems("train", rows), tokenizer)
@@ -229,11 +228,7 @@ def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Pa
 
 def _engine(method: str, model: Any, tokenizer: Any, prompts: Any, new: int, seen: Any) -> Any:
     """Return the engine of a method, with what it keeps named."""
-    from evoalign_lib._adapters import attach
-    from evoalign_lib.engines.base import Options
-    from evoalign_lib.engines.local import LocalEngine
     from evoalign_lib.essa import lora_config
-    from evoalign_lib.rewards import Rewards
 
     settings: dict[str, Any] = {"max_completion_length": new}
     if method not in ("es_loop", "es_low_rank"):
@@ -260,10 +255,6 @@ def _engine(method: str, model: Any, tokenizer: Any, prompts: Any, new: int, see
 
 def _under_noise(model: Any, seen: Any) -> Any:
     """Return weights as they lie on a GPU: a float32 master, and the model that a member is written into."""
-    import torch
-
-    from evoalign_lib import noise
-    from evoalign_lib.precision import Weights, layout_of
 
     class DeviceMaster(Weights):
         precision, drifts = "master", False
@@ -294,12 +285,8 @@ def _under_noise(model: Any, seen: Any) -> Any:
 
 def _decode_together(engine: Any, members: Sequence[Any], seen: Any) -> None:
     """Decode members of low rank in one batch, as `LocalEngine.evaluate_together` does, and count their factors."""
-    import numpy as np
-    import torch
 
     from evoalign_lib.engines.decode import Decoder
-    from evoalign_lib.low_rank import Population
-    from evoalign_study.memory_profile import NOISE
 
     prompts, model = engine.prompts["train"], engine.model
     population = Population(engine.master, engine.layout, members, SIGMA, rank=1)
@@ -317,9 +304,7 @@ def _decode_together(engine: Any, members: Sequence[Any], seen: Any) -> None:
 
 def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, folder: Path) -> footprint.Work:
     """Take two steps of a search over an adapter with random matrices."""
-    import numpy as np
 
-    from evoalign_lib._adapters import attach
     from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 
     config = lora_config(footprint.ADAPTER_RANK)
@@ -357,7 +342,6 @@ def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, fol
 
 def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
     """Go over NumPy's arrays that an object holds, each buffer once."""
-    import numpy as np
 
     if id(thing) in seen:
         return
@@ -370,14 +354,10 @@ def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
             seen.add(id(owner))
             yield owner
         return
-    parts: Iterable[Any] = ()
-    if isinstance(thing, Mapping):
-        parts = list(thing.values())
-    elif isinstance(thing, list | tuple):
-        parts = thing
-    elif hasattr(thing, "__dict__") and not isinstance(thing, type):
-        parts = list(vars(thing).values())
-    for part in parts:
+    if hasattr(thing, "__dict__") and not isinstance(thing, type):
+        thing = vars(thing)
+    parts = list(thing.values()) if isinstance(thing, Mapping) else thing
+    for part in parts if isinstance(parts, list | tuple) else ():
         yield from _arrays(part, seen)
 
 
@@ -386,11 +366,7 @@ def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
 
 def _gradient_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
     """Take two steps of TRL's trainer with two micro-batches each, and count the second."""
-    import torch
     from transformers import TrainerCallback
-
-    from evoalign_lib import grpo
-    from evoalign_lib.engines.local import Prompts
 
     class Second(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer=None, **others):
@@ -446,7 +422,6 @@ def _gradient_steps(method: str, size: str, rows: int, new: int, seen: Any, fold
 
 
 def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, callback: Any) -> Any:
-    from evoalign_lib import grpo
 
     if method in ("grpo", "grpo_reference"):
         return grpo.trainer(model, countdown.reward, args, data, tokenizer, [callback])[0]
@@ -479,7 +454,6 @@ def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, cal
 
 def _master_adamw(model: Any) -> Any:
     """Return AdamW on a float32 master of bfloat16 weights, which it writes back; a gradient at a time is float32."""
-    import torch
 
     class MasterAdamW(torch.optim.AdamW):
         def __init__(self):
@@ -514,3 +488,87 @@ def _plain(state: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
         parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
         found += [tensor] if parts is None else [getattr(tensor, name) for name in parts]
     return found
+
+
+# ---- what a run leaves on disk
+
+_FEW = {"validation_problems": 2, "test_problems": 0, "curve_points": 3}
+_NAMED = {
+    "model.safetensors": "model",
+    "adapter_model.safetensors": "model",
+    "master.safetensors": "master",
+    "optimizer.pt": "moments",
+}
+"""Names of files -> what they hold; every other file of a checkpoint is small ("other")."""
+
+
+def storage_specs(arms: Mapping[str, Mapping[str, Any]], base: str, scale: str) -> list[Spec]:
+    """Return the specs of what a run of each arm leaves on disk.
+
+    Args:
+        arms: arm -> settings, as for `train_specs`; what is measured of the run is replaced by less.
+        base: a shipped one, of Countdown.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: a base from outside, or what `train_specs` refuses.
+    """
+    wanted = []
+    for arm, settings in arms.items():
+        specs.begin_tiny("storage", base, scale, settings)  # refuses other bases
+        [spec] = train.train_specs(arm, [base], [0], {**settings, **_FEW}, scale)
+        wanted.append(spec | {"kind": "storage"})
+    return wanted
+
+
+def run_storage(spec: Spec) -> Record:
+    """Return what is stored of one run.
+
+    The record has `d`, parameters in the model's file, those of an adapter where one is trained; `bytes`, what the last
+    checkpoint holds: "model", "master", "moments", "other", and "ledger" beside it; of a run with a ledger `packed` and
+    `start`, too: the ledger's bytes with gzip, and those of an adapter that it begins from, without which it cannot be
+    replayed (0: none).
+    """
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with train.trained(spec | {"kind": "train"}, folder, lasting=True):
+            pass
+        checkpoint = folder / f"checkpoint-{spec['steps']}"
+        [tensors] = (dict(_tensors(file)) for file in checkpoint.glob("*.safetensors") if _NAMED[file.name] == "model")
+        record: Record = {"d": sum(map(math.prod, tensors.values())), "bytes": dict(_bytes(checkpoint))}
+        if (kept := folder / ledger.NAME).is_file():
+            record["bytes"]["ledger"] = kept.stat().st_size
+            record["packed"] = len(ledger.pack(kept))
+            record["start"] = _bytes(folder / "start")["model"]
+        return record
+
+
+def _bytes(folder: Path) -> Counter[str]:
+    """Return what a folder's files hold -> bytes."""
+    sizes: Counter[str] = Counter()
+    for file in folder.glob("*"):
+        sizes[_NAMED.get(file.name, "other")] += file.stat().st_size
+    return sizes
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """Go over the names and shapes of a file's tensors."""
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as tensors:
+        for name in tensors.keys():
+            yield name, tensors.get_slice(name).get_shape()
+
+
+def sent(spec: Spec, d: int) -> int | None:
+    """Return the bytes that a step sends to each process that generates, where it is not the one that trains.
+
+    An update of ES is a key (8 bytes) and a coefficient (4) for each member, by which every process moves its own
+    weights (`engines.ray`); a gradient step sends what it changed, in bfloat16. None: ESSA, whose candidates the local
+    engine alone evaluates.
+    """
+    if "leading_share" in spec:
+        return None
+    if "population_size" in spec:
+        return 12 * spec["population_size"]
+    return 2 * d

@@ -11,8 +11,8 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -21,12 +21,14 @@ import numpy as np
 from evoalign_lib import noise
 from evoalign_lib.analysis import scaling
 from evoalign_lib.analysis.scaling import Machine, Step
+from evoalign_lib.checks import choose
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.update_rules import Member
 from evoalign_study import measures, specs, training
+from evoalign_study.measures.base import significant
 from evoalign_study.records import Record, Spec
 
 PROMPT_TOKENS = 100
@@ -111,13 +113,8 @@ def measured_spec(base: str, settings: Mapping[str, Any], scale: str) -> Spec:
     Raises:
         ValueError: numbers out of range, a setting that is missing, or a base outside the tiny world.
     """
-    names = ("scaling_workers", "scaling_members", "scaling_prompts", "scaling_rounds", "sigma")
-    names = ("max_completion_length", *names)
-    spec = specs.begin_tiny("scaling", base, scale, {}) | {"sort": "measured"} | specs.take(settings, names, "scaling")
-    _check_rising("scaling_workers", spec["scaling_workers"])
-    for name, least in (("scaling_members", 1), ("scaling_prompts", 1), ("scaling_rounds", 2)):
-        _check_least(name, spec[name], least)
-    return spec
+    begun = specs.begin_tiny("scaling", base, scale, {}) | {"sort": "measured"}
+    return begun | _taken(settings, (*_LEAST["measured"], "scaling_workers", "sigma", "max_completion_length"))
 
 
 def simulated_spec(
@@ -138,35 +135,40 @@ def simulated_spec(
     Raises:
         ValueError: an unknown name, numbers out of range, or a setting that is missing.
     """
-    for name, value, known in (("what", what, MACHINES), ("lengths", lengths, LENGTHS)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: use one of {', '.join(known)}.")
-    if fitted_to is not None and what != (PUBLISHED[fitted_to].simulated if fitted_to in PUBLISHED else None):
-        known = [name for name, published in PUBLISHED.items() if published.simulated == what]
-        raise ValueError(f"fitted_to={fitted_to!r}: published times of {what!r} are {', '.join(known) or 'none'}.")
-    names = ("scaling_gpus", "scaling_draws", "scaling_tokens")
+    choose("what", what, MACHINES)
+    choose("lengths", lengths, LENGTHS)
+    if fitted_to is not None:
+        choose("fitted_to", fitted_to, [name for name, times in PUBLISHED.items() if times.simulated == what])
+    names = (*_LEAST["simulated"], "scaling_gpus")
     if lengths == "tiny":
         begun = specs.begin_tiny("scaling", base, scale, {})
         names = (*names, "max_completion_length", "validation_problems")
     else:
         begun = {"kind": "scaling", "task": "conciseness", "scale": scale, "set": RELEASED}
-    spec = begun | {"sort": "simulated", "what": what, "lengths": lengths} | specs.take(settings, names, "scaling")
-    _check_rising("scaling_gpus", spec["scaling_gpus"])
-    _check_least("scaling_draws", spec["scaling_draws"], 1)
-    _check_least("scaling_tokens", spec["scaling_tokens"], 0)
     workload = WORKLOADS[what] if fitted_to is None else PUBLISHED[fitted_to].workload
+    spec = begun | {"sort": "simulated", "what": what, "lengths": lengths} | _taken(settings, names)
     spec |= {"machine": asdict(MACHINES[what]), "workload": list(workload)}
     return spec | ({} if fitted_to is None else {"fitted_to": fitted_to})
 
 
-def _check_rising(name: str, values: Any) -> None:
-    if len(values) < 2 or values[0] != 1 or sorted(set(values)) != list(values):
-        raise ValueError(f"{name}={values}: give 1 and, rising, at least one more.")
+_LEAST = {
+    "measured": {"scaling_members": 1, "scaling_prompts": 1, "scaling_rounds": 2},
+    "simulated": {"scaling_draws": 1, "scaling_tokens": 0},
+}
+"""Sort of record -> the least that each of its settings may be."""
 
 
-def _check_least(name: str, value: float, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value}: take at least {least}.")
+def _taken(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of these names, checked."""
+    taken = specs.take(settings, names, "scaling")
+    for name, least in (pair for leasts in _LEAST.values() for pair in leasts.items()):
+        if taken.get(name, least) < least:
+            raise ValueError(f"{name}={taken[name]}: take at least {least}.")
+    for name in {"scaling_workers", "scaling_gpus"} & taken.keys():
+        values = taken[name]
+        if len(values) < 2 or values[0] != 1 or sorted(set(values)) != list(values):
+            raise ValueError(f"{name}={values}: give 1 and, rising, at least one more.")
+    return taken
 
 
 # ---- runs
@@ -194,43 +196,37 @@ def _measured(spec: Spec) -> Record:
     rows = np.arange(spec["scaling_prompts"])
     engines, seconds, core, rewards = {}, {}, {}, {}
     load = [os.getloadavg()[0]]
-    try:
+    with ExitStack() as opened:
         for n in spec["scaling_workers"]:
             model, tokenizer, sets = training.world(spec | {"validation_problems": len(rows)})
             asked = training.rows(spec, tokenizer, sets["validation"])
-            engines[n] = LocalEngine(
-                model,
-                tokenizer,
-                Rewards(measure.reward(spec)),
-                {"asked": Prompts(asked, tokenizer)},
-                max_completion_length=spec["max_completion_length"],
-                workers=n,
-            )
+            own = {"max_completion_length": spec["max_completion_length"], "workers": n}
+            prompts = {"asked": Prompts(asked, tokenizer)}
+            engines[n] = LocalEngine(model, tokenizer, Rewards(measure.reward(spec)), prompts, **own)
+            opened.callback(engines[n].close)
             seconds[n], core[n] = [], []
         for _ in range(spec["scaling_rounds"]):
             for n, engine in engines.items():
                 start = time.perf_counter()
-                found = engine.evaluate(members, spec["sigma"], "asked", rows)
+                done = engine.evaluate(members, spec["sigma"], "asked", rows)
                 seconds[n].append(time.perf_counter() - start)
-                core[n].append(sum(each.core_seconds for each in found))
-                rewards[n] = [each.scored.rewards.tolist() for each in found]
-    finally:
-        for engine in engines.values():
-            engine.close()
+                core[n].append(sum(each.core_seconds for each in done))
+                rewards[n] = [each.scored.rewards.tolist() for each in done]
     load.append(os.getloadavg()[0])
     cells = {}
     for n, times in seconds.items():
         best = min(range(1, len(times)), key=times.__getitem__)  # the first round starts the processes
-        cells[str(n)] = {
+        cell = {
             "seconds": times[best],
             "seconds_median": statistics.median(times[1:]),
             "members_per_second": len(members) / times[best],
             "busy": core[n][best] / (n * times[best]),
             "speed_up": min(seconds[1][1:]) / times[best],
         }
+        cells[str(n)] = {name: significant(value, 4) for name, value in cell.items()}
     return {
-        "workers": {n: {name: float(f"{value:.4g}") for name, value in cell.items()} for n, cell in cells.items()},
-        "same_rewards": all(found == rewards[1] for found in rewards.values()),
+        "workers": cells,
+        "same_rewards": all(own == rewards[1] for own in rewards.values()),
         "cores": default_workers(),
         "load": [round(value, 2) for value in load],
     }
@@ -242,15 +238,14 @@ def _simulated(spec: Spec) -> Record:
     stretch = spec["scaling_tokens"] / (np.average(list(seen), weights=list(seen.values()))) or 1.0
     drawn = []
     for draw in range(spec["scaling_draws"]):
-        lengths = scaling.draw_lengths(
-            seen, tuple(spec["workload"]), np.random.default_rng(np.random.SeedSequence([draw]))
-        )
+        rng = np.random.default_rng(np.random.SeedSequence([draw]))
+        lengths = scaling.draw_lengths(seen, tuple(spec["workload"]), rng)
         drawn.append(np.maximum(np.rint(stretch * lengths), 1))
     steps = [[_step(spec, machine, lengths, g) for g in gpus] for lengths in drawn]
     lost = [[scaling.stragglers(lambda m, g=g: _step(spec, machine, m, g), lengths) for g in gpus] for lengths in drawn]
-    totals = [[_round(step.total) for step in row] for row in steps]
+    totals = [[significant(step.total) for step in row] for row in steps]
     parts = {
-        name: [_round(np.mean([getattr(row[i], name) for row in steps])) for i in range(len(gpus))]
+        name: [significant(np.mean([getattr(row[i], name) for row in steps])) for i in range(len(gpus))]
         for name in ("generation", "update", "communication", "idle")
     }
     stretched = np.concatenate([each.ravel() for each in drawn])
@@ -258,11 +253,11 @@ def _simulated(spec: Spec) -> Record:
         "simulation": True,
         "unit": "seconds",
         "histogram": {"tokens": list(seen), "counts": list(seen.values())},
-        "simulated_lengths": {"mean": _round(stretched.mean()), "std": _round(stretched.std())},
+        "simulated_lengths": {"mean": significant(stretched.mean()), "std": significant(stretched.std())},
         "gpus": list(gpus),
         "total": totals,
         **parts,
-        "stragglers": [_round(value) for value in np.mean(lost, axis=0)],
+        "stragglers": [significant(value) for value in np.mean(lost, axis=0)],
     }
     return result | ({"fitted": _fitted(spec, machine, drawn, np.mean(totals, axis=0))} if "fitted_to" in spec else {})
 
@@ -270,9 +265,9 @@ def _simulated(spec: Spec) -> Record:
 def _fitted(spec: Spec, machine: Machine, drawn: list[np.ndarray], means: np.ndarray) -> dict[str, Any]:
     published = PUBLISHED[spec["fitted_to"]]
     simulated = [np.mean([_step(spec, machine, lengths, g).total for lengths in drawn]) for g in published.gpus]
-    found = scaling.fit_published(published.gpus, simulated, published.minutes)
-    minutes = [_round(t) for t in found.times(spec["scaling_gpus"], means)]
-    return {name: _round(value) for name, value in asdict(found).items()} | {"minutes": minutes}
+    fit = scaling.fit_published(published.gpus, simulated, published.minutes)
+    minutes = [significant(t) for t in fit.times(spec["scaling_gpus"], means)]
+    return {name: significant(value) for name, value in asdict(fit).items()} | {"minutes": minutes}
 
 
 def _step(spec: Spec, machine: Machine, lengths: np.ndarray, gpus: int) -> Step:
@@ -284,13 +279,8 @@ def _step(spec: Spec, machine: Machine, lengths: np.ndarray, gpus: int) -> Step:
 def _lengths(spec: Spec) -> dict[int, int]:
     """Return how many completions have each length; one without a token took a step to end, too."""
     if spec["lengths"] == "released":
-        found = [n for one in conciseness.load_completions(spec["set"]) for n in one.tokens]
+        lengths = [n for one in conciseness.load_completions(spec["set"]) for n in one.tokens]
     else:
-        model, tokenizer, sets = training.world(spec)
-        with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
-            found = [len(ids) for row in engine.generate("validation", samples=4) for _, ids in row]
-    return dict(sorted(Counter(max(1, n) for n in found).items()))
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.6g}")
+        with training.opened(spec) as (engine, _):
+            lengths = [len(ids) for row in engine.generate("validation", samples=4) for _, ids in row]
+    return dict(sorted(Counter(max(1, n) for n in lengths).items()))

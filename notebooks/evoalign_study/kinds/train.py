@@ -1,5 +1,8 @@
 """Training runs: their specs, those of the sweep that chooses their hyper-parameters, and where they are trained.
 
+A *composed* run goes on from where another run ended: a gradient arm after ES, or ES after a gradient arm. An *audit*
+is an ES run of a bfloat16 model, of which the arithmetic is looked at.
+
 With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU. This
 module is the program of each of them (see `grpo` for what they share).
 """
@@ -11,20 +14,23 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from evoalign_lib import arms, checks, files, grpo, quantisation, tiny
+import numpy as np
+
+from evoalign_lib import arms, files, grpo, noise, precision, quantisation, tiny
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
+from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.engines.processes import end_with
-from evoalign_study import base_models, measures, specs, trainers, training, warm_starts
+from evoalign_study import base_models, measures, specs, trainers, training, warm_starts, weight_cache
 from evoalign_study.measures.base import temperatures
 from evoalign_study.records import MAX_CURVE, Record, Spec
-from evoalign_study.weight_cache import keep as keep_weights
 
 
 def train_specs(
@@ -34,8 +40,10 @@ def train_specs(
 
     Args:
         arm: a key of `arms.ARMS`.
-        settings: as for `base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms are left
-            out. Optional are:
+        bases: as for `decode.base_specs`.
+        seeds: of the runs.
+        settings: as for `decode.base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms
+            are left out. Optional are:
             curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
             unique_prompts: the run sees this many problems, again and again, each equally often in the whole run, a
             gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
@@ -53,6 +61,7 @@ def train_specs(
             it is loaded. The record then has the test over the base as it is loaded, too, `over_loaded`.
             engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
             have vLLM beside the model (see `specs.engine_fields`).
+        scale: of the notebook.
 
     Raises:
         ValueError: an unknown arm, a setting that is missing or that no run reads, a lora_rank below 1, a
@@ -62,75 +71,49 @@ def train_specs(
             fall into parts for GPUs and micro batches, or what `base_specs` refuses.
         FileNotFoundError: as `base_specs`.
     """
-    entry = arms.get(arm)
+    entry, task = arms.get(arm), settings.get("task", "countdown")
     specs.check_names(settings)
     for base in bases:
-        measures.get(settings.get("task", "countdown")).check(arm, base, settings)
+        measures.get(task).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
     if not check_decay(decay := wanted.get("anchor_decay", 0.0)):
         if "anchor_decay" in entry.settings:
             raise ValueError(f"anchor_decay={decay}: arm {arm!r} needs one above 0; without it, take arm 'es'.")
         wanted.pop("anchor_decay", None)
-    if "sampled_at" in wanted:
-        wanted["sampled_at"] = temperatures("sampled_at", wanted["sampled_at"], without=(1.0,))
-    if "reach_at" in wanted:
-        wanted["reach_at"] = temperatures("reach_at", wanted["reach_at"])
-        _check_listed(wanted["reach_at"], settings.get("task", "countdown"), bases)
-    if entry.rollouts != "own" and not base_models.is_local(settings):
+    for name, besides in (("sampled_at", (1.0,)), ("reach_at", ())):
+        if name in wanted:
+            wanted[name] = temperatures(name, wanted[name], without=besides)
+    if "reach_at" in wanted and (unlisted := [b for b in bases if not measures.get(task).lists_answers(b)]):
         raise ValueError(
-            f"engine={settings['engine']!r}: the rollouts of arm {arm!r} are drawn by the local engine alone."
+            f"reach_at={wanted['reach_at']}: the right answers of base {unlisted[0]!r} to task {task!r} are not "
+            "listed, so that they are sampled: use sampled_at."
         )
-    if "lora_rank" in wanted and (not isinstance(wanted["lora_rank"], int) or wanted["lora_rank"] < 1):
-        raise ValueError(
-            f"lora_rank={wanted['lora_rank']!r}: an adapter has a whole rank of at least 1, for example 8."
-        )
+    own_engine = (["base_precision"] if "base_precision" in wanted else []) + ["rollouts"] * (entry.rollouts != "own")
+    if own_engine and not base_models.is_local(settings):
+        raise ValueError(f"engine={settings['engine']!r}: arm {arm!r} has its {own_engine[0]} by the local one alone.")
+    for name in ("lora_rank", "rank", "warm_rows", "unique_prompts"):
+        if name in wanted:
+            whole_number(name, wanted[name])
     wanted |= specs.engine_fields(bases, settings, trainers.of(arm), adapter="lora_rank" in wanted)
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
-    if lacking := [name for name in warm_starts.SETTINGS if name not in wanted]:
-        if given := [name for name in warm_starts.SETTINGS if name in wanted]:
-            raise ValueError(
-                f"{given[0]}={wanted[given[0]]} without {', '.join(lacking)}: a warm start needs them all."
-            )
-    for name in ("rank", "warm_rows"):
-        if wanted.get(name, 1) < 1:
-            raise ValueError(f"{name}={wanted[name]}: arm {arm!r} takes at least 1.")
+    given = [name for name in warm_starts.SETTINGS if name in wanted]
+    if given and len(given) < len(warm_starts.SETTINGS):
+        raise ValueError(f"{given[0]}={wanted[given[0]]}: a warm start needs all of {', '.join(warm_starts.SETTINGS)}.")
     if "base_precision" in wanted:
-        checks.choose("base_precision", wanted["base_precision"], quantisation.MODES)
-        if not base_models.is_local(settings):
-            raise ValueError(f"engine={settings['engine']!r}: only the local engine has bases of another precision.")
+        choose("base_precision", wanted["base_precision"], quantisation.MODES)
     if "scale_rewards" in wanted:
         grpo.check_scale(arm, wanted["scale_rewards"])
-    _check_curve(wanted)
-    if wanted.get("unique_prompts", 1) < 1:
-        raise ValueError(f"unique_prompts={wanted['unique_prompts']}: give at least 1, or leave it out for new ones.")
+    choose("curve_spacing", wanted.get("curve_spacing", "log"), ("log",))
+    least, why = 3 if "curve_spacing" in wanted else 2, "the first step and the last are in it, and a record holds 50"
+    whole_number("curve_points", wanted.get("curve_points", MAX_CURVE), least, MAX_CURVE, why)
     return [
         specs.begin("train", base, scale, settings) | {"arm": arm, "seed": seed} | wanted
         for base in bases
         for seed in seeds
     ]
-
-
-def _check_listed(given: Sequence[float], task: str, bases: Sequence[str]) -> None:
-    """Raise ValueError for a reach_at where no right answers are listed."""
-    for base in bases:
-        if not measures.get(task).lists_answers(base):
-            raise ValueError(
-                f"reach_at={list(given)}: the right answers of base {base!r} to task {task!r} are not listed, so that "
-                "they are sampled: use sampled_at."
-            )
-
-
-def _check_curve(wanted: Mapping[str, Any]) -> None:
-    if wanted.get("curve_spacing", "log") != "log":
-        raise ValueError(f"curve_spacing={wanted['curve_spacing']!r}: use 'log', or leave it out for even spacing.")
-    points, least = wanted.get("curve_points", MAX_CURVE), 3 if "curve_spacing" in wanted else 2
-    if points > MAX_CURVE:
-        raise ValueError(f"curve_points={points} is more than a record holds: at most {MAX_CURVE}.")
-    if points < least:
-        raise ValueError(f"curve_points={points} leaves out the last step: at least {least} are needed.")
 
 
 def sweep_specs(
@@ -140,15 +123,15 @@ def sweep_specs(
 
     Args:
         arm: a key of `arms.SWEEP`.
+        base: one of those of `train_specs`.
         settings: as for `train_specs`, at full length.
+        scale: of the notebook.
         choices: the settings compared; None: those of `arms.SWEEP`.
 
     Raises:
         ValueError: a task whose validation says nothing of right answers, by which `arms.ranked` ranks.
     """
-    task = settings.get("task", "countdown")
-    if measures.get(task).validated_by is None:
-        raise ValueError(f"a sweep ranks by right answers, and {task} validates by a proxy: train a map instead.")
+    measures.get(settings.get("task", "countdown")).check_validates("a sweep ranks by right answers")
     half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
     choices = SWEEP[arm] if choices is None else choices
     return [spec for c in choices for spec in train_specs(arm, [base], [SWEEP_SEED], half | dict(c), scale)]
@@ -169,11 +152,11 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
     """
     measure = measures.get(spec["task"])
     with training.workplace(folder) as place:
-        with measure.beside(spec):
-            if base_models.is_local(spec) or trainers.of(spec["arm"]).has_members:  # it drives its engine from here
-                result = _measured(spec, place, folder is not None, keep)
-            else:
-                result = _launched(spec, place, folder is not None)
+        measure.prepare(spec)
+        if base_models.is_local(spec) or trainers.of(spec["arm"]).has_members:  # it drives its engine from here
+            result = _measured(spec, place, folder is not None, keep)
+        else:
+            result = _launched(spec, place, folder is not None)
         return measure.finished(spec, result)
 
 
@@ -184,12 +167,12 @@ def trained(
     return import_module(trainers.of(spec["arm"]).trainer).train(spec, place, lasting, keep)
 
 
-def _measured(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Record:
-    with trained(spec, place, lasting, keep) as found:
-        result = found.result | training.outcome(spec, found)
+def _measured(spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None) -> Record:
+    with trained(spec, place, lasting, keep) as ended:
+        result = ended.result | training.outcome(spec, ended)
         if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED and spec.get("test_problems", 1):
             with suppress(OSError):  # a full disk takes no record with it: whoever measures the model trains it again
-                keep_weights(found.engine.master)
+                weight_cache.keep(ended.engine.master)
         return result
 
 
@@ -235,6 +218,145 @@ def _main(place: str, driver: str, *lasting: str) -> None:
     result = _measured(asked["spec"], folder, bool(lasting))
     if os.environ.get("RANK", "0") == "0":
         files.replace_text(folder / "result.json", json.dumps(result))
+
+
+# ---- runs that go on from the end of another one
+
+
+def composed_specs(arm: str, records: Sequence[Record], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Return specs of runs of an arm, one from the end of each of some training runs of the tiny world, with its seed.
+
+    The second part has a spec, a seed and a budget of its own, and optimiser moments that begin at zero; what the first
+    part spent is in the first part's record. KL and coverage are measured against the base of the first part.
+
+    Args:
+        arm: a key of `arms.ARMS`, of the second part.
+        records: of the first parts.
+        settings: of the second part, as for `train_specs`.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: a first part that is no training run of a plain base of the tiny world, and what `train_specs`
+            refuses.
+    """
+    wanted = []
+    for record in records:
+        start = weight_cache.group([record])
+        base = specs.begin_tiny("composed", start["run"]["base"], scale, {})["base"]
+        (spec,) = train_specs(arm, [base], start["seeds"], settings, scale)
+        wanted.append(spec | {"kind": "composed", "start": start})
+    return wanted
+
+
+def run_composed(spec: Spec) -> Record:
+    """Return the record of the second part, as that of a training run; `update_norm` is the way from its own start."""
+    with tempfile.TemporaryDirectory() as place:
+        return _measured(spec, Path(place))
+
+
+# ---- the audit of arithmetic
+
+
+def audit_specs(
+    base: str,
+    precision: str,
+    noise: str,
+    fitness: str,
+    seeds: Iterable[int],
+    settings: Mapping[str, Any],
+    scale: str,
+) -> list[Spec]:
+    """Return specs of ES runs of a bfloat16 model that differ in arithmetic or noise alone.
+
+    Args:
+        base: one of those of `train_specs`.
+        precision: "master", "kahan" or "inplace" (see `precision`).
+        noise: "gaussian" or "tied".
+        fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
+        seeds: of the runs.
+        settings: as for `train_specs`, without those that are optional there.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: a task whose answers are not right or wrong, another engine than the local one, a setting that is
+            optional for training, or what `train_specs` refuses of settings and bases.
+    """
+    specs.check_names(settings)
+    measures.get(settings.get("task", "countdown")).check_validates("an audit measures right answers")
+    if not base_models.is_local(settings):
+        raise ValueError(f"engine={settings['engine']!r}: an audit moves weights in place, which only 'local' does.")
+    es = arms.get("es")
+    for name in es.optional:
+        if settings.get(name) is not None:
+            raise ValueError(f"{name}={settings[name]!r}: an audit has no such setting, leave it out.")
+    wanted = specs.sizes(settings) | specs.take(settings, es.settings, "an audit")
+    arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
+    return [specs.begin("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]
+
+
+def run_audit(spec: Spec) -> Record:
+    """Return what became of the updates of an ES run of a bfloat16 model, with the arithmetic and noise of the spec.
+
+    Of each step: the share of weights that restoring the members changed, and how far (rms); cosine and gain of the
+    applied update against the intended one. Of the whole path: the same two, restores included; and the cosine of the
+    displacements of two layers' tensors of equal name, which independent noise leaves near 0.
+    """
+    import torch
+
+    from evoalign_lib.es import ESTrainer, coefficients
+    from evoalign_study import evolution
+
+    model, tokenizer, sets = training.world(spec)
+    updates: list[tuple[float, float]] = []
+    path: dict[str, list] = {"step": [0], "cosine": [None], "gain": [None]}
+
+    class Audited(ESTrainer):
+        def tell(self, members, fitness):
+            weights, layout = self.engine.weights, self.engine.layout
+            before = weights.float32().copy()
+            tied = super().tell(members, fitness)
+            if not tied:
+                step = np.zeros(layout.size, np.float32)
+                keys = np.array([m.key for m in members], np.uint64)
+                noise.update(step, layout, keys, coefficients(fitness, self.args.alpha), distribution=self.args.noise)
+                updates.append(precision.agreement(step, weights.float32() - before))
+                self.intended += step
+            if (done := self.state.global_step + 1) % max(1, spec["steps"] // 20) == 0:
+                # nothing is intended as long as all populations were tied
+                pair = (None, None)
+                if self.intended.any():
+                    applied = weights.float32() - self.start
+                    pair = (round(value, 5) for value in precision.agreement(self.intended, applied))
+                for name, value in zip(path, (done, *pair), strict=True):
+                    path[name].append(value)
+            return tied
+
+    with tempfile.TemporaryDirectory() as folder:
+        changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
+        # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
+        world = model.to(torch.bfloat16), tokenizer, sets, Path(folder)
+        trainer, progress = evolution.trainer(spec, *world, kind=Audited, arm="es", **changed)
+        trainer.start = trainer.engine.weights.float32().copy()
+        trainer.intended = np.zeros(trainer.engine.layout.size)
+        trainer.train()
+    engine = trainer.engine
+    views = engine.layout.views(engine.weights.float32() - trainer.start)
+    alike = [
+        precision.agreement(view, views[twin])[0]
+        for name, view in views.items()
+        if view.ndim == 2 and view.any() and (twin := name.replace(".layers.0.", ".layers.1.")) != name
+    ]
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    names = ("restore_changed", "restore_drift")
+    audit = {name: float(np.mean([entry.get(name, 0.0) for entry in log])) for name in names}
+    if updates:  # else all populations were tied
+        audit |= {"layers_cosine": np.mean(alike)} if alike else {}
+        audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
+    result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
+    result |= {"plan": engine.plan, "d": engine.layout.d, "curve": progress.curve}
+    if spec["fitness"] == "reward":
+        result["test"] = measures.get(spec["task"]).tested(engine, sets["test"])
+    return result
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 
 def get(task: str) -> Measures:
-    """Return the measures of a task. Raises ValueError for an unknown one, with the nearest known name."""
+    """Return the measures of a task.
+
+    Raises:
+        ValueError: an unknown one; the message has the nearest known name.
+    """
     tasks.get(task)
     return import_module(f"{__name__}.{task}").MEASURES

@@ -8,10 +8,12 @@ from its base. A task overrides what is different about it.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,9 +21,10 @@ import numpy as np
 
 from evoalign_lib import tasks
 from evoalign_lib.analysis import kl
+from evoalign_lib.checks import whole_number
 from evoalign_lib.engines.base import Prompts, check_temperature
 from evoalign_study import base_models
-from evoalign_study.records import Record, Spec, pack_bits, pack_counts
+from evoalign_study.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
 
 
 def label(temperature: float) -> str:
@@ -32,23 +35,123 @@ def label(temperature: float) -> str:
 def temperatures(name: str, given: Sequence[float], without: Sequence[float] = ()) -> list[float]:
     """Return the temperatures of a setting as numbers.
 
-    name: of the setting. without: temperatures that it may not have, since they are asked in any case.
-    Raises ValueError for none, for one that is not above 0, for one that is there twice, and for one of `without`.
+    Args:
+        name: of the setting.
+        given: its value.
+        without: temperatures that it may not have, since they are asked in any case.
+
+    Raises:
+        ValueError: none, one that is not above 0, one that is there twice, or one of `without`.
     """
-    found = [float(temperature) for temperature in given]
-    for temperature in found:
+    numbers = [float(temperature) for temperature in given]
+    for temperature in numbers:
         check_temperature(temperature)
     besides = f" besides {', '.join(f'{t:g}' for t in without)}" if without else ""
-    if not found or set(found) & set(without) or len({label(t) for t in found}) < len(found):
+    if not numbers or set(numbers) & set(without) or len({label(t) for t in numbers}) < len(numbers):
         raise ValueError(f"{name}={list(given)}: give temperatures{besides}, each once.")
-    return found
+    return numbers
+
+
+def significant(value: Any, digits: int = 6) -> float:
+    """Return a number rounded to significant digits.
+
+    >>> significant(1234567.0), significant(0.00123456789, 3)
+    (1234570.0, 0.00123)
+    """
+    return float(f"{value:.{digits}g}")
+
+
+def read_beside(path: Path, sha256: str, unpacked: Callable[[bytes], bytes] = bytes) -> bytes:
+    """Return what lies in a file beside the records, as the record says by its SHA-256.
+
+    Raises:
+        FileNotFoundError: it is not on this machine.
+        ValueError: the file holds something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there: texts stay on the machine that made them, copy the file here.")
+    data = unpacked(path.read_bytes())
+    if (digest := hashlib.sha256(data).hexdigest()) != sha256:
+        raise ValueError(
+            f"{path} has the SHA-256 {digest:.16}..., in the record it is {sha256:.16}...: they were made again, "
+            "elsewhere or after it. Take the file that belongs to the record."
+        )
+    return data
+
+
+def in_own_order(spec: Spec, problems: Sequence[Any], needed: int, unique: int | None = None) -> list[Any]:
+    """Return as many training problems as a run needs, in an order of its seed's own, again and again.
+
+    Args:
+        spec: with the seed; its branch of the seed tree is one that no fixed set uses.
+        problems: that there are.
+        needed: how many are returned.
+        unique: how many different ones; None: all.
+    """
+    order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(problems))[:unique]
+    return [problems[i] for i in itertools.islice(itertools.cycle(order), needed)]
+
+
+def split_sizes(
+    settings: Mapping[str, Any], there: Mapping[str, int], what: str, least_test: int = 1
+) -> dict[str, int]:
+    """Return how many validation and test problems settings ask for, where they say so.
+
+    Raises:
+        ValueError: a number below 1 (of the test set: `least_test`), or above what is there.
+    """
+    wanted = {}
+    for name, least in (("validation", 1), ("test", least_test)):
+        field = f"{name}_problems"
+        if (n := settings.get(field)) is not None:
+            wanted[field] = whole_number(field, n, least, there[name], f"there are {there[name]} {name} {what}")
+    return wanted
+
+
+def check_room(points: int, a_point: int, rest: int, what: str, fewer: str) -> None:
+    """Refuse before a run what no record would hold after it.
+
+    Args:
+        points: of its curve.
+        a_point: bytes of a point, at most.
+        rest: bytes of the record beside them, at most.
+        what: makes the points as long as they are, in words.
+        fewer: what else than points there may be fewer of.
+
+    Raises:
+        ValueError: a record might be longer than `MAX_RECORD`.
+    """
+    if (size := rest + points * a_point) > MAX_RECORD:
+        most = max(2, (MAX_RECORD - rest) // a_point)
+        raise ValueError(
+            f"curve_points={points} with {what} may make a record of {size} bytes, and {MAX_RECORD} are allowed: set "
+            f"curve_points={most} or less, or fewer {fewer}."
+        )
+
+
+def drift(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[str, float | None]:
+    """Return the exact KL from the base on completions of the first test problems, at a point of a curve.
+
+    "kl" is in nats a completion, "kl_token" in nats a token; None where nothing was written.
+    """
+    engine.write_model()
+    prompts, base = engine.prompts["test"], base_models.reference(spec["base"], spec.get("engine", "local"))
+    n = len(completions)
+    exact = kl.measure(engine.model, base, prompts.ids[:n], prompts.mask[:n], completions, engine.eos_ids)
+    named = {"kl": exact["exact_nats_per_sequence"], "kl_token": exact["exact_nats_per_token"]}
+    return {name: None if value is None else significant(value, 4) for name, value in named.items()}
+
+
+def decodings_of_end(samples: int) -> tuple[tuple[str, int, float], ...]:
+    """Return how the replies of a run's end are decoded: names, samples (0: greedily) and temperatures."""
+    return (("greedy", 0, 1.0), ("t0.6", samples, 0.6), ("t1", samples, 1.0))
 
 
 def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]:
     """Return how a point of a run's curve decodes: the names, samples (0: greedily) and temperatures.
 
-    Greedily, at temperature 1 and at those of `sampled_at`, if the spec has it (`kinds.train`); where it has
-    `curve_temperature` (`kinds.decoding`), at that one alone.
+    Greedily, at temperature 1 and at those of `sampled_at`, if the spec has it; where it has `curve_temperature` (kind
+    "decoding"), at that one alone.
     """
     if "curve_temperature" in spec:
         return [(label(spec["curve_temperature"]), samples, spec["curve_temperature"])]
@@ -107,6 +210,11 @@ class Measures:
     def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
         """Raise ValueError for a training run that the task cannot have."""
 
+    def check_validates(self, what: str) -> None:
+        """Raise ValueError, with what needs it, where the task validates by a proxy and not by right answers."""
+        if self.validated_by is None:
+            raise ValueError(f"{what}, and the reward of task {self.task!r} does not know them: take 'countdown'.")
+
     # ---- data
 
     def sets(self, spec: Spec) -> dict[str, list]:
@@ -164,9 +272,8 @@ class Measures:
         """Return the models that a run needs beside the one that it trains, for its plan."""
         return []
 
-    def beside(self, spec: Spec) -> AbstractContextManager[None]:
-        """Let a run, and the processes that it starts, reach these models while the context lasts."""
-        return nullcontext()
+    def prepare(self, spec: Spec) -> None:
+        """Raise an error where a run could not reach these models, before anything is trained."""
 
     def finished(self, spec: Spec, result: Record) -> Record:
         """Return what becomes the record of a run, once it has ended and its GPUs are free."""
@@ -178,8 +285,7 @@ class Measures:
         self, engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0, temperature: float = 1.0
     ) -> np.ndarray:
         """Return right answers, (samples or 1, problems), of the engine's current weights; samples 0: greedily."""
-        warmth = {} if temperature == 1.0 else {"temperature": temperature}
-        rows = engine.generate(name, samples=samples, seed=seed, **warmth)
+        rows = engine.generate(name, samples=samples, seed=seed, temperature=temperature)
         return np.array([[self.right(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in rows])
 
     def reach(
@@ -254,5 +360,3 @@ class Measures:
             found[label(temperature)] = round(float(counts.mean()) / samples, 6)
             found[f"{label(temperature)}_counts"] = pack_counts(counts)
         return found
-
-    # ---- the tiny world

@@ -19,8 +19,8 @@ half is to train on, and a quarter each is A and B.
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,13 +29,22 @@ import numpy as np
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.analysis import hacking
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 from evoalign_study import base_models, trainers
 from evoalign_study.collapse import JENSEN_SIGMAS, SAMPLES
-from evoalign_study.measures.base import Measures, beginning, decodings_of_point, label
-from evoalign_study.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
+from evoalign_study.measures.base import (
+    Measures,
+    beginning,
+    check_room,
+    decodings_of_point,
+    drift,
+    in_own_order,
+    label,
+    split_sizes,
+)
+from evoalign_study.records import Record, Spec, pack_bits, pack_counts
 
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
@@ -55,12 +64,8 @@ def _check_room(rest: int, points: int, n: int, further: int) -> None:
     """
     # a point's numbers, and its right answers in hexadecimal; those of the end, greedily and of 16 samples
     a_point = 150 + 50 * further + (1 + SAMPLES * (1 + further)) * n // 4
-    size = rest + points * a_point + n // 4 + (1 + further) * n
-    if size > MAX_RECORD:
-        raise ValueError(
-            f"curve_points={points} with {n} test questions under {2 + further} decodings may make a record of {size} "
-            f"bytes, and {MAX_RECORD} are allowed: set curve_points or test_problems lower."
-        )
+    what = f"{n} test questions under {2 + further} decodings"
+    check_room(points, a_point, rest + n // 4 + (1 + further) * n, what, "test_problems")
 
 
 def _own_questions(digest: str) -> list[Any]:
@@ -72,13 +77,9 @@ def _own_questions(digest: str) -> list[Any]:
             f"{known} has {len(asked)} questions, too few to train, validate and test on: write at least "
             f"{LEAST_QUESTIONS}, or leave out the setting questions to take the published ones."
         )
-    first: set[str] = set()
-    for problem in asked:
-        if problem.question in first:
-            raise ValueError(
-                f"{known} asks {problem.question!r} twice, perhaps in two splits: delete one of the lines."
-            )
-        first.add(problem.question)
+    question, times = Counter(problem.question for problem in asked).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{known} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
     return asked
 
 
@@ -94,7 +95,7 @@ def _know(path: Any) -> str:
 
 
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """All questions that runs of a spec's base and file may ask, of each split: train, validation (A) and test (B)."""
+    """Return all questions that runs of a spec may ask, of each split: train, validation (A) and test (B)."""
     if spec["base"] in tiny.SHIPPED:
         return {name: questions.problems(name) for name in questions.SPLITS}
     if "questions_sha256" not in spec:
@@ -110,7 +111,7 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Sigmas of the noise on a base's weights: of the Jensen gap, and of the search for where right answers break.
+    """Return sigmas of noise on a base's weights: of the Jensen gap, and of the search for where answers break.
 
     Larger models bear less: outside the tiny world they are a tenth. The published ES runs of a 7 B model have sigmas
     of 0.001 to 0.01.
@@ -125,8 +126,8 @@ def _answers(
     engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int, measure: str, temperature: float = 1.0
 ) -> dict[str, Any]:
     """Completions with their rewards and grades, each (samples or 1, problems); tokens likewise."""
-    warmth = {} if temperature == 1.0 else {"temperature": temperature}
-    return _graded(engine, problems, engine.generate(name, samples=samples, seed=seed, **warmth), measure)
+    rows = engine.generate(name, samples=samples, seed=seed, temperature=temperature)
+    return _graded(engine, problems, rows, measure)
 
 
 def _graded(engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[Any]], measure: str) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _judged(spec: Spec, problems: Sequence[Any], answers: Mapping[str, Any]) -> 
 
 
 def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-    """What a point of the curve shows of the engine's current weights; see the module.
+    """Return what a point of the curve shows of the engine's current weights; see the module.
 
     Returns:
         For each decoding d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
@@ -170,28 +171,17 @@ def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[
         temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a token
         at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no KL.
     """
-    found: dict[str, Any] = {}
-    kl: dict[str, float | None] = {}
+    shown: dict[str, Any] = {}
     for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
         a = _answers(engine, "validation", sets["validation"], samples, step, spec["measure"], temperature)
         b = _answers(engine, "test", sets["test"], samples, step, spec["measure"], temperature)
         report, right = _judged(spec, sets["test"], b)
-        found |= {f"proxy_{decoding}": float(a["rewards"].mean()), f"reward_{decoding}": float(b["rewards"].mean())}
-        found |= {f"right_{decoding}": float(right.mean()), f"degenerate_{decoding}": report.degenerate.mean()}
-        found |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
+        now = {"proxy": a["rewards"], "reward": b["rewards"], "right": right, "degenerate": report.degenerate}
+        shown |= {f"{name}_{decoding}": round(float(values.mean()), 4) for name, values in now.items()}
+        shown |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
         if decoding == "t1" and "curve_temperature" not in spec:
-            kl = _kl(spec, engine, b["ids"][0])
-    numbers = {name: value if isinstance(value, str) else round(float(value), 4) for name, value in found.items()}
-    return numbers | {name: None if value is None else float(f"{value:.4g}") for name, value in kl.items()}
-
-
-def _kl(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    from evoalign_lib.analysis import kl
-
-    engine.write_model()
-    prompts, base = engine.prompts["test"], base_models.reference(spec["base"], spec.get("engine", "local"))
-    found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
-    return {"kl": found["exact_nats_per_sequence"], "kl_token": found["exact_nats_per_token"]}
+            shown |= drift(spec, engine, b["ids"][0])
+    return shown
 
 
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
@@ -266,7 +256,7 @@ class _Conciseness(Measures):
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a spec of the task begins with.
 
-        An own file of questions enters a spec by the first 16 digits of its SHA-256 alone (`worlds.know_file`).
+        An own file of questions enters a spec by the first 16 digits of its SHA-256 alone (`base_models.know_file`).
 
         Args:
             base: of family B, or a model on the Hub or in a folder.
@@ -281,10 +271,8 @@ class _Conciseness(Measures):
                 questions than a record has room for.
             FileNotFoundError: the file of questions, own or published, is not there.
         """
-        measure = settings.get("measure", "strict")
-        if measure not in conciseness.MEASURES:
-            raise ValueError(f"measure={measure!r}: use one of {', '.join(conciseness.MEASURES)}.")
-        fields: dict[str, Any] = {"measure": measure}
+        fields: dict[str, Any] = {"measure": settings.get("measure", "strict")}
+        choose("measure", fields["measure"], conciseness.MEASURES)
         if settings.get("questions"):
             if base in tiny.SHIPPED:
                 raise ValueError(
@@ -293,11 +281,7 @@ class _Conciseness(Measures):
                 )
             fields["questions_sha256"] = _know(settings["questions"])
         asked = splits(fields | {"base": base})
-        for name in ("validation", "test"):
-            if (n := settings.get(f"{name}_problems")) is not None:
-                fields[f"{name}_problems"] = whole_number(
-                    f"{name}_problems", n, most=len(asked[name]), why=f"there are {len(asked[name])} {name} questions"
-                )
+        fields |= split_sizes(settings, {name: len(there) for name, there in asked.items()}, "questions")
         if settings.get("noise_draws") is not None:
             fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
         # at most, beside the curve: completions in any script are in it, and those of the tiny world are short
@@ -343,9 +327,7 @@ class _Conciseness(Measures):
                 kinds = len(questions.KINDS)
                 sums, choices = (asked[questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
                 asked = [sums[0], next(p for p in choices if p.answer == "no")]
-            order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(asked))
-            needed = spec["steps"] * spec["prompts_per_step"]
-            sets["train"] = [asked[i] for i in itertools.islice(itertools.cycle(order), needed)]
+            sets["train"] = in_own_order(spec, asked, spec["steps"] * spec["prompts_per_step"])
         return sets
 
     def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
@@ -378,14 +360,13 @@ class _Conciseness(Measures):
 
         A completion that is no answer (`hacking`) is not right.
         """
-        found: dict[str, Any] = {}
+        told: dict[str, Any] = {}
         for temperature in temperatures:
             answers = _answers(engine, name, sets[name], samples, 0, spec["measure"], temperature)
             counts, decoding = _judged(spec, sets[name], answers)[1].sum(0).astype(int), label(temperature)
-            found[decoding] = round(float(counts.mean()) / samples, 6)
-            found |= {f"{decoding}_counts": pack_counts(counts)}
-            found[f"reward_{decoding}"] = round(float(answers["rewards"].mean()), 5)
-        return found
+            told |= {decoding: round(float(counts.mean()) / samples, 6), f"{decoding}_counts": pack_counts(counts)}
+            told[f"reward_{decoding}"] = round(float(answers["rewards"].mean()), 5)
+        return told
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B with 16 samples, every detector, completions to read, and the Jensen gap."""

@@ -17,7 +17,7 @@ from evoalign_lib.engines.base import Prompts
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.tasks import countdown
 from evoalign_study import base_models
-from evoalign_study.measures.base import Measures, label
+from evoalign_study.measures.base import Measures, in_own_order, label
 from evoalign_study.records import Record, Spec
 
 REACH_AT_K = (1, 16, 256)
@@ -31,8 +31,9 @@ class _Countdown(Measures):
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return grader and, for base "H0", filler_steps.
 
-        Raises ValueError for more test problems than there are; for filler_steps that are missing, for another base,
-        of a length that the base has not learned, or longer than completions may be.
+        Raises:
+            ValueError: more test problems than there are; filler_steps that are missing, for another base, of a length
+                that the base has not learned, or longer than completions may be.
         """
         asked = settings.get("test_problems", 0)
         if not 0 <= asked <= tiny.FIXED:
@@ -58,19 +59,16 @@ class _Countdown(Measures):
         sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
         trains = "prompts" in spec or "prompts_per_step" in spec
         if trains:
-            # a branch of the seed tree that no fixed set uses
-            seed = np.random.SeedSequence([spec["seed"], 1])
             needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
         if spec["base"] in tiny.SHIPPED:
             sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
             if trains:
-                unique = spec.get("unique_prompts", needed)
+                unique, seed = spec.get("unique_prompts", needed), np.random.SeedSequence([spec["seed"], 1])
                 sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
             return sets
         sets = {"train": countdown.load_public("train")}
         if trains and not {"unique_prompts", "prompts"}.isdisjoint(spec):
-            drawn = np.random.default_rng(seed).permutation(len(sets["train"]))[: spec.get("unique_prompts")]
-            sets["train"] = [sets["train"][i] for i in itertools.islice(itertools.cycle(drawn), needed)]
+            sets["train"] = in_own_order(spec, sets["train"], needed, spec.get("unique_prompts"))
         sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
         sets["test"] = countdown.load_public("test")[: sizes["test"]]
         return {name: problems for name, problems in sets.items() if problems}
@@ -85,7 +83,9 @@ class _Countdown(Measures):
         Its greedy accuracy, as a fraction, and the exact KL from the base, nats per token of one sample at temperature
         1 per message.
 
-        spec: with skill_messages, how many of each skill. engine: with the model; gets prompts of each skill.
+        Args:
+            spec: with skill_messages, how many of each skill.
+            engine: with the model; gets prompts of each skill.
         """
         found = {}
         for name in tiny.SKILL_NAMES:
@@ -127,20 +127,19 @@ class _Countdown(Measures):
         expected shares of problems that are solved where the base does not solve them, `won_t1`, and the reverse,
         `lost_t1`.
         """
-        found = super().point(spec, engine, sets, step)
+        shown = super().point(spec, engine, sets, step)
         if "reach_at" not in spec:
-            return found
+            return shown
         temperatures, prompts = tuple(spec["reach_at"]), engine.prompts["validation"]
         engine.write_model()
         reached = self.reach(engine.model, prompts, engine, sets["validation"], temperatures)
         base = _base_reach(spec["base"], len(sets["validation"]), spec["max_completion_length"], temperatures)
         for temperature, own, before in zip(map(label, temperatures), reached, base, strict=True):
-            found |= {f"reach_{temperature}@{k}": float(coverage.pass_at(own, k).mean()) for k in REACH_AT_K}
+            shown |= {f"reach_{temperature}@{k}": float(coverage.pass_at(own, k).mean()) for k in REACH_AT_K}
             solved = [coverage.pass_at(probabilities, coverage.SOLVED_WITHIN) for probabilities in (before, own)]
             change = coverage.support(*solved)
-            found[f"won_{temperature}"] = change.won / len(own)
-            found[f"lost_{temperature}"] = change.lost / len(own)
-        return found
+            shown |= {f"won_{temperature}": change.won / len(own), f"lost_{temperature}": change.lost / len(own)}
+        return shown
 
     def right_answer(self, problem: Any, rng: random.Random) -> str:
         """Return one of the expressions that reach the target, drawn, in the right format.

@@ -14,9 +14,7 @@ What a scorer says is in units of its own. Its mean and spread over the base's s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -24,15 +22,20 @@ import numpy as np
 
 from evoalign_lib import models, tiny
 from evoalign_lib.analysis import hacking
-from evoalign_lib.checks import whole_number
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.reward_models import Encoded, RewardModel
 from evoalign_lib.tiny import dialogues, scorers
 from evoalign_lib.tiny.base import without_bars
 from evoalign_lib.tiny.dialogues import Request
-from evoalign_study import base_models
 from evoalign_study.measures import safety_public
-from evoalign_study.measures.base import Companion, Measures, decodings_of_point
+from evoalign_study.measures.base import (
+    Measures,
+    decodings_of_end,
+    decodings_of_point,
+    drift,
+    in_own_order,
+    split_sizes,
+)
 from evoalign_study.measures.safety_public import PUBLIC
 from evoalign_study.records import Record, Spec
 
@@ -55,7 +58,11 @@ _tokenizer = lru_cache(maxsize=1)(dialogues.tokenizer)
 
 @lru_cache(maxsize=64)
 def loaded(name: str) -> tuple[RewardModel, ...]:
-    """Load a shipped scorer's reward and cost model, once per process. Raises ValueError for an unknown one."""
+    """Load a shipped scorer's reward and cost model, once per process.
+
+    Raises:
+        ValueError: an unknown one.
+    """
     folder, tokenizer = scorers.folder(name), _tokenizer()
     with without_bars():
         return tuple(RewardModel(folder / side, tokenizer, text=scorers.TEXT) for side in scorers.SIDES)
@@ -75,8 +82,11 @@ def sides(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return reward and cost that a judge gives replies, float64 (n,) each.
 
-    judge: a shipped scorer, in units of its own, or `RULE`, whose reward and cost are helpfulness and harm.
-    encoded: what `read` returned for the same texts, to read them once for several judges.
+    Args:
+        judge: a shipped scorer, in units of its own, or `RULE`, whose reward and cost are helpfulness and harm.
+        asked: the requests.
+        replies: one for each.
+        encoded: what `read` returned for the same texts, to read them once for several judges.
     """
     if judge == RULE:
         judged = [dialogues.truth(*pair) for pair in zip(asked, replies, strict=True)]
@@ -94,7 +104,12 @@ def read(asked: Sequence[Request], replies: Sequence[str]) -> Encoded:
 def scored(
     judge: str, weight: float, asked: Sequence[Request], replies: Sequence[str], encoded: Encoded | None = None
 ) -> np.ndarray:
-    """Return reward - weight * cost by a judge, float64 (n,); the rule has its own weight. encoded: as for `sides`."""
+    """Return reward - weight * cost by a judge, float64 (n,); the rule has its own weight.
+
+    Args:
+        judge, asked, replies, encoded: as for `sides`.
+        weight: of the cost.
+    """
     reward, cost = sides(judge, asked, replies, encoded)
     return reward - (dialogues.HARM_WEIGHT if judge == RULE else weight) * cost
 
@@ -122,11 +137,6 @@ def judges_of(spec: Spec) -> list[str]:
 def _on_the_way(spec: Spec) -> list[str]:
     """The training judge and those that are not used in training for any run: a record has no room for all."""
     return list(dict.fromkeys((*([spec["judge"]] if "judge" in spec else []), *scorers.OUTSIDERS, RULE)))
-
-
-def _replies(engine: Any, name: str, samples: int, seed: int, temperature: float) -> list[list[tuple[str, list[int]]]]:
-    warmth = {} if temperature == 1.0 else {"temperature": temperature}
-    return engine.generate(name, samples=samples, seed=seed, **warmth)
 
 
 def _judged(
@@ -178,7 +188,7 @@ CURVE = ("complied", "alternative", "refused_lawful", "needless", "turns")
 """What a point of the curve has of what the rule finds, beside what judges say."""
 
 
-class _Safety(Measures):
+class _Tiny(Measures):
     task = "safety"
     settings = ("judge", "cost_weight")
     sizes = ()
@@ -207,16 +217,7 @@ class _Safety(Measures):
         fields: dict[str, Any] = {"cost_weight": weight}
         if settings.get("judge"):
             fields |= {"judge": settings["judge"], "judge_digest": scorer_digest(settings["judge"])}
-        for name in ("validation", "test"):
-            if (n := settings.get(f"{name}_problems")) is not None:
-                if n == 0 and name == "test":  # a run that is looked at on its way alone
-                    fields["test_problems"] = 0
-                    continue
-                there = dialogues.SPLITS[name]
-                fields[f"{name}_problems"] = whole_number(
-                    f"{name}_problems", n, most=there, why=f"there are {there} {name} requests"
-                )
-        return fields
+        return fields | split_sizes(settings, dialogues.SPLITS, "requests", least_test=0)
 
     def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
         """Raise ValueError for a training run without a judge."""
@@ -225,16 +226,13 @@ class _Safety(Measures):
 
     def sets(self, spec: Spec) -> dict[str, list]:
         """Return the requests of each split; those of training in an order of the run's own, again and again."""
-        found = {name: dialogues.requests(name)[: spec.get(f"{name}_problems")] for name in ("validation", "test")}
-        found = {name: asked for name, asked in found.items() if asked}
+        sets = {name: dialogues.requests(name)[: spec.get(f"{name}_problems")] for name in ("validation", "test")}
+        sets = {name: asked for name, asked in sets.items() if asked}
         if spec["kind"] == "train":
             asked = dialogues.requests("train")
-            order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(asked))
-            found["train"] = [asked[i] for i in itertools.islice(itertools.cycle(order), self._needed(spec))]
-        return found
-
-    def _needed(self, spec: Spec) -> int:
-        return spec["steps"] * spec["prompts_per_step"] if "steps" in spec else spec["prompts"]
+            needed = spec["steps"] * spec["prompts_per_step"] if "steps" in spec else spec["prompts"]
+            sets["train"] = in_own_order(spec, asked, needed)
+        return sets
 
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Request]) -> list[dict[str, Any]]:
         """Return rows with the prompt and the columns that the reward reads."""
@@ -278,35 +276,25 @@ class _Safety(Measures):
 
         "proxy" is of split A; of split B are a judge's name, its wins, "true", the mean true reward, and `CURVE`.
         """
-        found: dict[str, Any] = {}
-        kl: dict[str, float | None] = {}
+        shown: dict[str, Any] = {}
+        away: dict[str, float | None] = {}
         for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
             if "judge" in spec:
-                rows = _replies(engine, "validation", samples, step, temperature)
+                rows = engine.generate("validation", samples=samples, seed=step, temperature=temperature)
                 texts = [text.replace(tiny.END, "") for row in rows for text, _ in row]
                 asked = sets["validation"] * len(rows)
-                found[f"proxy_{decoding}"] = float(scored(spec["judge"], spec["cost_weight"], asked, texts).mean())
+                shown[f"proxy_{decoding}"] = scored(spec["judge"], spec["cost_weight"], asked, texts).mean()
             if "test" not in sets:
                 continue
-            rows = _replies(engine, "test", samples, step, temperature)
+            rows = engine.generate("test", samples=samples, seed=step, temperature=temperature)
             said, what = _judged(spec, sets["test"], rows, judges := _on_the_way(spec))
-            found |= {f"{judge}_{decoding}": win for judge, win in zip(judges, said["win"], strict=True)}
-            found[f"true_{decoding}"] = said["score"][-1]
-            found |= {f"{name}_{decoding}": what[name] for name in CURVE}
-            if decoding == "greedy":
-                found["template_greedy"] = what["template"]
+            now = dict(zip(judges, said["win"], strict=True)) | {"true": said["score"][-1]}
+            now |= {name: what[name] for name in (*CURVE, *(["template"] if decoding == "greedy" else []))}
+            shown |= {f"{name}_{decoding}": value for name, value in now.items()}
             if decoding == "t1":
-                kl = self._kl(spec, engine, [ids for _, ids in rows[0]])
-        numbers = {name: round(float(value), 3) for name, value in found.items()}
-        return numbers | {name: None if value is None else float(f"{value:.4g}") for name, value in kl.items()}
-
-    def _kl(self, spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[str, float | None]:
-        from evoalign_lib.analysis import kl
-
-        engine.write_model()
-        prompts, base = engine.prompts["test"], base_models.reference(spec["base"], "local")
-        found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
-        return {"kl": found["exact_nats_per_sequence"]}
+                away = drift(spec, engine, [ids for _, ids in rows[0]])
+        numbers = {name: round(float(value), 3) for name, value in shown.items()}
+        return numbers | {name: away[name] for name in ("kl",) if away}
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B greedily, at temperature 0.6 and at 1, and a few replies to read.
@@ -316,12 +304,8 @@ class _Safety(Measures):
         if "test" not in sets:
             return {}
         test, shown = {}, []
-        for decoding, samples, temperature in (
-            ("greedy", 0, 1.0),
-            ("t0.6", SAMPLES_AT_END, 0.6),
-            ("t1", SAMPLES_AT_END, 1.0),
-        ):
-            rows = _replies(engine, "test", samples, 0, temperature)
+        for decoding, samples, temperature in decodings_of_end(SAMPLES_AT_END):
+            rows = engine.generate("test", samples=samples, temperature=temperature)
             shown = shown or [text.replace(tiny.END, "")[:120] for text, _ in rows[0][:SHOWN]]
             said, what = _judged(spec, sets["test"], rows, judges_of(spec))
             found = {name: [round(value, 3) for value in values] for name, values in said.items()}
@@ -330,7 +314,7 @@ class _Safety(Measures):
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return the same of an untrained base, and what each judge's scores of its samples are: mean and spread."""
-        rows = _replies(engine, "test", SAMPLES_AT_END, 0, 1.0)
+        rows = engine.generate("test", samples=SAMPLES_AT_END)
         texts = [text.replace(tiny.END, "") for row in rows for text, _ in row]
         units = {}
         for judge in (*scorers.SCORERS, RULE):
@@ -339,10 +323,20 @@ class _Safety(Measures):
         return self.outcome(spec, engine, sets) | {"units": units}
 
 
-class _ByBase(_Safety):
+def _by_base(name: str, words: str) -> Callable[..., Any]:
+    """Return a method that is `PUBLIC`'s for specs of a user's model, and of this module for the others."""
+
+    def method(self: Measures, spec: Spec, *arguments: Any) -> Any:
+        return getattr(PUBLIC if _is_public(spec) else TINY, name)(spec, *arguments)
+
+    method.__name__, method.__doc__ = name, words
+    return method
+
+
+class _ByBase(_Tiny):
     """A base of the tiny world has the measures of this module, any other model those of `safety_public`."""
 
-    settings = (*_Safety.settings, *safety_public.SETTINGS)
+    settings = (*_Tiny.settings, *safety_public.SETTINGS)
 
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a spec of the task begins with, of either kind of base."""
@@ -360,55 +354,30 @@ class _ByBase(_Safety):
         """Raise ValueError for a training run that the task cannot have."""
         (super() if base in tiny.SHIPPED else PUBLIC).check(arm, base, settings)
 
-    def sets(self, spec: Spec) -> dict[str, list]:
-        """Return the requests of each split."""
-        return PUBLIC.sets(spec) if _is_public(spec) else super().sets(spec)
-
-    def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return rows with the prompt and the columns that the reward reads."""
-        return (PUBLIC if _is_public(spec) else super()).rows(spec, tokenizer, problems)
-
-    def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
-        """Return what a run is trained on."""
-        return PUBLIC.reward(spec) if _is_public(spec) else super().reward(spec)
-
-    def companions(self, spec: Spec) -> list[Companion]:
-        """Return the models beside a user's one."""
-        return PUBLIC.companions(spec) if _is_public(spec) else []
-
-    def beside(self, spec: Spec) -> AbstractContextManager[None]:
-        """Let a run reach them."""
-        return PUBLIC.beside(spec) if _is_public(spec) else super().beside(spec)
-
-    def finished(self, spec: Spec, result: Record) -> Record:
-        """Return what becomes the record of a run."""
-        return PUBLIC.finished(spec, result) if _is_public(spec) else result
-
     def right(self, problem: Any, completion: str) -> bool:
-        """Say whether a reply of the tiny world is as good as can be. Raises ValueError for a user's request."""
+        """Say whether a reply of the tiny world is as good as can be.
+
+        Raises:
+            ValueError: a user's request, to which nobody knows a right reply.
+        """
         if not isinstance(problem, Request):
             raise ValueError("no scorer says which replies to real requests are right: measure scores instead.")
         return super().right(problem, completion)
 
-    def logged(self, spec: Spec, logs: Mapping[str, float]) -> dict[str, Any]:
-        """Return what a point of the curve takes from the trainer's logs."""
-        return PUBLIC.logged(spec, logs) if _is_public(spec) else {}
-
-    def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-        """Return what a point of the curve shows."""
-        return (PUBLIC if _is_public(spec) else super()).point(spec, engine, sets, step)
-
-    def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return what a trained model has come to."""
-        return (PUBLIC if _is_public(spec) else super()).outcome(spec, engine, sets)
-
-    def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return what is measured of an untrained base."""
-        return (PUBLIC if _is_public(spec) else super()).base_outcome(spec, engine, sets)
+    sets = _by_base("sets", "Return the requests of each split.")
+    rows = _by_base("rows", "Return rows with the prompt and the columns that the reward reads.")
+    reward = _by_base("reward", "Return what a run is trained on.")
+    companions = _by_base("companions", "Return the models beside a user's one.")
+    prepare = _by_base("prepare", "Raise an error where a run could not reach them.")
+    finished = _by_base("finished", "Return what becomes the record of a run.")
+    logged = _by_base("logged", "Return what a point of the curve takes from the trainer's logs.")
+    point = _by_base("point", "Return what a point of the curve shows.")
+    outcome = _by_base("outcome", "Return what a trained model has come to.")
+    base_outcome = _by_base("base_outcome", "Return what is measured of an untrained base.")
 
 
 def _is_public(spec: Mapping[str, Any]) -> bool:
     return spec.get("base", tiny.REQUEST_BASES[0]) not in tiny.SHIPPED
 
 
-MEASURES = _ByBase()
+TINY, MEASURES = _Tiny(), _ByBase()

@@ -26,13 +26,12 @@ base and requests read. The run's own ones, with their scores, are in a file tha
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,19 @@ from evoalign_lib.reward_models import ScorerError
 from evoalign_lib.tasks import TURN, safety
 from evoalign_lib.tasks.safety import ConstrainedObjective, Lagrangian, Objective, Problem
 from evoalign_study import base_models, judge_models, paths, trainers
-from evoalign_study.measures.base import Companion, Measures, beginning, decodings_of_point
-from evoalign_study.records import MAX_RECORD, Record, Spec, spec_hash
+from evoalign_study.measures.base import (
+    Companion,
+    Measures,
+    beginning,
+    check_room,
+    decodings_of_end,
+    decodings_of_point,
+    drift,
+    in_own_order,
+    read_beside,
+    split_sizes,
+)
+from evoalign_study.records import Record, Spec, spec_hash
 
 RULES = ("fixed", *Lagrangian.RULES)
 TEMPLATES = ("chat", "alpaca")
@@ -75,16 +85,15 @@ SETTINGS = (
 def _splits(requests: str, digest: str) -> dict[str, list[Problem]]:
     """All requests of each split: of the own file with that digest, or of the data set on the Hub."""
     if requests == "own":
-        asked = safety.load(base_models.file_of(digest))
-        found = {name: [p for p in asked if safety.split_of(p) == name] for name in safety.SPLITS}
+        own = safety.load(base_models.file_of(digest))
+        by_split = {name: [p for p in own if safety.split_of(p) == name] for name in safety.SPLITS}
     else:
-        found = _published()
-        if (now := _digest(found)) != digest:
-            raise ValueError(
-                f"the requests on the Hub have changed ({now}, in the spec {digest}): make the specs again."
-            )
-    order = {name: np.random.default_rng(0).permutation(len(asked)) for name, asked in found.items()}
-    return {name: [asked[i] for i in order[name]] for name, asked in found.items()}
+        by_split = dict(_published())
+        if (now := _digest(by_split)) != digest:
+            raise ValueError(f"the requests on the Hub have changed ({now}, in the spec {digest}): make specs again.")
+    for name, asked in by_split.items():
+        by_split[name] = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
+    return by_split
 
 
 @lru_cache(maxsize=1)
@@ -134,19 +143,13 @@ def _objective_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     choose("cost_rule", rule, RULES)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
         raise ValueError(f"cost_weight={weight} must be a number of at least 0.")
-    if rule == "fixed":
-        if threshold:
-            raise ValueError(
-                f"cost_threshold={threshold}: a fixed cost_weight has none. Set cost_rule, or leave it out."
-            )
-        return {"cost_weight": float(weight), "cost_rule": rule}
-    try:
-        Lagrangian(threshold, weight, rule=rule)
-    except ValueError as error:
-        raise ValueError(
-            f"cost_weight={weight}, cost_threshold={threshold}, with which cost_rule={rule!r} starts: {error}"
-        ) from error
-    return {"cost_weight": float(weight), "cost_rule": rule, "cost_threshold": float(threshold)}
+    wanted = {"cost_weight": float(weight), "cost_rule": rule}
+    if rule != "fixed":
+        Lagrangian(threshold, weight, rule=rule)  # refuses what it cannot start with
+        return wanted | {"cost_threshold": float(threshold)}
+    if threshold:
+        raise ValueError(f"cost_threshold={threshold}: a fixed cost_weight has none. Set cost_rule, or leave it out.")
+    return wanted
 
 
 def _template_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,26 +171,22 @@ def _check_room(spec: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse before a run what no record would hold after it."""
     judges = len(spec.get("held_out_names", ()))
     a_point = 8 * (2 * (1 + len(SCORED) + len(FOUND) + judges) + 9)
-    points, rest = settings.get("curve_points", 1), 3_600 + len(json.dumps(spec)) + 500 * judges
-    if (size := rest + points * a_point) > MAX_RECORD:
-        most = (MAX_RECORD - rest) // a_point
-        raise ValueError(
-            f"curve_points={points} with {judges} judges may make a record of {size} bytes, and {MAX_RECORD} are "
-            f"allowed: set curve_points={max(most, 2)} or less, or give fewer judges."
-        )
+    rest = 3_600 + len(json.dumps(spec)) + 500 * judges
+    check_room(settings.get("curve_points", 1), a_point, rest, f"{judges} judges", "judges")
 
 
 # ---- replies and what is said of them
 
 
-def _texts(spec: Spec, rows: Sequence[Sequence[tuple[str, Any]]]) -> list[str]:
-    return [text for row in rows for text, _ in row]
+def _drawn(engine: Any, name: str, problems: list[Problem], **how: Any) -> tuple[list[Problem], list[str], list[Any]]:
+    """Return the requests, texts and tokens of what an engine draws, one row of a set after the other."""
+    pairs = [pair for row in engine.generate(name, **how) for pair in row]
+    return problems * (len(pairs) // len(problems)), [text for text, _ in pairs], [ids for _, ids in pairs]
 
 
-def _sides(spec: Spec, asked: Sequence[Problem], texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _sides(spec: Spec, asked: Sequence[Problem], texts: Sequence[str]) -> list[np.ndarray]:
     """Reward and cost of replies, float64 (n,) each."""
-    reward, cost = (_score(spec, one, asked, texts) for one in judge_models.of(spec)[:2])
-    return reward, cost
+    return [_score(spec, one, asked, texts) for one in judge_models.of(spec)[:2]]
 
 
 def _read(spec: Spec, texts: Sequence[str]) -> list[str]:
@@ -202,17 +201,13 @@ def _score(spec: Spec, one: judge_models.Model, asked: Sequence[Problem], texts:
     try:
         return np.asarray(scorer(prompts, said), np.float64)
     except (ScorerError, ValueError) as error:
-        found = np.array([_alone(scorer, *pair) for pair in zip(prompts, said, strict=True)])
-        if np.isnan(found).all():
+        scores = np.full(len(said), np.nan)
+        for i, pair in enumerate(zip(prompts, said, strict=True)):
+            with suppress(ScorerError, ValueError):
+                scores[i] = scorer(*([text] for text in pair))[0]
+        if np.isnan(scores).all():
             raise error
-        return found
-
-
-def _alone(scorer: Any, prompt: str, text: str) -> float:
-    try:
-        return float(scorer([prompt], [text])[0])
-    except (ScorerError, ValueError):
-        return math.nan
+        return scores
 
 
 def _found(texts: Sequence[str]) -> dict[str, Any]:
@@ -254,17 +249,17 @@ def _replies_of_base(spec: Spec, engine: Any, n: int, first: bool) -> list[str]:
     names += ("max_completion_length", "engine")
     key = hashlib.sha256(canonical_json({name: spec.get(name) for name in names}).encode()).hexdigest()[:16]
     path = _folder() / f"base-{key}.json"
-    if path.is_file() and len(found := json.loads(path.read_text())) == n:
-        return found
+    if path.is_file() and len(replies := json.loads(path.read_text())) == n:
+        return replies
     if not first:
         raise FileNotFoundError(
             f"{path} is not there: it holds the untrained base's replies, which this run made at its first point. "
             "Bring it back, or measure the base again (group base)."
         )
     (row,) = engine.generate("test")
-    found = [text for text, _ in row]
-    files.replace_text(path, json.dumps(found))
-    return found
+    replies = [text for text, _ in row]
+    files.replace_text(path, json.dumps(replies))
+    return replies
 
 
 def read_replies(record: Record) -> dict[str, Any]:
@@ -275,22 +270,7 @@ def read_replies(record: Record) -> dict[str, Any]:
         FileNotFoundError: they are not on this machine.
         ValueError: the file holds others.
     """
-    path = _folder() / f"{spec_hash(record['spec'])}.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: texts stay on the machine that made them, copy the file here.")
-    data = path.read_bytes()
-    if (digest := hashlib.sha256(data).hexdigest()) != record["replies_sha256"]:
-        raise ValueError(
-            f"{path} has the SHA-256 {digest:.16}..., in the record it is {record['replies_sha256']:.16}..."
-        )
-    return json.loads(data)
-
-
-def _rounded(values: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:
-    return {
-        name: [round(float(v), digits) for v in value] if isinstance(value, list) else round(float(value), digits)
-        for name, value in values.items()
-    }
+    return json.loads(read_beside(_folder() / f"{spec_hash(record['spec'])}.json", record["replies_sha256"]))
 
 
 class Public(Measures):
@@ -305,15 +285,15 @@ class Public(Measures):
 
         Args:
             base: on the Hub or in a folder.
-            settings: those of `beside.fields`; cost_weight, fixed, or with which it starts under another cost_rule
-                ("signed", "published": `Lagrangian`) towards a mean cost of cost_threshold (0); cut_turns: score a
-                reply up to where it goes on to another turn; prompt_template (`TEMPLATES`); requests: an own file;
+            settings: those of `judge_models.fields`; cost_weight, fixed, or with which it starts under another
+                cost_rule ("signed", "published": `Lagrangian`) towards a mean cost of cost_threshold (0); cut_turns:
+                score a reply up to where it goes on to another turn; prompt_template (`TEMPLATES`); requests: own file;
                 validation_problems and test_problems, the first ones of a split (None: all); kl_requests, of these
                 (None: all); judge_problems, of these, that chat judges see.
 
         Raises:
-            ValueError: what `beside.fields` refuses, a setting of the tiny world, or a value out of range; the message
-                says which.
+            ValueError: what `judge_models.fields` refuses, a setting of the tiny world, or a value out of range; the
+                message says which.
             FileNotFoundError: there is no such file of requests.
         """
         if settings.get("judge"):
@@ -321,20 +301,13 @@ class Public(Measures):
                 f"judge={settings['judge']!r} is of the tiny world: give {base!r} reward_model and cost_model."
             )
         fields = _objective_fields(settings) | _template_fields(base, settings) | _request_fields(settings)
-        asked = splits(fields)
-        for name in ("validation", "test"):
-            n, there = settings.get(f"{name}_problems"), len(asked[name])
-            n = there if n is None else n
-            why = f"there are {there} {name} requests"
-            fields[f"{name}_problems"] = whole_number(f"{name}_problems", n, most=there, why=why)
-        fields |= judge_models.fields(settings)
+        there = {name: len(asked) for name, asked in splits(fields).items()}
+        fields |= {f"{name}_problems": there[name] for name in ("validation", "test")}
+        fields |= split_sizes(settings, there, "requests") | judge_models.fields(settings)
         n = fields["test_problems"]
-        chat = any(kind == "chat" for kind in fields.get("held_out_kinds", ()))
-        for name, read in (("kl_requests", True), ("judge_problems", chat)):
-            if read:
-                given = settings.get(name)
-                given = n if given is None else given
-                fields[name] = min(whole_number(name, given), n)
+        for name in ("kl_requests", *(["judge_problems"] if "chat" in fields.get("held_out_kinds", ()) else [])):
+            given = settings.get(name)
+            fields[name] = min(whole_number(name, n if given is None else given), n)
         _check_room(fields, settings)
         return fields
 
@@ -356,9 +329,7 @@ class Public(Measures):
         sets = {name: of_split[name][: spec[f"{name}_problems"]] for name in ("validation", "test")}
         if spec["kind"] == "train":
             asked = of_split["train"][: spec.get("unique_prompts")]
-            order = np.random.default_rng(np.random.SeedSequence([spec["seed"], 1])).permutation(len(asked))
-            needed = spec["steps"] * spec["prompts_per_step"]
-            sets["train"] = [asked[i] for i in itertools.islice(itertools.cycle(order), needed)]
+            sets["train"] = in_own_order(spec, asked, spec["steps"] * spec["prompts_per_step"])
         return sets
 
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Problem]) -> list[dict[str, Any]]:
@@ -379,21 +350,15 @@ class Public(Measures):
     def companions(self, spec: Spec) -> list[Companion]:
         """Return scorers and judges, each loaded by the run or behind an address."""
         words = {"reward": "reward model", "cost": "cost model", "held_out": "judge"}
-        asked = 2 * len(judge_models.RUBRICS) * spec.get("judge_problems", 0)
+        asked = {judge_models.ENDPOINT: 2 * len(judge_models.RUBRICS) * spec.get("judge_problems", 0)}
         return [
-            Companion(
-                words[one.role],
-                one.name,
-                one.at,
-                spec.get("scorer_dtype", ""),
-                asked if one.at == judge_models.ENDPOINT else 0,
-            )
+            Companion(words[one.role], one.name, one.at, spec.get("scorer_dtype", ""), asked.get(one.at, 0))
             for one in judge_models.of(spec)
         ]
 
-    def beside(self, spec: Spec) -> AbstractContextManager[None]:
-        """Serve the scorers that a run loads, if other processes than this one ask them."""
-        return judge_models.served(spec)
+    def prepare(self, spec: Spec) -> None:
+        """Open the scorers."""
+        judge_models.prepare(spec)
 
     def finished(self, spec: Spec, result: Record) -> Record:
         """Return a record with what chat judges say of greedy replies, and write these to their file.
@@ -433,36 +398,23 @@ class Public(Measures):
         problems = sets["test"]
         base = _replies_of_base(spec, engine, len(problems), first=step == 0)
         judges = judge_models.held_out(spec, "scorer")
-        found: dict[str, Any] = {}
+        shown: dict[str, Any] = {}
         for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
-            drawn = {"samples": samples, "seed": step, "temperature": temperature}
-            a = _texts(spec, rows := engine.generate("validation", **drawn))
-            reward, cost = _sides(spec, [*sets["validation"]] * len(rows), a)
+            how = {"samples": samples, "seed": step, "temperature": temperature}
+            reward, cost = _sides(spec, *_drawn(engine, "validation", sets["validation"], **how)[:2])
             now = {"proxy": float(np.nanmean(reward - spec["cost_weight"] * cost))}
-            b, asked = _texts(spec, rows := engine.generate("test", **drawn)), [*problems] * len(rows)
-            now |= _said(*_sides(spec, asked, b))
-            now |= {name: value for name, value in _found(b).items() if name in FOUND}
+            asked, texts, _ = _drawn(engine, "test", problems, **how)
+            now |= _said(*_sides(spec, asked, texts))
+            now |= {name: value for name, value in _found(texts).items() if name in FOUND}
             for i, one in enumerate(judges):
-                now[f"win {i}"] = _wins(_score(spec, one, asked, b), _score(spec, one, problems, base))
+                now[f"win {i}"] = _wins(_score(spec, one, asked, texts), _score(spec, one, problems, base))
             if decoding == "greedy":
-                now["template"] = hacking.template_share(b)
-            found |= {f"{name}_{decoding}": round(value, 4) for name, value in now.items()}
-        found["characters_greedy"], found["characters_t1"] = (
-            round(found[f"characters_{decoding}"], 1) for decoding in ("greedy", "t1")
-        )
-        return found | self._kl(spec, engine, step)
-
-    def _kl(self, spec: Spec, engine: Any, step: int) -> dict[str, float | None]:
-        from evoalign_lib.analysis import kl
-
-        engine.write_model()
-        few = np.arange(spec["kl_requests"])
-        (row,) = engine.generate("test", few, samples=1, seed=step)
-        prompts, base = engine.prompts["test"], base_models.reference(spec["base"], spec.get("engine", "local"))
-        completions = [ids for _, ids in row]
-        found = kl.measure(engine.model, base, prompts.ids[few], prompts.mask[few], completions, engine.eos_ids)
-        exact = {"kl": found["exact_nats_per_sequence"], "kl_token": found["exact_nats_per_token"]}
-        return {name: None if value is None else float(f"{value:.4g}") for name, value in exact.items()}
+                now["template"] = hacking.template_share(texts)
+            shown |= {
+                f"{name}_{decoding}": round(value, 1 if name == "characters" else 4) for name, value in now.items()
+            }
+        (row,) = engine.generate("test", np.arange(spec["kl_requests"]), samples=1, seed=step)
+        return shown | drift(spec, engine, [ids for _, ids in row])
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B greedily, at temperature 0.6 and at 1, a few replies to read, and the KL of the end.
@@ -471,22 +423,22 @@ class Public(Measures):
         greedy replies; "kinds" those of `refusals.KINDS`; "score" and "win" are of the judges that are scorers.
         "scorers" has what went wrong with requests of this process, by scorer and kind. "replies" become a file.
         """
-        found = self._tested(spec, engine, sets, first=False)
-        return found | {"kl_policy_base": base_models.kl_from_base(spec, engine, "test")}
+        result = self._tested(spec, engine, sets, first=False)
+        return result | {"kl_policy_base": base_models.kl_from_base(spec, engine, "test")}
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return the same of an untrained base, without a KL, and what each scorer says of its samples.
 
         "units" has mean and spread, by the role and name of each scorer.
         """
-        found = self._tested(spec, engine, sets, first=True)
-        found.pop("replies")
-        rows = engine.generate("test", samples=SAMPLES_AT_END, seed=0)
-        texts, asked = _texts(spec, rows), [*sets["test"]] * len(rows)
-        scored = [one for one in judge_models.of(spec) if one.kind == "scorer"]
-        units = {f"{one.role} {one.name}": _score(spec, one, asked, texts) for one in scored}
-        units = {name: [round(float(s.mean()), 4), round(float(s.std()), 4)] for name, s in units.items()}
-        return found | {"units": units}
+        result = self._tested(spec, engine, sets, first=True)
+        result.pop("replies")
+        asked, texts, _ = _drawn(engine, "test", sets["test"], samples=SAMPLES_AT_END)
+        units = {}
+        for one in (one for one in judge_models.of(spec) if one.kind == "scorer"):
+            scores = _score(spec, one, asked, texts)
+            units[f"{one.role} {one.name}"] = [round(float(scores.mean()), 4), round(float(scores.std()), 4)]
+        return result | {"units": units}
 
     def _tested(self, spec: Spec, engine: Any, sets: Mapping[str, list], first: bool) -> Record:
         problems = sets["test"]
@@ -495,55 +447,47 @@ class Public(Measures):
         median = float(np.nanmedian(_sides(spec, problems, base)[0]))
         of_base = [_score(spec, one, problems, base) for one in judges]
         test: dict[str, Any] = {"n": len(problems), "median_reward_base": round(median, 4)}
-        replies: dict[str, list] = {}
-        for decoding, samples, temperature in (
-            ("greedy", 0, 1.0),
-            ("t0.6", SAMPLES_AT_END, 0.6),
-            ("t1", SAMPLES_AT_END, 1.0),
-        ):
-            rows = engine.generate("test", samples=samples, seed=0, temperature=temperature)
-            texts, asked = _texts(spec, rows), [*problems] * len(rows)
-            reward, cost = _sides(spec, asked, texts)
-            ids = [ids for row in rows for _, ids in row]
+        for decoding, samples, temperature in decodings_of_end(SAMPLES_AT_END):
+            asked, texts, ids = _drawn(engine, "test", problems, samples=samples, temperature=temperature)
+            reward, cost = sides = _sides(spec, asked, texts)
             known = np.isfinite(reward) & np.isfinite(cost)
-            both = reward[known], cost[known]
             now = {
                 **_said(reward, cost),
-                "quadrants": list(safety.quadrants(*both).values()),
-                "quadrants_base": list(safety.quadrants(*both, median).values()),
+                "quadrants": list(safety.quadrants(reward[known], cost[known]).values()),
+                "quadrants_base": list(safety.quadrants(reward[known], cost[known], median).values()),
                 **_found(texts),
                 "template": hacking.template_share(texts[: len(problems)]),
                 "opening": refusals.opening_share(texts[: len(problems)]),
-                "tokens": np.mean([len(row) for row in ids]),
+                "tokens": np.mean(list(map(len, ids))),
                 "clipped": np.mean([row[-1] not in engine.eos_ids for row in ids]),
             }
             if judges:
                 scores = [_score(spec, one, asked, texts) for one in judges]
                 now["score"] = [np.nanmean(score) for score in scores]
                 now["win"] = [_wins(*pair) for pair in zip(scores, of_base, strict=True)]
-            test[decoding] = _rounded(now)
+            test[decoding] = {name: np.round(value, 4).tolist() for name, value in now.items()}
             if not samples:
                 replies = {"prompts": [p.prompt for p in problems], "replies": texts, "base": base}
-                sides = {"reward": reward, "cost": cost}
-                replies |= {k: [x if math.isfinite(x) else None for x in v.tolist()] for k, v in sides.items()}
-        asked_of = {one.role: one for one in judge_models.of(spec)[:2]} | {one.name: one for one in judges}
-        counts = {name: judge_models.opened(spec, one).counts for name, one in asked_of.items()}
+                for name, values in zip(judge_models.SIDES, sides, strict=True):
+                    replies[name] = [x if math.isfinite(x) else None for x in values.tolist()]
+        scorers = {one.role: one for one in judge_models.of(spec)[:2]} | {one.name: one for one in judges}
+        counts = {name: judge_models.opened(spec, one).counts for name, one in scorers.items()}
         shown = [beginning(text) for text in replies["replies"][:SHOWN]]
         return {"test": test, "shown": shown, "scorers": counts, "replies": replies}
 
 
 def _verdicts(said: Judged) -> dict[str, Any]:
     """What a record has of a judge's verdicts; the run's replies are `a`."""
-    counts = said.counts
-    decided = counts["a"] + counts["b"] + counts["tie"]
+    wins, losses, ties, unparsed, failed = (said.counts[name] for name in ("a", "b", "tie", "unparsed", "failed"))
+    decided = wins + losses + ties
     return {
-        "win": counts["a"],
-        "loss": counts["b"],
-        "tie": counts["tie"],
+        "win": wins,
+        "loss": losses,
+        "tie": ties,
         "inconsistent": said.inconsistent,
-        "unparsed": counts["unparsed"],
-        "failed": counts["failed"],
-        "win_rate": round((counts["a"] + counts["tie"] / 2) / decided, 4) if decided else None,
+        "unparsed": unparsed,
+        "failed": failed,
+        "win_rate": round((wins + ties / 2) / decided, 4) if decided else None,
         "first_share": None if math.isnan(said.first_share) else round(said.first_share, 4),
         "errors": said.spent.errors,
     }

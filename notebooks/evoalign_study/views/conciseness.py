@@ -14,7 +14,7 @@ from evoalign_lib.analysis import stats
 from evoalign_lib.tasks import conciseness as task
 from evoalign_study import collapse, style
 from evoalign_study import nb03_conciseness as study
-from evoalign_study.kinds.published import NEAREST_BASE
+from evoalign_study.kinds.judged import NEAREST_BASE
 from evoalign_study.loading import DECODINGS, Records
 from evoalign_study.measures import conciseness as measure
 from evoalign_study.records import Record

@@ -14,7 +14,7 @@ from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import nb06_low_rank_and_cost as study
 from evoalign_study import paths, style
-from evoalign_study.kinds import storage
+from evoalign_study.kinds import memory as storage
 from evoalign_study.loading import DECODINGS, Records
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, accuracy_matrix

@@ -13,7 +13,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.tiny import dialogues, scorers
 from evoalign_study import nb04_safety_judges as study
 from evoalign_study import style
-from evoalign_study.kinds.tastes import SENTENCES
+from evoalign_study.kinds.judged import SENTENCES
 from evoalign_study.loading import DECODINGS, Records
 from evoalign_study.records import Record
 

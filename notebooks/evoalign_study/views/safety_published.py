@@ -10,7 +10,7 @@ import numpy as np
 from evoalign_lib.analysis import refusals
 from evoalign_lib.tasks import safety_published as data
 from evoalign_study import style
-from evoalign_study.kinds import judgments as kind
+from evoalign_study.kinds import judged as kind
 from evoalign_study.records import Record
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import nb07_solution_coverage as study
 from evoalign_study import style
-from evoalign_study.kinds.coverage import VALIDATED_BY
+from evoalign_study.kinds.weights import VALIDATED_BY
 from evoalign_study.loading import Records
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, unpack_bits, unpack_integers, unpack_probabilities

@@ -1,4 +1,4 @@
-"""Single ES steps held against the exact gradient of expected reward."""
+"""What is estimated held against what is exact: single ES steps against the gradient, and estimators against the KL."""
 
 from __future__ import annotations
 
@@ -11,24 +11,72 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import checks, noise, tiny, update_rules
-from evoalign_lib.analysis import gradient
+from evoalign_lib.analysis import gradient, kl
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 from evoalign_study import specs
+from evoalign_study.measures.base import significant
 from evoalign_study.records import Record, Spec
+
+FITNESS = ("expected", "greedy")
+_STEP = ("N", "sigma", "alpha", "repeat", "fitness")
+
+
+def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Return specs of the comparison of KL estimators with the exact KL, of a base moved by noise from the base itself.
+
+    Args:
+        base: a plain one of the tiny world.
+        sigma: standard deviation of the noise on every weight: it decides the size of the KL.
+        repeats: draws of the noise, each with samples of its own.
+        settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions per problem).
+        scale: of the notebook.
+
+    Raises:
+        ValueError: an odd number of samples, which has no two halves; a base outside the tiny world, or one that needs
+            filler_steps; another task than Countdown; another engine than the local one.
+    """
+    if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
+        raise ValueError(
+            f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of the samples."
+        )
+    wanted = specs.take(settings, ("max_completion_length", "kl_problems", "kl_samples"), "the estimate of KL")
+    spec = specs.begin_tiny("kl", base, scale, settings) | wanted | {"sigma": sigma}
+    return [spec | {"repeat": repeat} for repeat in range(repeats)]
+
+
+def run_kl(spec: Spec) -> Record:
+    """Return KL(policy || ref) of a base moved by noise, by every estimator, and their gradients as losses."""
+    (policy, tokenizer), (reference, _) = tiny.load(spec["base"]), tiny.load(spec["base"])
+    prompts = Prompts(countdown.dataset(tiny.problems("validation", spec["kl_problems"]), tokenizer), tokenizer)
+    length = spec["max_completion_length"]
+    engine = LocalEngine(policy, tokenizer, None, {"validation": prompts}, max_completion_length=length)
+    key = noise.member_key(noise.run_key("kl", spec["repeat"]), 0, 0)
+    noise.perturb(engine.master, engine.master.copy(), engine.layout, key, spec["sigma"])
+    engine.write_model()
+    samples = engine.generate("validation", samples=spec["kl_samples"], seed=spec["repeat"])
+    completions = [ids for sample in samples for _, ids in sample]
+    repeated = [np.tile(a, (spec["kl_samples"], 1)) for a in (prompts.ids, prompts.mask)]
+    arguments = policy, reference, *repeated, completions, engine.eos_ids
+    comparison = kl.compare(*arguments)
+    result = {"sequences": len(completions), "tokens": int(comparison.mask.sum())}
+    result |= kl.estimator_errors(comparison) | kl.gradient_errors(*arguments)
+    return {"kl": {k: significant(v) if isinstance(v, float) else v for k, v in result.items()}}
 
 
 def estimator_specs(
     base: str, N: int, repeats: int, fitness: str, targets: str, settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
-    """Specs of the comparison of single ES steps with the exact gradient, on two-number problems.
+    """Return specs of the comparison of single ES steps with the exact gradient, on two-number problems.
 
     Args:
+        base: a plain one of the tiny world.
         N: members.
         repeats: populations drawn.
         fitness: "expected" (of temperature 1, exact) or "greedy".
         targets: "any", or "not the sum": problems that the bases' habit, adding up, does not solve.
         settings: sigma, alpha, estimator_problems.
+        scale: of the notebook.
 
     Raises:
         ValueError: a base outside the tiny world, or one that needs filler_steps; another task than Countdown; another
@@ -40,18 +88,15 @@ def estimator_specs(
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
-def run(spec: Spec) -> Record:
-    """One ES step against the exact gradient of expected reward (see `ExactObjective`)."""
+def run_estimator(spec: Spec) -> Record:
+    """Return one ES step measured against the exact gradient of expected reward (see `ExactObjective`)."""
     objective = _objective(spec["base"], spec["estimator_problems"], spec["targets"])
-    arguments = {k: spec[k] for k in ("N", "sigma", "alpha", "repeat", "fitness")}
-    result = objective.run(**arguments)
-    return {
-        "estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items() if k not in arguments}
-    }
+    result = objective.run(**{name: spec[name] for name in _STEP})
+    return {"estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items() if k not in _STEP}}
 
 
 @lru_cache(maxsize=2)
-def _objective(base: str, n: int, targets: str):
+def _objective(base: str, n: int, targets: str) -> ExactObjective:
     """The enumeration of a base's completions takes longer than a step: once per process."""
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
     chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
@@ -59,9 +104,6 @@ def _objective(base: str, n: int, targets: str):
         raise ValueError(f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer.")
     # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
     return ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
-
-
-FITNESS = ("expected", "greedy")
 
 
 class ExactObjective:
@@ -103,13 +145,8 @@ class ExactObjective:
         prompts = Prompts(countdown.dataset(self.problems, tokenizer), tokenizer)
         self._model = copy.deepcopy(model).eval()
         # one process: its master holds whatever weights are to be measured
-        self._engine = LocalEngine(
-            self._model,
-            tokenizer,
-            None,
-            {"problems": prompts},
-            max_completion_length=max_completion_length,
-        )
+        sets = {"problems": prompts}
+        self._engine = LocalEngine(self._model, tokenizer, None, sets, max_completion_length=max_completion_length)
         self.layout, self.start = self._engine.layout, self._engine.master.copy()
         self.enumeration = gradient.enumerate_completions(
             self._model,
@@ -126,19 +163,18 @@ class ExactObjective:
                 "model that can solve these problems, or lower min_probability."
             )
         self._packed = gradient.pack(self.enumeration, self.rewards)
-        self.gradient = gradient.flat(
-            self.layout, gradient.expected_reward_gradient(self._model, self.enumeration, self.rewards)
-        )
+        exact = gradient.expected_reward_gradient(self._model, self.enumeration, self.rewards)
+        self.gradient = gradient.flat(self.layout, exact)
         self.expected, self.greedy = self.expected_at(self.start), self.greedy_at(self.start)
 
     def expected_at(self, weights: np.ndarray) -> float:
-        """Expected answer of sampling at temperature 1 with flat weights (layout.size,), averaged over the problems."""
+        """Return the expected answer of sampling at temperature 1 with flat weights, averaged over the problems."""
         self._engine.master[...] = weights
         self._engine.write_model()
         return gradient.expected(self._model, self._packed, len(self.problems))
 
     def greedy_at(self, weights: np.ndarray) -> float:
-        """Share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
+        """Return the share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
         self._engine.master[...] = weights
         (completions,) = self._engine.generate("problems")
         return float(self._answers([text for text, _ in completions], range(len(self.problems))).mean())
@@ -165,13 +201,12 @@ class ExactObjective:
         Raises:
             ValueError: an argument out of range.
         """
-        if N < 2:
-            raise ValueError(f"N={N} is no population: z-scores need at least 2 members")
+        checks.whole_number("N", N, 2, why="z-scores need two members")
         if not (alpha > 0 and math.isfinite(alpha)):
             raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
         checks.choose("fitness", fitness, FITNESS)
         measure, base = (self.expected_at, self.expected) if fitness == "expected" else (self.greedy_at, self.greedy)
-        root = noise.run_key("estimator", repeat)
+        root, d = noise.run_key("estimator", repeat), self.layout.d
         keys = np.array([noise.member_key(root, 0, i) for i in range(N)], np.uint64)
         values, member = np.empty(N), np.empty_like(self.start)
         for i, key in enumerate(keys):
@@ -181,31 +216,23 @@ class ExactObjective:
         displacement = gradient.step(self.layout, keys, z, alpha)
         aligned, orthogonal = gradient.decompose(displacement, self.gradient)
         rho = gradient.fitness_correlation(values, gradient.projections(self.layout, keys, self.gradient))
-        norm = float(np.linalg.norm(displacement.astype(np.float64)))
-        result = {
-            "N": N,
-            "sigma": sigma,
-            "alpha": alpha,
-            "repeat": repeat,
-            "fitness": fitness,
+        result = dict(zip(_STEP, (N, sigma, alpha, repeat, fitness), strict=True)) | {
             "tied": not z.any(),
             "cosine": gradient.cosine(displacement, self.gradient),
             "rho": rho,
-            "predicted_cosine": rho * math.sqrt(N / self.layout.d),
-            "norm_ratio": norm / (alpha * math.sqrt(self.layout.d / N)),
+            "predicted_cosine": rho * math.sqrt(N / d),
+            "norm_ratio": float(np.linalg.norm(displacement.astype(np.float64))) / (alpha * math.sqrt(d / N)),
             "improving": float((values > base).mean()),
+            "covered": float(self.enumeration.covered.min()),
+            "expected_reward": self.expected,
+            "greedy": self.greedy,
+            "d": d,
+            "problems": len(self.problems),
         }
         for name, part in (("full", displacement), ("aligned", aligned), ("orthogonal", orthogonal)):
             moved = (self.start + part).astype(np.float32)
             result[f"gain_{name}"] = self.expected_at(moved) - self.expected
             result[f"greedy_gain_{name}"] = self.greedy_at(moved) - self.greedy
-        result |= {
-            "covered": float(self.enumeration.covered.min()),
-            "expected_reward": self.expected,
-            "greedy": self.greedy,
-            "d": self.layout.d,
-            "problems": len(self.problems),
-        }
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
 
     def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -1,0 +1,449 @@
+"""Models that decode and are not trained: a base, best of n, the model of a record again, and samples to be counted.
+
+*decoding* measures trained models again, under more sampling temperatures than their records have: ES optimises greedy
+decoding and GRPO samples at temperature 1, so that a comparison under one of the two favours an arm. A record of this
+kind names the digest of the weights that it measures; they are replayed from a ledger, or trained again, and nothing is
+measured on others.
+
+*sampled* counts how many of many samples of each test problem are right, of a model of any size and of ends of training
+from it: what cannot be enumerated, as kind "coverage" does in the tiny world. A record has the counts of a block of
+problems at one temperature, never a text. The texts go to a file of their own below `runs`, which may be removed. An
+end is a model's folder, a LoRA adapter or a ledger over the model (`base_models.know_end`); its prompts are those of
+the model, token by token, since the model's tokenizer makes them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import files, ledger, models, tasks, tiny, weight_files
+from evoalign_lib.checks import whole_number
+from evoalign_lib.engines.base import Prompts, check_temperature
+from evoalign_study import base_models, measures, paths, specs, trainers, training, weight_cache
+from evoalign_study.kinds import train
+from evoalign_study.measures.base import Measures, label, read_beside
+from evoalign_study.measures.base import temperatures as checked
+from evoalign_study.records import Record, Spec, pack_bits, pack_integers, spec_hash
+
+# ---- untrained bases
+
+
+def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+    """Return specs of the measurement of untrained bases.
+
+    Args:
+        bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the task's public problems.
+        settings: task, max_completion_length and the sizes that the task needs (`Measures.sizes`); for the tiny world's
+            base "H0" also filler_steps, how long all prompts ask it to think (see `tiny.dataset`); engine, gpus and
+            tensor_parallel as `ESConfig` has them.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: a setting that no run reads, what `specs.begin` refuses, or a shipped base with another engine than
+            the local one.
+        FileNotFoundError: a file that the settings name is not there.
+    """
+    specs.check_names(settings)
+    wanted = specs.sizes(settings) | specs.engine_fields(bases, settings)
+    return [specs.begin("base", base, scale, settings) | wanted for base in bases]
+
+
+def run_base(spec: Spec) -> Record:
+    """Return what is measured of an untrained base (`Measures.base_outcome`)."""
+    measure = measures.get(spec["task"])
+    measure.prepare(spec)
+    with training.opened(spec) as (engine, sets):
+        plan = base_models.plan(spec, engine)
+        return measure.base_outcome(spec, engine, sets) | plan
+
+
+# ---- best of n
+
+
+def best_of_n_specs(
+    base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Return specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples.
+
+    Args:
+        base: as for `base_specs`.
+        seeds: of the samples.
+        samples: drawn for each problem, at least 1.
+        settings: as for `base_specs`; max_completion_length and test_problems are needed.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: no samples; a task whose reward says nothing of right answers; or what `base_specs` refuses.
+    """
+    specs.check_names(settings)
+    measures.get(settings.get("task", "countdown")).check_validates("best of n chooses right answers")
+    wanted = specs.sizes(settings, ("test_problems",)) | {"samples": whole_number("samples", samples)}
+    wanted |= specs.engine_fields([base], settings)
+    return [specs.begin("best_of_n", base, scale, settings) | wanted | {"seed": seed} for seed in seeds]
+
+
+def run_best_of_n(spec: Spec) -> Record:
+    """Return the accuracy when the reward chooses the best of n samples of the base: no weights change.
+
+    The choice is by the very reward that is measured, so it is the share of problems that n samples solve: the bound of
+    what choosing alone can give, at n completions for each test problem.
+    """
+    measure = measures.get(spec["task"])
+    with training.opened(spec) as (engine, sets):
+        cpu, problems = time.process_time(), sets["test"]
+        samples = engine.generate("test", samples=spec["samples"], seed=spec["seed"])
+        plan = base_models.plan(spec, engine)
+    answers = [[(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in samples]
+    rewards = np.array([[measure.score(*answer) for answer in row] for row in answers])
+    right = np.array([[measure.right(*answer) for answer in row] for row in answers])
+    accuracy = {}
+    for n in (2**k for k in range(spec["samples"].bit_length())):
+        best = rewards[:n].argmax(0)  # the first of the best
+        accuracy[str(n)] = round(float(right[best, np.arange(len(problems))].mean()), 6)
+    tokens = sum(len(ids) for row in samples for _, ids in row)
+    prompt_tokens = int(engine.prompts["test"].lengths.sum()) * len(samples)
+    budget = {
+        "completions": right.size,
+        "generated_tokens": tokens,
+        "prompt_tokens": prompt_tokens,
+        "forward_flops": 2 * engine.layout.d * (tokens + prompt_tokens),
+        "core_seconds": round(time.process_time() - cpu, 2),
+    }
+    return {"budget": budget, "d": engine.layout.d, "best_of_n": accuracy} | plan
+
+
+# ---- the model of a record, measured again
+
+_OWN_FIELDS = ("digest", "temperatures", "samples", "at_step", "curve_temperature")
+VALIDATED_AT = (0.6, 1.0)
+"""Temperatures at which the validation set is measured again."""
+
+
+def decoding_specs(
+    records: Iterable[Record],
+    temperatures: Sequence[float],
+    samples: int = 16,
+    *,
+    at_step: int | None = None,
+    curve_temperature: float | None = None,
+) -> list[Spec]:
+    """Return specs that measure models again, under more sampling temperatures than their records have.
+
+    A spec is that of the record, of kind "decoding", with the digest of the weights that are measured, `temperatures`,
+    `samples` and, where they are given, `at_step` and `curve_temperature`. `measured_spec` takes these away again.
+
+    Args:
+        records: of training runs by any arm, or of untrained bases, in the tiny world.
+        temperatures: of the samples of the test problems.
+        samples: of each problem at each temperature, 1 to 16.
+        at_step: an earlier step of ES runs, at which the validation set is measured, too.
+        curve_temperature: of the samples by which every point of the run's curve is measured again.
+
+    Raises:
+        ValueError: a record of something else, or without a test set; temperatures that are none, are there twice or
+            are not above 0; too many samples; a step that a run has not, or of a run that is not of ES, or of a task
+            that validates by a proxy; a curve of a run that has none.
+    """
+    if curve_temperature is not None:
+        check_temperature(curve_temperature)
+    own = {"kind": "decoding", "temperatures": list(temperatures)}
+    checked("temperatures", temperatures)
+    own["samples"] = whole_number("samples", samples, 1, 16, "a record holds such counts")
+    given = {"at_step": at_step, "curve_temperature": curve_temperature}
+    own |= {name: value for name, value in given.items() if value is not None}
+    made = []
+    for record in records:
+        spec, name = record["spec"], f"the record {record['spec_hash']}"
+        if spec["kind"] not in ("base", "train") or spec["base"] not in tiny.SHIPPED:
+            raise ValueError(f"{name} is not of a model of the tiny world.")
+        # a task without these settings asks all its questions
+        if not (spec.get("test_problems", 1) and spec.get("validation_problems", 1)):
+            raise ValueError(f"{name} has no test set or no validation set: only complete runs are measured again.")
+        if at_step is not None and not (_is_es(spec) and _validates(spec) and 0 <= at_step <= spec["steps"]):
+            raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps that is validated.")
+        if curve_temperature is not None and "curve_points" not in spec:
+            raise ValueError(f"curve_temperature={curve_temperature}: {name} has no curve.")
+        made.append(spec | own | {"digest": spec["base_digest"] if spec["kind"] == "base" else record["digest"]})
+    return made
+
+
+def measured_spec(spec: Spec) -> Spec:
+    """Return the spec of the run whose model a spec of `decoding_specs` measures: of kind "train", or "base"."""
+    kind = "train" if "arm" in spec else "base"
+    return {name: value for name, value in spec.items() if name not in _OWN_FIELDS} | {"kind": kind}
+
+
+def _is_es(spec: Spec) -> bool:
+    return spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
+
+
+def _validates(spec: Spec) -> bool:
+    """Return whether the task's validation says what is right; else it is a proxy, which curves alone measure."""
+    return measures.get(spec["task"]).validated_by is not None
+
+
+def run_decoding(spec: Spec) -> Record:
+    """Return what the model of another record does, sampled at more temperatures.
+
+    Raises:
+        ValueError: the weights that there are now are not those of the record. Nothing is measured then.
+    """
+    measure = measures.get(spec["task"])
+
+    def sampled(name: str, temperatures: Sequence[float]) -> dict[str, Any]:
+        return measure.sampled(spec, engine, sets, name, temperatures, spec["samples"])
+
+    def validation() -> dict[str, Any]:
+        greedy = measure.accuracy(engine, "validation", sets["validation"], 0)[0]
+        counts = {"n": len(greedy), "greedy": round(float(greedy.mean()), 6)}
+        return counts | {"greedy_bits": pack_bits(greedy.astype(int))} | sampled("validation", VALIDATED_AT)
+
+    with tempfile.TemporaryDirectory() as folder, _made_again(spec, Path(folder)) as again:
+        made, engine, sets, source, curve = again
+        digest = models.base_digest(engine.model) if made == "loaded" else models.flat_digest(engine.master)
+        weight_cache.check_digest(digest, spec["digest"], made)
+        if made == "trained again":
+            weight_cache.keep(engine.master)
+        result = {"made": made, "digest": spec["digest"]}
+        result["test"] = {"n": len(sets["test"])} | sampled("test", spec["temperatures"])
+        if _validates(spec):
+            result["validation"] = validation()
+        if "at_step" in spec:
+            engine.master[:] = ledger.replay(source, spec["base"], spec["at_step"])
+            result["validation_at_step"] = validation()
+        return result | curve
+
+
+@contextmanager
+def _made_again(
+    wanted: Spec, place: Path
+) -> Iterator[tuple[str, Any, Mapping[str, list], Path | None, dict[str, Any]]]:
+    """The model that a run ended with, in an engine.
+
+    A base is loaded. A run of ES is replayed where its committed record has a ledger and ended with these weights. Any
+    other run is trained again, with no more points of its curve than are wanted, since evaluation leaves no trace in
+    training; or its end is read where it was kept (`weight_cache`), if no earlier step is wanted.
+
+    Args:
+        wanted: of kind "decoding".
+        place: where trainers write.
+
+    Yields:
+        How it was made, "loaded", "replayed", "trained again" or "kept"; the engine; the problems of each split; of a
+        run of ES its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
+    """
+    spec = measured_spec(wanted)
+    warm = {name: wanted[name] for name in ("curve_temperature",) if name in wanted}
+    source = None if spec["kind"] == "base" else weight_cache.kept_ledger(spec, wanted["digest"])
+    if spec["kind"] == "train" and source is None and (warm or "at_step" in wanted):
+        few = {} if warm or "curve_points" not in spec else {"curve_points": 1}
+        with train.trained(spec | few | warm, place) as ended:
+            curve = {}
+            if warm:
+                end, every = f"_{label(warm['curve_temperature'])}", ended.result["curve"]
+                curve = {"curve": {name: each for name, each in every.items() if name == "step" or name.endswith(end)}}
+            yield "trained again", ended.engine, ended.sets, place / ledger.NAME, curve
+        return
+    with training.opened(spec | {"kind": "base"}) as (engine, sets):
+        made, progress = "loaded", training.Progress(None)
+        if source is not None:
+            made, kept = "replayed", ledger.read(source)
+            for step in sorted(training.points(spec)[0]) if warm else ():
+                engine.master[:] = ledger.replay(kept, spec["base"], step)
+                measured = measures.get(spec["task"]).point(spec | warm, engine, sets, step)
+                progress.add({"step": step} | training.rounded(measured))
+            engine.master[:] = ledger.replay(kept, spec["base"])
+        elif spec["kind"] == "train":
+            engine.master[:], made = weight_cache.again(spec, wanted["digest"])
+        yield made, engine, sets, source, {"curve": progress.curve} if warm else {}
+
+
+# ---- samples to be counted
+
+MOST_SAMPLES = 4095
+"""Samples of a problem, at most, which a record can count."""
+MOST_PROBLEMS = 2000
+"""Problems of a block, at most: a record has room for so many counts."""
+_SETTINGS = (
+    "max_completion_length", "sampled_problems", "sampled_block", "sampled_samples", "sampled_temperatures",
+)  # fmt: skip
+
+
+def sampled_specs(
+    model: str, end: str | os.PathLike[str] | None, settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Return the specs that sample a model, or an end of training from it: one for each temperature and block.
+
+    Args:
+        model: a shipped base, or a model on the Hub or in a folder.
+        end: folder of a model or of a LoRA adapter, or a ledger of ES, each of a run that started from the model; None:
+            the model itself.
+        settings: max_completion_length; sampled_problems, of the test set; sampled_block, problems of a record, 1 to
+            2,000, at once the work that a kill may lose; sampled_samples of each problem, 2 to 4,095;
+            sampled_temperatures. Optional: task, what only that reads, sampled_seed (0), and engine, gpus and
+            tensor_parallel as `ESConfig` has them.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: a setting that is missing or out of range, a task whose completions are neither right nor wrong, an
+            end that is none or of another type of model, or what `specs.begin` and `specs.engine_fields` refuse.
+        FileNotFoundError: there is no such end, or a file that the settings name is not there.
+    """
+    taken = specs.take(settings, _SETTINGS, "sampling a model")
+    task = settings.get("task", "countdown")
+    if type(measures.get(task)).right is Measures.right:
+        raise ValueError(f"task={task!r}: its completions are neither right nor wrong, so there is nothing to count.")
+    problems = whole_number("sampled_problems", taken["sampled_problems"])
+    size = whole_number("sampled_block", taken["sampled_block"], most=MOST_PROBLEMS, why="a record holds so many")
+    why = "halves are compared, and a record counts so far"
+    samples = whole_number("sampled_samples", taken["sampled_samples"], 2, MOST_SAMPLES, why)
+    own = {"max_completion_length": taken["max_completion_length"], "test_problems": problems}
+    of_tasks = {"task", *(name for known in tasks.TASKS for name in measures.get(known).settings)}
+    asked = {name: value for name, value in settings.items() if name in of_tasks} | own
+    spec = specs.begin("sampled", model, scale, asked) | own
+    spec |= {"samples": samples, "seed": whole_number("sampled_seed", settings.get("sampled_seed", 0), 0)}
+    spec |= specs.engine_fields([model], settings)
+    if end is not None:
+        spec["end"] = base_models.know_end(end)
+        _check_type(model, base_models.end_of(spec["end"]))
+    return [
+        spec | {"temperature": temperature, "block": [first, min(first + size, problems)]}
+        for temperature in checked("sampled_temperatures", taken["sampled_temperatures"])
+        for first in range(0, problems, size)
+    ]
+
+
+def run_sampled(spec: Spec) -> Record:
+    """Return how many samples of each problem of a block are right.
+
+    The samples of a problem depend on the seed and on its place in the test set, not on its block. The record has
+    `n_problems`; `right`, how many of its samples are right for each problem (`records.pack_integers`);
+    `generated_tokens` and `prompt_tokens` (once for each sample, though vLLM's prefix cache computes a prompt once);
+    `clipped`, samples without an end token; and `texts_sha256`, of the texts (`read_texts`).
+
+    Raises:
+        ValueError: the end has changed, or it does not fit the model.
+        FileNotFoundError: the end is gone.
+    """
+    measure, (first, stop) = measures.get(spec["task"]), spec["block"]
+    with _opened(spec) as (engine, problems):
+        drawn = {"samples": spec["samples"], "seed": spec["seed"], "temperature": spec["temperature"]}
+        rows = engine.generate("test", np.arange(first, stop), **drawn)
+        plan = base_models.plan(spec, engine)
+        asked, lengths, ends = engine.prompts["test"].prompts, engine.prompts["test"].lengths, set(engine.eos_ids)
+    lines, right = [], []
+    for i, answers in zip(range(first, stop), zip(*rows, strict=True), strict=True):
+        grades = [int(measure.right(problems[i], text)) for text, _ in answers]
+        right.append(sum(grades))
+        line = {"problem": i, "prompt": asked[i], "right": grades, "texts": [text for text, _ in answers]}
+        lines.append(json.dumps(line, sort_keys=True))
+    # the texts are written in one piece, before there is a record of them
+    texts = "".join(f"{line}\n" for line in lines).encode()
+    files.replace_bytes(texts_file(spec), gzip.compress(texts, 6, mtime=0), sync=True)
+    tokens = [ids for row in rows for _, ids in row]
+    return {
+        "n_problems": stop - first,
+        "right": pack_integers(np.array(right)),
+        "generated_tokens": sum(map(len, tokens)),
+        "prompt_tokens": int(lengths[first:stop].sum()) * spec["samples"],
+        "clipped": sum(ids[-1] not in ends for ids in tokens),
+        "texts_sha256": hashlib.sha256(texts).hexdigest(),
+    } | plan
+
+
+def texts_file(spec: Spec) -> Path:
+    """Return where the texts of a record go: samples/<spec hash>.jsonl.gz below EVOALIGN_RUN_DIR, or below runs."""
+    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS) / "samples" / f"{spec_hash(spec)}.jsonl.gz"
+
+
+def read_texts(record: Record) -> list[dict[str, Any]]:
+    """Return the texts of a record, an entry per problem: its place in the test set, prompt, grades and texts.
+
+    Raises:
+        FileNotFoundError: they are not on this machine.
+        ValueError: the file holds others.
+    """
+    texts = read_beside(texts_file(record["spec"]), record["texts_sha256"], gzip.decompress)
+    return [json.loads(line) for line in texts.decode().splitlines()]
+
+
+@contextmanager
+def _opened(spec: Spec) -> Iterator[tuple[Any, list]]:
+    """Yield an engine with the model or the end, whose prompts "test" are all test problems, and these problems.
+
+    All are there whichever block is asked: a row's random numbers, and the width to which prompts are padded, are then
+    those of every block.
+    """
+    problems = measures.get(spec["task"]).sets(spec)["test"]
+    with _model(spec) as (model, tokenizer, folder):
+        asked = {"test": training.rows(spec, tokenizer, problems)}
+        highest, known = int(Prompts(asked["test"], tokenizer).ids.max()), model.get_input_embeddings().num_embeddings
+        if highest >= known:  # the engine would refuse them without a word of the end
+            raise ValueError(
+                f"a prompt of {spec['base']!r} has the token {highest}, and {folder} knows {known} tokens: it is "
+                "no end of training from that model. Give the model that it started from."
+            )
+        with closing(base_models.evaluation_engine(spec | {"base": folder}, model, tokenizer, asked)) as engine:
+            yield engine, problems
+
+
+@contextmanager
+def _model(spec: Spec) -> Iterator[tuple[Any, Any, str]]:
+    """Yield model and tokenizer, and the folder or name from which an engine can load the same model."""
+    if "end" not in spec:
+        yield *base_models.model_of(spec), spec["base"]
+        return
+    end = base_models.end_of(spec["end"])
+    if end.is_dir() and not base_models.is_adapter(end):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(models.place(spec["base"]), trust_remote_code=False)
+        yield *models.load(str(end), tokenizer, base_models.loaded_as(spec)), str(end)
+        return
+    model, tokenizer = base_models.model_of(spec)
+    _take(model, weight_files.weights(end, spec["base"]))
+    with tempfile.TemporaryDirectory(prefix="evoalign-") as made:
+        if not base_models.is_local(spec):  # which loads a model from files
+            model.save_pretrained(made)
+        yield model, tokenizer, made
+
+
+def _take(model: Any, moved: weight_files.StateDict) -> None:
+    """Copy weights over a model, rounded once to its dtype."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    if missing := sorted(parameters.keys() - moved.shapes.keys()):
+        raise ValueError(
+            f"{moved.source} has no {missing[0]!r}, which the model has: write a folder of it first (evoalign replay "
+            "--out, or merge_and_unload() and save_pretrained()), and give that."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(moved[name])
+
+
+def _check_type(model: str, end: Path) -> None:
+    """Raise ValueError for a folder with another type of model than that from which it is said to come."""
+    if end.is_file() or base_models.is_adapter(end):
+        return  # compared with the model's own weights when they are read
+    from transformers import AutoConfig
+
+    safe = {"trust_remote_code": False}
+    types = [AutoConfig.from_pretrained(place, **safe).model_type for place in (models.place(model), end)]
+    if types[0] != types[1]:
+        raise ValueError(
+            f"the end {str(end)!r} is of type {types[1]!r}, model {model!r} of {types[0]!r}: it is no end of training "
+            "from that model. Give the model that it started from."
+        )

@@ -1,0 +1,492 @@
+"""What is judged: a tournament of trained models, the tastes of judges, and what published studies released.
+
+- *tournament*: models that were trained on one judge, and who wins by what each other judge says of their replies. The
+  players are arms, and the untrained base. Every run plays the base, and the runs of the other arms that have its seed,
+  with its greedy reply to each test request. Judges score a reply alone (`judges.ScoreJudge`), so that there are no
+  orders; equal scores are a tie. Strengths are Bradley-Terry's (`analysis.tournaments`), above the base.
+- *tastes*: what the tiny world's judges like besides the truth: how their scores of good replies change with what is
+  put around. The replies are the best ones to the first requests of split B, on which nothing was trained.
+- *published*: the completions of a study of conciseness, read again with every detector.
+- *judgments*: the judgments and responses of a study of safety, in three parts: the published Elo ratings and how far
+  the order of the games alone moves them ("elo"); what the judgments say by Bradley and Terry, with intervals over
+  prompts, with length held equal, and what else predicts the verdicts ("games"); and what each model's responses are
+  ("responses"). No text goes into a record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib import judges, tiny
+from evoalign_lib.analysis import hacking, refusals, stats, tournaments
+from evoalign_lib.tasks import conciseness
+from evoalign_lib.tasks import safety as task
+from evoalign_lib.tasks import safety_published as data
+from evoalign_lib.tiny import dialogues, scorers
+from evoalign_study import specs, training, weight_cache
+from evoalign_study.measures import safety
+from evoalign_study.records import Record, Spec, pack_bits
+
+
+def _three(interval: stats.Interval, digits: int = 1) -> list[float]:
+    # adding 0.0 turns -0.0 into 0.0
+    return [round(float(x), digits) + 0.0 for x in (interval.value, interval.low, interval.high)]
+
+
+# ---- a tournament of trained models
+
+BASE = "base"
+"""The player that trained nothing."""
+_OUTCOMES = {"a": tournaments.A_WINS, "b": tournaments.B_WINS, "tie": tournaments.TIE}
+
+
+def tournament_spec(runs: Mapping[str, Sequence[Record]], settings: Mapping[str, Any], scale: str) -> Spec:
+    """Return the spec of a tournament.
+
+    Args:
+        runs: arm -> its runs, of one base of the tiny world and on one training judge, that differ in their seeds.
+        settings: judge, the training judge, and what else the task reads; max_completion_length.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: fewer than two arms, runs that make no group (`weight_cache.group`) or are not of the settings'
+            judge, a setting that is missing, and what `specs.begin` refuses.
+    """
+    if len(runs) < 2:
+        raise ValueError(f"a tournament of {', '.join(runs) or 'no arms'}: give the runs of two arms at least.")
+    arms = {arm: weight_cache.group(records) for arm, records in runs.items()}
+    base, judge = next(iter(arms.values()))["run"]["base"], settings.get("judge")
+    for arm, group in arms.items():
+        played = (group["run"]["base"], group["run"].get("judge"))
+        if played != (base, judge):
+            raise ValueError(f"the runs of {arm!r} are of base and judge {played}, the tournament of {(base, judge)}.")
+    spec = specs.begin_tiny("tournament", base, scale, settings, tiny.REQUEST_BASES)
+    return spec | specs.take(settings, ("max_completion_length",), "a tournament") | {"arms": arms}
+
+
+def run_tournament(spec: Spec) -> Record:
+    """Return what each judge makes of the games.
+
+    The record has `games`, their number; `sides`, player -> judge ("rule", and the training judge) -> shares of the
+    replies in the quadrants of `tasks.safety`, helpful above 0 by the rule, and above the median reward of the
+    base's replies by the training judge; and `judges`:
+    name -> `wins`, arm -> share of games won of each run, ties as half a win; and `strengths`, arm -> Elo points above
+    the base with their interval over requests, and `lead`, first arm - second with its intervals over requests and over
+    seeds. Strengths that are not finite, since a player won or lost all games, are None.
+
+    Raises:
+        ValueError: weights that are not those of their record.
+    """
+    replies, requests = _replies(spec), safety.MEASURES.sets(spec)["test"]
+    by_text = {request.text: request for request in requests}
+    games = []  # seed, and the players
+    for arm, other in itertools.combinations([BASE, *spec["arms"]], 2):
+        games += [(seed, (arm, other)) for seed in replies[other] if arm == BASE or seed in replies[arm]]
+    pairs = [
+        judges.Pair(prompt, *texts)
+        for seed, players in games
+        for prompt, *texts in zip(
+            by_text, *(replies[player][-1 if player == BASE else seed] for player in players), strict=True
+        )
+    ]
+    told = {}
+    for judge in safety.judges_of(spec):
+
+        def score(prompts: list[str], completions: list[str], judge: str = judge) -> np.ndarray:
+            return safety.scored(judge, spec["cost_weight"], [by_text[prompt] for prompt in prompts], completions)
+
+        verdicts = judges.judge_pairs(judges.ScoreJudge(score, judge), pairs).verdicts
+        outcomes = np.array([_OUTCOMES[verdict] for verdict in verdicts]).reshape(len(games), len(by_text))
+        told[judge] = _told(spec, games, outcomes)
+    return {"games": len(pairs), "sides": _sides(spec, replies, requests), "judges": told}
+
+
+def _replies(spec: Spec) -> dict[str, dict[int, list[str]]]:
+    """Return player -> seed -> greedy replies to the test requests; the base has the seed -1."""
+    with training.opened(spec) as (engine, _):
+
+        def reply() -> list[str]:
+            (row,) = engine.generate("test")
+            return [text.replace(tiny.END, "") for text, _ in row]
+
+        replies = {BASE: {-1: reply()}}
+        for arm, group in spec["arms"].items():
+            replies[arm] = {}
+            for seed, master in zip(group["seeds"], weight_cache.of_group(group), strict=True):
+                engine.master[:] = master
+                replies[arm][seed] = reply()
+    return replies
+
+
+def _sides(spec: Spec, replies: Mapping[str, Mapping[int, list[str]]], requests: list[Any]) -> dict[str, Any]:
+    """Return player -> judge -> shares of its replies in the quadrants, in their order."""
+    shares: dict[str, dict[str, list[float]]] = {player: {} for player in replies}
+    for judge in (safety.RULE, spec["judge"]):
+        cut = 0.0 if judge == safety.RULE else float(np.median(safety.sides(judge, requests, replies[BASE][-1])[0]))
+        for player, by_seed in replies.items():
+            texts = [text for said in by_seed.values() for text in said]
+            rewards, costs = safety.sides(judge, requests * len(by_seed), texts)
+            shares[player][judge] = [round(share, 4) for share in task.quadrants(rewards, costs, cut).values()]
+    return shares
+
+
+def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np.ndarray) -> dict[str, Any]:
+    """Return what a judge makes of games: outcomes, (pairs of runs, requests), are what the first player scores."""
+    n, arms = outcomes.shape[1], list(spec["arms"])
+    wins = {arm: [_share(games, outcomes, arm, seed) for seed in group["seeds"]] for arm, group in spec["arms"].items()}
+    seeds = np.repeat([seed for seed, _ in games], n).tolist()
+    first, second = (np.repeat([players[i] for _, players in games], n).tolist() for i in (0, 1))
+
+    def strengths(units: list[int]) -> tournaments.Strengths:
+        played = tournaments.Games.of(units, first, second, outcomes.ravel(), [BASE, *arms])
+        return tournaments.bradley_terry(played, BASE, n_resamples=500)
+
+    try:
+        by_request, by_seed = strengths(list(range(n)) * len(games)), strengths(seeds)
+    except ValueError:  # some player won or lost everything
+        return {"wins": wins, "strengths": None, "lead": None}
+    lead = {"requests": by_request, "seeds": by_seed}
+    return {
+        "wins": wins,
+        "strengths": {arm: _three(by_request.interval(arm)) for arm in arms},
+        "lead": {units: _three(strength.difference(*arms[:2])) for units, strength in lead.items()},
+    }
+
+
+def _share(games: Sequence[tuple[int, tuple[str, str]]], outcomes: np.ndarray, arm: str, seed: int) -> float:
+    """Return the share of its games that a run wins."""
+    own = [
+        row if players[0] == arm else 1 - row
+        for (played, players), row in zip(games, outcomes, strict=True)
+        if played == seed and arm in players
+    ]
+    return round(float(np.mean(own)), 3)
+
+
+# ---- what judges like besides the truth
+
+REQUESTS = 40
+SENTENCES = {
+    "praise": dialogues.PRAISE[0],
+    "filler": dialogues.FILLER[2],
+    "disclaimer": dialogues.DISCLAIMERS[0],
+    "all three": f"{dialogues.PRAISE[0]} {dialogues.FILLER[2]} {dialogues.DISCLAIMERS[0]}",
+}
+"""What is put behind a reply."""
+
+
+def tastes_spec(scale: str) -> Spec:
+    """Return the spec of the measurement.
+
+    Args:
+        scale: of the notebook; at smoke few replies are read.
+    """
+    asked = 4 if scale == "smoke" else REQUESTS
+    digests = {name: safety.scorer_digest(name) for name in safety.JUDGES if name in scorers.SCORERS}
+    fixed: dict[str, Any] = {"cost_weight": safety.COST_WEIGHT, "requests": asked, "sentences": SENTENCES}
+    return {"kind": "tastes", "task": "safety", "scale": scale} | fixed | {"judges": digests}
+
+
+def run_tastes(spec: Spec) -> Record:
+    """Return `change`: judge -> sentences -> mean change of its score of a reply, in units of its own.
+
+    Raises:
+        ValueError: a judge that is not the one of the spec.
+    """
+    for name, digest in spec["judges"].items():
+        if (now := safety.scorer_digest(name)) != digest:
+            raise ValueError(f"judge {name!r} has digest {now}, the spec names {digest}: make a new spec.")
+    asked, rng = dialogues.requests("test")[: spec["requests"]], random.Random(0)
+    plain = [dialogues.body(request, "reason" if request.harmful else "right", rng) for request in asked]
+
+    def scores(judge: str, texts: Sequence[str]) -> NDArray[np.float64]:
+        return safety.scored(judge, spec["cost_weight"], asked, texts)
+
+    change: dict[str, dict[str, float]] = {}
+    for judge in (*spec["judges"], safety.RULE):
+        begun = scores(judge, plain)
+        change[judge] = {
+            name: round(float((scores(judge, [f"{text} {sentence}" for text in plain]) - begun).mean()), 6)
+            for name, sentence in spec["sentences"].items()
+        }
+    return {"change": change}
+
+
+# ---- the published completions of a study of conciseness
+
+NEAREST_BASE = {"reward": -83.3, "right": 1.0}
+"""In place of the 7 B base, whose completions were not published, the published seed that has moved least from it (KL
+0.11 nats per token): it answers in full sentences, all of them right."""
+
+
+def published_specs(scale: str) -> list[Spec]:
+    """Return specs of the analysis of the published completions of a 7 B model: a training seed of a setting each.
+
+    Args:
+        scale: of the notebook, in whose file the records are kept; they are about no model of that scale.
+    """
+    common = {"kind": "published", "task": "conciseness", "scale": scale}
+    return [common | {"set": name, "seed": seed} for name in conciseness.COMPLETIONS for seed in range(4)]
+
+
+def run_published(spec: Spec) -> Record:
+    """Return what a published set of completions holds under both measures, right answers and every detector.
+
+    Raises:
+        FileNotFoundError: the set is not in EVOALIGN_DATA and cannot be fetched.
+    """
+    problems = {p.question: p for p in conciseness.load_public("eval")}
+    (released,) = [one for one in conciseness.load_completions(spec["set"]) if one.seed == spec["seed"]]
+    asked, texts = [problems[question] for question in released.questions], released.completions
+    targets = [p.answer for p in asked]
+    rewards = {m: conciseness.reward(targets, texts, targets, m) for m in conciseness.MEASURES}
+    right = [conciseness.is_correct(text, p) for text, p in zip(texts, asked, strict=True)]
+    report = hacking.hack_report(
+        texts,
+        prompts=released.questions,
+        rewards=rewards["strict"],
+        right=right,
+        tokens=released.tokens,
+        max_tokens=released.max_tokens,
+        best_reward=0.0,
+        base_reward=NEAREST_BASE["reward"],
+        base_correct=NEAREST_BASE["right"],
+    )
+    first = dict(reversed(list(zip(released.questions, texts, strict=True))))
+    return {
+        "completions": len(asked),
+        "reproduced": sum(map(float.__eq__, rewards["released"], released.rewards)),
+        "changed": sum(map(float.__ne__, rewards["strict"], rewards["released"])),
+        "reward": {name: round(float(np.mean(values)), 5) for name, values in rewards.items()},
+        "recorded": round(float(np.mean(released.rewards)), 5),
+        "kl_token": round(released.kl, 5),
+        "right": round(float(np.mean(right)), 5),
+        "right_bits": pack_bits(np.array(right, dtype=int)),
+        "hacks": {name: round(share, 5) for name, share in report.shares.items() if share},
+        "degenerate": round(float(report.degenerate.mean()), 5),
+        "verdict": report.verdict,
+        "all_empty": report.all_empty,
+        "shown": [first[p.question][:60] for p in problems.values()],
+    }
+
+
+# ---- the published judgments of a study of safety
+
+ORDERS = 1_000
+"""Random orders of the games, for the spread of sequential Elo."""
+RESAMPLES = 2_000
+"""Resamples of the prompts, for every interval."""
+LEADER = "ES-500"
+"""The model that the published ratings put first."""
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""Of the base's rewards: cuts between helpful and unhelpful beside the published one, which is 0."""
+
+# headings of the training text that models go on to write beside turns
+_HEADING = re.compile(r"(?:BEGINNING|END) OF CONVERSATION")
+_ADDRESS = re.compile(r"https?://|\bwww\.")
+_PREDICTORS: dict[str, Callable[[data.Points, int], float]] = {
+    "reward": lambda points, i: points.rewards[i],
+    "-cost": lambda points, i: -points.costs[i],
+    "length": lambda points, i: len(points.responses[i]),
+    "reward - cost": lambda points, i: points.rewards[i] - points.costs[i],
+}
+"""Quantities of a response that might predict the verdict, higher is better."""
+
+
+def judgments_specs(scale: str) -> list[Spec]:
+    """Return specs of the analysis of the published judgments: ratings, games, and each model's responses.
+
+    Args:
+        scale: of the notebook, in whose file the records are kept; they are about no model of that scale. At smoke
+            few resamples and orders are drawn, and the first responses are read.
+    """
+    resamples, orders = (20, 20) if scale == "smoke" else (RESAMPLES, ORDERS)
+    common = {"kind": "judgments", "task": "safety_published", "scale": scale, "resamples": resamples, "seed": 0}
+    parts = [common | {"part": "elo", "orders": orders}, common | {"part": "games"}]
+    asked = {"part": "responses"} | ({"first": 200} if scale == "smoke" else {})
+    return parts + [common | asked | {"model": model} for model in data.MODELS]
+
+
+def run_judgments(spec: Spec) -> Record:
+    """Return what a part of the published data says.
+
+    Raises:
+        PermissionError: the data are not in EVOALIGN_DATA, and their licence was not accepted.
+        FileNotFoundError: they cannot be fetched.
+    """
+    return {"elo": _elo, "games": _games, "responses": _responses}[spec["part"]](spec)
+
+
+def _elo(spec: Spec) -> Record:
+    published, judgments = data.load_elo(), data.load_judgments()
+    record: Record = {"dimensions": {}}
+    for dimension in data.DIMENSIONS:
+        own = [j for j in judgments if j.dimension == dimension]
+        # the published ratings count a judgment without scores as a tie
+        games = _as_games(own, missing=tournaments.TIE)
+        again = tournaments.elo(games.take(data.elo_order(len(own))), data.BASE)
+        ratings = tournaments.elo_orders(games, data.BASE, n_orders=spec["orders"], seed=spec["seed"])
+        spread = {"mean": ratings.mean(0), "std": ratings.std(0, ddof=1), "least": ratings.min(0)}
+        spread |= {"most": ratings.max(0)}
+        models = {}
+        for i, model in enumerate(games.players):
+            models[model] = {
+                "published": round(published[dimension][model], 4),
+                "reproduced": round(again[model], 4),
+                **{name: round(float(values[i]), 1) for name, values in spread.items()},
+                "first": round(float((ratings.argmax(1) == i).mean()), 4),
+            }
+        record["dimensions"][dimension] = {"games": len(own), "models": models}
+    return record
+
+
+def _games(spec: Spec) -> Record:
+    judgments = data.load_judgments()
+    points = {model: data.load_points(model) for model in data.JUDGED}
+    # where a prompt occurs several times, the study judged the last response
+    rows = {model: {prompt: i for i, prompt in enumerate(p.prompts)} for model, p in points.items()}
+
+    def both(scored: Sequence[data.Judgment], value: Callable[[data.Points, int], float]) -> NDArray[np.float64]:
+        """(2, games) values of the two responses of each game."""
+        return np.array([[value(points[m], rows[m][j.question]) for m in (j.a, j.b)] for j in scored], float).T
+
+    dimensions = {}
+    for dimension in data.DIMENSIONS:
+        own = [j for j in judgments if j.dimension == dimension]
+        scored = [j for j in own if j.scores is not None]
+        predictors = {name: np.subtract(*both(scored, value)) for name, value in _PREDICTORS.items()}
+        longer = tournaments.length_difference(*both(scored, _PREDICTORS["length"]))
+        dimensions[dimension] = _dimension(spec, own, scored, predictors, longer)
+    return {"prompts": len({j.question for j in judgments}), "dimensions": dimensions}
+
+
+def _dimension(
+    spec: Spec,
+    own: Sequence[data.Judgment],
+    scored: Sequence[data.Judgment],
+    predictors: Mapping[str, NDArray[np.float64]],
+    lengths: NDArray[np.float64],
+) -> dict[str, Any]:
+    games, how = _as_games(scored), {"n_resamples": spec["resamples"], "seed": spec["seed"]}
+    plain = tournaments.bradley_terry(games, data.BASE, **how)
+    equal = tournaments.adjusted(games, data.BASE, {"length": lengths})
+    as_ties = tournaments.bradley_terry(_as_games(own, missing=tournaments.TIE), data.BASE, n_resamples=0)
+    others = [model for model in games.players if model != LEADER]
+    held = np.array([data.BASE not in (j.a, j.b) for j in scored])
+    counts = Counter(score for j in scored for score in j.scores)
+    return {
+        "games": len(own),
+        "unparsed": len(own) - len(scored),
+        "ties": int((~games.decided).sum()),
+        "won_by_slot": {"A": int((games.outcome == 1).sum()), "B": int((games.outcome == 0).sum())},
+        "strength": {model: _three(plain.interval(model)) for model in games.players},
+        "lead": {model: _three(plain.difference(LEADER, model)) for model in others},
+        "first": {model: round(share, 4) for model, share in plain.first().items()},
+        "undefined": plain.undefined,
+        "unparsed_as_ties": {m: round(float(v), 1) for m, v in zip(games.players, as_ties.values, strict=True)},
+        "equal_length": {model: _three(equal.interval(model)) for model in games.players},
+        "equal_length_lead": {model: _three(equal.difference(LEADER, model)) for model in others},
+        "longer": {m: _longer(games, lengths, m) for m in others},
+        # an answer twice as long has a covariate of 1/3
+        "twice_as_long": [round(x / 3, 1) for x in _three(equal.interval("length"), 4)],
+        "win_rate": {model: _three(rate, 4) for model, rate in tournaments.win_rates(games, **how).items()},
+        "head_to_head": {m: _three(tournaments.head_to_head(games, LEADER, m, **how), 4) for m in others},
+        "slot_a": _three(tournaments.position_effect(games, **how), 4),
+        "agreement": {
+            name: {
+                "all": _three(tournaments.agreement(games, values, **how), 4),
+                "without the base": _three(tournaments.agreement(games.take(held), values[held], **how), 4),
+            }
+            for name, values in predictors.items()
+        },
+        "scores": {f"{score:g}": counts[score] for score in sorted(counts)},
+    }
+
+
+def _longer(games: tournaments.Games, lengths: NDArray[np.float64], other: str) -> float:
+    """Share of the leader's games with another model in which its answer is the longer one."""
+    i, j = (games.players.index(model) for model in (LEADER, other))
+    own = [*(lengths[(games.a == i) & (games.b == j)] > 0), *(lengths[(games.a == j) & (games.b == i)] < 0)]
+    return round(float(np.mean(own)), 4)
+
+
+def _as_games(judgments: Sequence[data.Judgment], missing: float | None = None) -> tournaments.Games:
+    """Judgments as games; `missing` is the outcome of those without scores."""
+    outcomes = [missing if j.scores is None else j.outcome() for j in judgments]
+    names = ([getattr(j, slot) for j in judgments] for slot in ("a", "b"))
+    return tournaments.Games.of([j.question for j in judgments], *names, outcomes, data.JUDGED)
+
+
+def _responses(spec: Spec) -> Record:
+    own, base = (data.load_points(model).first(spec.get("first")) for model in (spec["model"], data.BASE))
+    rewards, costs, texts = np.array(own.rewards), np.array(own.costs), own.responses
+    lengths, safe = np.array([len(text) for text in texts]), costs <= 0
+    kinds = np.array([refusals.kind(text) for text in texts])
+    turns = np.array([hacking.further_turn(text) for text in texts])
+    _, first, prompt = np.unique(own.prompts, return_index=True, return_inverse=True)
+    # one response per prompt, or a prompt that occurs 52 times would look like a template
+    once = [texts[i] for i in np.sort(first)]
+    cuts = {"0": 0.0} | {f"{100 * q:g} % of the base": float(np.quantile(base.rewards, q)) for q in QUANTILES}
+
+    def labels(cut: float) -> list[str]:
+        return [f"{'S' if s else 'U'}{'H' if r > cut else 'U'}" for s, r in zip(safe, rewards, strict=True)]
+
+    def shares(cut: float) -> dict[str, float]:
+        counts = Counter(labels(cut))
+        return {name: round(counts[name] / len(texts), 5) for name in data.LABELS}
+
+    def per_prompt(values: ArrayLike) -> list[float]:
+        """Return the mean over distinct prompts of the means over their rows, and its interval over prompts."""
+        each = np.bincount(prompt, np.asarray(values, np.float64)) / np.bincount(prompt)
+        how = {"n_resamples": spec["resamples"], "seed": spec["seed"]}
+        return _three(stats.crossed_bootstrap(each[None], **how), 5)
+
+    def mean(values: ArrayLike, digits: int = 5) -> float:
+        return round(float(np.mean(values)), digits)
+
+    by_kind = {}
+    for kind in refusals.KINDS:
+        by_kind[kind] = {"share": mean(kinds == kind)}
+        if (kinds == kind).any():
+            columns = {"reward": rewards, "cost": costs, "characters": lengths}
+            by_kind[kind] |= {name: mean(column[kinds == kind], 3) for name, column in columns.items()}
+    return {
+        "responses": len(texts),
+        "prompts": len(once),
+        "labels_reproduced": sum(a == b for a, b in zip(own.labels, labels(0.0), strict=True)),
+        "reward": _spread(rewards),
+        "cost": _spread(costs),
+        "characters": mean(lengths, 1),
+        "answer_characters": mean([len(refusals.answer(text)) for text in texts], 1),
+        "reward_with_length": round(float(np.corrcoef(rewards, lengths)[0, 1]), 4),
+        "safe": mean(safe),
+        "per_prompt": {
+            "safe": per_prompt(safe),
+            "reward": per_prompt(rewards),
+            "cost": per_prompt(costs),
+            "reward - cost": per_prompt(rewards - costs),
+            "refuses": per_prompt(~np.isin(kinds, ("complies", "empty/other turn"))),
+            "further_turn": per_prompt(turns),
+        },
+        "quadrants": {name: {"cut": round(cut, 5), "shares": shares(cut)} for name, cut in cuts.items()},
+        "template": round(hacking.template_share(once), 5),
+        "opening": round(refusals.opening_share(once), 5),
+        "further_turn": mean(turns),
+        "heading": mean([bool(_HEADING.search(text)) for text in texts]),
+        "web_address": mean([bool(_ADDRESS.search(text)) for text in texts]),
+        "kinds": by_kind,
+    }
+
+
+def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+    q25, median, q75 = np.quantile(values, (0.25, 0.5, 0.75))
+    told = {"mean": values.mean(), "std": values.std(), "q25": q25, "median": median, "q75": q75}
+    return {name: round(float(value), 5) for name, value in told.items()}

@@ -1,0 +1,644 @@
+"""What lies at points in the space of weights: where runs ended, between such ends, around them, and what they share.
+
+- *coverage*: what a model can solve within k samples, exact where its right answers are listed, and counted from
+  samples beside. A model of family A writes an answer in few ways, and all right ones are listed (`Measures.reach`): so
+  the chance that one sample is right is a sum of probabilities, at any temperature and without drawing a sample, and
+  pass@k has no noise of sampling. Right answers that are written in another way are not in it: samples say how many.
+- *answers*: what a model answers to each test problem, as short texts (`pack_texts`).
+- *perturbed*: what a base can solve by noise on its weights: each perturbed copy answers greedily, once. That is how a
+  generation of ES explores. A copy is to perturbation what a sample is to temperature. The copies that do best on the
+  validation set, with a vote among them, are the baseline of arXiv 2603.12228, which trains nothing.
+- *noise*: how much of what a model can do noise on its weights leaves. Every model gets the same noise, draw by draw,
+  and answers the same problems with the same random numbers.
+- *path*: straight lines between two models: error, likelihood of right answers, reward and KL at points along them. The
+  barriers of linear mode connectivity (Frankle et al. 2020, arXiv 1912.05671) are read off these curves
+  (`analysis.connectivity`).
+- *merge*: the average of several runs. Runs of one arm from one base share what the reward taught them, and each has
+  taken a random walk of its own: K walks of equal length average to one of 1/sqrt(K) of it. The same record of one run
+  shrunk to that length, and of a random direction, says what the average owes to being short.
+- *products*: a block of the Gram matrix of displacements, from which follow norms, shares and cosines, so that runs can
+  be added without measuring the others again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+
+from evoalign_lib import noise, tiny
+from evoalign_lib.analysis import coverage, geometry, kl, robustness
+from evoalign_lib.checks import whole_number
+from evoalign_lib.files import canonical_json
+from evoalign_study import base_models, measures, specs, training, weight_cache
+from evoalign_study.measures.base import Measures, label, significant, temperatures
+from evoalign_study.records import MAX_RECORD, Record, Spec, pack_bits, pack_integers, pack_probabilities
+
+DECODINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "t0.6": {"samples": 1, "temperature": 0.6},
+    "t1": {"samples": 1, "temperature": 1.0},
+}
+"""One completion of every problem, at every point of a path and under all noise. At a temperature all have the same
+random numbers."""
+
+
+@contextmanager
+def _at_end(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
+    """Yield an engine with the weights at the end that a spec names, else with its base's; and the problems."""
+    with training.opened(spec) as (engine, sets):
+        if "end" in spec:
+            start = engine.master.copy()
+            moved = weight_cache.displacement(spec["end"], start, engine.layout)
+            engine.master[:] = weight_cache.moved(start, moved)
+        engine.write_model()
+        yield engine, sets
+
+
+def _check_sigmas(name: str, sigmas: Sequence[float], most: int | None = None) -> None:
+    """Raise ValueError for standard deviations that are none, too many, there twice, or not finite and above 0."""
+    known = all(0 < sigma < np.inf for sigma in sigmas)
+    if not sigmas or not known or len(set(sigmas)) < len(sigmas) or len(sigmas) > (most or len(sigmas)):
+        most_words = f", at most {most}" if most else ""
+        raise ValueError(f"{name}={list(sigmas)}: give finite standard deviations above 0, each once{most_words}.")
+
+
+# ---- coverage
+
+VALIDATED_BY = 64
+"""Samples within which a validation problem counts as solved where a model's best temperature is chosen."""
+_COVERAGE = (
+    "max_completion_length", "validation_problems", "coverage_problems", "coverage_temperatures", "coverage_samples",
+    "coverage_sampled_at",
+)  # fmt: skip
+_COUNTED = "their distribution is estimated, and a record counts so far"
+
+
+def coverage_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str) -> Spec:
+    """Return the spec of what a model can solve.
+
+    Args:
+        base: that the runs started from, one of the tiny world whose right answers are listed.
+        end: the model, of `weight_cache.end`; None: the base itself.
+        settings: max_completion_length; validation_problems, on which temperatures are compared; coverage_problems, of
+            the test set; coverage_temperatures, at which everything is exact; coverage_samples of each problem, 2 to
+            4,095, at each of coverage_sampled_at.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: temperatures that are none, there twice or not above 0; too few samples or too many; too many test
+            problems; an end of another base, a setting that is missing, or a base whose right answers are not listed.
+    """
+    spec = specs.begin_tiny("coverage", base, scale, {}) | specs.take(settings, _COVERAGE, "coverage")
+    for name in ("coverage_temperatures", "coverage_sampled_at"):
+        spec[name] = temperatures(name, spec[name])
+    whole_number("coverage_samples", spec["coverage_samples"], 2, 4095, _COUNTED)
+    spec["test_problems"] = spec.pop("coverage_problems")
+    measures.get(spec["task"]).spec_fields(base, spec)  # refuses more test problems than there are
+    return weight_cache.at_end(spec, end)
+
+
+def run_coverage(spec: Spec) -> Record:
+    """Return what a model can solve.
+
+    The record has `greedy_bits`; `reach`, temperature -> the chance that one sample of a test problem is right
+    (`records.pack_probabilities`); `validation`, temperature -> pass@64 on the validation set; and `drawn`, temperature
+    -> what samples say: how many are right of each test problem (`records.pack_integers`), whether the most frequent
+    answer is (`vote_bits`), the mean entropy of the answers, nats, plain and corrected for few samples, and how many of
+    all right samples are among the listed answers.
+    """
+    measure = measures.get(spec["task"])
+    with _at_end(spec) as (engine, sets):
+        asked, names = spec["coverage_temperatures"], [label(t) for t in spec["coverage_temperatures"]]
+        reached, validated = (
+            measure.reach(engine.model, engine.prompts[name], engine, sets[name], asked)
+            for name in ("test", "validation")
+        )
+        solved = coverage.pass_at(validated, VALIDATED_BY).mean(axis=1)
+        greedy = measure.accuracy(engine, "test", sets["test"], 0)[0]
+        drawn = {}
+        for temperature in spec["coverage_sampled_at"]:
+            rows = engine.generate("test", samples=spec["coverage_samples"], temperature=temperature)
+            texts = [[text for text, _ in row] for row in rows]
+            drawn[label(temperature)] = summary(measure, engine, sets["test"], texts)
+        return {
+            "n": len(sets["test"]),
+            "greedy_bits": pack_bits(greedy.astype(int)),
+            "reach": dict(zip(names, map(pack_probabilities, reached), strict=True)),
+            "validation": dict(zip(names, (round(float(share), 6) for share in solved), strict=True)),
+            "drawn": drawn,
+        }
+
+
+def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what samples of each problem say, for a record: `drawn` of `run_coverage`.
+
+    Args:
+        measure: of the task.
+        engine: whose end token the listed answers have.
+        problems: that were asked.
+        rows: (samples, problems) completions, without their end tokens.
+    """
+    n_right, voted, entropies, among_listed = [], [], [], 0
+    for problem, texts in zip(problems, zip(*rows, strict=True), strict=True):
+        listed = {answer.removesuffix(engine.tokenizer.eos_token) for answer in measure.right_answers(problem)}
+        counts = Counter(texts)
+        right = {text: n for text, n in counts.items() if measure.right(problem, text)}
+        answers = Counter()
+        for text, n in counts.items():
+            answers[measure.answer(text)] += n
+        n_right.append(sum(right.values()))
+        voted.append(vote_is_right(measure, problem, texts))
+        entropies.append(coverage.answer_entropy(list(answers.values())))
+        among_listed += sum(n for text, n in right.items() if text in listed)
+    plain, corrected = np.mean(entropies, axis=0)
+    return {
+        "right": pack_integers(np.array(n_right)),
+        "vote_bits": pack_bits(np.array(voted, dtype=int)),
+        "entropy": round(float(plain), 5),
+        "entropy_corrected": round(float(corrected), 5),
+        "right_samples": sum(n_right),
+        "listed": among_listed,
+    }
+
+
+def vote_is_right(measure: Measures, problem: Any, texts: Sequence[str]) -> bool:
+    """Say whether the answer that most completions of a problem give is right; where most give none, it is not."""
+    answers = [measure.answer(text) for text in texts]
+    chosen = coverage.vote(answers)
+    return chosen is not None and measure.right(problem, texts[answers.index(chosen)])
+
+
+# ---- answers
+
+ANSWERED = {"greedy": 0, "t1": 1}
+"""Name in a record of answers -> samples of each problem that are drawn; 0: decoded greedily."""
+MOST = 320
+"""Problems of a record of answers, at most."""
+LONGEST = 40
+"""Characters of a text, at most; fewer where the record has no room for so many."""
+_REST = 700
+"""Bytes of a record beside its spec, its texts and its bits: budget, commit, environment, names."""
+_NONE, _CUT = "!", "$"
+_SAFE = "+*/()=-.,:;<>?@[]^_{|}~#&'`"  # "!", "$", "%" and what JSON escapes are not
+
+
+class Written(NamedTuple):
+    """What a model wrote to a problem."""
+
+    text: str
+    """The answer, or the completion."""
+    answered: bool
+    """Whether it is an answer that the task found in the completion, or any completion of a task that looks for none;
+    else it is the completion, which gives none."""
+    cut: bool
+    """Whether it goes on."""
+
+
+def answers_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str) -> Spec:
+    """Return the spec of what a model answers.
+
+    Args:
+        base: that the runs started from, one of the tiny world.
+        end: the model, of `weight_cache.end`; None: the base itself.
+        settings: max_completion_length; coverage_problems, of the test set, 1 to 320; and what the task reads.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: too few test problems or too many, an end of another base, a setting that is missing, or what
+            `specs.begin` refuses.
+    """
+    taken = specs.take(settings, ("max_completion_length", "coverage_problems"), "a run of kind 'answers'")
+    n = whole_number("coverage_problems", taken["coverage_problems"], most=MOST, why="a record has room for so many")
+    own = {"max_completion_length": taken["max_completion_length"], "test_problems": n}
+    # a test set that says what is right needs no list of right answers: every base can be asked
+    asked = {name: value for name, value in settings.items() if name != "validation_problems"} | own
+    spec = specs.begin_tiny("answers", base, scale, asked, tiny.SHIPPED) | own
+    return weight_cache.at_end(spec, end)
+
+
+def run_answers(spec: Spec) -> Record:
+    """Return what a model answers to the test problems: greedily, and one sample at temperature 1, as short texts.
+
+    A text is what `Measures.answer` finds in a completion, and the completion itself where it finds nothing or where
+    the task does not tell answers from completions. Whether it is right is graded on the whole completion.
+
+    The record has `n`, problems; `longest`, the characters after which texts are cut, so that it has room for them;
+    `greedy` and `t1`, the texts (`pack_texts`), and `greedy_bits` and `t1_bits`, which of them are right
+    (`records.pack_bits`). All models draw their sample with the same random numbers.
+
+    Raises:
+        ValueError: the spec is so long that the record has no room for the texts, or the weights are not those of
+            their record.
+    """
+    measure = measures.get(spec["task"])
+    with _at_end(spec) as (engine, sets):
+        problems, written = sets["test"], {}
+        result: Record = {"n": len(problems)}
+        for name, samples in ANSWERED.items():
+            (row,) = engine.generate("test", samples=samples)
+            right = [int(measure.right(problem, text)) for problem, (text, _) in zip(problems, row, strict=True)]
+            result[f"{name}_bits"] = pack_bits(right)
+            written[name] = [_answered(measure, text) for text, _ in row]
+    bits = sum(len(result[f"{name}_bits"]) for name in ANSWERED)
+    room = MAX_RECORD - _REST - len(canonical_json(spec)) - bits
+    for longest in range(LONGEST, -1, -1):
+        packed = {name: pack_texts(texts, longest) for name, texts in written.items()}
+        if sum(map(len, packed.values())) <= room:
+            return result | {"longest": longest} | packed
+    raise ValueError(f"no room for {len(problems)} answers in {room} bytes: ask fewer problems (coverage_problems).")
+
+
+def _answered(measure: Measures, completion: str) -> tuple[str, bool]:
+    """Return the answer of a completion, or the completion; and whether it is an answer."""
+    try:
+        answer = measure.answer(completion)
+    except NotImplementedError:  # the task counts no answers together
+        return completion, True
+    return (completion, False) if answer is None else (answer, True)
+
+
+def pack_texts(texts: Sequence[tuple[str, bool]], longest: int = LONGEST) -> str:
+    """Return texts as one ASCII text, in their order, with a space between two.
+
+    Each is percent-encoded (RFC 3986), so that it has no space, quote or backslash; "!" before a text says that it is a
+    completion without an answer, and "$" behind it that its end was cut off.
+
+    Args:
+        texts: (problems,), each with whether it is an answer.
+        longest: characters after which a text is cut.
+
+    Raises:
+        ValueError: no texts.
+
+    >>> pack_texts([("3*(2+4)", True), ("a b", False), ("123456", True)], longest=5)
+    '3*(2+$ !a%20b 12345$'
+    """
+    if not texts:
+        raise ValueError("no texts: a row of answers has at least one.")
+    return " ".join(
+        ("" if answered else _NONE)
+        + quote(text[:longest], safe=_SAFE, errors="replace")
+        + (_CUT if len(text) > longest else "")
+        for text, answered in texts
+    )
+
+
+def unpack_texts(packed: str, n: int) -> list[Written]:
+    """Return the (n,) texts that `pack_texts` wrote.
+
+    Raises:
+        ValueError: they are not so many.
+
+    >>> unpack_texts("3*(2+$ !a%20b", 2)
+    [Written(text='3*(2+', answered=True, cut=True), Written(text='a b', answered=False, cut=False)]
+    """
+    parts = packed.split(" ")
+    if len(parts) != n:
+        raise ValueError(f"{len(parts)} texts where there are {n} problems: damaged record")
+    return [
+        Written(unquote(part.removeprefix(_NONE).removesuffix(_CUT)), not part.startswith(_NONE), part.endswith(_CUT))
+        for part in parts
+    ]
+
+
+# ---- perturbed copies
+
+BEST = (1, 16, 64)
+"""How many copies, the best on the validation set, vote."""
+_PERTURBED = ("max_completion_length", "perturbed_members", "perturbed_problems", "perturbed_validation")
+
+
+def perturbed_specs(
+    base: str, sigmas: Sequence[float], repeats: int, settings: Mapping[str, Any], scale: str
+) -> list[Spec]:
+    """Return the specs of a base under noise on its weights, one for each sigma and repeat.
+
+    Args:
+        base: one of the tiny world whose right answers are listed.
+        sigmas: standard deviations of the noise, weight units.
+        repeats: how many times with noise of its own.
+        settings: max_completion_length; perturbed_members, copies, 2 to 4,095; perturbed_problems, of the test set;
+            perturbed_validation, problems on which the best copies are chosen.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: sigmas that are none, there twice or not above 0; no repeats; too few copies or too many; too many
+            test problems; a setting that is missing.
+    """
+    _check_sigmas("sigmas", sigmas)
+    whole_number("repeats", repeats)
+    taken = specs.take(settings, _PERTURBED, "noise on the weights")
+    whole_number("perturbed_members", taken["perturbed_members"], 2, 4095, _COUNTED)
+    sizes = {"test_problems": taken["perturbed_problems"], "validation_problems": taken["perturbed_validation"]}
+    common = specs.begin_tiny("perturbed", base, scale, sizes) | sizes
+    common |= {"max_completion_length": taken["max_completion_length"], "members": taken["perturbed_members"]}
+    return [common | {"sigma": float(sigma), "repeat": repeat} for sigma in sigmas for repeat in range(repeats)]
+
+
+def run_perturbed(spec: Spec) -> Record:
+    """Return what perturbed copies of a base solve, each answering greedily.
+
+    The record has `drawn`, as of kind "coverage", with a copy in the place of a sample; `validation`, how many copies
+    solve each validation problem; `member`, mean and standard deviation over copies of the test accuracy; and `best`,
+    number of copies chosen on the validation set -> their mean test accuracy and that of their vote.
+    """
+    from evoalign_study.rollouts import greedy_answers
+
+    measure = measures.get(spec["task"])
+    run_key = noise.run_key("perturbed", spec["repeat"])
+    with training.opened(spec) as (engine, sets):
+        answered = greedy_answers(engine, ["test", "validation"], run_key, spec["sigma"], spec["members"])
+        rows = {name: [[text for text, _ in row] for row in copies] for name, copies in answered.items()}
+        right = {
+            name: np.array([[measure.right(p, text) for p, text in zip(sets[name], row, strict=True)] for row in texts])
+            for name, texts in rows.items()
+        }
+        accuracies = right["test"].mean(1)
+        # of equally good copies the earlier
+        order = np.argsort(-right["validation"].mean(1), kind="stable")
+        best = {}
+        for size in (size for size in BEST if size <= spec["members"]):
+            chosen = zip(*(rows["test"][i] for i in order[:size]), strict=True)
+            votes = [vote_is_right(measure, *pair) for pair in zip(sets["test"], chosen, strict=True)]
+            mean = round(float(accuracies[order[:size]].mean()), 6)
+            best[str(size)] = {"mean": mean, "vote": round(float(np.mean(votes)), 6)}
+        return {
+            "n": len(sets["test"]),
+            "drawn": summary(measure, engine, sets["test"], rows["test"]),
+            "validation": pack_integers(right["validation"].sum(0)),
+            "member": {"mean": round(float(accuracies.mean()), 6), "sd": round(float(accuracies.std(ddof=1)), 6)},
+            "best": best,
+        }
+
+
+# ---- noise on the weights of trained models
+
+_NOISE = ("max_completion_length", "validation_problems", "noise_sigmas", "noise_trials")
+
+
+def _is_head(name: str) -> bool:
+    return geometry.layer_of(name, tied=True) in ("head", "embedding (tied)")
+
+
+PARTS: dict[str, tuple[str, Callable[[str], bool] | None]] = {
+    "isotropic": ("isotropic", None),
+    "relative": ("per-tensor relative", None),
+    "head": ("isotropic", _is_head),
+    "body": ("isotropic", lambda name: not _is_head(name)),
+}
+"""Part -> how its noise is scaled, and which tensors have it; None: all. A sigma is the standard deviation in weight
+units; relative noise is in proportion to the root mean square of each tensor, with the squared length that isotropic
+noise of this sigma has on the base."""
+
+
+def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str) -> Spec:
+    """Return the spec of a model under noise on its weights.
+
+    Args:
+        base: that the runs started from, a plain one of the tiny world.
+        end: the model, of `weight_cache.end`; None: the base itself.
+        settings: max_completion_length, validation_problems, noise_sigmas (weight units, each above 0, at most 8) and
+            noise_trials (draws of each noise, 1 to 8).
+        scale: of the notebook.
+
+    Raises:
+        ValueError: sigmas or trials out of range, an end of another base, a setting that is missing, or a base outside
+            the tiny world.
+    """
+    spec = specs.begin_tiny("noise", base, scale, {}) | specs.take(settings, _NOISE, "noise")
+    _check_sigmas("noise_sigmas", spec["noise_sigmas"], most=8)
+    whole_number("noise_trials", spec["noise_trials"], most=8, why="a record has room for so many")
+    return weight_cache.at_end(spec, end)
+
+
+def run_noise(spec: Spec) -> Record:
+    """Return the accuracy of a model on the validation set, without noise and with each.
+
+    The record has `clean`, decoding -> accuracy, and for each of `PARTS` decoding -> accuracies, a list per sigma with
+    one per draw. All are fractions.
+    """
+    measure = measures.get(spec["task"])
+    with _at_end(spec) as (engine, sets):
+        layout = engine.layout
+        weights = {name: torch.from_numpy(part) for name, part in layout.views(engine.master.copy()).items()}
+        size = float(np.sqrt(np.mean(np.square(weight_cache.of_base(spec["base"]), dtype=np.float64))))
+
+        def accuracies() -> dict[str, float]:
+            scores = {}
+            for name, how in DECODINGS.items():
+                (row,) = engine.generate("validation", **how)
+                right = [measure.right(p, text) for p, (text, _) in zip(sets["validation"], row, strict=True)]
+                scores[name] = round(float(np.mean(right)), 5)
+            return scores
+
+        result: Record = {"n": len(sets["validation"]), "clean": accuracies()}
+        run_key = noise.run_key("robustness", 0)
+        keys = [noise.member_key(run_key, 0, trial) for trial in range(spec["noise_trials"])]
+        for part, (mode, only) in PARTS.items():
+            result[part] = {name: [[] for _ in spec["noise_sigmas"]] for name in DECODINGS}
+            for i, sigma in enumerate(spec["noise_sigmas"]):
+                for key in keys:
+                    scale = sigma / size if part == "relative" else sigma
+                    moved = robustness.perturb(weights, scale, key, mode=mode, only=only)
+                    for name, view in layout.views(engine.master).items():
+                        view[...] = moved[name].numpy()
+                    for name, value in accuracies().items():
+                        result[part][name][i].append(value)
+        return result
+
+
+# ---- straight lines between two models
+
+_PATH = ("max_completion_length", "validation_problems", "path_points")
+_JUDGED = ("task", "measure", "validation_problems")
+"""Settings that `specs.begin` reads: the task, the measure of length that conciseness is rewarded by, and how many
+questions are asked of it, which has no more than its split."""
+
+
+def path_spec(
+    base: str, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str
+) -> Spec:
+    """Return the spec of the line (1 - a) * first + a * last, for a from 0 to 1.
+
+    Args:
+        base: that all runs started from, a plain one of the tiny world, of the task.
+        first, last: ends, of `weight_cache.end`; None: the base itself.
+        settings: max_completion_length, validation_problems (asked at every point) and path_points, 3 to 50; task
+            ("countdown" where it is missing), and of conciseness its measure.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: two ends that are one, ends of another base, too few or too many points, a setting that is missing,
+            a base outside the tiny world or of another task, or what the task refuses.
+    """
+    asked = {name: settings[name] for name in _JUDGED if name in settings}
+    spec = specs.begin_tiny("path", base, scale, asked, tiny.BASES + tiny.QUESTION_BASES)
+    spec |= specs.take(settings, _PATH, "a path")
+    if first == last:
+        raise ValueError("both ends of the path are the same model: give two.")
+    whole_number("path_points", spec["path_points"], 3, 50)
+    if (answers := spec["path_points"] * spec["validation_problems"]) > 7000:
+        raise ValueError(
+            f"{spec['path_points']} path_points on {spec['validation_problems']} problems are {answers} answers, too "
+            "many for a record of 8 kB: take at most 7,000, such as 21 points on 256 problems."
+        )
+    for name, end in (("first", first), ("last", last)):
+        if end is not None:
+            spec[name] = weight_cache.at_end({"base": base}, end)["end"]
+    return spec
+
+
+def run_path(spec: Spec) -> Record:
+    """Return what every point of a line does; every point answers the same problems, with the same random numbers.
+
+    The record has the distance between the ends and, for each point, in lists: under each of `DECODINGS` which problems
+    are right, and the mean reward; the negative log-likelihood of a right answer, one fixed for each problem, nats per
+    answer; and the KL from the base along these answers, nats per token. What is right, the reward and the right answer
+    are those of the task (`Measures.judged`, `Measures.right_answer`).
+    """
+    measure, rng = measures.get(spec["task"]), random.Random("answers of paths")
+    base, tokenizer = base_models.model_of(spec | {"kind": "base"})
+    points: dict[str, list] = {}
+    with training.opened(spec) as (engine, sets):
+        problems, prompts = sets["validation"], engine.prompts["validation"]
+        written = [measure.right_answer(problem, rng) for problem in problems]
+        answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in written]
+        start = engine.master.copy()
+        ends = [
+            weight_cache.displacement(spec[name], start, engine.layout) if name in spec else np.zeros(len(start))
+            for name in ("first", "last")
+        ]
+        for a in np.linspace(0, 1, spec["path_points"]):
+            engine.master[:] = weight_cache.moved(start, (1 - a) * ends[0] + a * ends[1])
+            engine.write_model()
+            drift = kl.compare(engine.model, base, prompts.ids, prompts.mask, answers, engine.eos_ids)
+            point: dict[str, Any] = {
+                "nll": significant(-float(drift.log_policy.sum()) / len(problems)),
+                "kl": significant(float(drift.exact.sum() / drift.mask.sum())),
+            }
+            for name, how in DECODINGS.items():
+                (row,) = engine.generate("validation", **how)
+                rewards, right = measure.judged(spec, engine, problems, row)
+                point[f"reward_{name}"] = significant(rewards.mean())
+                point[f"{name}_bits"] = pack_bits(right.astype(int))
+            for name, value in point.items():
+                points.setdefault(name, []).append(value)
+        distance = significant(np.linalg.norm(ends[1] - ends[0]), 7)
+    return {"n": len(problems), "distance": distance, "points": points}
+
+
+# ---- models merged from the weights of several runs
+
+TEMPERATURE = 0.6
+"""At which a merged model samples the test set, besides greedy decoding and temperature 1."""
+_MERGE = ("max_completion_length", "validation_problems", "test_problems", "skill_messages")
+
+
+def merge_specs(
+    records: Sequence[Record],
+    settings: Mapping[str, Any],
+    scale: str,
+    *,
+    factor: float = 1.0,
+    as_long_as: Sequence[Record] = (),
+    draw: int | None = None,
+) -> Spec:
+    """Return the spec of a model at base + factor * (mean of the runs' weights - base), and of what it can do.
+
+    Args:
+        records: of the runs: training runs of one arm and setting from one plain base of the tiny world, which differ
+            in their seeds. One run alone is measured as it is.
+        settings: max_completion_length, validation_problems, test_problems, skill_messages (of each skill).
+        scale: of the notebook.
+        factor, as_long_as, draw: as for `weight_cache.end`.
+
+    Raises:
+        ValueError: runs that make no group (`weight_cache.group`), a factor that is not finite, a setting that is
+            missing, a base outside the tiny world or of another task.
+    """
+    end = weight_cache.end(records, factor=factor, as_long_as=as_long_as, draw=draw)
+    spec = specs.begin_tiny("merge", end["of"]["run"]["base"], scale, {})
+    return spec | specs.take(settings, _MERGE, "a merged model") | {"arm": end["of"]["run"]["arm"]} | end
+
+
+def run_merge(spec: Spec) -> Record:
+    """Return how far a merged model lies from its base, and what it can do.
+
+    The record has the norm of the displacement; the test set greedily, at `TEMPERATURE` and at 1; the KL from the base
+    on the task; and of each skill that no reward touches accuracy and KL.
+    """
+    measure = measures.get(spec["task"])
+    with training.opened(spec) as (engine, sets):
+        moved = weight_cache.displacement(spec, engine.master, engine.layout)
+        engine.master[:] = weight_cache.moved(engine.master, moved)
+        return {
+            "d": engine.layout.d,
+            "norm": significant(np.linalg.norm(moved), 7),
+            "test": measure.tested(engine, sets["test"])
+            | measure.sampled(spec, engine, sets, "test", [TEMPERATURE], 16),
+            "kl_policy_base": base_models.kl_from_base(spec | {"seed": 0}, engine),
+            "skills": measure.skills(spec, engine),
+        }
+
+
+# ---- products of displacements
+
+BLOCK = 8
+"""Runs of each group in one record of products, which would grow too long with more."""
+
+
+def products_specs(groups: Sequence[Sequence[Record]], scale: str) -> list[Spec]:
+    """Return the specs of all products among runs of several groups: a record for each pair of blocks of `BLOCK` runs.
+
+    Args:
+        groups: records of training runs; those of a group differ in their seeds alone, and all start from one plain
+            base of the tiny world.
+        scale: of the notebook.
+
+    Raises:
+        ValueError: runs that make no group, groups from several bases, or a base outside the tiny world.
+    """
+    blocks = [
+        weight_cache.group(records[first : first + BLOCK])
+        for records in groups
+        for first in range(0, len(records), BLOCK)
+    ]
+    bases = sorted({block["run"]["base"] for block in blocks})
+    if len(bases) != 1:
+        raise ValueError(f"displacements from {', '.join(bases) or 'no base'} have no products: give runs from one.")
+    begun = specs.begin_tiny("products", bases[0], scale, {})
+    return [begun | {"a": a, "b": b} for i, a in enumerate(blocks) for b in blocks[i:]]
+
+
+def run_products(spec: Spec) -> Record:
+    """Return the products of each displacement of block a with each of block b, by layer.
+
+    The record has for each layer (`geometry.layer_of`) its entries, |start|^2, and the matrix of products, (runs of a,
+    runs of b), weight units squared; of a block with itself also how many entries of each run moved at all, in float32
+    and once both ends were rounded to bfloat16.
+    """
+    start, layout = weight_cache.of_base(spec["base"]), weight_cache.layout_of(spec["base"])
+    a = weight_cache.of_group(spec["a"])
+    own = spec["a"] == spec["b"]
+    b = [] if own else weight_cache.of_group(spec["b"])
+    views = [layout.views(torch.from_numpy(master)) for master in (start, *a, *b)]
+    dtypes = ("float32", "bfloat16")
+    layered = geometry.measure(views[0], views[1:], thresholds=(0.0,), dtypes=dtypes).by("layer")
+    columns = slice(0, len(a)) if own else slice(len(a), None)
+    layers = {}
+    for i, name in enumerate(layered.names):
+        layers[name] = {
+            "entries": int(layered.entries[i]),
+            "start": significant(layered.start[i], 7),
+            "products": [[significant(x, 7) for x in row] for row in layered.gram[i, : len(a), columns]],
+        }
+        if own:
+            layers[name]["moved"] = {dtype: layered.moved[dtype][0, i].tolist() for dtype in dtypes}
+    return {"d": layout.d, "layers": layers}

@@ -1,0 +1,97 @@
+"""What a run leaves on disk, counted in real checkpoints; and what lies in memory while a step runs, by component."""
+
+import numpy as np
+import pytest
+import torch
+from evoalign_study import sweep
+from evoalign_study.kinds.memory import storage_specs
+from evoalign_study.memory_profile import Allocations, resident
+from evoalign_study.views import low_rank_and_cost as view
+
+SETTINGS = {
+    "max_completion_length": 16, "steps": 3, "prompts_per_step": 4, "population_size": 4, "sigma": 0.03, "alpha": 0.01,
+    "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 8,
+    "warm_epochs": 1, "warm_learning_rate": 1e-3,
+}  # fmt: skip
+D = {"es": 140_928, "essa": 1_792, "grpo": 140_928, "grpo_lora": 1_792}
+KIB = 1024
+
+
+def stored(arms, **changed) -> dict:
+    specs = storage_specs(dict.fromkeys(arms, SETTINGS | changed), "A0", "smoke")
+    return {spec["arm"]: sweep.run(spec, "nb", "commit") for spec in specs}
+
+
+def test_models_moments_and_ledgers_are_counted():
+    records = stored(D)
+    for arm, record in records.items():
+        kept, d = record["bytes"], D[arm]
+        assert record["d"] == d and 0 <= kept["model"] - 4 * d < 4_000, arm  # float32 behind a header with names
+        if arm in ("grpo", "grpo_lora"):
+            assert 8 * d <= kept["moments"] < 8 * d + 60_000 and "packed" not in record
+        else:
+            assert 0 <= kept["master"] - 4 * d < 4_000 and 0 < record["packed"] < kept["ledger"]
+    assert records["es"]["start"] == 0 < records["essa"]["start"] == records["essa"]["bytes"]["model"]
+    table = view.storage_table(list(records.values())).set_index("arm")
+    assert list(table["sent a step, kB"]) == ["0.048", "none", "282", "3.6"]
+    assert list(table["run as ledger, kB"])[2:] == ["none", "none"] and float(table["run as ledger, kB"].iloc[0]) < 5
+    # a ledger grows by its steps and members, and not by the model
+    first = records["es"]["bytes"]
+    for more in ({"steps": 6}, {"population_size": 8}):
+        grown = stored(["es"], **more)["es"]["bytes"]
+        assert first["ledger"] < grown["ledger"] < 3 * first["ledger"] and grown["model"] == first["model"]
+    with pytest.raises(ValueError, match="'some/model'"):
+        storage_specs({"es": SETTINGS}, "some/model", "smoke")
+
+
+def kib(*numbers: int) -> torch.Tensor:
+    return torch.zeros(*numbers, 256)
+
+
+def test_the_peak_is_what_was_alive_at_once_and_forgotten_when_a_step_begins():
+    with Allocations() as seen:
+        first = kib(3)
+        del first  # gone before the others come
+        second = kib(2)
+        third = second + 1
+        view = third[0]
+        del second, third
+        assert seen.at_peak == {"temporaries": 4 * KIB} and sum(seen.now.values()) == 2 * KIB and view.shape == (256,)
+        seen.begin()
+        view + view
+    assert seen.at_peak == {"temporaries": 3 * KIB}
+
+
+def test_what_autograd_keeps_and_gradients_have_their_components():
+    layer = torch.nn.Linear(256, 256, bias=False)
+    with Allocations() as seen:
+        seen.name("weights", layer.parameters())
+        seen.follow(layer)
+        loss = layer(kib(4)).square().sum()
+        assert seen.now["saved activations"] == 8 * KIB  # the input, and the output of which the square is taken
+        loss.backward()
+    assert seen.now["weights"] == seen.now["gradients"] == 256 * KIB and not seen.now["saved activations"]
+
+
+def test_arrays_of_numpy_are_counted_while_they_are_read_or_held():
+    held, passing = np.zeros(512, np.float32), np.zeros(1024, np.float32)
+    with Allocations() as seen:
+        seen.hold("master", held)
+        torch.from_numpy(held) * 2
+        assert seen.at_peak == {"master": 2 * KIB, "temporaries": 2 * KIB}
+        torch.from_numpy(passing) * 2
+    assert seen.at_peak == {"master": 2 * KIB, "noise or factors": 4 * KIB, "temporaries": 4 * KIB}
+
+
+def test_components_by_shape_and_of_views_that_are_one_storage():
+    flat = torch.zeros(512)
+    with Allocations(lambda operation, tensor: "logits" if tensor.shape[-1] == 256 else None) as seen:
+        seen.name("weights", [flat[:256], flat[256:], flat])
+        held = kib(1), torch.zeros(512, 2)
+    assert seen.at_peak == {"weights": 2 * KIB, "logits": KIB, "temporaries": 4 * KIB} and len(held) == 2
+
+
+def test_a_status_without_the_field_is_refused():
+    assert resident("VmRSS") > 10 * KIB * KIB
+    with pytest.raises(RuntimeError, match="VmNone"):
+        resident("VmNone")
