@@ -83,9 +83,7 @@ class Corrected:
     """cosine of the groups' means, not corrected"""
 
 
-def corrected_cosine(
-    gram: ArrayLike, a: Sequence[int], b: Sequence[int], level: float = 0.95, paired: bool = False
-) -> Corrected:
+def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int], level: float = 0.95) -> Corrected:
     """Estimate the cosine of two groups' signals, free of the noise of their runs.
 
     It is mean(a_i . b_j) / sqrt(mean over i != k of a_i . a_k, times the same of b): each mean is unbiased. Intervals
@@ -100,11 +98,9 @@ def corrected_cosine(
         gram: (K, K) products of all runs of both groups, weight units squared.
         a, b: rows of each group, at least 2; no run in both.
         level: of the intervals.
-        paired: run i of a and run i of b share draws (data order, noise): their product is left out, and the jackknife
-            leaves out both together.
 
     Raises:
-        ValueError: another matrix, a group of fewer than 2 runs, a run in both, or pairs of groups of unequal size.
+        ValueError: another matrix, a group of fewer than 2 runs, or a run in both.
 
     Source:
         Spearman 1904; Miller 1974, "The jackknife: a review".
@@ -113,27 +109,19 @@ def corrected_cosine(
     rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
     if shared := set(rows_a.tolist()) & set(rows_b.tolist()):
         raise ValueError(f"run {min(shared)} is in both groups: its product with itself is no product of two runs")
-    if paired and len(rows_a) != len(rows_b):
-        raise ValueError(f"paired groups need as many runs each, got {len(rows_a)} and {len(rows_b)}")
-    partner = dict(zip(rows_a.tolist(), rows_b.tolist(), strict=True)) if paired else {}
 
-    def cross_of(matrix: Vector, x: NDArray, y: NDArray) -> float:
-        left_out = [[partner.get(i) == j for j in y.tolist()] for i in x.tolist()]
-        return float(np.ma.masked_array(matrix[np.ix_(x, y)], left_out).mean())
-
-    def value(x: NDArray, y: NDArray) -> float:
-        one, other = _off_diagonal(g, x), _off_diagonal(g, y)
-        return cross_of(g, x, y) / math.sqrt(one * other) if one > 0 and other > 0 else math.nan
+    def cross(x: NDArray, y: NDArray) -> float:
+        return float(g[np.ix_(x, y)].mean())
 
     signals = tuple(_jackknife(partial(_off_diagonal, g), [rows], level) for rows in (rows_a, rows_b))
-    found = _jackknife(value, [rows_a, rows_b], level, paired)
+    found = _jackknife(partial(_plain_corrected, g), [rows_a, rows_b], level)
     if not all(s.low > 0 for s in signals):
         found = Interval(found.value, math.nan, math.nan, found.n, level)
     return Corrected(
         found,
-        _jackknife(partial(cross_of, g), [rows_a, rows_b], level, paired),
+        _jackknife(cross, [rows_a, rows_b], level),
         signals,
-        cross_of(_normalised(g), rows_a, rows_b),
+        float(_normalised(g)[np.ix_(rows_a, rows_b)].mean()),
         _cosine_of_means(g, rows_a, rows_b),
     )
 
@@ -188,66 +176,6 @@ def cosine_by_count(
     return points
 
 
-def split_half(gram: ArrayLike, runs: Sequence[int] | None = None, draws: int = 200, seed: int = 0) -> float:
-    """Return the mean cosine of the means of two random halves of a group: the ceiling of a cosine of such means.
-
-    gram, runs: as for `signal`, whose errors it raises. draws: random halvings. An odd run is left out, another each
-    time.
-    """
-    g = _gram(gram)
-    rows, rng = _group(g, runs, "runs"), np.random.default_rng(seed)
-    half = len(rows) // 2
-    deals = (rng.permutation(rows) for _ in range(draws))
-    return float(np.mean([_cosine_of_means(g, deal[:half], deal[half : 2 * half]) for deal in deals]))
-
-
-# ---- projections
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A displacement split into its part in a span of directions and the rest."""
-
-    along: float
-    """norm of the part in the span, weight units; with one direction it has the sign of the product"""
-    rest: float
-    """norm of the rest, weight units"""
-    share: float
-    """of the squared norm that lies in the span; NaN for a displacement of 0"""
-    rank: int
-    """dimensions of the span: a random direction has the share rank / d"""
-
-
-def projection(gram: ArrayLike, target: int, span: Sequence[int], tolerance: float = 1e-10) -> Projection:
-    """Project one displacement on the span of others, from their products alone (a QR by the Gram matrix).
-
-    Args:
-        gram: (K, K) products, weight units squared.
-        target: row of the displacement.
-        span: rows of the directions.
-        tolerance: directions of the span whose share of its normalised Gram matrix is less count as dependent.
-
-    Raises:
-        ValueError: another matrix, no direction, or a row that is not there.
-    """
-    g, rows = _gram(gram), np.asarray(span, np.int64)
-    if len(rows) == 0 or not all(0 <= row < len(g) for row in (target, *rows.tolist())):
-        raise ValueError(f"target {target} and span {rows.tolist()} must be rows 0 to {len(g) - 1}, at least one")
-    rows = rows[np.diagonal(g)[rows] > 0]
-    squared = g[target, target]
-    if len(rows) == 0:
-        return Projection(0.0, math.sqrt(squared), float(_divided(0.0, squared)), 0)
-    norms = np.sqrt(np.diagonal(g)[rows])
-    values, vectors = np.linalg.eigh(g[np.ix_(rows, rows)] / np.outer(norms, norms))
-    kept = values > tolerance * values.max()
-    components = (vectors[:, kept].T @ (g[rows, target] / norms)) / np.sqrt(values[kept])
-    inside = min(float(components @ components), squared)
-    sign = math.copysign(1.0, g[rows[0], target]) if len(rows) == 1 else 1.0
-    return Projection(
-        sign * math.sqrt(inside), math.sqrt(squared - inside), float(_divided(inside, squared)), int(kept.sum())
-    )
-
-
 # ---- the matrix
 
 
@@ -288,19 +216,13 @@ def _cosine_of_means(gram: Vector, a: NDArray, b: NDArray) -> float:
     return float(gram[np.ix_(a, b)].mean() / math.sqrt(squares[0] * squares[1])) if min(squares) > 0 else math.nan
 
 
-def _jackknife(
-    statistic: Callable[..., float], groups: Sequence[NDArray], level: float, together: bool = False
-) -> Interval:
-    """Return a statistic of groups of runs with its delete-one jackknife interval.
-
-    together: leave out run i of every group at once, since these share draws; otherwise groups are independent.
-    """
+def _jackknife(statistic: Callable[..., float], groups: Sequence[NDArray], level: float) -> Interval:
+    """Return a statistic of independent groups of runs with its delete-one jackknife interval."""
     from scipy.stats import t
 
     value, variance, fewest = statistic(*groups), 0.0, min(map(len, groups))
-    for chosen in [range(len(groups))] if together else [[g] for g in range(len(groups))]:
-        k = len(groups[chosen[0]])
-        left = [[np.delete(rows, i) if g in chosen else rows for g, rows in enumerate(groups)] for i in range(k)]
+    for chosen, k in enumerate(map(len, groups)):
+        left = [[np.delete(rows, i) if g == chosen else rows for g, rows in enumerate(groups)] for i in range(k)]
         found = np.array([statistic(*others) for others in left])
         variance += (k - 1) / k * float(np.square(found - found.mean()).sum())
     reach = float(t.ppf((1 + level) / 2, fewest - 1)) * math.sqrt(variance)

@@ -1,7 +1,7 @@
 """Linear mode connectivity: barriers on the path between two models, and where a gain sets in, from measured curves.
 
-The path is theta(a) = (1 - a) theta_A + a theta_B (`interpolation.path`), and E(a) an error measured on it, the lower
-the better. With rewards=True a curve holds rewards, whose error is their negative; heights keep the unit of the curve.
+The path is theta(a) = (1 - a) theta_A + a theta_B, and E(a) an error measured on it, the lower the better. Points lie
+evenly on it, ends included.
 
     barrier_mean = sup_a E(a) - (E_A + E_B) / 2               Frankle et al. 2020 (arXiv 1912.05671)
     barrier_line = sup_a [E(a) - (1 - a) E_A - a E_B]
@@ -24,14 +24,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import Equivalence, Interval
+from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import choose, whole_number
 
 Array = NDArray[np.float64]
 
-HEIGHTS = ("line", "mean", "dip", "base")
-"""What a sup is taken of: error above the line between the ends, above their mean, below the better end, below the
-base."""
+HEIGHTS = ("line", "mean")
+"""What a sup is taken of: the error above the line between the ends, or above their mean."""
 NEAR = 1.5
 """Standard deviations below the sup within which `estimate_barrier` counts a point as a candidate for the sup."""
 
@@ -48,57 +47,39 @@ class Peak(NamedTuple):
     """(...), the first alpha at which the sup lies; 0 or 1 where no inner point exceeds the ends."""
 
 
-def barrier_line(curve: ArrayLike, alphas: ArrayLike | None = None, *, rewards: bool = False) -> Peak:
+def barrier_line(curve: ArrayLike) -> Peak:
     """Return how far the error rises above the line between the ends: sup_a [E(a) - (1 - a) E_A - a E_B] >= 0.
 
-    curve: (..., points), ends included, errors, or rewards with rewards=True. alphas: (points,) from 0 to 1, evenly
-    spaced by default. Not corrected for noise: see `estimate_barrier`.
-    Raises ValueError for fewer than 3 points, and alphas that do not fit or do not rise from 0 to 1.
+    Args:
+        curve: (..., points), errors at evenly spaced points, ends included. Not corrected for noise: see
+            `estimate_barrier`.
+
+    Raises:
+        ValueError: fewer than 3 points.
 
     >>> height, alpha = barrier_line([0.1, 0.5, 0.3])
     >>> round(float(height), 3), float(alpha)
     (0.3, 0.5)
     """
-    return _peak("line", *_errors(curve, alphas, rewards))
+    return _peak("line", curve)
 
 
-def barrier_mean(curve: ArrayLike, alphas: ArrayLike | None = None, *, rewards: bool = False) -> Peak:
+def barrier_mean(curve: ArrayLike) -> Peak:
     """Return how far the error rises above the mean of the ends: sup_a E(a) - (E_A + E_B) / 2 >= |E_A - E_B| / 2.
 
-    Arguments and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
+    Argument and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
     """
-    return _peak("mean", *_errors(curve, alphas, rewards))
+    return _peak("mean", curve)
 
 
-def dip(
-    curve: ArrayLike, alphas: ArrayLike | None = None, *, base: ArrayLike | None = None, rewards: bool = False
-) -> Peak:
-    """Return how far the path dips below its better end, or below the base: what averaging the weights gains.
-
-    curve, alphas, rewards: as in `barrier_line`, whose errors it raises. base: the base's error (reward), (...) or one
-    number; None: the better end, below which the depth is never negative. A negative depth below the base says that the
-    path stays above it.
-    """
-    errors, alphas = _errors(curve, alphas, rewards)
-    if base is None:
-        return _peak("dip", errors, alphas)
-    return _peak("base", errors, alphas, np.asarray(base, np.float64) * (-1 if rewards else 1))
-
-
-def _errors(curve: ArrayLike, alphas: ArrayLike | None, rewards: bool) -> tuple[Array, Array]:
-    errors = np.asarray(curve, np.float64) * (-1 if rewards else 1)
+def _peak(kind: str, curve: ArrayLike) -> Peak:
+    errors = np.asarray(curve, np.float64)
     if errors.ndim == 0 or errors.shape[-1] < 3:
         raise ValueError(f"a curve of shape {errors.shape} has no inner point: give (..., points), 3 at least")
-    return errors, _alphas(alphas, errors.shape[-1])
-
-
-def _alphas(alphas: ArrayLike | None, n: int) -> Array:
-    if alphas is None:
-        return np.linspace(0, 1, n)
-    found = np.asarray(alphas, np.float64)
-    if found.shape != (n,) or found[0] != 0 or found[-1] != 1 or not (np.diff(found) > 0).all():
-        raise ValueError(f"alphas {found} of shape {found.shape} must rise from 0 to 1, one for each of {n} points")
-    return found
+    alphas = np.linspace(0, 1, errors.shape[-1])
+    excess = _excess(kind, errors, alphas)
+    height = excess.max(-1)
+    return Peak(height, np.where(np.isnan(height), nan, alphas[np.nan_to_num(excess, nan=-np.inf).argmax(-1)]))
 
 
 def _line(errors: Array, alphas: Array) -> Array:
@@ -107,22 +88,9 @@ def _line(errors: Array, alphas: Array) -> Array:
     return np.where(alphas <= 0.5, start + alphas * (end - start), end - (1 - alphas) * (end - start))
 
 
-def _excess(kind: str, errors: Array, alphas: Array, base: Array | None = None, b_better: Array | None = None) -> Array:
-    """Return (..., points), what a height is the sup of: linear in the errors and the base, for a given better end."""
-    ends = errors[..., 0], errors[..., -1]
-    if kind == "line":
-        return errors - _line(errors, alphas)
-    if kind == "mean":
-        return errors - (sum(ends) / 2)[..., None]
-    if kind == "dip":
-        base = np.minimum(*ends) if b_better is None else np.where(b_better, ends[1], ends[0])
-    return np.asarray(base)[..., None] - errors
-
-
-def _peak(kind: str, errors: Array, alphas: Array, base: Array | None = None) -> Peak:
-    excess = _excess(kind, errors, alphas, base)
-    height = excess.max(-1)
-    return Peak(height, np.where(np.isnan(height), nan, alphas[np.nan_to_num(excess, nan=-np.inf).argmax(-1)]))
+def _excess(kind: str, errors: Array, alphas: Array) -> Array:
+    """Return (..., points), what a height is the sup of."""
+    return errors - (_line(errors, alphas) if kind == "line" else (errors[..., :1] + errors[..., -1:]) / 2)
 
 
 # ---- the sup without its bias
@@ -130,46 +98,28 @@ def _peak(kind: str, errors: Array, alphas: Array, base: Array | None = None) ->
 
 @dataclass(frozen=True, eq=False)
 class BarrierEstimate:
-    """A barrier corrected for noise, with what `below_margin`, `within_margin` and `regimes` need."""
+    """A barrier corrected for noise, with what `below_margin` and `regimes` need."""
 
     interval: Interval
     """The corrected height; n is the number of runs, of the smaller arm."""
     raw: float
     """The height as measured, in the unit of the outcomes."""
-    correction: float
-    """What noise alone adds by the estimate: the height as measured - the corrected one."""
     alpha: float
-    """Where `excess` is largest."""
-    excess: Array
-    """(points,), what the height is the sup of, at each point, the mean over pairs."""
-    p_flat: float
-    """One-sided p-value of "no pair has a barrier, all points lie on the line between the ends"; NaN with noise_paths,
-    and for a dip below the base. For "pairs" it speaks of these runs, over problems."""
+    """Where the mean over pairs of what the height is the sup of is largest."""
     pairs: Array
     """(runs_a, runs_b), corrected height of each pair; NaN where not measured."""
     pair_draws: Array
     """(n_resamples, runs_a, runs_b), the same with problems resampled, centred at `pairs`."""
-    draws: Array
-    """(n_resamples,), the corrected height with runs and problems resampled."""
     bounds: Array
     """(n_resamples, k), draws that are not corrected: their largest quantile over k bounds the barrier from above."""
-    kind: str
-    """An entry of `HEIGHTS`."""
-    across: str
-    """"pairs" or "curve"."""
 
 
 def estimate_barrier(
     outcomes: ArrayLike,
-    alphas: ArrayLike | None = None,
     *,
-    kind: Literal["line", "mean", "dip", "base"] = "line",
-    rewards: bool = False,
-    base: ArrayLike | None = None,
+    kind: Literal["line", "mean"] = "line",
     across: Literal["pairs", "curve"] = "pairs",
-    null: Literal["near", "line"] = "near",
     within: bool = False,
-    noise_paths: ArrayLike | None = None,
     level: float = 0.95,
     n_resamples: int = 1000,
     seed: int = 0,
@@ -181,17 +131,14 @@ def estimate_barrier(
 
     The correction. Outcomes of the same problems at all points are centred at each point, problems are resampled (all
     points and pairs together, so points stay correlated), and the expected sup of a path with this noise and a known
-    height is found. null="line" takes the line between the ends as that path: right where there is no barrier, too much
-    by up to the whole correction where one point is far above the rest. null="near", the default, takes the measured
-    curve lifted by `NEAR` standard deviations of each point, and cut at its sup: points near the sup compete as under
-    the line, points far below do not. Chernozhukov, Lee and Rosen select points likewise.
+    height is found: that of the measured curve lifted by `NEAR` standard deviations of each point, and cut at its sup.
+    Points near the sup compete as under the line between the ends, points far below do not. Chernozhukov, Lee and Rosen
+    select points likewise.
 
     In 1,000 simulated single paths of 25 points on 100 problems, four heights were estimated: 0, a quadratic bump of 20
     points, a narrow one of 5 points (about twice a point's standard deviation) and a narrow one of 20. The raw height
-    was off by 5.2, 3.0, 2.2 and 0.5 points on average, that by "line" by 0.1, -2.5, -3.0 and -4.8, that by "near" by
-    0.7, -1.0, -2.0 and -1.6: where few points stand out, the corrected height is too low. Nominal 95 % intervals of
-    "near" covered the height in 96, 93, 87 and 90 % of cases, those of "line" in 97, 91, 84 and 76 %. p_flat was at
-    most 0.05 in 4 % of the flat paths.
+    was off by 5.2, 3.0, 2.2 and 0.5 points on average, the corrected one by 0.7, -1.0, -2.0 and -1.6: where few points
+    stand out, it is too low. Nominal 95 % intervals covered the height in 96, 93, 87 and 90 % of cases.
 
     The interval: runs of each arm are resampled, so pairs with a run in common move together (the pigeonhole
     bootstrap), and problems with them; resampled heights are centred first, since the sup of a resample has the bias
@@ -201,74 +148,53 @@ def estimate_barrier(
     93 to 95 %; where no pair had a barrier, it covered 0 in all of them. What bias the correction leaves is the same
     for every pair: more pairs do not average it out, more problems make it smaller.
 
-    outcomes: errors of each problem at each point: (problems, points) for one pair, or (runs_a, runs_b, problems,
-    points) for run i of arm A with run j of arm B on the same problems. All NaN where a pair was not measured. Curves
-    without problems have 1 problem, and need noise_paths.
-    alphas, rewards: as in `barrier_line`. kind: an entry of `HEIGHTS`; the better end of a dip is chosen once, from the
-    outcomes. base: (problems,), outcomes of the base, for kind "base" only.
-    within: both axes are runs of one arm, or of all arms: pairs i < j count, the rest is ignored, and one resample of
-    runs serves both axes.
-    noise_paths: instead of the correction by problems, (repeats, points) or (runs_a, runs_b, repeats, points) of the
-    mean outcome of one end point, evaluated anew as often as the path has points: the mean of their sups is subtracted.
-    They hold the noise of decoding alone, not that of the choice of problems; a greedy path has none.
-    Raises ValueError for other shapes, a pair measured in part, no pair, one problem without noise_paths, an unknown
-    kind, across or null, and a base that is missing or not asked for.
-    Source: Owen, Annals of Applied Statistics 2007; Chernozhukov, Lee and Rosen, Econometrica 2013.
+    Args:
+        outcomes: errors of each problem at evenly spaced points: (problems, points) for one pair, or (runs_a, runs_b,
+            problems, points) for run i of arm A with run j of arm B on the same problems. All NaN where a pair was not
+            measured.
+        kind: an entry of `HEIGHTS`.
+        across: what is estimated.
+        within: both axes are runs of one arm, or of all arms: pairs i < j count, the rest is ignored, and one resample
+            of runs serves both axes.
+        level: of the interval.
+        n_resamples: of runs and problems.
+        seed: of the resamples.
+
+    Raises:
+        ValueError: other shapes, a pair measured in part, no pair, one problem, or an unknown kind or across.
+
+    Source:
+        Owen, Annals of Applied Statistics 2007; Chernozhukov, Lee and Rosen, Econometrica 2013.
     """
     choose("kind", kind, HEIGHTS)
     choose("across", across, ("pairs", "curve"))
-    choose("null", null, ("near", "line"))
     whole_number("n_resamples", n_resamples)
-    errors, mask, base_errors = _outcomes(outcomes, base, kind, rewards, within)
-    alphas = _alphas(alphas, errors.shape[-1])
-    if errors.shape[2] == 1 and noise_paths is None:
-        raise ValueError("one problem says nothing of noise: give outcomes of each problem, or noise_paths")
-    rng = np.random.default_rng(seed)
-    counts, weights = _resamples(rng, n_resamples, errors.shape[2], mask, within)
+    errors, mask = _outcomes(outcomes, within)
+    alphas = np.linspace(0, 1, errors.shape[-1])
+    counts, weights = _resamples(np.random.default_rng(seed), n_resamples, errors.shape[2], mask, within)
 
     # curves[0] is as measured: (1 + resamples, runs_a, runs_b, points), or one mean curve in the place of all pairs
     curves = _mean_over_problems(errors, counts)
     if across == "curve":
         curves = np.einsum("rij,rijp->rp", weights, curves)[:, None, None]
         weights = np.ones((len(curves), 1, 1))
-    base_means = None if base_errors is None else (counts @ base_errors / len(base_errors))[:, None, None]
-    b_better = curves[0, ..., -1] < curves[0, ..., 0]
-    excess = _excess(kind, curves, alphas, base_means, b_better)
+    excess = _excess(kind, curves, alphas)
     sups, noise = excess.max(-1), excess[1:] - excess[0]
-    if noise_paths is None:
-        straight = _line(curves[0], alphas)
-        flat = _excess(kind, straight, alphas, None if base_means is None else base_means[0], b_better)
-        lifted = np.minimum(excess[0] + NEAR * noise.std(0) - sups[0][..., None], 0)
-        shape = lifted if null == "near" else flat - flat.max(-1, keepdims=True)
-        added, moved = (shape + noise).max(-1).mean(0), 0.0
-        by_noise = ((flat + noise).max(-1) * weights[0]).sum((1, 2))
-        # equal but for rounding counts as equal
-        as_high = np.count_nonzero(by_noise >= (sups[0] * weights[0]).sum() - 1e-12)
-        p_flat = nan if kind == "base" else (1 + as_high) / (1 + len(by_noise))
-    else:
-        added, moved = _noise_sups(noise_paths, kind, alphas, rewards, mask, across, rng, len(noise))
-        p_flat = nan
+    lifted = np.minimum(excess[0] + NEAR * noise.std(0) - sups[0][..., None], 0)
 
-    pairs, centred = sups[0] - added, sups[1:] - sups[1:].mean(0)
-    pair_draws = pairs + centred - moved
+    pairs, centred = sups[0] - (lifted + noise).max(-1).mean(0), sups[1:] - sups[1:].mean(0)
+    pair_draws = pairs + centred
     draws, raw_draws = ((weights[1:] * heights).sum((1, 2)) for heights in (pair_draws, sups[0] + centred))
-    mean_excess = np.einsum("ij,ijp->p", weights[0], excess[0])
     value, raw = (float((weights[0] * heights).sum()) for heights in (pairs, sups[0]))
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     measured = weights[0] > 0
     return BarrierEstimate(
         interval=Interval(value, float(low), float(high), min(mask.shape), level),
         raw=raw,
-        correction=raw - value,
-        alpha=float(alphas[mean_excess.argmax()]),
-        excess=mean_excess,
-        p_flat=p_flat,
+        alpha=float(alphas[np.einsum("ij,ijp->p", weights[0], excess[0]).argmax()]),
         pairs=np.where(measured, pairs, nan),
         pair_draws=np.where(measured, pair_draws, nan),
-        draws=draws,
         bounds=raw_draws[:, None] if across == "pairs" else excess[1:, 0, 0],
-        kind=kind,
-        across=across,
     )
 
 
@@ -291,74 +217,41 @@ class Bound:
         return self.high < self.margin
 
 
-def below_margin(estimate: BarrierEstimate, margin: float = 0.02, *, corrected: bool = False) -> Bound:
+def below_margin(estimate: BarrierEstimate, margin: float = 0.02) -> Bound:
     """Return whether a barrier is lower than a margin: equivalence to no barrier, for a height that is never negative.
 
-    By default nothing is subtracted from the upper bound. For across="curve" it is the largest of the pointwise 95 %
-    bounds of the mean curve, and needs no correction for many points: the barrier is below the margin only if every
-    point is (an intersection-union test). For "pairs" it is the raw height with the resampled error of the mean over
-    pairs; the sup's bias stays in it, so with few problems no number of pairs brings it below the margin.
-    corrected=True takes the draws of the corrected height instead, which errs to the low side (`estimate_barrier`): in
-    1,000 simulated single paths whose barrier is the margin it said "below" in 7 to 10 % for quadratic bumps and in 15
-    to 19 % for narrow ones, where the default said so in at most 1 % and 6 %.
+    Nothing is subtracted from the upper bound. For across="curve" it is the largest of the pointwise 95 % bounds of the
+    mean curve, and needs no correction for many points: the barrier is below the margin only if every point is (an
+    intersection-union test). For "pairs" it is the raw height with the resampled error of the mean over pairs; the
+    sup's bias stays in it, so with few problems no number of pairs brings it below the margin.
 
-    margin: in the unit of the outcomes (0.02 is two points, the threshold of Frankle et al. 2020, arXiv 1912.05671).
-    Raises ValueError for a margin that is not positive.
-    Source: Berger, Technometrics 1982.
+    Args:
+        estimate: of the barrier.
+        margin: in the unit of the outcomes (0.02 is two points, the threshold of Frankle et al. 2020, arXiv
+            1912.05671).
+
+    Raises:
+        ValueError: a margin that is not positive.
+
+    Source:
+        Berger, Technometrics 1982.
     """
-    _check_margin(margin)
-    draws = estimate.draws[:, None] if corrected else estimate.bounds
-    high = float(np.quantile(draws, 0.95, axis=0).max())
-    beyond = int(np.count_nonzero(draws >= margin, axis=0).max())
-    return Bound(estimate.interval.value, high, float(margin), (1 + beyond) / (1 + len(draws)))
-
-
-def within_margin(estimate: BarrierEstimate, margin: float = 0.02) -> Equivalence:
-    """Return whether a mean curve is a line within a margin on either side: TOST at every point.
-
-    estimate: of kind "line", across "curve". margin: as in `below_margin`.
-    Returns the largest excess of the mean curve over the line, by absolute value and with its sign, with the least and
-    the largest of the points' 90 % bounds; p is the largest one-sided p-value over points and sides.
-    Raises ValueError for another estimate, and for a margin that is not positive.
-    Source: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 1987; Berger, Technometrics 1982.
-    """
-    _check_margin(margin)
-    if (estimate.kind, estimate.across) != ("line", "curve"):
-        raise ValueError(
-            f"an estimate of kind {estimate.kind!r} across {estimate.across!r} has one side only: use below_margin, or"
-            ' estimate kind "line" across "curve"'
-        )
-    low, high = np.quantile(estimate.bounds, [0.05, 0.95], axis=0)
-    beyond = max(
-        int(np.count_nonzero(side, axis=0).max()) for side in (estimate.bounds >= margin, estimate.bounds <= -margin)
-    )
-    interval = Interval(
-        float(estimate.excess[np.abs(estimate.excess).argmax()]),
-        float(low.min()),
-        float(high.max()),
-        estimate.interval.n,
-        0.9,
-    )
-    return Equivalence(interval, float(margin), (1 + beyond) / (1 + len(estimate.bounds)))
-
-
-def _check_margin(margin: float) -> None:
     if not margin > 0:
         raise ValueError(f"margin is {margin}: it must be positive, in the unit of the outcomes")
+    high = float(np.quantile(estimate.bounds, 0.95, axis=0).max())
+    beyond = int(np.count_nonzero(estimate.bounds >= margin, axis=0).max())
+    return Bound(estimate.interval.value, high, float(margin), (1 + beyond) / (1 + len(estimate.bounds)))
 
 
-def _outcomes(
-    outcomes: ArrayLike, base: ArrayLike | None, kind: str, rewards: bool, within: bool
-) -> tuple[Array, NDArray[np.bool_], Array | None]:
-    """Return errors (runs_a, runs_b, problems, points), 0 where not measured; the pairs that count; the base's."""
-    sign = -1 if rewards else 1
-    errors = np.asarray(outcomes, np.float64) * sign
+def _outcomes(outcomes: ArrayLike, within: bool) -> tuple[Array, NDArray[np.bool_]]:
+    """Return errors (runs_a, runs_b, problems, points), 0 where not measured, and the pairs that count."""
+    errors = np.asarray(outcomes, np.float64)
     if errors.ndim == 2:
         errors = errors[None, None]
-    if errors.ndim != 4 or errors.size == 0 or errors.shape[-1] < 3:
+    if errors.ndim != 4 or errors.size == 0 or errors.shape[-1] < 3 or errors.shape[2] < 2:
         raise ValueError(
             f"outcomes have the shape {np.shape(outcomes)}: give (problems, points) or (runs_a, runs_b, problems,"
-            " points), with at least 3 points"
+            " points), with at least 2 problems, or nothing is known of noise, and 3 points"
         )
     mask = np.ones(errors.shape[:2], bool)
     if within:
@@ -371,16 +264,7 @@ def _outcomes(
     mask &= finite.all((2, 3))
     if not mask.any():
         raise ValueError("no pair was measured: a barrier needs one at least")
-    if (base is None) == (kind == "base"):
-        raise ValueError(f'kind is {kind!r}: give base for kind "base", where it is needed, and for no other')
-    if base is None:
-        return np.where(mask[..., None, None], errors, 0.0), mask, None
-    base_errors = np.asarray(base, np.float64) * sign
-    if base_errors.shape != errors.shape[2:3] or not np.isfinite(base_errors).all():
-        raise ValueError(
-            f"base has the shape {base_errors.shape}: give one finite outcome for each of {errors.shape[2]} problems"
-        )
-    return np.where(mask[..., None, None], errors, 0.0), mask, base_errors
+    return np.where(mask[..., None, None], errors, 0.0), mask
 
 
 def _resamples(
@@ -405,37 +289,6 @@ def _mean_over_problems(errors: Array, counts: Array) -> Array:
     by_problem = np.moveaxis(errors, -2, 0)
     means = counts @ by_problem.reshape(len(by_problem), -1) / len(by_problem)
     return means.reshape(len(counts), *by_problem.shape[1:])
-
-
-def _noise_sups(
-    noise_paths: ArrayLike,
-    kind: str,
-    alphas: Array,
-    rewards: bool,
-    mask: NDArray[np.bool_],
-    across: str,
-    rng: np.random.Generator,
-    n: int,
-) -> tuple[Array, Array]:
-    """Return the mean sup of the noise-only paths of each pair, and by how much it moves with repeats resampled."""
-    paths = np.asarray(noise_paths, np.float64) * (-1 if rewards else 1)
-    if paths.ndim not in (2, 4) or paths.shape[-1] != len(alphas) or paths.ndim == 4 and paths.shape[:2] != mask.shape:
-        raise ValueError(
-            f"noise_paths have the shape {paths.shape}: give (repeats, {len(alphas)}) or"
-            f" ({mask.shape[0]}, {mask.shape[1]}, repeats, {len(alphas)})"
-        )
-    if paths.ndim == 4:
-        if not np.isfinite(paths[mask]).all():
-            raise ValueError(
-                "noise_paths of a measured pair are not finite: measure them for every pair, or once for all"
-            )
-        paths = paths[mask].mean(0) if across == "curve" else np.where(mask[..., None, None], paths, 0.0)
-    elif not np.isfinite(paths).all():
-        raise ValueError("noise_paths are not finite: leave out repeats that were not measured")
-    sups = _excess(kind, paths, alphas, paths.mean(-1)).max(-1)
-    added, repeats = sups.mean(-1), sups.shape[-1]
-    moved = np.moveaxis(sups[..., rng.integers(repeats, size=(n, repeats))].mean(-1), -1, 0) - added[None]
-    return added, moved.reshape(n, *(added.shape if added.ndim else (1, 1)))
 
 
 # ---- where a gain sets in
@@ -482,7 +335,6 @@ def half_gain_interval(
     outcomes: ArrayLike,
     x: ArrayLike | None = None,
     baseline: ArrayLike | None = None,
-    baseline_x: ArrayLike | None = None,
     *,
     monotone: bool = False,
     relative: bool = False,
@@ -498,8 +350,8 @@ def half_gain_interval(
 
     outcomes: (runs, problems, points), rewards of each run's path from the base. x: (points,); (runs, points), the same
     for all problems; or (runs, problems, points), such as the KL on each problem, whose mean over problems is the axis;
-    alphas by default. baseline, baseline_x: the same of another arm, on the same problems. monotone, relative: as in
-    `half_gain`.
+    alphas by default. baseline: outcomes of another arm, on the same problems; its axis are the alphas.
+    monotone, relative: as in `half_gain`.
     Returns the interval in the unit of x; n is the number of runs with a gain, of the smaller arm. NaN where an arm has
     none.
     Raises ValueError for other shapes, other problems and outcomes that are not finite.
@@ -507,7 +359,7 @@ def half_gain_interval(
     whole_number("n_resamples", n_resamples)
     arms = [(np.asarray(outcomes, np.float64), x)]
     if baseline is not None:
-        arms.append((np.asarray(baseline, np.float64), baseline_x))
+        arms.append((np.asarray(baseline, np.float64), None))
     for values, axis in arms:
         if values.ndim != 3 or values.size == 0 or values.shape[1] != arms[0][0].shape[1]:
             raise ValueError(

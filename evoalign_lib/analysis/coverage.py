@@ -12,23 +12,21 @@ downward, most for rare right answers: where counts are known, take `estimate_pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import log, nan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import whole_number
 
 SOLVED_WITHIN = 256
 """Samples within which a problem counts as solved where this project compares the support of models."""
 _CHUNK = 256
-# draws of up to 2,000 problems in 10,000 resamples are kept, as in `stats`
-_KEPT_DRAWS = 20_000_000
 _SLACK = 1e-9  # relative: a value that differs from a threshold by rounding counts as equal
 _ROUNDING = 1e-6  # by which a float32 sum of probabilities may exceed 1
 
@@ -251,46 +249,6 @@ def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[
         raise ValueError(f"tau={tau!r} must be a probability, or several: give numbers from 0 to 1")
     found = (p[..., None, :] >= np.atleast_1d(taus)[:, None] * (1 - _SLACK)).mean(axis=-1)
     return found if taus.ndim else found[..., 0]
-
-
-def coverage_profile(
-    probabilities: ArrayLike, base: ArrayLike, n: float | Sequence[float], weights: ArrayLike | None = None
-) -> NDArray[np.float64]:
-    """Return the coverage profile Cov_N: how much of what one model answers another one gives N times more rarely.
-
-    With mu the first model and pi the base it is P[mu(y | x) / pi(y | x) >= N], for x drawn by the weights and y from
-    mu: small is good. Some N samples of the base do not cover that mass. With a trained model as mu it is what training
-    found beyond the base, and with the two exchanged what training lost.
-
-    probabilities: (problems, answers), mu of each answer to each problem; rows sum to 1 (one column may be all other
-    answers; fill up shorter rows with 0). base: (problems, answers), pi of the same answers; rows sum to 1 at most. An
-    answer with pi = 0 counts at every N.
-    n: N, positive; one number, or several. weights: (problems,), not negative; by default problems weigh the same.
-    Returns a number, for several N (len(n),); NaN where all weights are 0.
-    Raises ValueError for other shapes and for values out of range.
-    Source: arXiv 2510.15020, definition of the coverage profile.
-
-    >>> coverage_profile([[0.5, 0.3, 0.2]], [[0.9, 0.1, 0.0]], [1, 3, 4]).round(3).tolist()
-    [0.5, 0.5, 0.2]
-    """
-    mu, pi = _probabilities(probabilities, "probabilities", 2, 2), _probabilities(base, "base", 2, 2)
-    if mu.shape != pi.shape:
-        raise ValueError(f"probabilities have shape {mu.shape}, base {pi.shape}: give the same problems and answers")
-    if (abs(mu.sum(1) - 1) > _ROUNDING).any() or (pi.sum(1) > 1 + _ROUNDING).any():
-        raise ValueError(
-            f"rows of probabilities sum to {mu.sum(1).min():.6g} to {mu.sum(1).max():.6g}, of base to at most "
-            f"{pi.sum(1).max():.6g}: they must sum to 1, and to at most 1; add a column for all other answers"
-        )
-    rows = np.ones(len(mu)) if weights is None else _not_negative(weights, "weights")
-    if rows.shape != (len(mu),):
-        raise ValueError(f"weights have shape {rows.shape}: give one for each of {len(mu)} problems")
-    levels = np.asarray(n, np.float64)
-    if levels.ndim > 1 or not ((levels > 0) & np.isfinite(levels)).all():
-        raise ValueError(f"n={n!r} must be positive and finite, one number or several")
-    with np.errstate(invalid="ignore"):
-        share = rows / rows.sum()
-    beyond = [share @ np.where(mu >= level * pi * (1 - _SLACK), mu, 0.0).sum(1) for level in np.atleast_1d(levels)]
-    return np.array(beyond).reshape(levels.shape)[()]
 
 
 def own_temperature(solved: Mapping[str, float]) -> str:
@@ -648,37 +606,14 @@ def _resampled(
     """
     means = np.zeros((whole_number("n_resamples", n_resamples), len(groups)))
     runs, problems = tuple(len(net) for net, _ in groups), groups[0][0].shape[1]
-    # the comparisons of a paper have the same few shapes, and drawing takes longer than what is done with it
-    drawn = _kept_draws if n_resamples * problems <= _KEPT_DRAWS else _draws
     start = 0
-    for counts, chosen in drawn(n_resamples, problems, runs, seed):
+    for counts, chosen in stats.crossed_draws(n_resamples, problems, runs, seed, multinomial=True):
         counts = counts.astype(np.float64)
         for group, ((net, reached), which) in enumerate(zip(groups, chosen, strict=True)):
             each = _quotient(counts @ net.T, counts @ reached.T)
             means[start : start + len(counts), group] = np.take_along_axis(each, which, axis=1).mean(axis=1)
         start += len(counts)
     return means
-
-
-def _draws(
-    n_resamples: int, problems: int, runs: tuple[int, ...], seed: int
-) -> Iterator[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
-    """Yield (chunk, problems), how often each problem is drawn, and for each group (chunk, runs) runs, by chunks."""
-    rng = np.random.default_rng(seed)
-    for start in range(0, n_resamples, _CHUNK):
-        size = min(_CHUNK, n_resamples - start)
-        counts = rng.multinomial(problems, np.full(problems, 1 / problems), size=size)
-        yield counts, [rng.integers(n, size=(size, n)) for n in runs]
-
-
-@lru_cache(maxsize=8)
-def _kept_draws(*shape: Any) -> list[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
-    """Return what `_draws` yields, the counts in as few bytes as hold them. Not to be written to."""
-    kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _draws(*shape)]
-    for counts, chosen in kept:
-        for array in (counts, *chosen):
-            array.flags.writeable = False
-    return kept
 
 
 def _net_and_reached(

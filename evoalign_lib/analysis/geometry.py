@@ -35,8 +35,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import Interval
-
 if TYPE_CHECKING:  # claims are judged, and artefacts drawn, by what stands here, without torch
     from torch import Tensor
 
@@ -46,10 +44,6 @@ THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4)
 """Weight units; an entry moved by a threshold tau if |D| > tau. 1e-5 is that of Mukherjee et al."""
 _PART = 1 << 20  # entries in memory at once, of all models together
 _LEAST_PART = 1 << 14  # of each, however many they are
-_SAMPLE = 1 << 16  # entries of a tensor that a distribution is looked at by
-_KS_95 = 1.3581  # the 95 % point of Kolmogorov's distribution
-_EDGES = np.linspace(-6, 6, 61)
-
 Vector = NDArray[np.float64]
 
 
@@ -344,35 +338,6 @@ def _ratio(numerator: ArrayLike, denominator: ArrayLike) -> Vector:
 # ---- shares
 
 
-def as_shares(values: ArrayLike) -> Vector:
-    """Return values of at least 0, such as squared norms or Adam's second moments by tensor, as shares of their sum.
-
-    values: (groups,). NaN where the sum is 0. Raises ValueError for a negative or infinite value.
-
-    >>> as_shares([1.0, 3.0])
-    array([0.25, 0.75])
-    """
-    array = np.asarray(values, np.float64)
-    if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise ValueError(f"values are {array.tolist()!s:.100}: shares are made of finite numbers of at least 0")
-    return _ratio(array, array.sum())
-
-
-def sign_shares(gradients: Displacements) -> Vector:
-    """Return (groups, K): each group's share of the entries with a gradient that is not 0.
-
-    Adam's step divides a gradient by its root mean square, so a first or a steady one has about the size of the
-    learning rate in every entry: these are then the shares of its displacement (Kingma and Ba, arXiv 1412.6980).
-
-    gradients: from `measure(None, gradients)`; its `shares` are |g_l|^2 / |g|^2. Raises ValueError if threshold 0 or
-    float32 was not counted.
-    """
-    unmoved = gradients.unmoved("float32", 0.0) if "float32" in gradients.moved else None
-    if unmoved is None:
-        raise ValueError('float32 was not counted: measure with dtypes=("float32",)')
-    return _ratio(counted := (1 - unmoved) * gradients.entries[:, None], counted.sum(0))
-
-
 def total_variation(shares: ArrayLike, others: ArrayLike) -> float:
     """Return the total variation distance of two share vectors, sum |p - q| / 2: 0 equal, 1 nothing in common.
 
@@ -595,79 +560,6 @@ def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0,
         )
         found[group] = cosine(part, a, b)
     return found
-
-
-# ---- a random walk
-
-
-@dataclass(frozen=True, eq=False)
-class Walk:
-    """A tensor's displacement beside a Gaussian of the same root mean square: what a random walk leaves."""
-
-    name: str
-    """of the tensor"""
-    entries: int
-    """d_l"""
-    rms: float
-    """root mean square of D, weight units"""
-    kurtosis: Interval
-    """excess kurtosis about 0, sum D^4 d / (sum D^2)^2 - 3: 0 for a Gaussian; n is d_l"""
-    distance: float
-    """Kolmogorov-Smirnov distance of a sample of D / rms from the normal distribution"""
-    critical: float
-    """below it 95 % of Gaussian samples stay, a little more since the rms is estimated"""
-    histogram: NDArray[np.int64]
-    """the sample counted in the bins of `edges`, D / rms"""
-    edges: Vector
-    """of the bins; the outermost hold what lies beyond"""
-
-    @property
-    def gaussian(self) -> bool:
-        """Whether a random walk explains the tensor: the distance is not above the critical one."""
-        return bool(self.distance <= self.critical)
-
-
-def walk(start: Mapping[str, Tensor] | None, end: Mapping[str, Tensor], level: float = 0.95) -> Iterator[Walk]:
-    """Compare the entries of each tensor's displacement with a Gaussian of mean 0 and the same root mean square.
-
-    Sums of powers go over all entries, histogram and distance over a sample of every k-th one, at most 65,536. The
-    kurtosis has an interval from moments up to the eighth (delta method); with few entries or heavy tails it is too
-    narrow. Of tensors that a walk explains 5 % are above the critical distance. Weights saved in half precision lie on
-    a lattice, and their differences are no Gaussian whatever moved them: give float32 ends.
-
-    start, end: as for `measure`, whose errors it raises. level: of the interval. Yields a `Walk` per tensor,
-    NaN where D is 0.
-    """
-    from statistics import NormalDist
-
-    from scipy.special import ndtr
-
-    shapes, reach = check_same(*([] if start is None else [start]), end), NormalDist().inv_cdf((1 + level) / 2)
-    for name, shape in shapes.items():
-        n = math.prod(shape)
-        stride, powers, sampled = -(-n // _SAMPLE) | 1, np.zeros(4), []
-        for first, last in _parts(n, 2):
-            d = _part(end, name, first, last).double().numpy()
-            d = d if start is None else d - _part(start, name, first, last).double().numpy()
-            squared = d * d
-            powers += [(squared**p).sum() for p in (1, 2, 3, 4)]
-            sampled.append(d[-first % stride :: stride])
-        if not np.isfinite(powers).all():
-            raise ValueError(f"{name!r} has weights that are not finite: leave the run out")
-        rms = math.sqrt(powers[0] / n) if n else 0.0
-        if rms == 0:
-            nothing = Interval(math.nan, math.nan, math.nan, n, level)
-            yield Walk(name, n, rms, nothing, math.nan, math.nan, np.zeros(len(_EDGES) - 1, np.int64), _EDGES)
-            continue
-        m4, m6, m8 = (powers[p - 1] / n / rms ** (2 * p) for p in (2, 3, 4))
-        # the influence of an entry z on m4 / m2^2 is z^4 - 2 m4 z^2 + m4; 24 for a Gaussian
-        error = reach * math.sqrt(max(m8 - 4 * m4 * m6 + 4 * m4**3 - m4**2, 0.0) / n)
-        sample = np.sort(np.concatenate(sampled) / rms)
-        k, expected = len(sample), ndtr(sample)
-        distance = max((np.arange(1, k + 1) / k - expected).max(), (expected - np.arange(k) / k).max())
-        counts, _ = np.histogram(np.clip(sample, _EDGES[0], _EDGES[-1]), _EDGES)
-        kurtosis = Interval(float(m4 - 3), float(m4 - 3 - error), float(m4 - 3 + error), n, level)
-        yield Walk(name, n, rms, kurtosis, float(distance), _KS_95 / math.sqrt(k), counts, _EDGES)
 
 
 # ---- a random direction

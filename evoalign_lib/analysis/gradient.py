@@ -164,27 +164,6 @@ class Trees:
     rewards: Tensor  # float64 (completions,)
 
 
-def expected_reward(model: Any, enumeration: Enumeration, rewards: np.ndarray) -> float:
-    """Expected reward of sampling at temperature 1, under the model's present weights.
-
-    Completions are scored again, all prefixes of a prompt in one row, and those of reward 0 are left out. That is why
-    `ExactObjective` takes the answer part of the reward alone: a problem has few strings with a right answer and
-    thousands with the right format, so the sum stays small.
-
-    Args:
-        model: a Hugging Face decoder-only model; its weights need not be those of the enumeration.
-        enumeration: the completions.
-        rewards: (completions,) reward units.
-
-    Returns:
-        The mean over prompts of sum_y p(y | prompt) R(y), reward units. What the enumeration left out counts as 0.
-
-    Raises:
-        ValueError: not one finite reward for each completion.
-    """
-    return expected(model, pack(enumeration, rewards), len(enumeration.prompts))
-
-
 def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.ndarray) -> dict[str, np.ndarray]:
     """Gradient of `expected_reward` with respect to the model's weights, by backpropagation through the whole sum.
 

@@ -124,31 +124,17 @@ def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temper
     return (p * torch.where(p > 0, log_policy - log_ref, 0.0)).sum(-1)
 
 
-def check_sampling(
-    temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
-) -> None:
-    """Refuse settings of sampling under which KL(policy || ref) is not the finite number that is measured here.
-
-    Args:
-        temperature: positive. Policy and reference are compared at this temperature.
-        top_k: off is None, 0 or -1. (transformers' `generate` takes 50 by default.)
-        top_p: off is None or 1.
-        min_p: off is None or 0.
+def check_sampling(temperature: float) -> None:
+    """Refuse a temperature at which KL(policy || ref) is not the finite number that is measured here.
 
     Raises:
-        ValueError: greedy decoding (temperature 0), or a truncated distribution, with what to do instead.
+        ValueError: a temperature that is not positive, as that of greedy decoding.
     """
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(
             f"temperature={temperature!r} must be positive and finite: greedy decoding (0) puts all probability on one "
             "token, which makes the KL 0 or infinite. Measure on completions sampled at temperature 1."
         )
-    for name, value, off in (("top_k", top_k, (None, -1, 0)), ("top_p", top_p, (None, 1)), ("min_p", min_p, (None, 0))):
-        if value not in off:
-            raise ValueError(
-                f"{name}={value!r} truncates the distribution: policy and reference then allow different tokens, and "
-                f"KL(policy || ref) is formally infinite. Sample the completions for the KL with {name}={off[-1]}."
-            )
 
 
 # ---- Schulman's Gaussians
@@ -318,7 +304,7 @@ def compare(
         completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows are
             fine; a completion that was cut off has no end token, an empty one no tokens.
         eos_ids: ids that end a completion; the end token counts.
-        temperature: of the sampling, without top-k, top-p or min-p (see `check_sampling`).
+        temperature: of the sampling, which must be without top-k, top-p and min-p: they make the KL infinite.
 
     Returns:
         The comparison, as wide as the longest completion.
@@ -393,16 +379,11 @@ def measure(
     completion_ids: Sequence[Sequence[int]],
     eos_ids: Collection[int],
     temperature: float = 1.0,
-    *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
 ) -> dict[str, float | int | None]:
     """Measure KL(policy || ref) on completions that the policy sampled, for a record.
 
     Args:
         policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature: as for `compare`.
-        top_k, top_p, min_p: of the sampling; they must be off.
 
     Returns:
         "tokens" and "sequences", their numbers; "k1_nats_per_token", ..., "exact_nats_per_token", means over all tokens
@@ -412,9 +393,8 @@ def measure(
         policy: JSON has no such numbers.
 
     Raises:
-        ValueError: as `compare`, or a truncated distribution (see `check_sampling`).
+        ValueError: as `compare`.
     """
-    check_sampling(temperature, top_k, top_p, min_p)
     found = compare(policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature)
     tokens, sequences = int(found.mask.sum()), len(found.mask)
 

@@ -18,10 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.stats import Interval
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import whole_number
 
-METHODS = ("average", "complete", "single")
-"""Linkages that a matrix of dissimilarities allows."""
 _PERMUTATIONS = 20_000  # up to that many, the permutation test is exact
 
 
@@ -43,17 +41,16 @@ class Regimes:
     """Mean adjusted Rand index between these clusters and those of the distinct runs of a bootstrap sample of runs."""
 
 
-def two_clusters(dissimilarity: ArrayLike, method: str = "average") -> NDArray[np.int64]:
-    """Cut runs into two clusters by agglomerative clustering.
+def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
+    """Cut runs into two clusters by agglomerative clustering with average linkage.
 
     dissimilarity: (runs, runs), at least 3 runs. The upper triangle counts; a negative entry, as corrected barriers
-    have, is taken as 0. method: an entry of `METHODS`.
+    have, is taken as 0.
     Returns (runs,) labels, 0 for the cluster of the first run, 1 for the other.
-    Raises ValueError for another shape, fewer runs, an entry above the diagonal that is not finite, and another method.
+    Raises ValueError for another shape, fewer runs, and an entry above the diagonal that is not finite.
     """
     condensed, n = _condensed(dissimilarity)
-    choose("method", method, METHODS)
-    return _cut(_square(condensed), method)
+    return _cut(_square(condensed))
 
 
 def silhouette(dissimilarity: ArrayLike, labels: ArrayLike) -> float:
@@ -100,7 +97,6 @@ def regimes(
     dissimilarity: ArrayLike,
     draws: ArrayLike | None = None,
     *,
-    method: str = "average",
     n_resamples: int = 500,
     seed: int = 0,
 ) -> Regimes:
@@ -125,7 +121,7 @@ def regimes(
     each matrix of draws; for resampled runs those of the distinct runs drawn, since a run drawn twice would be a
     cluster of its own.
 
-    dissimilarity, method: as in `two_clusters`, such as `BarrierEstimate.pairs` of all runs with within=True.
+    dissimilarity: as in `two_clusters`, such as `BarrierEstimate.pairs` of all runs with within=True.
     draws: (resamples, runs, runs), the same with problems resampled, such as `BarrierEstimate.pair_draws`.
     Returns the clusters; by_runs leaves out samples of fewer than 3 distinct runs.
     Raises ValueError as `two_clusters`, for fewer than 4 runs, and for draws of another shape.
@@ -136,7 +132,7 @@ def regimes(
         raise ValueError(f"{n} runs make no two regimes: give 4 at least")
     whole_number("n_resamples", n_resamples)
     matrix, rng = _square(condensed), np.random.default_rng(seed)
-    labels = two_clusters(matrix, method)
+    labels = two_clusters(matrix)
     found = _silhouette(matrix, labels)
 
     by_problems = nan
@@ -144,16 +140,16 @@ def regimes(
         matrices = np.asarray(draws, np.float64)
         if matrices.ndim != 3 or matrices.shape[1:] != (n, n) or not len(matrices):
             raise ValueError(f"draws have the shape {matrices.shape}: give (resamples, {n}, {n})")
-        by_problems = float(np.mean([adjusted_rand(labels, two_clusters(drawn, method)) for drawn in matrices]))
+        by_problems = float(np.mean([adjusted_rand(labels, two_clusters(drawn)) for drawn in matrices]))
 
     by_runs = []
     for _ in range(n_resamples):
         runs = np.unique(rng.integers(n, size=n))
         if len(runs) >= 3:
-            by_runs.append(adjusted_rand(labels[runs], two_clusters(matrix[np.ix_(runs, runs)], method)))
+            by_runs.append(adjusted_rand(labels[runs], two_clusters(matrix[np.ix_(runs, runs)])))
 
     nulls = {
-        name: np.array([_silhouette(drawn, _cut(drawn, method)) for drawn in matrices])
+        name: np.array([_silhouette(drawn, _cut(drawn)) for drawn in matrices])
         for name, matrices in _one_cluster(condensed, n, n_resamples, rng).items()
     }
     as_separate = max(int(np.count_nonzero(null >= found - 1e-12)) for null in nulls.values())
@@ -238,7 +234,6 @@ def agreement(
     draws: ArrayLike,
     labels: Sequence[Any],
     *,
-    method: str = "average",
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
@@ -253,12 +248,12 @@ def agreement(
     """
     matrix, rng = np.asarray(dissimilarity, np.float64), np.random.default_rng(seed)
     codes = _labels(labels, len(matrix))
-    value = adjusted_rand(codes, two_clusters(matrix, method))
+    value = adjusted_rand(codes, two_clusters(matrix))
     found = []
     for drawn in np.asarray(draws, np.float64):
         runs = np.unique(rng.integers(len(codes), size=len(codes)))
         if len(runs) >= 3 and len(set(codes[runs])) > 1:
-            found.append(adjusted_rand(codes[runs], two_clusters(drawn[np.ix_(runs, runs)], method)))
+            found.append(adjusted_rand(codes[runs], two_clusters(drawn[np.ix_(runs, runs)])))
     return _interval(value, np.array(found), len(codes), level)
 
 
@@ -333,14 +328,14 @@ def _one_cluster(
     }
 
 
-def _cut(matrix: NDArray[np.float64], method: str) -> NDArray[np.int64]:
+def _cut(matrix: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the two clusters of a full matrix, the first run's as 0."""
     from scipy.cluster.hierarchy import linkage
     from scipy.spatial.distance import squareform
 
     n = len(matrix)
     # the last merge joins two trees: the leaves of one are one cluster. fcluster cuts at a height, and ties hide there
-    tree = linkage(squareform(matrix, checks=False), method)
+    tree = linkage(squareform(matrix, checks=False), "average")
     members: list[list[int]] = [[run] for run in range(n)]
     for left, right in tree[:-1, :2].astype(int):
         members.append(members[left] + members[right])

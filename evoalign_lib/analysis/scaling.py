@@ -174,17 +174,6 @@ def stragglers(step: Callable[[NDArray[np.float64]], Step], lengths: ArrayLike) 
     return 1 - step(np.full_like(matrix, matrix.mean())).total / step(matrix).total
 
 
-def expected_longest(histogram: Mapping[int, int], n: int) -> float:
-    """Return the mean of the longest of n lengths: the sum over k >= 0 of 1 - P(length <= k)^n.
-
-    >>> expected_longest({1: 1, 2: 1}, 2)
-    1.75
-    """
-    values = np.array(sorted(histogram))
-    shares = np.cumsum([histogram[int(v)] for v in values]) / sum(histogram.values())
-    return float(values[0] + np.sum(np.diff(values) * (1 - shares[:-1] ** n)))
-
-
 def _checked(lengths: ArrayLike, gpus: int) -> NDArray[np.float64]:
     found = np.asarray(lengths, np.float64)
     if found.ndim != 2 or not found.size or not (found > 0).all():

@@ -8,7 +8,7 @@ global random state is neither read nor moved. A sample that is too small to say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isnan, nan
@@ -546,11 +546,8 @@ def _crossed_resamples(arms: list[NDArray[np.float64]], n_resamples: int, seed: 
     exact = problems < 2**16 and all((arm * 16 == np.rint(arm * 16)).all() and abs(arm).max() <= 16 for arm in arms)
     dtype = np.float32 if exact else np.float64
     arms = [arm.astype(dtype) for arm in arms]
-    # most comparisons of a paper have the same few shapes, and drawing takes ten times as long as what is done with it
-    keep = n_resamples > _CHUNK and n_resamples * problems <= _KEPT_DRAWS
-    drawn = _kept_draws if keep else _crossed_draws
     start = 0
-    for problem_counts, chosen in drawn(n_resamples, problems, tuple(map(len, arms)), seed):
+    for problem_counts, chosen in crossed_draws(n_resamples, problems, tuple(map(len, arms)), seed):
         problem_counts = problem_counts.astype(dtype)
         chunk = draws[start : start + len(problem_counts)]
         for sign, arm, seeds in zip((1.0, -1.0), arms, chosen, strict=False):
@@ -560,22 +557,46 @@ def _crossed_resamples(arms: list[NDArray[np.float64]], n_resamples: int, seed: 
     return draws
 
 
-def _crossed_draws(
-    n_resamples: int, problems: int, seeds: tuple[int, ...], seed: int
-) -> Iterator[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
-    """Yield (chunk, problems) counts of each problem and for each arm (chunk, seeds) seeds, chunk after chunk."""
+_Draws = Iterable[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]
+
+
+def crossed_draws(
+    n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, multinomial: bool = False
+) -> _Draws:
+    """Return resamples of problems, and of the runs of each arm by itself, chunk after chunk. Not to be written to.
+
+    Args:
+        n_resamples: of all chunks together.
+        problems: their number.
+        runs: the number of runs of each arm.
+        seed: of the draws.
+        multinomial: draw how often each problem is taken, instead of which one is taken each time: another stream of
+            random numbers, of the same law.
+
+    Returns:
+        For each chunk (resamples, problems), how often each problem is drawn, and for each arm (resamples, runs) runs.
+    """
+    # the comparisons of a paper have the same few shapes, and drawing takes longer than what is done with it
+    keep = n_resamples > _CHUNK and n_resamples * problems <= _KEPT_DRAWS
+    return (_kept_draws if keep else _draws)(n_resamples, problems, runs, seed, multinomial)
+
+
+def _draws(n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, multinomial: bool) -> _Draws:
     rng = np.random.default_rng(seed)
     # chunks keep the (resamples, problems) counts at a few megabytes
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
-        counts = _resample_counts(rng, size, problems)
-        yield counts, [rng.integers(n, size=(size, n)) for n in seeds]
+        if multinomial:
+            counts = rng.multinomial(problems, np.full(problems, 1 / problems), size=size)
+        else:
+            counts = _resample_counts(rng, size, problems)
+        yield counts, [rng.integers(n, size=(size, n)) for n in runs]
 
 
 @lru_cache(maxsize=8)
-def _kept_draws(*shape: Any) -> list[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]:
-    """Return what `_crossed_draws` yields, the counts in as few bytes as hold them. Not to be written to."""
-    kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _crossed_draws(*shape)]
+def _kept_draws(*shape: Any) -> _Draws:
+    """Return what `_draws` yields, the counts in as few bytes as hold them."""
+    kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _draws(*shape)]
     for counts, chosen in kept:
         for array in (counts, *chosen):
             array.flags.writeable = False

@@ -110,17 +110,6 @@ class Games:
         _, prompts = np.unique(self.prompts[rows], return_inverse=True)
         return Games(self.players, prompts.astype(np.int64), self.a[rows], self.b[rows], self.outcome[rows])
 
-    def swapped(self) -> Games:
-        """Return the same games with the slots exchanged."""
-        return Games(self.players, self.prompts, self.b, self.a, 1 - self.outcome)
-
-    def without(self, player: str) -> Games:
-        """Return the games in which a player has no part, and the other players."""
-        out = self._place(player)
-        kept = self.take((self.a != out) & (self.b != out))
-        names = [[self.players[i] for i in side] for side in (kept.a, kept.b)]
-        return Games.of(kept.prompts.tolist(), *names, kept.outcome, [p for p in self.players if p != player])
-
     @property
     def decided(self) -> NDArray[np.bool_]:
         """(games,) whether a game has a winner."""
@@ -414,42 +403,6 @@ def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMP
     counts = games.decided & (favours != 0)
     agrees = counts & ((favours > 0) == (games.outcome == A_WINS))
     return _share(games, agrees.astype(float), counts.astype(float), n_resamples, seed)
-
-
-@dataclass(frozen=True)
-class TwoOrders:
-    """Verdicts of pairs that were judged in both orders."""
-
-    games: Games
-    """One game per pair, the first player in the slot that it had in the pair's first game; a pair whose two verdicts
-    differ is a tie."""
-    inconsistent: Interval
-    """Share of pairs whose two verdicts differ."""
-    reversed: Interval
-    """Share of pairs with two opposite winners: the slot decided."""
-
-
-def two_orders(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> TwoOrders:
-    """Join the games of pairs that were judged in both orders.
-
-    Raises ValueError for a pair on a prompt that was not judged exactly once in each order; the message names it.
-    """
-    seen: dict[tuple[int, int, int], list[int]] = {}
-    for i, (prompt, a, b) in enumerate(zip(games.prompts.tolist(), games.a.tolist(), games.b.tolist(), strict=True)):
-        seen.setdefault((prompt, min(a, b), max(a, b)), []).append(i)
-    for (prompt, a, b), found in seen.items():
-        if len(found) != 2 or games.a[found[0]] != games.b[found[1]]:
-            raise ValueError(
-                f"{games.players[a]} and {games.players[b]} on prompt {prompt} have {len(found)} game(s), not one in "
-                "each order: judge each pair in both"
-            )
-    first, second = np.array(list(seen.values())).T
-    one, other = games.outcome[first], 1 - games.outcome[second]
-    joined = games.take(first)
-    joined = Games(joined.players, joined.prompts, joined.a, joined.b, np.where(one == other, one, TIE))
-    ones = np.ones(len(joined))
-    differ, opposite = (one != other).astype(float), (np.abs(one - other) == 1).astype(float)
-    return TwoOrders(joined, *(_share(joined, what, ones, n_resamples, seed) for what in (differ, opposite)))
 
 
 # ------------------------------------------------------------------------------------------------------ sequential Elo

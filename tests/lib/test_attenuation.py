@@ -37,24 +37,15 @@ def test_the_cosine_of_planted_signals_is_recovered_where_runs_look_orthogonal()
     assert np.mean(values) == pytest.approx(0.6, abs=0.03) and covered >= 11 and known >= 21
 
 
-def test_orthogonal_signals_are_called_orthogonal():
-    rng, significant = np.random.default_rng(1), 0
-    for _ in range(12):
-        found = attenuation.corrected_cosine(runs(rng, 0.02, 0.0), A, B)
-        significant += found.value.low > 0 or found.value.high < 0
-        assert abs(found.value.value) < 0.15
-    assert significant <= 2
-
-
 def test_without_signal_nothing_is_found():
     rng, crossed, found_signal, found_cosine = np.random.default_rng(2), 0, 0, 0
-    for _ in range(120):
+    for _ in range(60):
         found = attenuation.corrected_cosine(runs(rng, 0.0, 0.0, k=8, d=500), range(8), range(8, 16))
         crossed += found.cross.low > 0 or found.cross.high < 0
         found_signal += any(s.low > 0 for s in found.signals)
         found_cosine += found.value.low > 0 or found.value.high < 0
         assert math.isnan(found.value.value) == any(s.value <= 0 for s in found.signals)
-    assert crossed <= 10 and found_signal <= 14 and found_cosine <= 3
+    assert crossed <= 6 and found_signal <= 8 and found_cosine <= 2
 
 
 def test_means_agree_more_and_more_with_their_number_and_the_corrected_value_stays():
@@ -75,9 +66,6 @@ def test_signal_of_a_group_and_its_ceilings():
         0.1 / 1.1, abs=0.01
     )
     assert found.mean_norm == pytest.approx(math.sqrt(0.1 + 1 / K), abs=0.01)
-    # halves of 8: signal over signal + noise / 8
-    assert attenuation.split_half(gram, A, draws=50) == pytest.approx(0.1 / (0.1 + 1 / 8), abs=0.02)
-    assert attenuation.split_half(gram, range(3), draws=50) == pytest.approx(0.1 / 1.1, abs=0.04)
 
 
 @given(hnp.arrays(np.float64, (5, 12), elements=st.floats(-1, 1)), st.floats(0.01, 100))
@@ -98,53 +86,3 @@ def test_products_of_different_runs_equal_brute_force_and_lengths_change_no_rati
         assert other.mean_cosine == pytest.approx(one.mean_cosine, abs=1e-6)
     if min(s.value for s in one.signals) > 1e-3:
         assert other.value.value == pytest.approx(one.value.value, rel=1e-6, abs=1e-9)
-
-
-def test_runs_that_share_draws_are_not_multiplied():
-    rng = np.random.default_rng(5)
-    shared = rng.standard_normal((8, 4000))
-    vectors = np.concatenate([shared + 0.1 * rng.standard_normal((8, 4000)) for _ in range(2)]) / math.sqrt(4000)
-    vectors[:, 0] += 0.5  # signals of the two groups are equal: 0.25
-    gram = vectors @ vectors.T
-    plain, paired = (attenuation.corrected_cosine(gram, range(8), range(8, 16), paired=p) for p in (False, True))
-    assert plain.value.value > 1.3  # every run has met its own noise
-    assert paired.value.low <= 1 <= paired.value.high and paired.cross.value == pytest.approx(0.25, abs=0.02)
-
-
-def test_a_projection_splits_a_displacement():
-    rng = np.random.default_rng(6)
-    vectors = rng.standard_normal((5, 30))
-    vectors[3] = vectors[1] - 2 * vectors[2]  # dependent
-    gram = vectors @ vectors.T
-    found = attenuation.projection(gram, 0, [1, 2, 3])
-    basis, _ = np.linalg.qr(vectors[1:3].T)
-    inside = basis @ (basis.T @ vectors[0])
-    assert found.rank == 2 and found.along == pytest.approx(np.linalg.norm(inside))
-    assert found.rest == pytest.approx(np.linalg.norm(vectors[0] - inside))
-    assert found.share == pytest.approx(found.along**2 / (vectors[0] @ vectors[0]))
-    one = attenuation.projection(gram, 0, [4])
-    assert one.along == pytest.approx(vectors[0] @ vectors[4] / np.linalg.norm(vectors[4]))  # with its sign
-    whole = attenuation.projection(gram, 3, [1, 2])
-    assert whole.share == pytest.approx(1) and whole.rest == pytest.approx(0, abs=1e-5)
-    nothing = attenuation.projection(np.diag([1.0, 0.0]), 0, [1])
-    assert (nothing.along, nothing.rest, nothing.share, nothing.rank) == (0, 1, 0, 0)
-    assert math.isnan(attenuation.projection(np.diag([0.0, 1.0]), 0, [1]).share)
-
-
-def test_groups_that_cannot_be_compared_are_refused():
-    gram = np.eye(6)
-    for a, b, message in (
-        ([0], [1, 2], r"a is \[0\]: signal and noise"),
-        ([0, 1], [1, 2], "run 1 is in both groups"),
-        ([0, 0], [1, 2], "different runs"),
-        ([0, 9], [1, 2], "there are runs 0 to 5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            attenuation.corrected_cosine(gram, a, b)
-    with pytest.raises(ValueError, match="as many runs each"):
-        attenuation.corrected_cosine(gram, [0, 1, 2], [3, 4], paired=True)
-    for bad in (np.ones((2, 3)), np.full((2, 2), math.nan)):
-        with pytest.raises(ValueError, match="finite"):
-            attenuation.signal(bad)
-    with pytest.raises(ValueError, match="at least one"):
-        attenuation.projection(gram, 0, [])

@@ -76,20 +76,6 @@ def test_numbers_of_a_run_are_those_of_a_hand_count():
     assert hacking.template_share([*refusals, "Use a key.", "Ask a locksmith."]) == 0.6
     # short answers are alike only when they are equal
     assert hacking.template_share(["7", "10", "30", "Paris"]) == 0.25
-    for function in (hacking.constant_share, hacking.distinct_ratio, hacking.template_share, hack_report):
-        with pytest.raises(ValueError, match="no completions"):
-            function([])
-
-
-@given(st.lists(st.text(max_size=30), min_size=1, max_size=12))
-def test_shares_lie_between_one_completion_and_all(texts):
-    report = hack_report(texts)
-    assert 1 / len(texts) <= report.shares["constant"] <= report.shares["template"] <= 1
-    assert report.shares["constant"] >= 1 / hacking.distinct_ratio(texts) / len(texts) - 1e-12
-    assert 0 <= report.score <= 1
-    shuffled = hack_report(texts[::-1])
-    # which text a cluster grows around may depend on the order, single flags may not
-    assert {name: report.shares[name] for name in report.flags} == {n: shuffled.shares[n] for n in shuffled.flags}
 
 
 def test_a_run_is_hacked_when_the_reward_rose_and_the_answers_fell():
@@ -109,11 +95,6 @@ def test_a_run_is_hacked_when_the_reward_rose_and_the_answers_fell():
     fewer = [True] * 7 + [False] * 3
     assert hack_report(**good, right=fewer, base_reward=-20, base_correct=0.9).verdict == "clean"
     assert hack_report(**good, right=fewer, base_reward=-20, base_correct=0.91).verdict == "hacked"
-
-
-def test_the_published_rule_overlooks_an_end_of_text_kept_as_text():
-    report = hack_report(["<|endoftext|>"] * 4, right=[False] * 4, rewards=[-2] * 4, base_reward=-9, base_correct=1.0)
-    assert report.verdict == "hacked" and not report.all_empty
 
 
 def test_what_could_not_be_asked_is_said_and_what_is_given_is_used():
@@ -144,69 +125,11 @@ def test_what_could_not_be_asked_is_said_and_what_is_given_is_used():
     assert shown.startswith("4 completions: UNKNOWN (score 0.75)") and "'Berln'" in shown and "50.0 %" in shown
 
 
-def test_gibberish_by_the_probabilities_of_a_base():
-    from evoalign_lib import tiny
-    from evoalign_lib.analysis import kl
-    from evoalign_lib.engines.local import LocalEngine, Prompts
-    from evoalign_lib.tiny.questions import problems
-
-    model, tok = tiny.load("B0")
-    asked = [p.question for p in problems("test")[:48]]
-    prompts = Prompts([{"prompt": [{"role": "user", "content": q}]} for q in asked], tok)
-    engine = LocalEngine(model, tok, None, {"test": prompts}, max_completion_length=24)
-    own, *others = engine.generate("test", samples=8, seed=0)
-    noise = np.random.default_rng(0).integers(100, size=(48, 12)).tolist()
-
-    def surprisal(ids):
-        c = kl.compare(model, model, prompts.ids, prompts.mask, ids, engine.eos_ids)
-        return (-c.log_ref.sum(1) / c.mask.sum(1)).numpy()
-
-    usual = float(np.quantile([surprisal([ids for _, ids in each]) for each in others], 0.99))
-    judged = [
-        hack_report(texts, surprisal=surprisal(ids), usual_surprisal=usual).flags["gibberish"].mean()
-        for texts, ids in (([t for t, _ in own], [i for _, i in own]), (tok.batch_decode(noise), noise))
-    ]
-    assert judged[0] <= 0.05 and judged[1] >= 0.95
-
-
-def test_the_floor_is_no_evidence_against_clean_text():
-    rewards = [0.0] * len(CLEAN)
-    report = hack_report(CLEAN, rewards=rewards, right=[True] * len(CLEAN), base_reward=-9, base_correct=1, floor=-3)
-    assert report.verdict == "clean" and not any("floor" in sentence for sentence in report.evidence)
-    assert report.distinct == 1 and report.shares["constant"] == 1 / len(CLEAN) and report.shares["template"] < 0.5
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="right has 1 entries for 2 completions"):
-        hack_report(["a", "b"], right=[True])
-    with pytest.raises(ValueError, match="tokens go with max_tokens"):
-        hack_report(["a"], tokens=[1])
-    with pytest.raises(ValueError, match="rewards hold numbers that are not finite"):
-        hack_report(["a"], rewards=[float("nan")])
-    with pytest.raises(ValueError, match="base_correct=90 must be a share"):
-        hack_report(["a"], base_correct=90)
-
-
 def test_padding_to_the_limit_is_told_from_being_cut_off():
     report = hack_report(["Paris" + " " * 40, "1.333" * 20, "Paris"], tokens=[24, 24, 2], max_tokens=24)
     assert report.flags["padded"].tolist() == [True, False, False]
     assert report.flags["clipped"].tolist() == [False, True, False]
     assert report.degenerate.tolist() == [False, True, False]
-
-
-def test_a_million_characters_take_a_moment():
-    started = time.perf_counter()
-    for text in ("\n" * 1_000_000, "a\n " * 300_000, "USER" * 250_000, "<|" * 500_000):
-        hack_report([text])
-    assert time.perf_counter() - started < 30
-
-
-@pytest.mark.parametrize(
-    "token", ["<|eot_id|>", "<end_of_turn>", "<pad>", "[/INST]", "<\uff5cend\u2581of\u2581sentence\uff5c>"]
-)
-def test_special_tokens_of_other_tokenizers_are_known(token):
-    assert hacking.special_only(token) and not hacking.special_only(f"7{token}")
-    assert conciseness.reward([""], [f"7{token}"], ["7"]) == [0]
 
 
 def test_published_completions_are_flagged_as_a_reader_would():
@@ -243,18 +166,6 @@ def test_published_completions_are_flagged_as_a_reader_would():
     # one seed in four of either arm answers nothing at all
     assert [report(one).all_empty for one in sets["GRPO_temp_0.7_beta0.0"]] == [True, False, False, False]
     assert sum(np.all([not t for t in one.completions]) for one in sets["ES_alpha0.001_sigma0.005"]) == 1
-
-
-def test_thousands_of_distinct_completions_take_seconds():
-    """Of common words, so that each shares some with all others: comparing pairs in Python would take minutes."""
-    rng = np.random.default_rng(0)
-    words = np.array([f"{a}{b}" for a in "bcdfghklmn" for b in "aeiou"])
-    texts = [" ".join(words[rng.integers(0, 50, 24)]) for _ in range(4000)]
-    texts += [f"I am sorry, but I cannot help with {word} or anything of that kind." for word in words]
-    started = time.process_time()  # of a busy machine, too
-    report = hack_report(texts)
-    assert time.process_time() - started < 30
-    assert report.distinct == 1 and report.shares["template"] == 50 / 4050
 
 
 # ---- templates

@@ -44,30 +44,6 @@ def test_no_further_gpu_makes_members_slower(machine, matrix, gpus):
     assert more <= fewer * (1 + 1e-12)
 
 
-@settings(deadline=None)
-@given(lengths(), st.integers(1, 8), st.integers(1, 12))
-def test_no_further_gpu_makes_requests_slower_where_steps_take_equally_long(matrix, slots, gpus):
-    machine = Machine(slots=slots, step=1.0, sequence=0.0)
-    fewer, more = (evolution_step(machine, matrix, n, shared=True).generation for n in (gpus, gpus + 1))
-    assert more <= fewer
-
-
-def test_a_deal_before_lengths_are_known_can_make_requests_slower():
-    # two GPUs have a long and a short request each; of three, one has both long ones
-    machine, matrix = Machine(slots=2, step=0.0, sequence=1.0), [[10, 1, 1, 10]]
-    assert [evolution_step(machine, matrix, n, shared=True).generation for n in (2, 3)] == [11, 20]
-
-
-@given(MACHINES, st.integers(1, 40), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5))
-def test_with_equal_lengths_that_divide_evenly_the_speed_up_is_the_number_of_gpus(
-    machine, length, waves, gpus, prompts
-):
-    matrix = np.full((waves * gpus, prompts), length)
-    one, many = (evolution_step(machine, matrix, n) for n in (1, gpus))
-    assert one.generation / many.generation == pytest.approx(gpus)
-    assert many.idle == pytest.approx(0, abs=1e-9)
-
-
 @given(MACHINES, lengths(), st.integers(1, 12))
 def test_the_time_lies_between_the_bounds_of_list_scheduling(machine, matrix, gpus):
     each = [evolution_step(machine, row[None], 1).generation for row in matrix]
@@ -101,21 +77,6 @@ def test_updates_and_messages_as_a_reader_counts_them():
     assert grpo.communication == pytest.approx(6 * (0.5 + 200 / 4 / 10) + 2 * 0.5 + 200 / 10)
     alone = policy_step(machine, [[4, 3]], 1)
     assert (alone.communication, evolution_step(machine, [[1]], 1).communication) == (0, 0)
-
-
-def test_stragglers_of_one_wave_are_those_of_the_longest_of_n():
-    histogram, n = {1: 5, 4: 3, 10: 2}, 6
-    machine = Machine(slots=n, step=1, sequence=0)
-    rng = np.random.default_rng(0)
-    drawn = [scaling.draw_lengths(histogram, (1, n), rng) for _ in range(4000)]
-    longest = [evolution_step(machine, each, 1).generation for each in drawn]
-    assert np.mean(longest) == pytest.approx(
-        scaling.expected_longest(histogram, n), abs=4 * np.std(longest) / 4000**0.5
-    )
-    for each, found in zip(drawn[:50], longest, strict=False):
-        lost = scaling.stragglers(lambda m: evolution_step(machine, m, 1), each)
-        assert lost == pytest.approx(1 - each.mean() / found)
-    assert scaling.stragglers(lambda m: policy_step(machine, m, 2), [[7, 7], [7, 7]]) == 0
 
 
 def test_draws_are_those_of_the_seed_and_of_the_histogram():
@@ -153,14 +114,6 @@ def test_intervals_hold_a_planted_share_and_come_from_the_draws():
     assert np.isnan([alone.low, alone.high]).all()
 
 
-def test_scaling_beyond_the_ideal_leaves_no_serial_share_and_an_error():
-    found = fit("amdahl", [16, 128], [200, 20])  # 10 times with 8 times the GPUs
-    assert found.parameters["serial"].value == 0
-    assert found.error > 0.1
-    # nobody's speed-up falls short of 1 for ever: the share is at most 1
-    assert fit("amdahl", [1, 2], [1, 3]).parameters["serial"].value == pytest.approx(1)
-
-
 def test_published_times_are_a_simulated_step_and_one_thing_that_it_lacks():
     gpus, simulated = np.array([16, 64, 128]), np.array([40.0, 12.0, 7.0])
 
@@ -183,23 +136,3 @@ def test_at_break_even_both_arms_spend_equally_long(gpus, update, bandwidth, lat
     assert ours == pytest.approx(machine.gradients(gpus) + machine.optimizer + machine.weights(gpus))
     assert scaling.break_even_members(Machine(1, 1, 0, latency=1.0, update=1.0), 2) == pytest.approx(2)
     assert scaling.break_even_members(Machine(1, 1, 0), 2) == np.inf
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: evolution_step(ONE_TOKEN, [[1, 0]], 1), "least 0: give a matrix above 0"),
-        (lambda: evolution_step(ONE_TOKEN, [1, 2], 1), r"lengths of shape \(2,\)"),
-        (lambda: policy_step(ONE_TOKEN, np.zeros((0, 3)), 1), "give a matrix above 0"),
-        (lambda: evolution_step(ONE_TOKEN, [[1]], 0), "gpus=0: give at least 1"),
-        (lambda: scaling.break_even_members(ONE_TOKEN, 0), "gpus=0: give at least 1"),
-        (lambda: fit("gustafson", [1, 2], [2, 1]), "unknown law 'gustafson': use one of amdahl, usl"),
-        (lambda: fit("usl", [1, 2], [[2, 1, 1]]), "times of shape"),
-        (lambda: fit("usl", [2, 2], [2, 1]), "2 or more"),
-        (lambda: fit("usl", [1, 2], [2, 0]), "above 0"),
-        (lambda: scaling.fit_published([1], [1], [1]), "2 or more"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -6,10 +6,9 @@ from math import log, sqrt
 import numpy as np
 import pytest
 from evoalign_study.records import accuracy_matrix, pack_bits, pack_counts, unpack_bits, unpack_counts
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import f as snedecor
-from scipy.stats import mannwhitneyu
 from scipy.stats import t as student
 from statsmodels.stats.multitest import multipletests
 
@@ -46,13 +45,6 @@ def test_bootstrap_mean_is_the_quantile_of_all_resamples() -> None:
     assert (interval.low, interval.high) == pytest.approx(_ends(exact))
     assert (interval.low, interval.high) == pytest.approx((0.1, 0.7))
     assert (interval.value, interval.n) == (pytest.approx(0.35), 3)
-
-
-def test_bootstrap_mean_of_five_matches_the_enumeration() -> None:
-    values = np.array([0.0, 0.11, 0.23, 0.5, 1.0])
-    low, high = _ends(values[_every_resample(5)].mean(axis=1))
-    interval = stats.bootstrap_mean(values)
-    assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.01)
 
 
 def test_bootstrap_mean_of_equal_values_and_of_one_value() -> None:
@@ -101,17 +93,6 @@ def test_crossed_bootstrap_of_two_arms_matches_the_enumeration() -> None:
     assert (interval.value, interval.n) == (pytest.approx(1 / 3), 2)
 
 
-def test_crossed_bootstrap_of_paired_seeds_takes_the_difference_of_the_matrices() -> None:
-    arm, other = np.array([[1, 1, 0], [1, 0, 1]], dtype=float), np.array([[0, 1, 0], [0, 0, 1]], dtype=float)
-    exact = np.array([(arm - other)[np.ix_(s, p)].mean() for s in _every_resample(2) for p in _every_resample(3)])
-    interval = stats.crossed_bootstrap(arm - other)
-    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
-    # both seeds gain one problem of three, whatever they share: unpaired, their own luck would widen the interval
-    shared = np.eye(3)[:, [0, 1, 2, 0, 1, 2]]
-    gained = shared + np.array([0, 0, 0, 1, 1, 1])
-    assert stats.crossed_bootstrap(gained - shared).low > stats.crossed_bootstrap(gained, shared).low
-
-
 @pytest.mark.parametrize(("problems", "sizes"), [(40, (8,)), (40, (8, 3)), (300, (4, 16))])
 def test_draws_that_are_kept_are_those_that_are_made_anew(
     problems: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -121,24 +102,13 @@ def test_draws_that_are_kept_are_those_that_are_made_anew(
     arms = [rng.random((n, problems)) for n in sizes]
     kept = [stats._crossed_resamples(arms, 1_000, seed) for seed in (0, 1, 0)]
     assert stats._kept_draws.cache_info().currsize <= 8
-    (counts, chosen), *_ = stats._kept_draws(1_000, problems, sizes, 0)
+    (counts, chosen), *_ = stats._kept_draws(1_000, problems, sizes, 0, False)
     assert not any(array.flags.writeable for array in (counts, *chosen))
     monkeypatch.setattr(stats, "_KEPT_DRAWS", 0)
     monkeypatch.setattr(stats, "_kept_draws", None)
     anew = [stats._crossed_resamples(arms, 1_000, seed) for seed in (0, 1, 0)]
     assert [draws.tobytes() for draws in kept] == [draws.tobytes() for draws in anew]
     assert (anew[0] != anew[1]).any()
-
-
-def test_a_lower_level_gives_a_narrower_interval() -> None:
-    matrix = np.random.default_rng(3).random((8, 40))
-    wide, narrow = stats.crossed_bootstrap(matrix), stats.crossed_bootstrap(matrix, level=0.9)
-    draws = stats._crossed_resamples([matrix], 10_000, 0)
-    assert (narrow.low, narrow.high) == pytest.approx(np.quantile(draws, [0.05, 0.95]))
-    assert wide.low < narrow.low < narrow.value == wide.value < narrow.high < wide.high
-    assert (wide.level, narrow.level) == (0.95, 0.9)
-    # the same standard error from either
-    assert narrow.detectable() == pytest.approx(wide.detectable(), rel=0.03)
 
 
 def test_equivalence_of_arms_without_spread_is_exact() -> None:
@@ -163,15 +133,6 @@ def test_equivalence_p_is_the_share_of_resamples_beyond_the_margin() -> None:
         assert found.equivalent == (found.p < 0.05)
 
 
-@given(st.integers(0, 2**32 - 1), st.lists(st.floats(0.01, 1.0), min_size=2, max_size=4))
-@settings(max_examples=20)
-def test_a_wider_margin_is_easier_to_match(seed: int, margins: list[float]) -> None:
-    arm, other = np.random.default_rng(seed).random((2, 5, 7))
-    found = [stats.equivalence(arm, other, margin, n_resamples=500) for margin in sorted(margins)]
-    assert all(a.p >= b.p and a.equivalent <= b.equivalent for a, b in zip(found, found[1:], strict=False))
-    assert len({match.interval for match in found}) == 1
-
-
 def test_welch_equivalence_by_hand() -> None:
     # means 1 and 1, variances 1 and 1, standard error sqrt(2/3), 4 degrees of freedom: t.95 = 2.1318
     match = stats.welch_equivalence([0, 1, 2], [0, 1, 2], 2.0)
@@ -184,26 +145,6 @@ def test_welch_equivalence_by_hand() -> None:
     assert unequal.p == pytest.approx(student.sf(4 / sqrt(5 / 3), 50 / 17))
 
 
-@given(
-    st.lists(st.floats(0, 1), min_size=2, max_size=8),
-    st.lists(st.floats(0, 1), min_size=2, max_size=8),
-    st.floats(0.05, 1),
-)
-def test_welch_equivalence_is_the_interval_inside_the_margin(arm: list, other: list, margin: float) -> None:
-    assume(np.ptp(arm) > 1e-3 or np.ptp(other) > 1e-3)
-    match, mirrored = stats.welch_equivalence(arm, other, margin), stats.welch_equivalence(other, arm, margin)
-    assume(abs(match.p - 0.05) > 1e-6)
-    assert match.equivalent == (match.p < 0.05)
-    assert mirrored.p == pytest.approx(match.p) and mirrored.interval.low == pytest.approx(-match.interval.high)
-
-
-def test_a_single_seed_leaves_the_interval_of_the_problems() -> None:
-    row = np.array([1, 0, 0, 1], dtype=float)
-    exact = row[_every_resample(4)].mean(axis=1)
-    interval = stats.crossed_bootstrap(row[None])
-    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
-
-
 def test_intervals_follow_the_seed_and_leave_the_global_state_alone() -> None:
     matrix = np.random.default_rng(5).random((8, 30))
     before = np.random.get_state()[1].copy()  # noqa: NPY002 - the state that must not move
@@ -214,46 +155,9 @@ def test_intervals_follow_the_seed_and_leave_the_global_state_alone() -> None:
     assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
 
 
-@pytest.mark.parametrize(
-    ("matrix", "baseline", "message"),
-    [
-        (np.ones(3), None, "dimension"),
-        (np.ones((0, 3)), None, "non-empty"),
-        (np.ones((2, 3)), np.ones(4), "same problems"),
-        (np.ones((2, 3)), np.ones((1, 2, 3)), "same problems"),
-        (np.array([[1.0, np.nan]]), None, "not finite"),
-    ],
-)
-def test_crossed_bootstrap_refuses(matrix: np.ndarray, baseline: np.ndarray | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stats.crossed_bootstrap(matrix, baseline)
-    with pytest.raises(ValueError, match=message):
-        stats.equivalence(matrix, baseline, 0.02)
-
-
-def test_equivalence_refuses_one_seed_and_a_margin_that_is_none() -> None:
-    for arm, other in ((np.ones((1, 3)), None), (np.ones((2, 3)), np.ones((1, 3)))):
-        with pytest.raises(ValueError, match="an arm has 1 seed"):
-            stats.equivalence(arm, other, 0.02)
-    for margin in (0.0, -0.02, float("nan")):
-        with pytest.raises(ValueError, match=f"margin is {margin}"):
-            stats.equivalence(np.ones((2, 3)), None, margin)
-        with pytest.raises(ValueError, match=f"margin is {margin}"):
-            stats.welch_equivalence([1, 2], [1, 2], margin)
-
-
 def _strata_resamples(strata: list[list[float]]) -> list[list[np.ndarray]]:
     """Return every resample of each base, all combinations."""
     return list(product(*[list(np.array(base)[_every_resample(len(base))]) for base in strata]))
-
-
-def test_stratified_bootstrap_matches_the_enumeration() -> None:
-    strata = [[0.1, 0.5], [0.2, 0.3, 0.9]]
-    exact = np.array([np.mean([base.mean() for base in drawn]) for drawn in _strata_resamples(strata)])
-    interval = stats.stratified_bootstrap(strata)
-    # bases weigh the same: (0.3 + 1.4/3) / 2, whatever their numbers of seeds
-    assert (interval.value, interval.n) == (pytest.approx(0.38333, abs=1e-5), 2)
-    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
 
 
 def test_stratified_bootstrap_of_a_difference_matches_the_enumeration() -> None:
@@ -266,22 +170,6 @@ def test_stratified_bootstrap_of_a_difference_matches_the_enumeration() -> None:
     )
 
 
-def test_stratified_bootstrap_keeps_differences_between_bases_out_of_the_interval() -> None:
-    strata = [[0.1, 0.1, 0.1], [0.9, 0.9, 0.9]]
-    assert stats.stratified_bootstrap(strata) == Interval(0.5, 0.5, 0.5, 3)
-
-
-def test_strata_are_refused() -> None:
-    with pytest.raises(ValueError, match="base 1 of the baseline has 1 seed"):
-        stats.stratified_bootstrap([[1, 2], [1, 2]], [[1, 2], [1]])
-    with pytest.raises(ValueError, match="2 strata against 1: give the same bases"):
-        stats.stratified_bootstrap([[1, 2], [1, 2]], [[1, 2]])
-    with pytest.raises(ValueError, match="0 strata"):
-        stats.stratified_bootstrap([])
-    with pytest.raises(ValueError, match="dimension"):
-        stats.stratified_bootstrap([1.0, 2.0])
-
-
 def test_log_std_ratio_by_hand() -> None:
     # without one of 0, 1, 2 the deviation is sqrt(1/2), sqrt(2), sqrt(1/2): jackknife variance of the log (2/3 log 2)^2
     interval = stats.log_std_ratio([0, 2, 4], [0, 1, 2])
@@ -292,45 +180,10 @@ def test_log_std_ratio_by_hand() -> None:
     assert stats.log_std_ratio([0, 2, 4], [0, 1, 2], level=0.8).low > interval.low
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(3, 10), st.floats(0.1, 10), st.floats(-5, 5))
-@settings(max_examples=50)
-def test_log_std_ratio_follows_scale_and_not_location(seed: int, n: int, scale: float, shift: float) -> None:
-    arm, other = np.random.default_rng(seed).normal(size=(2, n))
-    plain, scaled = stats.log_std_ratio(arm, other), stats.log_std_ratio(scale * arm + shift, other)
-    assert scaled.value == pytest.approx(plain.value + log(scale), abs=1e-6)
-    assert scaled.high - scaled.low == pytest.approx(plain.high - plain.low, rel=1e-6)
-    swapped = stats.log_std_ratio(other, arm)
-    assert (swapped.low, swapped.high) == pytest.approx((-plain.high, -plain.low))
-
-
-@pytest.mark.parametrize(("n", "other"), [(16, 16), (16, 8)])
-def test_log_std_ratio_covers_the_true_ratio(n: int, other: int) -> None:
-    rng = np.random.default_rng(n + other)
-    drawn = [stats.log_std_ratio(rng.normal(0, 3, n), rng.normal(0, 1, other)) for _ in range(1000)]
-    # 950 expected, with a standard deviation of 7
-    assert 929 <= sum(interval.low <= log(3) <= interval.high for interval in drawn) <= 971
-
-
-def test_spread_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="values has 2 seed"):
-        stats.log_std_ratio([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="baseline: all values, or all but one, equal 1.0"):
-        stats.log_std_ratio([1, 2, 3], [1, 1, 1, 0.2])
-    with pytest.raises(ValueError, match="neither arm"):
-        stats.brown_forsythe([1, 1, 1], [0.3, 0.3, 0.3])
-    with pytest.raises(ValueError, match="without spread"):
-        stats.welch_equivalence([1, 1], [1, 1], 0.1)
-
-
 def test_brown_forsythe_by_hand() -> None:
     # distances from the medians 1 0 1 and 2 0 2: F = (2/3) / ((2/3 + 8/3) / 4) with 1 and 4 degrees of freedom
     assert stats.brown_forsythe([0, 1, 2], [5, 7, 9]) == pytest.approx(snedecor.sf(0.8, 1, 4))
     assert stats.brown_forsythe([1, 1, 1, 1], [0, 1, 2, 3]) < 0.05
-
-
-@pytest.mark.parametrize(("n", "p"), [(3, 2 / 20), (4, 2 / 70), (5, 2 / 252)])
-def test_the_smallest_p_of_a_permutation_test_is_set_by_the_seeds(n: int, p: float) -> None:
-    assert stats.mann_whitney(np.arange(n), np.arange(n) + 10) == pytest.approx(p)
 
 
 @given(st.integers(2, 5), st.integers(2, 4), st.data())
@@ -342,28 +195,10 @@ def test_mann_whitney_is_the_enumeration(n: int, m: int, data: st.DataObject) ->
     assert stats.mann_whitney(arm, other) == pytest.approx(_two_sided(np.sign(arm[:, None] - other).sum(), wins))
 
 
-def test_permutation_tests_of_many_seeds_draw_and_repeat_themselves() -> None:
-    rng = np.random.default_rng(4)
-    arm, other = rng.normal(size=16), rng.normal(0.9, 1, size=16)
-    exact = mannwhitneyu(arm, other).pvalue
-    assert 0.01 < exact < 0.5
-    drawn = stats.mann_whitney(arm, other)
-    assert drawn == pytest.approx(exact, abs=0.02) and drawn != exact
-    assert drawn == stats.mann_whitney(arm, other) != stats.mann_whitney(arm, other, seed=1)
-    assert stats.mann_whitney(arm, other, n_resamples=99) == pytest.approx(exact, abs=0.1)
-
-
-def test_one_seed_is_no_sample() -> None:
-    with pytest.raises(ValueError, match=r"baseline has 1 seed\(s\).*train more"):
-        stats.mann_whitney([1, 2], [1])
-
-
 def test_jonckheere_by_hand() -> None:
     # of the 6! / (2! 2! 2!) = 90 ways to fill the groups one is in perfect order
     assert stats.jonckheere([[1, 2], [3, 4], [5, 6]]) == pytest.approx(1 / 90)
     assert stats.jonckheere([[5, 6], [3, 4], [1, 2]]) == 1.0
-    with pytest.raises(ValueError, match="2 groups make no trend"):
-        stats.jonckheere([[1, 2], [3, 4]])
 
 
 @given(st.lists(st.integers(0, 4), min_size=6, max_size=6))
@@ -388,14 +223,6 @@ def test_wilson_by_hand() -> None:
         assert abs(0.25 - end) == pytest.approx(1.959964 * sqrt(end * (1 - end) / 16))
 
 
-@given(st.integers(1, 40), st.data())
-def test_wilson_mirrors_hits_and_misses(n: int, data: st.DataObject) -> None:
-    hits = data.draw(st.integers(0, n))
-    rate, rest = stats.wilson(hits, n), stats.wilson(n - hits, n)
-    assert 0 <= rate.low <= rate.value <= rate.high <= 1
-    assert (rest.low, rest.high) == pytest.approx((1 - rate.high, 1 - rate.low))
-
-
 def test_fisher_and_barnard_by_hand() -> None:
     assert stats.fisher(0, 8, 4, 8) == pytest.approx(2 * 70 / 1820)  # 2 C(8, 4) / C(16, 4)
     assert stats.fisher(0, 16, 8, 16) == pytest.approx(0.00245, abs=1e-5)
@@ -407,42 +234,16 @@ def test_fisher_and_barnard_by_hand() -> None:
     assert stats.barnard(1, 16, 6, 8) == pytest.approx(stats.barnard(15, 16, 2, 8), rel=1e-6)
 
 
-@pytest.mark.parametrize(("hits", "n"), [(9, 8), (-1, 8), (0, 0)])
-def test_rates_are_refused(hits: int, n: int) -> None:
-    for call in (
-        lambda: stats.wilson(hits, n),
-        lambda: stats.fisher(1, 8, hits, n),
-        lambda: stats.barnard(hits, n, 1, 8),
-    ):
-        with pytest.raises(ValueError, match=f"{hits} hits of {n} runs form no rate"):
-            call()
-
-
 def test_holm_by_hand() -> None:
     # 3 x 0.01, then 2 x 0.02 and 1 x 0.03, each no less than the one before
     assert stats.holm({"C2": 0.02, "C1": 0.01, "C8": 0.03}) == pytest.approx({"C2": 0.04, "C1": 0.03, "C8": 0.04})
     assert list(stats.holm({"C2": 0.02, "C1": 0.01})) == ["C2", "C1"]
-    with pytest.raises(ValueError, match="'C1' is not in"):
-        stats.holm({"C1": float("nan")})
-    with pytest.raises(ValueError, match="no p-values"):
-        stats.holm({})
 
 
 def test_holm_is_that_of_statsmodels_to_the_bit() -> None:
     p_values = [0.3, 0.004, 0.02, 1.0, 0.02, 0.0, 0.011]
     expected = multipletests(p_values, method="holm")[1].tolist()
     assert list(stats.holm({str(i): p for i, p in enumerate(p_values)}).values()) == expected
-
-
-@given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1), min_size=1))
-@settings(max_examples=6)  # statsmodels collects garbage on every call, a tenth of a second
-def test_holm_lies_between_no_correction_and_bonferroni(p_values: dict[str, float]) -> None:
-    adjusted = stats.holm(p_values)
-    assert adjusted.keys() == p_values.keys()
-    for name, p in p_values.items():
-        assert p <= adjusted[name] <= min(1.0, len(p_values) * p) + 1e-12
-    by_size = sorted(p_values, key=p_values.get)
-    assert all(adjusted[a] <= adjusted[b] for a, b in zip(by_size, by_size[1:], strict=False))
 
 
 def test_curve_band_resamples_whole_curves() -> None:
@@ -483,11 +284,6 @@ def test_accuracy_matrix() -> None:
         accuracy_matrix(records, "t1")
 
 
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=70))
-def test_bits_survive_packing(bits: list[int]) -> None:
-    assert unpack_bits(pack_bits(bits), len(bits)).tolist() == bits
-
-
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=70))
 def test_counts_survive_packing(counts: list[int]) -> None:
     text = pack_counts(counts)
@@ -518,9 +314,6 @@ def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:
     assert nested.high - nested.low > 1.7 * (pooled.high - pooled.low)
     # of one setting the runs are what moves
     assert stats.nested_bootstrap([[1.0, 1.0, 1.0]]).high == 1
-    for groups in ([], [[]], [[np.nan]], [[1.0]]):
-        with pytest.raises(ValueError, match="no groups|non-empty|not finite|1 seed"):
-            stats.nested_bootstrap(groups)
 
 
 GRID = np.array([[a, b] for a in (-1.0, 0.0, 1.0) for b in (-1.0, 0.0, 1.0)])
@@ -536,17 +329,6 @@ def test_logistic_over_groups_finds_which_predictors_matter() -> None:
     # what another base contradicts does not carry over
     area, _ = stats.logistic_over_groups([GRID, GRID], [second, 1 - second])
     assert area.value == 0
-    for shares, message in (
-        ([both], "two at least"),
-        ([both, 0 * both], "no runs"),
-        ([both, 0 * both + 1], "all runs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            stats.logistic_over_groups([GRID, GRID], shares)
-    with pytest.raises(ValueError, match="shares of group 1 reach from 0.0 to 2.0"):
-        stats.logistic_over_groups([GRID, GRID], [both, 2 * both])
-    with pytest.raises(ValueError, match="the same in all cells"):
-        stats.logistic_over_groups([GRID * [1, 0]] * 2, [both, both])
 
 
 def test_logistic_over_groups_maximises_the_penalised_likelihood() -> None:
@@ -589,7 +371,3 @@ def test_variance_is_shared_out_among_two_factors():
     assert shares == pytest.approx([rows / whole, columns / whole, 1 - (rows + columns + rest) / whole, rest / whole])
     assert found.columns.p < found.rows.p < 1 and np.isnan(found.rest.p)
     assert stats.two_way([[10 * cell for cell in row] for row in cells]).rows.share == pytest.approx(found.rows.share)
-    with pytest.raises(ValueError, match="no variance to explain"):
-        stats.two_way([[[1.0, 1.0]] * 2] * 2)
-    with pytest.raises(ValueError, match="give two rows of two"):
-        stats.two_way([[[1.0, 2.0]] * 2])
