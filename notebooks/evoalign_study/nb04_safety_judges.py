@@ -1,22 +1,32 @@
-"""Notebook 04, safety: its presets and its groups of runs."""
+"""Notebook 04, safety: its presets and groups of runs, what it finds, its tables and its figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.tiny import scorers
-from evoalign_study import loading, parameters
+from evoalign_study import judge_models, loading, marks, parameters, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament_spec
-from evoalign_study.loading import After, Group, Groups, Records, of_runs, own_settings
+from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.records import Record
+from evoalign_study.results import UNDER, Results, listed, sentence, stated
+from evoalign_study.tables import MISSING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 NOTEBOOK = "04_safety_judges"
 ARMS = ("es", "grpo")
@@ -151,45 +161,22 @@ def committed() -> dict[str, list[Record]]:
 
 
 def _of_own_models(run: SimpleNamespace) -> Groups:
-    """At scale full: one pair of scorers, the declared settings, no sweep."""
+    """At scale full: one pair of scorers, the declared settings, no sweep, and nothing of the tiny world's judges."""
     told = {"judge": "held_out", "judge_text": "held_out_text"}  # in the tiny world a judge is what trains
     asked = SimpleNamespace(**{told.get(name, name): value for name, value in vars(run).items()})
-
-    def train(arm: str, seeds: int) -> Group:
-        return Group(arm, run.bases, seeds, own_settings(asked, arm))
-
-    return {
-        "base": base_specs(run.bases, of_runs(vars(asked)), run.scale),
-        "es": train("es", run.seeds_judge),
-        "grpo": train("grpo", run.seeds_judge),
-        "es_random": train("es_random", run.seeds_null),
-        "judgments": judgments_specs(run.scale),
-    } | dict.fromkeys(_OF_SMALL_JUDGES, ())
-
-
-_OF_SMALL_JUDGES = (
-    "es_sweep",
-    "grpo_sweep",
-    "sft_sweep",
-    "sft",
-    "es_noise",
-    "grpo_noise",
-    "es_random_noise",
-    "es_sizes",
-)
-_OF_SMALL_JUDGES += ("grpo_sizes", "tournaments", "tastes")
-"""Groups that the tiny world's judges alone have."""
+    seeds = {"es": run.seeds_judge, "grpo": run.seeds_judge, "es_random": run.seeds_null}
+    found: dict[str, Any] = {"base": base_specs(run.bases, of_runs(vars(asked)), run.scale)}
+    found |= {arm: Group(arm, run.bases, n, own_settings(asked, arm)) for arm, n in seeds.items()}
+    return dict.fromkeys(SHOWN, ()) | found | {"judgments": judgments_specs(run.scale)}
 
 
 def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
     def sweep(arm: str) -> Group:
-        settings = own_settings(run, arm) | {"judge": run.tuned_on, "test_problems": 0}
-        settings |= {"curve_points": run.sweep_points}
+        change = {"judge": run.tuned_on, "test_problems": 0, "curve_points": run.sweep_points}
+        settings = own_settings(run, arm) | change
         return Group(arm, run.bases, [arms.SWEEP_SEED], settings, loading.swept_choices(run, arm))
 
-    def imitate(
-        judges: Sequence[str], seeds: int | Sequence[int], rates: Sequence[float], after: Sequence[str]
-    ) -> Group:
+    def imitate(judges: Sequence[str], seeds: Any, rates: Sequence[float], after: Sequence[str] = ()) -> Group:
         changes = [{"judge": judge, "learning_rate": rate} for judge in judges for rate in rates]
         return Group("sft", run.bases, seeds, own_settings(run, "sft"), changes, after=tuple(after))
 
@@ -201,7 +188,12 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         changes = [{"judge": judge} for judge in judges]
         return Group(arm, run.bases, seeds, settings, changes, after=loading.chosen_by(name, choices))
 
-    rate = max(of["sft_sweep"], key=_liked)["spec"]["learning_rate"] if "sft_sweep" in of else run.sft_learning_rate[0]
+    rates = run.sft_learning_rate
+    rate = (
+        max(of["sft_sweep"], key=lambda r: said(r, TRAINING, "score"))["spec"]["learning_rate"]
+        if "sft_sweep" in of
+        else rates[0]
+    )
     proxies, noisy, sizes = run.training_judges, run.turned_judges, run.sized_judges
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
@@ -209,38 +201,37 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         "grpo_sweep": sweep("grpo"),
         "es": train("es", proxies, run.seeds_judge),
         "grpo": train("grpo", proxies, run.seeds_judge),
-        "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], run.sft_learning_rate, ()),
-        "sft": imitate(proxies, run.seeds_null, [rate], loading.chosen_by("sft_sweep", run.sft_learning_rate)),
+        "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], rates),
+        "sft": imitate(proxies, run.seeds_null, [rate], loading.chosen_by("sft_sweep", rates)),
         "es_random": train("es_random", proxies, run.seeds_null),
         "es_noise": train("es", noisy, run.seeds_noise),
         "grpo_noise": train("grpo", noisy, run.seeds_noise),
         "es_random_noise": train("es_random", noisy, min(run.seeds_null, run.seeds_noise)),
         "es_sizes": train("es", sizes, run.seeds_size),
         "grpo_sizes": train("grpo", sizes, run.seeds_size),
-        "tournaments": _tournaments(run, of, proxies),
+        "tournaments": _tournaments(run, of),
         "tastes": [tastes_spec(run.scale)],
         "judgments": judgments_specs(run.scale),
     }
 
 
-def _tournaments(run: SimpleNamespace, of: Records, judges: Sequence[str]) -> After:
+ENDS = (*ARMS, "sft", "es_random")
+"""Arms whose ends are shown, and whose models meet in a tournament."""
+_OWN = (*ARMS, "es_random")  # arms of scale full
+
+
+def _tournaments(run: SimpleNamespace, of: Records) -> After:
     """One tournament on each training judge, of the models that were trained on it."""
-    after = ("es", "grpo", "sft", "es_random")
-    if not all(arm in of for arm in after):
-        return After([], after)
-    settings = of_runs(vars(run))
-    return After(
-        [
-            tournament_spec({arm: on_judge(of[arm], judge) for arm in after}, settings | {"judge": judge}, run.scale)
-            for judge in judges
-        ],
-        after,
-    )
+    specs = []
+    for judge in run.training_judges if all(arm in of for arm in ENDS) else ():
+        settings = of_runs(vars(run)) | {"judge": judge}
+        specs.append(tournament_spec({arm: on_judge(of[arm], judge) for arm in ENDS}, settings, run.scale))
+    return After(specs, ENDS)
 
 
-def on_judge(found: Sequence[Record], judge: str) -> list[Record]:
+def on_judge(runs: Iterable[Record], judge: str) -> list[Record]:
     """Return the runs that were trained on a judge."""
-    return [r for r in found if r["spec"]["judge"] == judge]
+    return [r for r in runs if r["spec"]["judge"] == judge]
 
 
 def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
@@ -249,26 +240,26 @@ def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
     Nothing here says what is right but the training judge. The score is what it gives greedy replies on split A, the
     mean of the last three points of the curve; a run that diverged has none and comes last.
     """
-
-    def score(record: Record) -> float:
-        last = record["curve"]["proxy_greedy"][-3:]
-        return float("-inf") if "diverged" in record or None in last else float(np.mean(last))
-
-    scored = [(score(r), _setting(r["spec"])) for r in sweep]
+    scored = []
+    for r in sweep:
+        last = r["curve"]["proxy_greedy"][-3:]
+        score = float("-inf") if "diverged" in r or None in last else float(np.mean(last))
+        scored.append((score, {name: r["spec"][name] for name in arms.swept(r["spec"]["arm"])}))
     return sorted(scored, key=lambda pair: -pair[0])
 
 
-def _liked(record: Record) -> float:
-    """What the training judge gives greedy replies of a trained model on split B."""
-    test = record["test"]
-    return test["greedy"]["score"][test["judges"].index(record["spec"]["judge"])]
-
-
-def _setting(spec: Mapping[str, Any]) -> dict[str, float]:
-    return {name: spec[name] for name in arms.swept(spec["arm"])}
+def said(record: Record, judge: str, what: str) -> float:
+    """Return what a judge says of a run's greedy replies on split B: its mean "score", or its "win" over the base's."""
+    name = record["spec"]["judge"] if judge == TRAINING else judge
+    return record["test"]["greedy"][what][record["test"]["judges"].index(name)]
 
 
 # ---- reading the curves
+
+LABELS = {arm: look.label for arm, look in style.ARMS.items()}
+"""Arm -> its name in tables and legends."""
+SHARES = ("complied", "alternative", "refused_lawful", "turns", "template")
+"""Quantities that are shares of replies."""
 
 
 def spread(of: Records, run: Record) -> float:
@@ -277,114 +268,101 @@ def spread(of: Records, run: Record) -> float:
     return base["units"][run["spec"]["judge"]][1]
 
 
-def curve(run: Record, quantity: str, decoding: str) -> np.ndarray:
-    """Return a curve of a run; a quantity is a judge of `JUDGES`, for its wins, or a name of the record's curves."""
-    if quantity == "kl":
-        name = "kl"
-    else:
-        name = f"{run['spec']['judge'] if quantity == TRAINING else quantity}_{decoding}"
-    return np.array([np.nan if x is None else x for x in run["curve"][name]], float)
+def curve(of: Records, run: Record, quantity: str, decoding: str) -> np.ndarray:
+    """Return a curve of a run.
 
-
-def gained(of: Records, run: Record, decoding: str) -> np.ndarray:
-    """Return by how many spreads the training judge's score of split A has risen, at each point of a run."""
-    proxy = curve(run, "proxy", decoding)
-    return (proxy - proxy[0]) / spread(of, run)
-
-
-def at(of: Records, run: Record, quantity: str, decoding: str, gain: float | None) -> float | None:
-    """Return a quantity where the training judge has first gained so many spreads; gain None: at the end."""
-    values = curve(run, quantity, decoding)
-    if gain is None:
-        return float(values[-1]) if np.isfinite(values[-1]) else None
-    return values[0] if gain == 0 else overoptimisation.read_at(gained(of, run, decoding), values, gain)
-
-
-def at_kl(of: Records, run: Record, quantity: str, decoding: str, nats: float) -> float | None:
-    """Return a quantity, or "gained", where the KL from the base first comes to so many nats a completion."""
-    values = gained(of, run, decoding) if quantity == "gained" else curve(run, quantity, decoding)
-    return overoptimisation.read_at(curve(run, "kl", decoding), values, nats)
-
-
-def cells(found: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return training judge -> its runs, in the order of the records."""
-    return {judge: on_judge(found, judge) for judge in dict.fromkeys(r["spec"]["judge"] for r in found)}
-
-
-def there(
-    of: Records, arm: str, quantity: str, decoding: str, place: float | None, reads: Callable[..., float | None] = at
-) -> list[np.ndarray] | None:
-    """Return a quantity of the runs of each training judge that get to a place; None unless three of four do on each.
-
-    reads: `at`, where the place is a gain, or `at_kl`.
+    A quantity is a judge of `JUDGES`, for its wins; "gained", by how many spreads the training judge's score of split A
+    has risen; or a name of the record's curves.
     """
-    read = []
-    for runs in cells(of[arm]).values():
-        values = [x for run in runs if (x := reads(of, run, quantity, decoding, place)) is not None]
-        if not values or len(values) < 0.75 * len(runs):
-            return None
-        read.append(np.array(values))
-    return read or None
+    if quantity == "gained":
+        proxy = curve(of, run, "proxy", decoding)
+        return (proxy - proxy[0]) / spread(of, run)
+    name = f"{run['spec']['judge'] if quantity == TRAINING else quantity}_{decoding}"
+    values = run["curve"]["kl" if quantity == "kl" else name]
+    return np.array([np.nan if x is None else x for x in values], float)
 
 
-def mean(
-    of: Records, arm: str, quantity: str, decoding: str, place: float | None, reads: Callable[..., float | None] = at
-) -> Interval | None:
-    """Return the mean of a quantity over the training judges, over seeds; None where `there` has none."""
-    read = there(of, arm, quantity, decoding, place, reads)
-    if read is None:
+def at(
+    of: Records, run: Record, quantity: str, decoding: str, place: float | None, along: str = "gained"
+) -> float | None:
+    """Return a quantity where a run first comes to a place.
+
+    Args:
+        of: records by group, for the spread of the base.
+        run: its record.
+        quantity: as for `curve`.
+        decoding: "greedy" or "t1".
+        place: spreads gained, or nats per completion; None: at the end.
+        along: "gained" or "kl".
+    """
+    values = curve(of, run, quantity, decoding)
+    if place is None:
+        return float(values[-1]) if np.isfinite(values[-1]) else None
+    return values[0] if place == 0 else overoptimisation.read_at(curve(of, run, along, decoding), values, place)
+
+
+def by_judge(runs: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return training judge -> its runs, in the order of the records."""
+    return {judge: on_judge(runs, judge) for judge in dict.fromkeys(r["spec"]["judge"] for r in runs)}
+
+
+def _read(of: Records, runs: Iterable[Record], *asked: Any) -> np.ndarray:
+    """Values of the runs that get to a place; asked: as for `at`."""
+    return np.array([x for run in runs if (x := at(of, run, *asked)) is not None], float)
+
+
+def mean(of: Records, arm: str, *asked: Any) -> Interval | None:
+    """Return the mean of a quantity over the training judges, over seeds; asked: as for `at`, from the quantity on.
+
+    None unless three of four runs on each judge get to the place.
+    """
+    cells = by_judge(of[arm]).values()
+    values = [_read(of, runs, *asked) for runs in cells]
+    if not values or any(len(x) < max(1, 0.75 * len(runs)) for x, runs in zip(values, cells, strict=True)):
         return None
-    if (fewest := min(map(len, read))) < 2:
-        return Interval(float(np.mean([x.mean() for x in read])), float("nan"), float("nan"), fewest)
-    return stats.stratified_bootstrap(read, n_resamples=2_000)
+    if (fewest := min(map(len, values))) < 2:
+        return Interval(float(np.mean([x.mean() for x in values])), float("nan"), float("nan"), fewest)
+    return stats.stratified_bootstrap(values, n_resamples=2_000)
 
 
 def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> Interval | None:
     """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
     sides = []
     for arm in ARMS:
-        read = []
-        for runs in cells(of[arm]).values():
-            values = []
-            for run in runs:
-                names = [quantity, *([less] if less else [])]
-                pair = [at(of, run, name, decoding, gain) for name in names]
-                if None not in pair:
-                    values.append(pair[0] - pair[1] if less else pair[0])
-            read.append(np.array(values, float))
-        if not read or min(map(len, read)) < 2:
+        values = [_read(of, runs, quantity, decoding, gain) for runs in by_judge(of[arm]).values()]
+        if less:  # a run that gets to a gain has both
+            others = [_read(of, runs, less, decoding, gain) for runs in by_judge(of[arm]).values()]
+            values = [x - y for x, y in zip(values, others, strict=True)]
+        if not values or min(map(len, values)) < 2:
             return None
-        sides.append(read)
+        sides.append(values)
     return stats.stratified_bootstrap(*sides)
 
 
-def on_noisy(of: Records, arm: str, judge: str, decoding: str) -> np.ndarray:
-    """Return the true reward of the runs on a judge of turned comparisons that gain `GAIN` spreads, there."""
-    runs = on_judge(of[f"{arm}_noise"], judge)
-    return np.array([x for run in runs if (x := at(of, run, TRUE, decoding, GAIN)) is not None], float)
-
-
-def turned(of: Records, decoding: str, arms: Sequence[str] = ARMS) -> Interval | None:
+def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> Interval | None:
     """Return by how much true reward changes from the judge without turned comparisons to that with the most.
 
-    arms: of one arm; of two the first's change - the second's, as claim C35 compares them. None with too few runs.
+    compared: one arm; or two, for the first's change - the second's, as claim C35 compares. None with too few runs.
     """
-    last, first = list(scorers.NOISY)[-1], next(iter(scorers.NOISY))
-    sides = [[on_noisy(of, arm, last, decoding), -on_noisy(of, arm, first, decoding)] for arm in arms]
+    noisy = list(scorers.NOISY)
+    sides = [
+        [
+            sign * _read(of, on_judge(of[f"{arm}_noise"], judge), TRUE, decoding, GAIN)
+            for sign, judge in ((1, noisy[-1]), (-1, noisy[0]))
+        ]
+        for arm in compared
+    ]
     if min(len(values) for side in sides for values in side) < 2:
         return None
-    found = stats.stratified_bootstrap(*sides)  # means over the two judges
-    return Interval(2 * found.value, 2 * found.low, 2 * found.high, found.n, found.level)
+    half = stats.stratified_bootstrap(*sides)  # means over the two judges
+    return Interval(2 * half.value, 2 * half.low, 2 * half.high, half.n, half.level)
 
 
-_Points = tuple[np.ndarray, np.ndarray]
-
-
-def law_points(of: Records, runs: Sequence[Record], quantity: str) -> tuple[list[_Points], list[_Points]]:
+def law_points(of: Records, runs: Iterable[Record], quantity: str) -> tuple[list[Any], list[Any]]:
     """Return distance and gain at temperature 1 of each run, of even seeds and of odd ones, as claim C7 reads them."""
-    halves: tuple[list[_Points], list[_Points]] = ([], [])
+    halves: tuple[list[Any], list[Any]] = ([], [])
     for run in runs:
-        values, kl = curve(run, quantity, "t1"), curve(run, "kl", "t1")
+        values, kl = curve(of, run, quantity, "t1"), curve(of, run, "kl", "t1")
         known = np.isfinite(values) & np.isfinite(kl)
         gain = (values - values[0]) / (spread(of, run) if quantity == "proxy" else 1.0)
         halves[run["spec"]["seed"] % 2].append((overoptimisation.distance(kl[known]), gain[known]))
@@ -393,41 +371,428 @@ def law_points(of: Records, runs: Sequence[Record], quantity: str) -> tuple[list
 
 def explained(of: Records, arm: str, quantity: str, law: str) -> list[float]:
     """Return the share of the gains of odd seeds that a law explains, fitted to even ones, of each training judge."""
-    halves = [law_points(of, runs, quantity) for runs in cells(of[arm]).values()]
+    halves = [law_points(of, runs, quantity) for runs in by_judge(of[arm]).values()]
     return [overoptimisation.held_out(law, *each) for each in halves if all(each)]
 
 
-# ---- the paper's numbers
+def games(tournaments: Sequence[Record]) -> DataFrame:
+    """Return a row per kind of judge, arm and tournament: share of games "won", in %, and strengths in Elo "points".
 
-_Numbers = dict[str, tuple[Any, str]]
-_DECODINGS = {"greedy": "Greedy", "t1": "Sampled"}
+    "wins" are those of each run; "asked" is how many judges were, of which those that have points are finite.
+    """
+    rows, proxies = [], set(scorers.PROXIES)
+    for what, arm, r in product(KINDS, tournaments[0]["spec"]["arms"] if tournaments else (), tournaments):
+        own = r["spec"]["judge"]
+        asked = dict(zip(KINDS, ({own}, proxies - {own}, set(scorers.OUTSIDERS), {"rule"}), strict=True))[what]
+        judges = [judge for name, judge in r["judges"].items() if name in asked]
+        wins, points = [j["wins"][arm] for j in judges], [j["strengths"][arm][0] for j in judges if j["strengths"]]
+        row = {"training judge": own, "judged by": what, "arm": arm, "won": 100 * float(np.mean(wins))}
+        rows.append(row | {"wins": np.mean(wins, axis=0), "points": points, "asked": len(judges)})
+    return pd.DataFrame(rows)
 
 
-def numbers(of: Records) -> _Numbers:
-    """Return macro -> value and format, of the notebook's own models."""
-    found: _Numbers = {"SafetySeeds": (min(map(len, cells(of["es"]).values())), "d"), "SafetyGain": (GAIN, "g")}
-    found["SafetyProxies"] = (len(cells(of["es"])), "d")
-    found["SafetyTurnedMost"] = (round(100 * list(scorers.NOISY.values())[-1].annotators.flips), "d")
-    for decoding, name in _DECODINGS.items():
-        found[f"SafetyTrue{name}Difference"] = (_stated(difference(of, TRUE, decoding, GAIN), 1, 2), "")
-        for arm in ARMS:
-            found[f"SafetyTrue{name}{arm.title()}"] = (_stated(mean(of, arm, TRUE, decoding, GAIN), 1, 2), "")
-        for judge in JUDGES[1:]:
-            words = f"Safety{judge.title().replace('2', 'Two')}{name}"
-            found[words] = (_stated(difference(of, judge, decoding, GAIN), 100, 1), "")
-            found[f"{words}Less"] = (_stated(difference(of, judge, decoding, GAIN, TRAINING), 100, 1), "")
-        found[f"SafetyTurned{name}Difference"] = (_stated(turned(of, decoding), 1, 2), "")
-        for arm in ARMS:
-            found[f"SafetyTurned{name}{arm.title()}"] = (_stated(turned(of, decoding, [arm]), 1, 2), "")
-    for quantity in ("template", "alternative"):
-        found[f"Safety{quantity.title()}"] = (_stated(difference(of, quantity, "greedy", GAIN), 100, 1), "")
-    for arm in ARMS:
-        for quantity, name in ((TRUE, "True"), ("proxy", "Proxy")):
-            for law, of_law in (("rl", "Law"), ("linear", "Line")):
-                values = explained(of, arm, quantity, law)
-                found[f"Safety{of_law}{name}{arm.title()}"] = (f"{np.mean(values):.2f}" if values else "none", "")
+KINDS = (TRAINING, "the other five proxies", "other architectures", "the rule")
+"""Kinds of judges in a tournament."""
+
+# ---- what the notebook finds
+
+
+def results(of: Records) -> Results:
+    """Return what the answers, the figure and the paper quote, by name.
+
+    Where the training judge has gained `GAIN` spreads, but for laws and tournaments. Wins and shares of replies are
+    shares, rewards in their own unit; games in %.
+
+    of: records by group, of the tiny world.
+    """
+    base = of["base"][0]["test"]
+    found: Results = {"seeds": min(len(runs) for arm in ARMS for runs in by_judge(of[arm]).values()), "gain": GAIN}
+    found |= {
+        "judges": len(by_judge(of["es"])),
+        "turned most": round(100 * list(scorers.NOISY.values())[-1].annotators.flips),
+    }
+    for decoding in DECODINGS:
+        for quantity in (TRUE, *JUDGES, "alternative", *(["template"] if decoding == "greedy" else [])):
+            name = f"{quantity} {decoding}"
+            found |= {f"{name} {arm}": mean(of, arm, quantity, decoding, GAIN) for arm in ARMS}
+            found[f"{name}, ES - GRPO"] = difference(of, quantity, decoding, GAIN)
+            if quantity in JUDGES[1:]:
+                found[f"{name} less, ES - GRPO"] = difference(of, quantity, decoding, GAIN, TRAINING)
+        found[f"{TRUE} {decoding} base"] = base[decoding]["score"][-1]
+        found |= {f"turned {decoding} {arm}": turned(of, decoding, [arm]) for arm in ARMS}
+        found[f"turned {decoding}, ES - GRPO"] = turned(of, decoding)
+    found |= {f"{name} greedy base": base["greedy"][name] for name in ("template", "alternative")}
+    found["turned seeds"] = min(len(on_judge(of[f"{arm}_noise"], judge)) for arm in ARMS for judge in scorers.NOISY)
+    for arm, quantity, law in product(ARMS, (TRUE, "proxy"), overoptimisation.LAWS):
+        shares = explained(of, arm, quantity, law)
+        found[f"{arm} {quantity} {law}"] = float(np.mean(shares)) if shares else None
+        found[f"{arm} {quantity} {law} worst"] = min(shares) if shares else None
+    if of["tournaments"]:
+        won = games(of["tournaments"]).groupby(["judged by", "arm"], sort=False)["won"].mean()
+        found |= {f"{arm} won by {what}": share for (what, arm), share in won.items()}
     return found
 
 
-def _stated(found: Interval | None, factor: float, digits: int) -> str:
-    return "none" if found is None else found.format(percent=factor == 100, digits=digits)
+MACROS = {"SafetySeeds": ("seeds", "d"), "SafetyGain": ("gain", "g"), "SafetyProxies": ("judges", "d")}
+MACROS |= {"SafetyTurnedMost": ("turned most", "d"), "SafetyTemplate": ("template greedy, ES - GRPO", ".1%")}
+MACROS |= {"SafetyAlternative": ("alternative greedy, ES - GRPO", ".1%")}
+MACROS |= {f"SafetyTrueGreedy{arm.title()}": (f"{TRUE} greedy {arm}", ".2f") for arm in ARMS}
+for _decoding, _word in (("greedy", "Greedy"), ("t1", "Sampled")):
+    MACROS |= {f"SafetyTrue{_word}Difference": (f"{TRUE} {_decoding}, ES - GRPO", ".2f")}
+    MACROS |= {f"SafetyTurned{_word}Difference": (f"turned {_decoding}, ES - GRPO", ".2f")}
+    MACROS |= {f"SafetyTurned{_word}{arm.title()}": (f"turned {_decoding} {arm}", ".2f") for arm in ARMS}
+    for _judge in JUDGES[1:]:
+        _name = f"Safety{_judge.title().replace('2', 'Two')}{_word}Less"
+        MACROS |= {_name: (f"{_judge} {_decoding} less, ES - GRPO", ".1%")}
+for _quantity, (_law, _word) in product((TRUE, "proxy"), {"rl": "Law", "linear": "Line"}.items()):
+    MACROS |= {f"Safety{_word}{_quantity.title()}Es": (f"es {_quantity} {_law}", ".2f")}
+"""The paper's numbers about the notebook's own models: macro -> name of a result, and format."""
+
+# ---- the answers, in words
+
+
+def answers(found: Results) -> dict[str, str]:
+    """Return question -> the sentence that answers it, with its numbers and intervals.
+
+    found: of `results`; a question whose runs are missing is left out.
+    """
+    words = {
+        "Which arm's replies are better where their training judge is equally content?": _truth_in_words(found),
+        "Does ES do better under judges that did not train it?": _judges_in_words(found),
+        "Do replies become boilerplate, or helpful refusals?": _replies_in_words(found),
+        "Does a law of over-optimisation hold for ES?": _laws_in_words(found),
+        "What do turned comparisons cost?": _turned_in_words(found),
+        "Who wins where training ends?": _ends_in_words(found),
+    }
+    return {question: answer for question, answer in words.items() if answer}
+
+
+def _of_arms(found: Results, name: str, text: str, factor: float = 1.0) -> str | None:
+    """The arms' means in words; None where one, or their difference, is missing."""
+    means = {arm: found[f"{name} {arm}"] for arm in ARMS}
+    if None in (*means.values(), found[f"{name}, ES - GRPO"]):
+        return None
+    return " and ".join(f"{factor * m.value:{text}} with {LABELS[arm]}" for arm, m in means.items())
+
+
+def _truth_in_words(found: Results) -> str:
+    each = []
+    for decoding in DECODINGS:
+        values = _of_arms(found, f"{TRUE} {decoding}", ".2f")
+        each.append(
+            f"{UNDER[decoding]}, the true reward is {values} there, and {found[f'{TRUE} {decoding} base']:.2f} of the "
+            f"base; ES - GRPO is {stated(found[f'{TRUE} {decoding}, ES - GRPO'], '.2f')}"
+            if values
+            else f"{UNDER[decoding]}, too few runs get there"
+        )
+    return f"{sentence(each)}, n = {found['seeds']} seeds on each of {found['judges']} judges."
+
+
+def _judges_in_words(found: Results) -> str:
+    each = []
+    for decoding in DECODINGS:
+        words = []
+        for judge in JUDGES[1:]:
+            whole, less = (
+                stated(found[f"{judge} {decoding}{how}, ES - GRPO"], missing="unknown") for how in ("", " less")
+            )
+            words.append(f"{whole} under {judge} ({less} less the training judge's)")
+        each.append(f"{UNDER[decoding]}, ES - GRPO in wins is {listed(words)} points")
+    return f"{sentence(each)}."
+
+
+def _replies_in_words(found: Results) -> str:
+    each = []
+    for quantity, words in (("template", "of one template"), ("alternative", "refusals with a lawful alternative")):
+        es, grpo, apart = (found[f"{quantity} greedy{what}"] for what in (" es", " grpo", ", ES - GRPO"))
+        if None in (es, grpo, apart):
+            each.append(f"too few runs get there to compare {words}")
+            continue
+        each.append(
+            f"{words}: {100 * es.value:.0f} % with ES, {100 * grpo.value:.0f} % with GRPO, "
+            f"{100 * found[f'{quantity} greedy base']:.0f} % of the base (ES - GRPO {stated(apart)})"
+        )
+    return f"Greedily, there: {'; '.join(each)}."
+
+
+def _laws_in_words(found: Results) -> str:
+    each = []
+    for quantity, words in ((TRUE, "true reward"), ("proxy", "the training judge's score")):
+        law, line = (found[f"es {quantity} {name}"] for name in ("rl", "linear"))
+        if law is None:
+            return "Not known: a half of the seeds has no run."
+        each.append(
+            f"of the gain in {words} of held-out runs, d (a - b log d) explains {100 * law:.0f} % and a straight line "
+            f"{100 * line:.0f} %"
+        )
+    return f"{sentence(each)}, mean over {found['judges']} training judges."
+
+
+def _turned_in_words(found: Results) -> str:
+    each = []
+    for decoding in DECODINGS:
+        if values := _of_arms(found, f"turned {decoding}", "+.2f"):
+            apart = stated(found[f"turned {decoding}, ES - GRPO"], ".2f")
+            each.append(f"{UNDER[decoding]} {values}, ES - GRPO {apart}")
+    if not each:
+        return ""
+    return (
+        f"From a judge without turned comparisons to one of which {found['turned most']} % were turned, true reward "
+        f"where the judge is equally content changes {'; '.join(each)} (n = {found['turned seeds']} seeds on each)."
+    )
+
+
+def _ends_in_words(found: Results) -> str:
+    each = []
+    for what in (TRAINING, "other architectures", "the rule"):
+        won = {arm: found[f"{arm} won by {what}"] for arm in style.ARMS if f"{arm} won by {what}" in found}
+        order = sorted(won, key=lambda arm: -won[arm])
+        each.append(f"by {what}: " + ", ".join(f"{LABELS[arm]} {won[arm]:.0f}" for arm in order))
+    return f"Games won in %, {'; '.join(each)}." if won else ""
+
+
+# ---- tables
+
+WORDS = {TRUE: "true reward"} | {judge: f"wins, {judge}, %" for judge in JUDGES}
+WORDS |= {
+    "template": "one template, %",
+    "alternative": "refusals with an alternative, %",
+    "complied": "complied with harmful requests, %",
+    "refused_lawful": "refused lawful requests, %",
+    "needless": "needless sentences",
+    "turns": "further turns, %",
+    "kl": "KL, nats",
+}
+"""Quantities of a curve -> their names in tables and figures."""
+
+
+def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
+    """Return the `mean` of a quantity as text, shares in %; a dash where too few runs get there."""
+    value, share = mean(of, arm, quantity, *asked), quantity in (*JUDGES, *SHARES)
+    return MISSING if value is None else f"{100 * value.value:.0f}" if share else f"{value.value:.2f}"
+
+
+def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> DataFrame:
+    """Return a row per gain of the training judge and arm: what the runs are like where they first get there."""
+    rows = []
+    for gain in gains:
+        for arm in [arm for arm in (*ARMS, *(("es_random",) if gain is None else ())) if of[arm]]:
+            row = {"training judge has gained": "at the end" if gain is None else f"{gain:g} spreads"}
+            asked = [name for name in WORDS if name != "template" or decoding == "greedy"]
+            row |= {"arm": LABELS[arm]} | {WORDS[name]: mean_in_words(of, arm, name, decoding, gain) for name in asked}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def end_rows(of: Records) -> DataFrame:
+    """Return a row per arm: greedy replies at the end of training on the six proxies, and of the untrained base."""
+    base = of["base"][0]["test"]
+    rows = []
+    for arm in (arm for arm in ENDS if of[arm]):
+        runs = [r for r in of[arm] if r["spec"]["judge"] in scorers.PROXIES]
+        begun = [base["greedy"]["score"][base["judges"].index(r["spec"]["judge"])] for r in runs]
+        gained = [(said(r, TRAINING, "score") - x) / spread(of, r) for r, x in zip(runs, begun, strict=True)]
+        row = {"arm": LABELS[arm], "runs": len(runs), "training judge, spreads": mean_and_range(gained, 2)}
+        row["true reward"] = mean_and_range([said(r, "rule", "score") for r in runs], 2)
+        row |= {WORDS[judge]: mean_and_range([100 * said(r, judge, "win") for r in runs], 0) for judge in JUDGES}
+        row |= {WORDS[x]: mean_and_range([100 * r["test"]["greedy"][x] for r in runs], 0) for x in SHARES}
+        rows.append(row | {WORDS["needless"]: mean_and_range([r["test"]["greedy"]["needless"] for r in runs], 1)})
+    row = {"arm": LABELS["base"], "runs": 1, "training judge, spreads": "0"}
+    row |= {"true reward": f"{base['greedy']['score'][-1]:.2f}"} | {WORDS[judge]: "50" for judge in JUDGES}
+    row |= {WORDS[name]: f"{100 * base['greedy'][name]:.0f}" for name in SHARES}
+    return pd.DataFrame([*rows, row | {WORDS["needless"]: f"{base['greedy']['needless']:.1f}"}])
+
+
+def mean_and_range(values: Sequence[float | None], digits: int) -> str:
+    """Return mean and range of some runs, without those that have no value; of one run the value."""
+    known = [x for x in values if x is not None and np.isfinite(x)]
+    if not known:
+        return MISSING
+    low, middle, high = (
+        f"{round(float(x), digits) + 0.0:.{digits}f}" for x in (min(known), np.mean(known), max(known))
+    )
+    return middle if len(known) == 1 else f"{middle} ({low} to {high})"
+
+
+def own_ends(of: Records) -> DataFrame:
+    """Return a row per arm at scale full: greedy replies of split B at the end, and of the untrained base.
+
+    Mean over runs and range. Wins are against the base's greedy replies, by each judge that is a scorer; by chat
+    judges, see `own_judges`.
+    """
+    rows = []
+    for arm in ("base", *(arm for arm in _OWN if of[arm])):
+        runs, row = of[arm], {"arm": LABELS[arm], "runs": len(of[arm])}
+        tests = [r["test"]["greedy"] for r in runs]
+        row |= {name: mean_and_range([test[name] for test in tests], 2) for name in ("reward", "cost")}
+        row["safe, %"] = mean_and_range([100 * test["safe"] for test in tests], 0)
+        for i, one in enumerate(judge_models.held_out(runs[0]["spec"], "scorer")):
+            row[f"wins, {one.name.rsplit('/', 1)[-1]}, %"] = mean_and_range([100 * t["win"][i] for t in tests], 0)
+        row |= {WORDS[x]: mean_and_range([100 * t[x] for t in tests], 0) for x in ("template", "alternative", "turns")}
+        row["KL, nats"] = "0" if arm == "base" else mean_and_range([r["curve"]["kl"][-1] for r in runs], 1)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def own_judges(of: Records) -> DataFrame:
+    """Return a row per run and rubric of a chat judge: verdicts on greedy replies against the base's, both orders."""
+    rows = []
+    for run, verdict in [(r, x) for arm in _OWN for r in of[arm] for x in r.get("held_out", ())]:
+        row = {"arm": LABELS[run["spec"]["arm"]], "seed": run["spec"]["seed"], "judge": verdict["judge"]}
+        row |= {name: verdict[name] for name in ("rubric", "win", "tie", "loss", "inconsistent", "unparsed", "failed")}
+        rate = verdict["win_rate"]
+        rows.append(row | {"win rate, %": MISSING if rate is None else f"{100 * rate:.0f}"})
+    return pd.DataFrame(rows)
+
+
+# ---- figures: each with what it plots
+
+
+def along(of: Records, quantity: str, factor: float = 1.0) -> DataFrame:
+    """Return the mean of a quantity by decoding, arm and gain, as far as three of four runs on each judge get."""
+    rows = []
+    for decoding, arm in product(["greedy"] if quantity == "template" else DECODINGS, ARMS):
+        for gain in np.linspace(0, 3, 25).tolist():
+            if (value := mean(of, arm, quantity, decoding, gain)) is None:
+                break
+            row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": round(gain, 4)}
+            row |= {end: round(factor * getattr(value, end), 4) for end in ("value", "low", "high")}
+            rows.append(row | {"seeds": value.n})
+    return pd.DataFrame(rows)
+
+
+def _draw_along(ax: Axes, lines: DataFrame) -> None:
+    for (decoding, arm), line in lines.groupby(["decoding", "arm"], sort=False):
+        ax.plot(line["gain"], line["value"], **style.line(arm, decoding))
+        style.band(ax, line["gain"], line["low"], line["high"], style.ARMS[arm].color)
+
+
+def answer_figure(of: Records, found: Results) -> tuple[Figure, DataFrame]:
+    """Draw the true reward along the training judge's gain, and ES - GRPO in wins where the claims compare them."""
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), width_ratios=(1.15, 1))
+    lines = along(of, TRUE)
+    _draw_along(axes[0], lines)
+    axes[0].axvline(GAIN, color="black", lw=0.8, ls=(0, (1, 2)))
+    axes[0].set(xlabel="training judge's score has risen by, spreads", ylabel="true reward")
+    axes[0].set_title("along the runs, mean over six training judges")
+    asked: dict[str, Any] = {}
+    for what, judge in [("", judge) for judge in JUDGES] + [(" less", judge) for judge in JUDGES[1:]]:
+        each = {d: found[f"{judge} {d}{what}, ES - GRPO"] or "too few get there" for d in DECODINGS}
+        asked[f"{judge} - training" if what else judge] = each
+    apart = pd.DataFrame(marks.differences(axes[1], asked, "upper left"))
+    axes[1].set(xlabel="wins against the base, ES - GRPO, points", title=f"at {GAIN:g} spreads, by judge")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
+    names = {name: f"wins, {name}{' judge' * name.endswith(' - training')}" for name in asked}
+    if len(apart):
+        apart = apart.assign(quantity=apart.pop("name").map(names), arm="es - grpo", gain=GAIN)
+    return fig, pd.concat([lines, apart])
+
+
+def replies(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what the replies are like along the training judge's gain, a panel per quantity."""
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.0))
+    lines = {quantity: along(of, quantity, 100.0) for quantity in ("template", "alternative", "complied")}
+    for ax, (quantity, own) in zip(axes, lines.items(), strict=True):
+        _draw_along(ax, own)
+        ax.set_title(WORDS[quantity].replace(" with ", "\nwith ").replace(" lawful", "\nlawful"))
+        ax.set_xlabel("judge's gain, spreads")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
+    return fig, pd.concat(lines.values())
+
+
+def laws(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw gains of held-out runs against the distance from the base, with the laws, a panel per training judge.
+
+    The points are those of the runs of odd seeds, at temperature 1. The laws are fitted to even seeds.
+    """
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 2.5), sharex=True, sharey=True)
+    strokes, points = {"es": "-", "grpo": "--"}, []
+    for ax, judge in zip(axes.flat, by_judge(of["es"]), strict=False):
+        for arm in ARMS:
+            (even, odd), look = law_points(of, on_judge(of[arm], judge), TRUE), style.ARMS[arm]
+            for d, gain in odd:
+                ax.scatter(d, gain, s=5, marker=look.marker, color=look.color, linewidths=0)
+                points.append(pd.DataFrame({"judge": judge, "arm": arm, "d": d.round(3), "gain": gain.round(3)}))
+            if even:
+                d, gain = (np.concatenate([run[i] for run in even]) for i in (0, 1))
+                x = np.linspace(0, max(float(d.max()), 1e-3), 80)
+                ax.plot(x, overoptimisation.fit("rl", d, gain).at(x), color=look.color, lw=1.1, ls=strokes[arm])
+        ax.set_title(judge)
+        ax.axhline(0, color="black", lw=1.0)
+        ax.set_ylim(bottom=-4.2)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("gain in\ntrue reward")
+    axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
+    marks.key(fig, [marks.of_arm(arm, lw=1.1, ls=strokes[arm]) for arm in ARMS])
+    return fig, pd.concat(points)
+
+
+def noise(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the true reward where the claim compares it, on judges of turned comparisons and on narrower ones."""
+    names = {judge: f"{100 * scorer.annotators.flips:g} %" for judge, scorer in scorers.NOISY.items()}
+    names |= {judge: f"width\n{scorers.SIZES[judge].hidden}" for judge in list(scorers.SIZES)[::-1]}
+    places = [i + 0.5 * (judge in scorers.SIZES) for i, judge in enumerate(names)]
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.1))
+    rows = []
+    for ax, decoding in zip(axes, DECODINGS, strict=True):
+        for (place, judge), (offset, arm) in product(zip(places, names, strict=True), ((-0.17, "es"), (0.17, "grpo"))):
+            runs = on_judge([*of[f"{arm}_noise"], *of[f"{arm}_sizes"]], judge)
+            values = _read(of, runs, TRUE, decoding, GAIN)
+            if len(values):
+                style.dots(ax, place + offset, values, [False] * len(values), arm, 0.2)
+            rows += [{"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)} for x in values]
+        base = of["base"][0]["test"][decoding]["score"][-1]
+        ax.axhline(base, color=style.ARMS["base"].color, lw=1.2, ls=":")
+        ax.set(xticks=places, xticklabels=names.values(), title=style.STROKES[decoding].label)
+        ax.set_xlabel("turned comparisons, or a narrower judge")
+        ax.grid(axis="x", visible=False)
+    axes[0].set_ylabel("true reward")
+    base_line = marks.handle("the untrained base", color=style.ARMS["base"].color, lw=1.2, ls=":")
+    marks.key(fig, [*map(marks.of_arm, ARMS), base_line])
+    return fig, pd.DataFrame(rows)
+
+
+def tournament(records: Sequence[Record]) -> tuple[Figure, DataFrame]:
+    """Draw the share of games that each arm wins at the end of training, by who judges, a mark per training judge."""
+    played = games(records)
+    players = list(played["arm"].unique())
+    offsets = dict(zip(players, np.linspace(-0.3, 0.3, len(players)), strict=True))
+    fig, ax = plt.subplots(figsize=(style.PAGE, 2.4))
+    for (what, arm), own in played.groupby(["judged by", "arm"], sort=False):
+        style.dots(ax, KINDS.index(what) + offsets[arm], own["won"], [False] * len(own), arm, 0.1)
+    ax.axhline(50, color="black", lw=1.0)
+    ax.set(xticks=range(len(KINDS)), xticklabels=KINDS, ylabel="games won, %")
+    ax.grid(axis="x", visible=False)
+    marks.key(fig, list(map(marks.of_arm, players)))
+    won = [round(won, 2) for won in played["won"]]
+    return fig, played[["training judge", "judged by", "arm"]].assign(won=won)
+
+
+PANELS = {
+    "proxy_greedy": "reward - lambda * cost, split A",
+    "reward_greedy": "reward, split B",
+    "cost_greedy": "cost, split B",
+    "kl": "KL from the base, nats",
+    "template_greedy": "one template, %",
+    "alternative_greedy": "refusals with an alternative, %",
+}
+"""Curves of runs at scale full that their figure draws -> their name."""
+
+
+def own_curves(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw what the training scorers say and what greedy replies become at scale full, a line per run."""
+    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True)
+    lines = []
+    for r, (ax, (name, title)) in product(
+        [r for arm in _OWN for r in of[arm]], zip(axes.flat, PANELS.items(), strict=True)
+    ):
+        line = pd.DataFrame(
+            {"arm": r["spec"]["arm"], "seed": r["spec"]["seed"], "quantity": name, "step": r["curve"]["step"]}
+        )
+        line["value"] = (100 if title.endswith("%") else 1) * np.array(r["curve"][name], float)
+        ax.plot(line["step"], line["value"], lw=0.9, color=style.ARMS[r["spec"]["arm"]].color)
+        ax.set_title(title)
+        lines.append(line)
+    fig.supxlabel("step")
+    style.legend(fig, {arm: len(of[arm]) for arm in _OWN if of[arm]})
+    return fig, pd.concat(lines)

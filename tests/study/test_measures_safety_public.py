@@ -17,7 +17,6 @@ from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
-from evoalign_study.views import safety_own
 from helpers import random_model, tokenizer
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -237,11 +236,11 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
     assert (harmless["unparsed"], harmless["failed"], harmless["win_rate"]) == (2, 0, None)
     assert helpful["first_share"] == 1.0
     of = {"base": [untrained | {"spec": of_base}], "es": [record | {"spec": spec}], "grpo": [], "es_random": []}
-    of_base_row, of_es = safety_own.end_rows(of).to_dict("records")
+    of_base_row, of_es = study.own_ends(of).to_dict("records")
     assert of_base_row["wins, other, %"] == "50" and of_base_row["KL, nats"] == "0"
     assert of_es["reward"] == f"{test['greedy']['reward']:.2f}" and of_es["runs"] == 1
-    assert safety_own.judge_rows(of)["win rate, %"].tolist() == ["50", "-"]
-    fig, plotted = safety_own.curves(of)
+    assert study.own_judges(of)["win rate, %"].tolist() == ["50", "-"]
+    fig, plotted = study.own_curves(of)
     assert plotted.groupby("quantity")["value"].first()["kl"] == curve["kl"][0] and len(fig.axes) == 6
     found = safety_public.read_replies(record | {"spec": spec})
     assert len(found["replies"]) == 3 and np.mean(found["reward"]) == pytest.approx(test["greedy"]["reward"], abs=1e-4)

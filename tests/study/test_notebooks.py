@@ -238,12 +238,6 @@ def test_numbers_of_notebook_02(committed_records, committed_verdicts):
     assert quoted(numbers | grpo_countdown.kl_numbers(run, of["kl"])) == generated("02_grpo_countdown")
 
 
-def test_numbers_of_notebook_03():
-    of = loaded(conciseness).records
-    numbers = conciseness.numbers(run_of(conciseness), of) | conciseness.published_numbers(of["published"])
-    assert quoted(numbers) == generated("03_conciseness")
-
-
 def test_numbers_of_notebook_05():
     run, of = run_of(stability), loaded(stability).records
     by_arm = {arm: stability.scores(run, of, arm) for arm in stability.ARMS}
@@ -530,19 +524,6 @@ def test_the_figures_of_single_steps_and_arithmetics_draw_their_data():
 
 
 # ---- what is measured
-
-
-def test_where_a_run_crosses_a_level():
-    curve = {"proxy_greedy": [-9.0, -4.0, -1.0, -2.0], "right_greedy": [1.0, 0.8, 0.6, 0.7], "kl": [0.0, 0.5, 1.0, 2.0]}
-    record = {"curve": curve}
-    assert conciseness.crossing(record, "greedy", "at_proxy", -4) == (-9.0, -4.0, 1.0, 0.8)
-    assert conciseness.crossing(record, "greedy", "at_kl", 0.75) == (0.5, 1.0, 0.8, 0.6)
-    assert conciseness.crossing(record, "greedy", "at_proxy", -0.5) is None  # it never gets there
-    assert conciseness.crossing(record, "greedy", "at_proxy", -10) is None  # it began beyond
-    assert conciseness.interpolated(record, "greedy", "at_kl", 0.75) == pytest.approx(0.7)
-    assert conciseness.best_past(record, "greedy", "at_proxy", -3) == 0.7  # at the end, though it was at -1 before
-    with pytest.raises(ValueError, match="axis='at_kl': the best point past a level"):
-        conciseness.best_past(record, "greedy", "at_kl", 0.5)
 
 
 @pytest.mark.parametrize(

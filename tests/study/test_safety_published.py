@@ -7,7 +7,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from evoalign_study import records
+from evoalign_study import published_judgments as view
+from evoalign_study import records, style
 from evoalign_study.kinds import judged as kind
 
 from evoalign_lib.tasks import safety_published as data
@@ -248,3 +249,22 @@ def test_responses_give_the_published_numbers(found):
     assert sum(k["share"] for k in own["kinds"].values()) == pytest.approx(1, abs=1e-4)
     low, high = own["per_prompt"]["safe"][1:]
     assert low < own["safe"] < high
+
+
+def test_tables_and_figures_are_drawn_from_records(found):
+    style.use()
+    for_all = [*found[:2], *({**found[2], "spec": found[2]["spec"] | {"model": m}} for m in data.MODELS)]
+    for table in (view.response_rows, view.refusal_rows):
+        assert table(for_all)["model"].tolist() == list(data.MODELS)
+    said = view.answers(view.results(for_all))
+    assert len(said) == 4 and all(text.endswith(".") and "nan" not in text for text in said.values())
+    fig, plotted = view.ratings(for_all)
+    assert len(plotted) == 2 * 4 * 3 and (plotted["low"] < plotted["high"]).all()
+    assert [ax.get_title() for ax in fig.axes] == list(data.DIMENSIONS)
+    fig, plotted = view.quadrants(for_all)
+    shares = plotted.groupby(["cut", "model"])["share"].sum()
+    assert len(shares) == 3 * 6 and shares.between(99.9, 100.1).all()
+    with pytest.raises(ValueError, match="no record of the responses of Alpaca-7B"):
+        view.responses(found)
+    with pytest.raises(ValueError, match="0 records of part 'games'"):
+        view.part(found[:1], "games")

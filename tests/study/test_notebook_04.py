@@ -1,0 +1,133 @@
+"""Notebook 04: what it reads from its runs' curves, and what it makes of it, on runs whose numbers are known."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from evoalign_study import nb04_safety_judges as study
+from evoalign_study import paths, published_judgments
+from evoalign_study.results import macros
+
+from evoalign_lib.tiny import scorers
+
+PROXIES = ("length 1", "praise 2")
+JUDGED = ["length 1", "praise 1", "disclaimer 1", "length 2", "praise 2", "disclaimer 2", "bert", "gpt2", "rule"]
+
+
+def said(score, win, needless, template, share):
+    return {"score": score, "win": [win] * 9, "needless": needless, "template": template} | dict.fromkeys(
+        study.SHARES[:-1], share
+    )
+
+
+def trained(arm, judge, seed, proxy=(1.0, 2.0, 3.0, 5.0), true=(0.2, 0.4, 0.3, -0.5)):
+    """A run whose curve is the same under both decodings; a spread of its judge is 2."""
+    curve = {"step": [0, 1, 2, 4], "kl": [0.0, 1.0, 4.0, 9.0], "template_greedy": [0.1, 0.1, 0.5, 0.9]}
+    for decoding in ("greedy", "t1"):
+        curve |= {f"proxy_{decoding}": list(proxy), f"true_{decoding}": list(true)}
+        curve |= {f"{name}_{decoding}": [0.5, 0.6, 0.7, 0.9] for name in (judge, "bert", "gpt2", "rule")}
+        curve |= {f"{name}_{decoding}": [0.1, 0.2, 0.3, 0.4] for name in (*study.SHARES[:-1], "needless")}
+    replies = said([4.0] * 9, 0.7, 1.0, 0.9, 0.4)
+    spec = {"arm": arm, "base": "C0", "judge": judge, "seed": seed}
+    return {"spec": spec, "curve": curve, "test": {"greedy": replies, "t1": replies, "judges": JUDGED}}
+
+
+@pytest.fixture
+def of():
+    replies = said([1.0] * 8 + [0.2], 0.5, 0.0, 0.1, 0.1)
+    units = dict.fromkeys((*scorers.SCORERS, "rule"), [1.0, 2.0])
+    test = {"greedy": replies, "t1": replies, "judges": JUDGED}
+    found = dict.fromkeys((*study.ENDS, "tournaments"), []) | {
+        "base": [{"spec": {"base": "C0"}, "test": test, "units": units}]
+    }
+    runs = [(judge, seed) for judge in PROXIES for seed in range(4)]
+    found["es"] = [trained("es", *run) for run in runs]
+    found["grpo"] = [trained("grpo", judge, seed, true=(0.2, 0.2 - 0.01 * seed, 0.1, -0.5)) for judge, seed in runs]
+    return found | {f"{arm}_{group}": [] for arm in study.ARMS for group in ("noise", "sizes")}
+
+
+def test_a_quantity_is_read_where_a_run_first_comes_to_a_place(of):
+    own = of["es"][0]
+    assert study.curve(of, own, "gained", "greedy").tolist() == [0, 0.5, 1, 2]
+    reads = [
+        ("true", 0, 0.2),
+        ("true", 0.75, 0.35),
+        (study.TRAINING, 1.5, 0.8),
+        ("true", None, -0.5),
+        ("true", 2.5, None),
+    ]
+    for quantity, gain, value in reads:
+        assert study.at(of, own, quantity, "greedy", gain) == (value if value is None else pytest.approx(value))
+    assert study.at(of, own, "gained", "t1", 4.0, "kl") == 1 and study.at(of, own, "true", "t1", 2.5, "kl") == 0.35
+    own["curve"]["true_greedy"] = [0.2, 0.4, None, None]  # it diverged
+    assert study.at(of, own, "true", "greedy", None) is None
+
+
+def test_arms_are_compared_as_the_claims_compare_them(of):
+    found = study.difference(of, "true", "greedy", 0.75)
+    # GRPO has .2 - .01 * seed at .5 and .1 at 1: half way .15 - .005 * seed, whose mean is .1425
+    assert found.value == pytest.approx(0.35 - 0.1425) and found.low > 0 and found.n == 4
+    assert study.difference(of, "bert", "t1", 0.75, study.TRAINING).value == 0
+    assert study.difference(of, "true", "greedy", 9) is None
+    assert study.mean(of, "es", "true", "greedy", 1).value == pytest.approx(0.3)
+    for short in of["es"][:2]:  # two of four on the first judge
+        short["curve"]["proxy_greedy"] = [1.0, 1.1, 1.2, 1.3]
+    assert study.mean(of, "es", "true", "greedy", 1) is None
+    assert study.mean(of, "es", "true", "t1", 1).value == pytest.approx(0.3)
+
+
+def test_laws_are_fitted_to_even_seeds_and_asked_of_odd_ones(of):
+    for own in of["es"]:
+        d = np.sqrt(own["curve"]["kl"])
+        own["curve"]["true_t1"] = (0.2 + d * (1 - 0.5 * np.log(np.where(d > 0, d, 1)))).tolist()
+    assert study.explained(of, "es", "true", "rl") == pytest.approx([1, 1])
+    assert max(study.explained(of, "es", "true", "linear")) < 1
+    even, odd = study.law_points(of, study.on_judge(of["es"], "length 1"), "proxy")
+    assert len(even) == len(odd) == 2 and even[0][1].tolist() == [0, 0.5, 1, 2]
+
+
+def test_sentences_tables_and_figures_are_made_of_results(of, drawn):
+    found = study.results(of)
+    truth, judges, replies, law = study.answers(found).values()  # the others have no runs
+    assert "0.35 with ES and 0.14 with GRPO there, and 0.20 of the base; ES - GRPO is 0.21 [" in truth
+    assert "30 % with ES, 30 % with GRPO, 10 % of the base (ES - GRPO 0.0 [0.0, 0.0])" in replies
+    assert study.reached_rows(of, "greedy", (0.75, 3, None))["true reward"].tolist() == [
+        "0.35",
+        "0.14",
+        "-",
+        "-",
+        "-0.50",
+        "-0.50",
+    ]
+    ends = study.end_rows(of)
+    assert ends["arm"].tolist() == ["ES", "GRPO", "base"] and ends.iloc[0, 2] == "1.50 (1.50 to 1.50)"
+    for _, plotted in (study.answer_figure(of, found), study.replies(of), study.laws(of)):
+        assert len(plotted)
+    for own in of["grpo"]:
+        own["curve"]["proxy_greedy"] = own["curve"]["proxy_t1"] = [1.0, 1.1, 1.2, 1.3]
+    assert "too few runs get there" in study.answers(study.results(of))[next(iter(study.answers(found)))]
+
+
+def test_results_are_those_of_the_claims_and_of_the_paper(records, committed_verdicts):
+    found, said = study.results(records), published_judgments.results(records["judgments"])
+    judged = {v.id: v.intervals for v in committed_verdicts}
+    for label, interval in judged["C5"].items():
+        who = r"true reward|wins against the base under (?:the )?(bert|gpt2|rule|training judge)"
+        named = re.fullmatch(
+            rf"ES - GRPO, (?:{who})( - under.*)? where .* 0\.75 spreads, (greedy|temperature 1)", label
+        )
+        if named:
+            judge, less, decoding = named.groups()
+            name = f"{judge or study.TRUE} {'t1' if '1' in decoding else decoding}{' less' if less else ''}, ES - GRPO"
+            assert found[name].format(digits=9) == interval.format(digits=9), label
+    apart = -next(iter(judged["C6"].values())).value
+    assert found["template greedy, ES - GRPO"].value == pytest.approx(apart)
+    assert found["es true rl"] == pytest.approx(judged["C7"]["ES, true reward, share explained by rl"].value)
+    changes = [found[f"turned {d}, ES - GRPO"].value for d in ("greedy", "t1")]
+    assert changes == pytest.approx([interval.value for interval in judged["C35"].values()][:2])
+    committed = json.loads((paths.GENERATED / "numbers_04_safety_judges.json").read_text(encoding="utf-8"))
+    for results, table in ((found, study.MACROS), (said, published_judgments.MACROS)):
+        numbers = {name: format(*value) for name, value in macros(results, table).items()}
+        assert numbers == {name: committed[name] for name in table}
+    assert len(study.answers(found)) == 6 and len(published_judgments.answers(said)) == 4
