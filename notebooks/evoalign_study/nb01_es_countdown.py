@@ -10,7 +10,7 @@ import numpy as np
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
-from evoalign_study import loading, style
+from evoalign_study import loading, runs, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import estimator_specs
 from evoalign_study.kinds.train import audit_specs
@@ -26,18 +26,9 @@ NOTEBOOK = "01_es_countdown"
 CLAIMS = ("E1", "E1b", "E2", "E3", "E4")
 TINY = {
     "bases": list(tiny.BASES),
-    "n_seeds": 8,
     "null_bases": ["A0"],  # on which shuffled fitness runs, too
     "retrain": [],  # groups that `force` makes anew; none: all
-    "population_size": 30,
-    "sigma": 1e-2,
-    "alpha": 1e-2,
-    "steps": 100,
-    "prompts_per_step": 128,
-    "curve_points": 21,
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 512,
-    "test_problems": 2000,
+    **runs.ES_COUNTDOWN["tiny"],
     "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
     "decoded": ["es", "es_shuffled"],  # groups that are
     "estimator_problems": 128,  # of the single steps in section 7
@@ -47,26 +38,18 @@ TINY = {
     "audit_seeds": 4,  # of the arithmetics in section 9
 }
 SMOKE = TINY | {
+    **runs.ES_COUNTDOWN["smoke"],
     "decoded": ["es_shuffled"],
     "bases": ["A0"],
-    "n_seeds": 2,
-    "steps": 3,
-    "population_size": 4,
-    "prompts_per_step": 16,
-    "validation_problems": 32,
-    "test_problems": 64,
-    "curve_points": 4,
     "estimator_problems": 8,
     "populations": [2, 4],
     "repeats": 2,
     "ledger_steps": 4,
     "audit_seeds": 2,
 }
-PUBLISHED = {"sigma": 1e-3, "alpha": 5e-4}
+FULL = TINY | runs.ES_COUNTDOWN["full"] | {"null_bases": []}
+PUBLISHED = {name: FULL[name] for name in ("sigma", "alpha")}
 """Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full takes over."""
-FULL = TINY | PUBLISHED
-FULL |= {"steps": 500, "prompts_per_step": 200, "max_completion_length": 1024, "null_bases": []}
-FULL |= {"tensor_parallel": 1}  # GPUs that share a copy of the model, with engine vllm
 ARITHMETICS = [
     ("master", "gaussian", "reward"),
     ("inplace", "gaussian", "reward"),

@@ -6,54 +6,35 @@ Its answers and tables are in `study.views.grpo_countdown`, its figures in `stud
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib import arms, tiny
+from evoalign_lib import arms
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Equivalence, Interval
-from evoalign_study import loading
+from evoalign_study import loading, runs
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
 from evoalign_study.kinds.exact import kl_specs
-from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.loading import After, Group, Groups, Records
+from evoalign_study.loading import After, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash
 
 if TYPE_CHECKING:
     pass
 
 NOTEBOOK = "02_grpo_countdown"
-ARMS = ("es", "grpo")
+ARMS = runs.TUNED
 TINY = {
     "bases": ["A0", "A1", "A2"],  # the first is tuned on
     "retrain": [],  # groups that `force` makes anew; none: all
-    "es_population_size": 30,
-    "es_prompts_per_step": 128,
-    "es_steps": 208,
-    "grpo_num_generations": 16,
-    "grpo_prompts_per_step": 16,
-    "grpo_steps": 250,
+    **runs.COUNTDOWN["tiny"],
     "grpo_long_steps": 3125,  # of the runs with as many completions as ES
-    "sft_prompts": 4096,
-    "sft_num_generations": 16,
-    "sft_batch_size": 64,
-    "sft_epochs": 2,
     "best_of": 64,  # samples of best-of-n
-    "seeds_match": 16,  # of the arms that may match
-    "seeds_compare": 8,  # of arms that a claim compares
-    "seeds_describe": 4,  # of all others
     "seeds_long": 2,
-    "sweep_size": 12,  # settings an arm
-    "sweep_factors": {},  # setting -> what multiplies it in the sweep, which was made for tiny models
     "gains": [0.05, 0.10, 0.15],  # over the base, to which section 8 asks for the budget
     "margin": 0.02,  # of a match
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 512,
-    "test_problems": 2000,
-    "curve_points": 25,
-    "curve_spacing": "log",
     "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
     "decoded": [  # besides base, ES and GRPO
         "dapo",
@@ -74,37 +55,19 @@ TINY = {
     "kl_repeats": 16,
 }
 SMOKE = TINY | {
+    **runs.COUNTDOWN["smoke"],
     "bases": ["A0"],
-    "es_population_size": 4,
-    "es_prompts_per_step": 16,
-    "es_steps": 4,
-    "grpo_num_generations": 4,
-    "grpo_prompts_per_step": 4,
-    "grpo_steps": 4,
     "grpo_long_steps": 6,
-    "sft_prompts": 16,
     "best_of": 4,
-    "seeds_match": 2,
-    "seeds_compare": 1,
-    "seeds_describe": 1,
     "seeds_long": 1,
-    "sweep_size": 2,
     "decoded": [],
     "decoded_curves": ["grpo"],
-    "validation_problems": 16,
-    "test_problems": 32,
-    "curve_points": 3,
     "kl_sigmas": [0.01],
     "kl_problems": 4,
     "kl_samples": 2,
     "kl_repeats": 2,
 }
-FULL = TINY | {
-    "sweep_factors": {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1},
-    "max_completion_length": 1024,
-    "micro_batch": 16,  # completions in a backward pass
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
-}
+FULL = TINY | runs.COUNTDOWN["full"]
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -122,22 +85,11 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     here, elsewhere, settings = run.bases[:1], run.bases[1:], loading.of_runs(vars(run))
     many, some, few = run.seeds_match, run.seeds_compare, run.seeds_describe
     scale, exact = of_tiny_world(run)
-    sweeps = {
-        f"sweep {arm}": sweep_specs(
-            arm, here[0], loading.own_settings(run, arm), run.scale, loading.swept_choices(run, arm)
-        )
-        for arm in ARMS
-    }
-
-    def train(arm: str, bases: Sequence[str], seeds: int, ledgers: Sequence[str] = (), **changes: Any) -> Group:
-        sweep = arms.get(arm).sweep or "grpo"  # filtered samples take GRPO's learning rate
-        best = loading.ranked_choices(run, sweep, of.get(f"sweep {sweep}"))[0]
-        own = loading.own_settings(run, arm) | best
-        return Group(arm, bases, seeds, own, [changes], after=(f"sweep {sweep}",), ledgers=ledgers)
-
+    train = partial(runs.tuned, run, of)
     return {
         "base": base_specs(run.bases, settings, run.scale),
-        **sweeps,
+        **runs.sweep(run, "es"),
+        **runs.sweep(run, "grpo"),
         "kl": [s for sigma in exact["kl_sigmas"] for s in kl_specs("A0", sigma, exact["kl_repeats"], exact, scale)],
         "es": train("es", here, many, ledgers=here),  # later notebooks replay them
         "grpo": train("grpo", here, many),

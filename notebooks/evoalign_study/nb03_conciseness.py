@@ -20,6 +20,7 @@ from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_
 from evoalign_study.measures import conciseness as measure
 from evoalign_study.records import Record
 from evoalign_study.results import UNDER, Results, excludes_zero, listed, sentence, stated
+from evoalign_study.runs import CONCISENESS
 from evoalign_study.tables import MISSING, cells
 
 if TYPE_CHECKING:
@@ -30,75 +31,44 @@ if TYPE_CHECKING:
 NOTEBOOK = "03_conciseness"
 ARMS = ("es", "grpo")
 TINY = {
-    "task": "conciseness",
     "bases": ["B0", "B1"],
     "retrain": [],  # groups that `force` makes anew; none: all
     "questions": "",  # at scale full: a file of your own
-    "unique_prompts": 200,  # training questions
     "fewer_prompts": 2,  # of section 10; none: no such runs
-    "max_completion_length": 24,
-    "validation_problems": None,  # split A; None: all
-    "test_problems": None,  # split B; None: all
-    "noise_draws": None,  # under which a reward is measured; None: the task's own
+    **CONCISENESS["tiny"],
     "curve_points": 16,
-    "curve_spacing": "log",
     "seeds_judge": 16,  # of the declared settings
     "seeds_repeat": 16,  # further seeds of the declared settings, under all decodings
     "seeds_map": 4,  # of the other settings
     "seeds_elsewhere": 2,  # on the other bases
-    "es_population_size": 30,
-    "es_prompts_per_step": 100,
-    "es_steps": 208,
-    "es_sigma": 0.01,
-    "es_alpha": 0.005,
-    "grpo_num_generations": 16,
-    "grpo_prompts_per_step": 16,
-    "grpo_steps": 250,
-    "grpo_learning_rate": 3e-4,
-    "grpo_beta": 0.0,
     "sigma": [0.003, 0.01, 0.03],  # from here: the axes of the maps
     "alpha": [0.0015, 0.005, 0.015],
     "learning_rate": [1e-4, 3e-4, 1e-3],
     "beta": [0.0, 0.04, 0.4],
-    "temperatures": [0.6],  # between greedy decoding and 1, at which the repeated runs are measured, too
-    "repeat_points": 10,  # of their curves: a record has no room for more
+    "repeat_points": 10,  # of the curves of the repeated runs: a record has no room for more
     "shown": 3,  # published completions of each set that are printed
     "questions_shown": 4,
 }
 SMOKE = TINY | {
-    "validation_problems": 8,
-    "test_problems": 8,
-    "noise_draws": 2,
+    **CONCISENESS["smoke"],
     "curve_points": 3,
     "seeds_judge": 2,
     "seeds_repeat": 2,
     "repeat_points": 3,
     "seeds_map": 1,
     "seeds_elsewhere": 1,
-    "es_population_size": 4,
-    "es_prompts_per_step": 4,
-    "es_steps": 2,
-    "grpo_num_generations": 4,
-    "grpo_prompts_per_step": 2,
-    "grpo_steps": 2,
     "sigma": [0.01, 0.03],
     "alpha": [0.005, 0.015],
     "learning_rate": [3e-4],
     "beta": [0.0],
 }
 FULL = TINY | {
+    **CONCISENESS["full"],
     "seeds_repeat": 0,
-    "unique_prompts": None,
     "fewer_prompts": None,
-    "max_completion_length": 128,
-    "es_sigma": 1e-3,
-    "es_alpha": 5e-4,
-    "grpo_learning_rate": 3e-6,
     "sigma": [3e-4, 1e-3, 3e-3],
     "alpha": [1.5e-4, 5e-4, 1.5e-3],
     "learning_rate": [1e-6, 3e-6, 1e-5],
-    "micro_batch": 16,  # completions in a backward pass
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
 }
 FEW = ("es_few", "grpo_few")
 """The groups of section 10, which are empty without `fewer_prompts`."""

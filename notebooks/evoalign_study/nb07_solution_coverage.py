@@ -1,47 +1,65 @@
-"""Notebook 07, solution coverage: its presets and groups of runs.
+"""Notebook 07, solution coverage: its runs, what they say of pass@k and support, tables and figures.
 
-Its answers and tables are in `study.views.solution_coverage`, its figures in `study.views.solution_coverage_figures`.
+Its sections on rollouts and updates, and on one arm after the other, are in `evoalign_study.coverage_factors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from evoalign_lib import arms, tiny
-from evoalign_study import loading, weight_cache
-from evoalign_study import nb08_weight_geometry as weight_geometry
+import numpy as np
+from matplotlib import pyplot as plt
+from pandas import DataFrame
+
+from evoalign_lib import tiny
+from evoalign_lib.analysis import coverage, stats
+from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study import coverage_factors as factors
+from evoalign_study import loading, plots, runs, style, weight_cache
+from evoalign_study.coverage_factors import BASE, CELLS, COMPOSED, chances, own_temperature, reach_name
 from evoalign_study.kinds.decode import sampled_specs
-from evoalign_study.kinds.train import composed_specs, sweep_specs
-from evoalign_study.kinds.weights import answers_spec, coverage_spec, perturbed_specs
-from evoalign_study.loading import After, Group, Groups, Records
-from evoalign_study.records import Record, Spec, ledger_file
+from evoalign_study.kinds.weights import VALIDATED_BY, answers_spec, coverage_spec, perturbed_specs
+from evoalign_study.loading import After, Groups, Records
+from evoalign_study.measures.base import label
+from evoalign_study.records import Record, Spec, ledger_file, unpack_bits, unpack_integers, unpack_probabilities
+from evoalign_study.results import Results, stated
+from evoalign_study.sentences import told
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NOTEBOOK = "07_solution_coverage"
 CLAIMS = ("C18", "C18b", "C19", "E13", "C36", "E12")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs, whose reach is compared."""
-CELLS = {
-    ("temperature", "es"): "es_weighted",
-    ("temperature", "gradient"): "grpo",
-    ("perturbed", "es"): "es_members",
-    ("perturbed", "gradient"): "grpo_perturbed",
+ELSEWHERE, MEAN = "es elsewhere", "mean of ES runs"
+"""Notebook 08's runs of ES, and models whose weights are means of these."""
+MODELS = (BASE, *TRAINED, MEAN)
+"""The models that are shown."""
+OWN = "own"
+"""In the place of a temperature: that of the model, chosen on the validation set."""
+KS = (1, 16, 256, 1024)
+"""Samples at which tables say what is solved."""
+CURVE = np.unique(np.geomspace(1, 1024, 41).round()).astype(int)
+"""Samples at which curves are drawn and crossings are looked for."""
+PUBLISHED = {
+    ("ProRL-1.5B v1", "1"): (2400, 36, 163, 805),
+    ("ProRL-1.5B v2", "1"): (2388, 48, 175, 793),
+    ("Skywork-OR1-7B", "1"): (2685, 26, 86, 607),
+    ("OLMo-2-1B", "1"): (761, 83, 104, 599),
+    ("Minerva, SFT", "3"): (154, 28, 18, 72),
+    ("Minerva, DAPO", "3"): (138, 12, 34, 88),
+    ("Olympiad, SFT", "3"): (503, 49, 25, 98),
+    ("Olympiad, DAPO", "3"): (467, 25, 61, 122),
 }
-"""Rollouts and update -> the group of runs that has both, all at as many completions."""
-SLOWER = "grpo slower"
-"""Runs of GRPO with the learning rate of the policy gradient on what perturbed copies wrote."""
-PLAIN = "sft_perturbed"
-"""Runs that are fine-tuned on right answers of perturbed copies."""
-ALONE = "es alone"
-"""Runs of ES that spend as many FLOPs as those of GRPO."""
-FIRST = ("es first", "grpo first")
-"""Groups of the first parts."""
-COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
-"""Group of runs in two parts -> the group of their first parts, and what the second one is."""
-BASE, ELSEWHERE, MEAN = "base", "es elsewhere", "mean of ES runs"
-"""The base itself; notebook 08's runs of ES; and models whose weights are means of these."""
+"""Model or test, table of arXiv 2507.14843 (version 4) -> its numbers of problems kept, won, lost and out."""
+_RESAMPLES = 2000
 TINY = {
     "bases": ["A0"],
     "retrain": [],  # groups that `force` makes anew; none: all
@@ -120,7 +138,10 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
     return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
 
 
-def groups(run: SimpleNamespace, of: Records) -> Groups:
+# ---- groups of runs
+
+
+def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the runs by name: notebook 02's arms on seeds of their own, and what each of their models can solve.
 
     At scale full these runs are those of the tiny world, since elsewhere no right answers are listed; the model and its
@@ -128,41 +149,62 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
-    declared = weight_geometry.trained(run, of, scale, exact)
-    found: dict[str, Any] = {name: declared[name] for name in ("sweep es", "sweep grpo")}
-    found[ELSEWHERE] = declared["es"]
-    for arm in TRAINED:
-        found[arm] = _own(declared[arm], settings)
-    found |= _cells(settings, of, declared, scale)
-    found |= _composed(settings, of, declared, scale)
-    for name, needed in reached().items():
-        known = all(group in of for group in needed)
-        found[name] = After(_reach(settings, of, name, needed, scale, exact) if known else [], needed)
-    found["perturbed"] = perturbed_specs(
+    shared = runs.countdown(run, records, scale, exact)
+    declared: dict[str, Any] = {name: shared[name] for name in ("sweep es", "sweep grpo")}
+    declared[ELSEWHERE] = shared["es"]
+    declared |= {arm: factors.on_own_seeds(shared[arm], settings) for arm in TRAINED}
+    declared |= factors.cells(settings, records, shared, scale) | factors.composed(settings, records, shared, scale)
+
+    def reach(group: str, *of: Sequence[Record]) -> list[Spec]:
+        """Specs of the base, of the means of notebook 08's runs, or of each run of a group."""
+        chosen = [runs.means(each, settings.mean if group == ELSEWHERE else 1, len(each)) for each in of]
+        ends_ = [weight_cache.end(each) for each in chosen[0]] if chosen else [None]
+        return [coverage_spec(settings.bases[0], end, exact, scale) for end in ends_]
+
+    for measured, group in reached().items():
+        declared[measured] = _after(records, [group] if group else [], partial(reach, group))
+    declared["perturbed"] = perturbed_specs(
         settings.bases[0], settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale
     )
-    answered = {name: needed for name, needed in reached().items() if name != reach_name(MEAN)}
-    needed = tuple(dict.fromkeys(group for groups in answered.values() for group in groups))
-    found["answers"] = After(_answers(settings, of, answered, scale, exact), needed)
-    found["checked"] = After(_checked(settings, of, scale, exact), TRAINED)
-    sampled = [
-        spec for end in (None, *ends(run, of)) for spec in sampled_specs(run.bases[0], end, vars(run), run.scale)
-    ]
-    found["sampled"] = After(sampled, (ELSEWHERE,))
-    return found
+    answering = [group for name, group in reached().items() if group and name != reach_name(MEAN)]
+
+    def first_runs(make: Any, asked: Mapping[str, Any]) -> Any:
+        """Specs of the base, and of the first run of each group."""
+        return lambda *of: [
+            make(settings.bases[0], end, asked, scale) for end in (None, *(weight_cache.end(each[:1]) for each in of))
+        ]
+
+    many = exact | {"coverage_samples": settings.checked_samples}
+    declared["answers"] = _after(records, answering, first_runs(answers_spec, exact))
+    declared["checked"] = _after(records, TRAINED, first_runs(coverage_spec, many))
+    sampled = [s for end in (None, *ends(run, records)) for s in sampled_specs(run.bases[0], end, vars(run), run.scale)]
+    return declared | {"sampled": After(sampled, (ELSEWHERE,))}
 
 
-def ends(run: SimpleNamespace, of: Records) -> list[str]:
+def _after(records: Records, needed: Sequence[str], make: Any) -> After:
+    """Return specs that are made from the records of groups, once these are loaded."""
+    ready = runs.known(records, *needed)
+    return After(make(*(records[name] for name in needed)) if ready else [], tuple(needed))
+
+
+def reached() -> dict[str, str]:
+    """Return the groups of models whose coverage is measured -> the group of their runs, none for the base."""
+    cells = [group for group in CELLS.values() if group not in TRAINED]
+    named = (*TRAINED, *cells, factors.SLOWER, factors.PLAIN, factors.ALONE, *COMPOSED, *factors.FIRST)
+    return {reach_name(BASE): ""} | {reach_name(group): group for group in named} | {reach_name(MEAN): ELSEWHERE}
+
+
+def ends(run: SimpleNamespace, records: Records) -> list[str]:
     """Return the ends of training that are sampled beside the model; where a notebook has none, a ledger of ES."""
     if run.ends or run.bases[0] not in tiny.SHIPPED:
         return list(run.ends)
-    return [str(ledger_file(of[ELSEWHERE][0]))] if ELSEWHERE in of else []
+    return [str(ledger_file(records[ELSEWHERE][0]))] if ELSEWHERE in records else []
 
 
-def sampled(run: SimpleNamespace, of: Records) -> dict[str, Sequence[Record]]:
+def sampled(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
     """Return name -> records of the model and its ends, in their order."""
     by_end: dict[str | None, list[Record]] = {}
-    for record in of["sampled"]:
+    for record in records["sampled"]:
         by_end.setdefault(record["spec"].get("end"), []).append(record)
     names = [run.bases[0], *(Path(end).name for end in run.ends)]
     if len(names) < len(by_end):
@@ -172,122 +214,484 @@ def sampled(run: SimpleNamespace, of: Records) -> dict[str, Sequence[Record]]:
     return dict(zip(named, by_end.values(), strict=True))
 
 
-def _cells(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """Return the runs that take rollouts and updates apart, and the sweeps that choose their settings.
+# ---- within k samples
 
-    A sweep has half of the steps, and its best settings are tried again with all of them: a step of ES that is best for
-    half as long may walk away later. The fourth cell is GRPO itself, with notebook 02's setting. Fine-tuning on what
-    perturbed copies wrote has the learning rate of the other.
+
+def name(run: SimpleNamespace, model: str) -> str:
+    """Return what a model is called in tables and legends."""
+    return f"mean of {run.mean} ES runs" if model == MEAN else style.ARMS[model].label
+
+
+def _model(run: SimpleNamespace, records: Records, model: str) -> dict[str, Any]:
+    """Return the first columns of a row of a model: its name, and how many of it were measured."""
+    return {"model": name(run, model), "n": len(records[reach_name(model)])}
+
+
+def solved(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> Interval:
+    """Return pass@k, the mean over runs and problems, with its interval; at: as in `coverage_factors.chances`."""
+    return stats.crossed_bootstrap(coverage.pass_at(chances(records, model, at), k), n_resamples=_RESAMPLES)
+
+
+def own_temperatures(records: Records, model: str) -> str:
+    """Return the temperatures that validation chose for the runs of a model, the most frequent first."""
+    own = [own_temperature(record).removeprefix("t") for record in records[reach_name(model)]]
+    counted = sorted(dict.fromkeys(own), key=lambda t: (-own.count(t), t))
+    return ", ".join(t if len(counted) == 1 else f"{t} ({own.count(t)})" for t in counted)
+
+
+def pass_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per model: pass@k at temperature 1, its own temperature, and pass@256 there."""
+    return DataFrame(
+        _model(run, records, model)
+        | {f"pass@{k}": solved(records, model, "t1", k).format() for k in KS}
+        | {"own temperature": own_temperatures(records, model)}
+        | {f"pass@{SOLVED_WITHIN} there": solved(records, model, OWN).format()}
+        for model in MODELS
+    )
+
+
+def crossing(records: Records, model: str, at: str) -> Interval:
+    """Return from how many samples on the base solves more than a model.
+
+    Infinite: not up to 1,024 samples; minus infinite: the base solves more from the first sample on. Runs are
+    resampled, and problems in common for base and runs; of one run the ends are NaN.
     """
-    size = {"steps": run.cell_steps, "population_size": run.cell_members, "prompts_per_step": run.cell_prompts}
-    es = dict(declared["es"].settings) | size | {"num_generations": run.cell_samples}
-    arm_of = {"es_weighted": "es_weighted", "es_members": "es_sampled", "grpo_perturbed": "grpo_perturbed"}
-    found: dict[str, Any] = {}
-    for name, arm in arm_of.items():
-        after, settings = (
-            ((), es) if arms.get(arm).family == "es" else (declared["grpo"].after, declared["grpo"].settings)
-        )
-        choices = arms.SWEEP["grpo_perturbed" if arm == "grpo_perturbed" else "es_weighted"][: run.sweep_size]
-        sweep = f"sweep {name}"
-        settings = dict(settings) | ({"beta": 0.0} if arm == "grpo_perturbed" else {})
-        found[sweep] = After(sweep_specs(arm, run.bases[0], settings, scale, choices), after)
-        tried = [setting for _, setting in arms.ranked(of[sweep])] if sweep in of else choices
-        finals, whole = f"finals {name}", settings | {"steps": 2 * settings["steps"]}  # of which a sweep takes half
-        specs = sweep_specs(arm, run.bases[0], whole, scale, tried[: run.finalists]) if sweep in of else []
-        found[finals] = After(specs, (*after, sweep))
-        best = arms.ranked(of[finals])[0][1] if finals in of else tried[0]
-        group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep, finals), scale=scale)
-        found[name] = _own(group, run)
-    few = run.own_seeds[:4]  # no verdict uses them
-    others = [seed + len(TINY["own_seeds"]) for seed in few]  # no seed that a claim counts
-    other = found["grpo_perturbed"]
-    slower = dict(_own(declared["grpo"], run).settings) | {"learning_rate": other.settings["learning_rate"]}
-    found[SLOWER] = other._replace(arm="grpo", seeds=others, settings=slower)
-    plain = _own(declared["sft"]._replace(arm=PLAIN), run)
-    found[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
-    return found
+    base, own = chances(records, BASE, at)[0], chances(records, model, at)
+    return coverage.overtaken(base, own, CURVE.tolist(), n_resamples=_RESAMPLES)
 
 
-def _composed(run: SimpleNamespace, of: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """Return runs in two parts, their first parts, and ES alone at the FLOPs of GRPO.
+def crossing_told(crossed: Interval) -> str:
+    """Return a crossing with its interval in words."""
 
-    Each part has half of the steps that its arm has alone. ES has the setting that does best after so few steps of its
-    sweep.
+    def word(k: float) -> str:
+        return {np.inf: f"over {CURVE[-1]:,}", -np.inf: "1"}.get(k) or f"{k:.0f}"
+
+    never = {np.inf: f"not up to {CURVE[-1]:,}", -np.inf: "from the first"}
+    value = never.get(crossed.value) or word(crossed.value)
+    return value if np.isnan(crossed.low) else f"{value} [{word(crossed.low)}, {word(crossed.high)}]"
+
+
+def crossing_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per trained model: where the base overtakes it, and the net change of support on either side."""
+    columns = {"temperature 0.6": "t0.6", "temperature 1": "t1", "each at its own": OWN}
+    return DataFrame(
+        _model(run, records, model)
+        | {words: crossing_told(crossing(records, model, at)) for words, at in columns.items()}
+        | {f"NSCR within {k:,}": stated(change(records, model, "t1", k), ".3f") for k in (64, 1024)}
+        for model in MODELS[1:]
+    )
+
+
+class Equal(NamedTuple):
+    """ES against GRPO where one sample of each is equally often right."""
+
+    level: float
+    """How often that is, a fraction."""
+    more: Interval
+    """By how much more ES solves there within 256 samples, a fraction; over the resamples in which both get there."""
+    without: float
+    """The share of resamples in which one of them does not."""
+
+
+def at_equal_accuracy(run: SimpleNamespace, records: Records) -> tuple[Equal, Equal]:
+    """Compare ES with GRPO at both ends of the accuracies of one sample that both have at some temperature.
+
+    These are that of GRPO at its hottest temperature, and the best one of ES. The other arm is taken on the line
+    between the temperatures that were asked. Intervals are over runs and problems, the problems in common.
     """
-    es, grpo = (_own(declared[arm], run) for arm in ("es", "grpo"))
-    short = dict(es.settings) | {"steps": run.alone_steps}
-    if "sweep es" in of:
-        short |= best_after(of["sweep es"], run.alone_steps // 2)
-    parts = {
-        "es": es._replace(settings=short | {"steps": run.alone_steps // 2}),
-        "grpo": grpo._replace(settings=dict(grpo.settings) | {"steps": grpo.settings["steps"] // 2}),
+    ats = [label(t) for t in sorted(run.coverage_temperatures)]
+    solved_at = {
+        arm: [coverage.pass_at(np.stack([chances(records, arm, at) for at in ats]), k) for k in (1, SOLVED_WITHIN)]
+        for arm in ("es", "grpo")
     }
-    found: dict[str, Any] = {ALONE: es._replace(settings=short)}
-    found |= {"es first": parts["es"], "grpo first": parts["grpo"]}
-    for name, (first, second) in COMPOSED.items():
-        needed = (*parts[second].after, first)
-        known = all(group in of for group in needed)
-        specs = composed_specs(parts[second].arm, of[first], parts[second].settings, scale) if known else []
-        found[name] = After(specs, needed)
-    return found
+
+    def compare(draw: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+        problems, curves = draw(solved_at["es"][0].shape[2]), {}
+        for arm, both in solved_at.items():
+            weights = draw(both[0].shape[1])
+            one, many = (np.tensordot(weights, each, (0, 1)) @ problems for each in both)
+            best = int(one.argmax())  # hotter samples are right less often from there on
+            curves[arm] = one[best:][::-1], many[best:][::-1]
+        (es, es_many), (grpo, grpo_many) = curves["es"], curves["grpo"]
+        low, high = float(grpo[0]), float(es[-1])
+        if not es[0] <= low <= high <= grpo[-1]:
+            return (low, np.nan), (high, np.nan)
+        coldest = es_many[-1] - np.interp(high, grpo, grpo_many)
+        return (low, float(np.interp(low, es, es_many) - grpo_many[0])), (high, float(coldest))
+
+    rng = np.random.default_rng(0)
+    values = compare(lambda n: np.full(n, 1 / n))
+    drawn = np.array([compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n) for _ in range(_RESAMPLES)])
+    n = min(both[0].shape[1] for both in solved_at.values())
+    made = []
+    for (level, more), draws in zip(values, drawn[:, :, 1].T, strict=True):
+        without = float(np.isnan(draws).mean())
+        low, high = (np.nan, np.nan) if without == 1 or np.isnan(more) else np.nanpercentile(draws, [2.5, 97.5])
+        made.append(Equal(level, Interval(more, float(low), float(high), n), without))
+    return made[0], made[1]
 
 
-def best_after(sweep: Sequence[Record], steps: int) -> dict[str, float]:
-    """Return the setting of a sweep of ES that is best on the validation set after so few steps.
+# ---- problems won and lost
 
-    As in `arms.ranked` by the mean of three points of the curve: the last ones up to that step.
+
+def supports(records: Records, model: str, at: str) -> list[Support]:
+    """Return the expected numbers of problems kept, won, lost and out within 256 samples, of each run."""
+    before = coverage.pass_at(chances(records, BASE, at)[0], SOLVED_WITHIN)
+    return [coverage.support(before, after) for after in coverage.pass_at(chances(records, model, at), SOLVED_WITHIN)]
+
+
+def change(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> Interval:
+    """Return the net change of support within k samples, as the claims have it within 256."""
+    return coverage.support_change(chances(records, BASE, at)[0], chances(records, model, at), k)
+
+
+def null(records: Records, at: str) -> coverage.Null:
+    """Return what two sets of 256 samples of the base itself win and lose."""
+    return coverage.null_nscr(chances(records, BASE, at)[0], SOLVED_WITHIN)
+
+
+def support_table(run: SimpleNamespace, records: Records, at: str = "t1") -> DataFrame:
+    """Return a row per model: problems kept, won, lost and out, the ratios, and the range of the null."""
+    chance, rows = null(records, at), []
+    for model in MODELS:
+        each = supports(records, model, at)
+        row = _model(run, records, model)
+        row |= {part: f"{np.mean([getattr(s, part) for s in each]):.1f}" for part in ("kept", "won", "lost", "out")}
+        row |= {part.upper(): _ratio(np.mean([getattr(s, part) for s in each])) for part in ("srr", "ndr")}
+        row["NSCR [95 %]"] = "0 (the null)" if model == BASE else stated(change(records, model, at), ".3f")
+        rows.append(row | {"null of counts": f"{chance.low:.3f} to {chance.high:.3f}"})
+    return DataFrame(rows)
+
+
+def _ratio(value: float) -> str:
+    return "not defined" if np.isnan(value) else f"{value:.3f}"
+
+
+def own_support_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return `support_table` with base and models at their own temperatures."""
+    table = support_table(run, records, OWN)
+    table.insert(2, "own temperature", [own_temperatures(records, model) for model in MODELS])
+    return table
+
+
+def published_table() -> DataFrame:
+    """Return the published counts, and the ratios that follow from them."""
+    return DataFrame(
+        {"model or test": what, "table": table}
+        | dict(zip(("kept", "won", "lost", "out"), map(str, counts), strict=True))
+        | {part.upper(): f"{getattr(Support(*counts), part):.3f}" for part in ("srr", "ndr", "sds", "nscr")}
+        for (what, table), counts in PUBLISHED.items()
+    )
+
+
+# ---- samples
+
+
+def checked_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per checked model: exact and counted pass@k, how far counts stray, and right samples listed."""
+    rows = []
+    for model, record in zip((BASE, *TRAINED), records["checked"], strict=True):
+        samples, drawn = record["spec"]["coverage_samples"], record["drawn"]["t1"]
+        exact, right = unpack_probabilities(record["reach"]["t1"]), unpack_integers(drawn["right"])
+        row: dict[str, Any] = {"model": name(run, model), "samples": f"{samples:,}"}
+        for k in (k for k in KS if k <= samples and k != KS[1]):
+            counted = coverage.estimate_pass_at(right, samples, k).mean()
+            row[f"pass@{k}"] = f"{100 * coverage.pass_at(exact, k).mean():.2f}, {100 * counted:.2f}"
+        variances = samples * exact * (1 - exact)
+        often = variances > 1  # where a normal deviate is a fair description
+        deviates = (right - samples * exact)[often] / np.sqrt(variances)[often]
+        row["spread over chance's"] = f"{np.sqrt(np.mean(deviates**2)):.2f}" if often.any() else ""
+        row["listed, %"] = f"{100 * drawn['listed'] / drawn['right_samples']:.2f}" if drawn["right_samples"] else ""
+        rows.append(row | {"entropy": f"{drawn['entropy_corrected']:.2f}"})
+    return DataFrame(rows)
+
+
+def voted(records: Records, model: str, at: str) -> np.ndarray:
+    """Return whether the most frequent answer to a problem is right, (runs, problems)."""
+    return np.array([unpack_bits(r["drawn"][at]["vote_bits"], r["n"]) for r in records[reach_name(model)]], float)
+
+
+def variety_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per model: greedy accuracy, that of the vote, and the entropy of answers, at two temperatures."""
+    rows = []
+    for model in MODELS:
+        row = _model(run, records, model) | {"greedy": solved(records, model, "greedy", 1).format()}
+        for t in run.coverage_sampled_at:
+            vote = stats.crossed_bootstrap(voted(records, model, label(t)), n_resamples=_RESAMPLES)
+            drawn = DataFrame([r["drawn"][label(t)] for r in records[reach_name(model)]])
+            row |= {f"vote at {t:g}": vote.format(), f"entropy at {t:g}": f"{drawn['entropy'].mean():.2f}"}
+            row[f"corrected at {t:g}"] = f"{drawn['entropy_corrected'].mean():.2f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+# ---- noise on the weights against temperature
+
+
+def copies(records: Records, sigma: float, what: Any, k: int) -> np.ndarray:
+    """Return pass@k of copies with noise of one sigma in the place of samples, (repeats, problems).
+
+    At most as many copies as there are. what: reads packed counts of right answers from a record.
     """
-    cut = []
-    for record in sweep:
-        known = sum(step <= steps for step in record["curve"]["step"])
-        cut.append(record | {"curve": {name: values[:known] for name, values in record["curve"].items()}})
-    return arms.ranked(cut)[0][1]
+    repeats = [record for record in records["perturbed"] if record["spec"]["sigma"] == sigma]
+    (members,) = {record["spec"]["members"] for record in repeats}
+    return coverage.estimate_pass_at(np.array([unpack_integers(what(r)) for r in repeats]), members, min(k, members))
 
 
-def _own(declared: Group, run: SimpleNamespace) -> Group:
-    """Return notebook 02's runs of an arm on seeds of their own, with what they reach along the way."""
-    own = dict(declared.settings) | {"test_problems": run.test_problems, "validation_problems": run.validation_problems}
-    if "curve_points" in own:
-        own |= {"curve_points": run.curve_points, "reach_at": run.reach_at}
-    return declared._replace(seeds=run.own_seeds, settings=own, ledgers=())
+def solved_by_copies(records: Records, sigma: float, k: int = SOLVED_WITHIN) -> Interval:
+    """Return what so many copies with noise of one sigma solve, or all if there are fewer."""
+    return stats.crossed_bootstrap(copies(records, sigma, _of_test, k), n_resamples=_RESAMPLES)
 
 
-def reached() -> dict[str, tuple[str, ...]]:
-    """Return the groups of models whose coverage is measured, each with the groups of runs that it comes after."""
-    found: dict[str, tuple[str, ...]] = {reach_name(BASE): ()}
-    cells = [group for group in CELLS.values() if group not in TRAINED]
-    found |= {reach_name(group): (group,) for group in (*TRAINED, *cells, SLOWER, PLAIN, ALONE, *COMPOSED, *FIRST)}
-    return found | {reach_name(MEAN): (ELSEWHERE,)}
+def _of_test(record: Record) -> Any:
+    return record["drawn"]["right"]
 
 
-def reach_name(of: str) -> str:
-    """Return the name of the group that measures the models of another."""
-    return f"reach of {of}"
+def best_sigma(run: SimpleNamespace, records: Records) -> float:
+    """Return the sigma whose copies solve most validation problems within `VALIDATED_BY` of them, or within all."""
+    return max(
+        run.perturbed_sigmas, key=lambda sigma: copies(records, sigma, lambda r: r["validation"], VALIDATED_BY).mean()
+    )
 
 
-def _reach(
-    run: SimpleNamespace, of: Records, name: str, needed: Sequence[str], scale: str, settings: dict[str, Any]
-) -> list[Spec]:
-    if not needed:
-        return [coverage_spec(run.bases[0], None, settings, scale)]
-    (group,) = needed
-    size = run.mean if group == ELSEWHERE else 1
-    runs = weight_geometry.means(of[group], size, len(of[group]))
-    return [coverage_spec(run.bases[0], weight_cache.end(chosen), settings, scale) for chosen in runs]
+def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per temperature and per sigma: what as many completions of the base solve, and their vote."""
+    (base,) = records[reach_name(BASE)]
+    rows: list[dict[str, Any]] = []
+    for t in run.coverage_temperatures:
+        row = {"completions differ by": f"temperature {t:g}"}
+        row |= {f"pass@{k}": solved(records, BASE, label(t), k).format() for k in KS[:3]}
+        row["vote"] = f"{100 * voted(records, BASE, label(t)).mean():.1f}" if label(t) in base["drawn"] else ""
+        rows.append(row)
+    (there,) = coverage.pass_at(chances(records, BASE, OWN), SOLVED_WITHIN)
+    for sigma in run.perturbed_sigmas:
+        repeats = [record for record in records["perturbed"] if record["spec"]["sigma"] == sigma]
+        enough = [k for k in KS[:3] if k <= repeats[0]["spec"]["members"]]
+        row = {"completions differ by": f"noise, sigma {sigma:g}"}
+        row |= {f"pass@{k}": solved_by_copies(records, sigma, k).format() for k in enough}
+        votes = [unpack_bits(record["drawn"]["vote_bits"], record["n"]).mean() for record in repeats]
+        row["vote"] = f"{100 * np.mean(votes):.1f}"
+        for words, size, what in (("best copy", "1", "mean"), ("best 16", "16", "mean"), ("their vote", "16", "vote")):
+            row[words] = f"{100 * np.mean([record['best'][size][what] for record in repeats]):.1f}"
+        if SOLVED_WITHIN in enough:
+            here = [coverage.support(there, each) for each in copies(records, sigma, _of_test, SOLVED_WITHIN)]
+            row["found here alone"] = f"{np.mean([each.won for each in here]):.1f}"
+            row["found there alone"] = f"{np.mean([each.lost for each in here]):.1f}"
+        rows.append(row)
+    return DataFrame(rows).fillna("")
 
 
-def _answers(
-    run: SimpleNamespace, of: Records, answered: Mapping[str, tuple[str, ...]], scale: str, settings: dict[str, Any]
-) -> list[Spec]:
-    """Return what the base and the first run of each group answer, for the page of the site that shows them."""
-    if not all(group in of for groups in answered.values() for group in groups):
-        return []
-    ends = [weight_cache.end(of[groups[0]][:1]) if groups else None for groups in answered.values()]
-    return [answers_spec(run.bases[0], end, settings, scale) for end in ends]
+# ---- what the notebook finds
 
 
-def _checked(run: SimpleNamespace, of: Records, scale: str, settings: dict[str, Any]) -> list[Spec]:
-    """Return the base and the first run of each arm with many samples, which the exact numbers are held against."""
-    many = settings | {"coverage_samples": run.checked_samples}
-    ends = [None, *(weight_cache.end(of[arm][:1]) for arm in TRAINED)] if all(arm in of for arm in TRAINED) else []
-    return [coverage_spec(run.bases[0], end, many, scale) for end in ends]
+def results(run: SimpleNamespace, records: Records) -> Results:
+    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    entries: Results = {"problems": records[reach_name(BASE)][0]["n"], "within": SOLVED_WITHIN}
+    entries |= {"runs": len(records["es"]), "sigma": best_sigma(run, records)}
+    for model in (BASE, "es", "es_sampled", "grpo"):
+        entries |= {f"{model} at 1": solved(records, model, "t1"), f"{model} at own": solved(records, model, OWN)}
+    for model in ("es", "grpo"):
+        entries[f"{model} cold"] = change(records, model, "t0.6")
+    for model in ("es", "grpo", "es_random", MEAN):
+        entries[f"{model} change"] = change(records, model, "t1")
+    for end, equal in zip(("hot", "cold"), at_equal_accuracy(run, records), strict=True):
+        entries |= {f"{end} level": equal.level, f"{end} more": equal.more, f"{end} without": equal.without}
+    chance = null(records, "t1")
+    entries |= {"null low": chance.low, "null high": chance.high}
+    entries["copies"] = solved_by_copies(records, entries["sigma"])
+    return entries | factors.results(records)
+
+
+MACROS = factors.MACROS | {
+    "CovProblems": "problems",
+    "CovWithin": "within",
+    "CovBaseShare": "base at 1.value:.1%",
+    "CovEsShare": "es at 1.value:.1%",
+    "CovGrpoShare": "grpo at 1.value:.1%",
+    "CovEsChange": "es change:.3f",
+    "CovGrpoChange": "grpo change:.3f",
+    "CovHotLevel": "hot level:.1%",
+    "CovHotMore": "hot more",
+    "CovColdLevel": "cold level:.1%",
+    "CovColdMore": "cold more",
+}
+"""Macro of the paper -> name in the results, and format."""
+
+
+def answers(run: SimpleNamespace, records: Records, results: Results) -> dict[str, str]:
+    """Return question -> one sentence with its number, interval and n."""
+
+    def moved(model: str, key: str, words: str) -> str:
+        """Name a change of support, and say whether it is one."""
+        found = results[f"{model} {key}"]
+        said = "a gain" if found.low > 0 else "a loss" if found.high < 0 else "not told from none"
+        return f"{{{model} {key}:.3f}} at {words} ({said})"
+
+    def changed(model: str) -> str:
+        changes = f"{moved(model, 'change', 'temperature 1')} and {moved(model, 'cold', 'temperature 0.6')}"
+        return f"The net change of support within {{within}} samples is {changes} (n = {{{model} change.n}} runs)."
+
+    shown = (BASE, "es", "es_sampled", "grpo")
+    heats = "; ".join(f"{name(run, model)} {{{model} at 1}} and {{{model} at own}}" for model in shown)
+    mean, heat = name(run, MEAN), own_temperatures(records, BASE)
+    sentences = {
+        "Does ES keep what the base can solve?": changed("es"),
+        "Does GRPO?": changed("grpo"),
+        "Is it a matter of temperature?": "Within {within} samples these are solved at temperature 1, and at the "
+        f"temperature that validation chose for each, in percent: {heats} (n = {{runs}} runs of each arm).",
+        "And where one sample is equally often right?": "Both arms are right in {hot level:.1%} to {cold level:.1%} % "
+        "of single samples at some temperature. There ES solves within {within} samples {hot more} points more than "
+        "GRPO at the lower end, and {cold more} at the upper one (n = {hot more.n} runs of each; {hot without:.0%} % "
+        "of resamples, in which they have no accuracy in common, are left out).",
+        "What do chance and the random walk give?": "At temperature 1 the change is {es_random change:.3f} after ES "
+        f"with random fitness (n = {{es_random change.n}} runs) and {{{MEAN} change:.3f}} for the {mean} (n = "
+        f"{{{MEAN} change.n}}); counts from two sets of samples of the base itself lie between {{null low:.3f}} and "
+        "{null high:.3f} in 95 % of draws.",
+        "Does noise on the weights find more than temperature?": "{within} completions of the base solve {copies} % of "
+        "the problems if each is of a perturbed copy (sigma {sigma:g}, n = {copies.n} repeats), and {base at own} % if "
+        f"they are sampled at temperature {heat}.",
+    }
+    return {question: told(sentence, results) for question, sentence in (sentences | factors.sentences()).items()}
+
+
+# ---- figures: each returns the figure and what it plots
+
+_DRAWN = tuple(model for model in MODELS if model != "grpo_random")
+"""Models in figures. A random reward leaves GRPO at 0: it stands in the tables."""
+_CURVES = tuple(model for model in _DRAWN if model != "dr_grpo")
+"""Models with curves of their own: those of Dr.GRPO are GRPO's."""
+
+
+def _looks(run: SimpleNamespace) -> dict[str, dict[str, Any]]:
+    """Return what a model is called -> how its line is drawn; the mean of ES runs has the colour of ES."""
+    looks = {}
+    for model in MODELS:
+        arm = "es" if model == MEAN else model
+        stroke = "--" if model == MEAN or style.ARMS[arm].null else "-"
+        look = plots.look(arm, markevery=0.2, ms=4, lw=1.2, ls=stroke, label=name(run, model))
+        looks[name(run, model)] = look
+    return looks
+
+
+def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw what is solved within k samples, at temperature 1 and at each model's own."""
+    panels = {"t1": "temperature 1", OWN: "each at its own temperature"}
+    points = DataFrame(
+        {"panel": title, "model": name(run, model), "k": k}
+        | plots.ends(stats.crossed_bootstrap(within[..., i], n_resamples=500), 100)
+        for at, title in panels.items()
+        for model in _CURVES
+        for within in [coverage.pass_at(chances(records, model, at), CURVE.tolist())]
+        for i, k in enumerate(CURVE)
+    )
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), sharey=True)
+    for ax, (title, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
+        plots.lines(ax, panel, "k", "value", "model", _looks(run))
+        for model in (BASE, "es", "grpo"):
+            band = panel[panel["model"] == name(run, model)]
+            style.band(ax, band["k"], band["low"], band["high"], style.ARMS[model].color)
+        ax.set(title=title, xlabel="samples k", xscale="log")
+        ax.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1,024"])
+        ax.minorticks_off()
+    axes[0].set(ylabel="problems solved, %", ylim=(0, 100))
+    plots.key(fig, axes[0], 5)
+    return fig, points[["panel", "model", "k", "value"]]
+
+
+def figure_matched(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw what is solved within 256 samples against what one sample solves, a curve through the temperatures."""
+    points = DataFrame(
+        {"model": name(run, model), "temperature": t}
+        | {
+            axis: 100 * coverage.pass_at(chances(records, model, label(t)), k).mean()
+            for axis, k in {"across": 1, "value": SOLVED_WITHIN}.items()
+        }
+        for model in _CURVES
+        for t in run.coverage_temperatures
+    )
+    looks = {model: look | {"markevery": None, "ms": 3, "mfc": "white"} for model, look in _looks(run).items()}
+    filled = {
+        model: look | {"marker": look["marker"] or "o", "ms": 6, "label": None} for model, look in _looks(run).items()
+    }
+    fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
+    plots.lines(ax, points, "across", "value", "model", looks)
+    plots.lines(ax, points[points["temperature"] == 1], "across", "value", "model", filled)
+    ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
+    plots.key(fig, ax, 5)
+    return fig, points
+
+
+def figure_support(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw the four regions as a concept, and what each model wins and loses within 256 samples at temperature 1."""
+    means = {model: DataFrame(map(vars, supports(records, model, "t1"))).mean() for model in _DRAWN}
+    points = DataFrame(
+        {"model": name(run, model), "won": mean["won"], "lost": mean["lost"], "value": mean["won"] - mean["lost"]}
+        for model, mean in means.items()
+    )
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.2), width_ratios=(1, 2.2), layout="constrained")
+    _regions(left)
+    rows, colors = range(len(points)), [style.ARMS["es" if model == MEAN else model].color for model in _DRAWN]
+    bar = {"edgecolor": colors, "height": 0.62, "lw": 0.8}
+    right.barh(rows, points["won"], color=colors, **bar)
+    right.barh(rows, -points["lost"], color="white", hatch="////", **bar)
+    right.plot(points["value"], rows, marker="|", ms=11, mew=2, color="black", ls="", label="net")
+    right.axvline(0, color="black", lw=0.8)
+    right.set_yticks(rows, ["base, once more", *points["model"][1:]])
+    right.invert_yaxis()
+    right.set(xlabel=f"lost (hatched)  ·  won, of {records[reach_name(BASE)][0]['n']} problems")
+    right.legend(fontsize=7, loc="lower left")
+    right.tick_params(axis="y", length=0)
+    return fig, points
+
+
+def _regions(ax: Axes) -> None:
+    """Draw who solves a problem within k samples: base across, trained model up."""
+    for x, y, word in ((0, 1, "won"), (1, 1, "kept"), (0, 0, "out"), (1, 0, "lost")):
+        shade, hatch = "#DDDDDD" if word == "kept" else "#FFFFFF", "////" if word == "lost" else ""
+        ax.fill_between([x, x + 1], y, y + 1, facecolor=shade, edgecolor="#888888", hatch=hatch, lw=0.8)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+        ax.text(x + 0.5, y + 0.5, word, ha="center", va="center", fontsize=9, bbox=box)
+    ax.set(xlim=(0, 2), ylim=(0, 2), xlabel="base solves it", ylabel="trained model solves it", aspect="equal")
+    ax.set_xticks([0.5, 1.5], ["no", "yes"])
+    ax.set_yticks([0.5, 1.5], ["no", "yes"])
+    ax.tick_params(length=0)
+
+
+def figure_training(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw along the runs what is won and lost within 256 samples against the base, at temperature 1."""
+    points = DataFrame(
+        {"panel": what, "model": name(run, arm), "step": step, "value": value}
+        for what in ("won", "lost")
+        for arm in ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
+        for curves in [[record["curve"] for record in records[arm]]]
+        for step, value in zip(
+            curves[0]["step"], 100 * np.mean([curve[f"{what}_t1"] for curve in curves], axis=0), strict=True
+        )
+    )
+    share = points.assign(share=100 * points["step"] / points.groupby("model")["step"].transform("max"))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), sharey=True)
+    for ax, (what, panel) in zip(axes, share.groupby("panel", sort=False), strict=True):
+        plots.lines(ax, panel, "share", "value", "model", _looks(run))
+        ax.set(title=what, xlabel="steps of the run, %")
+    axes[0].set(ylabel="validation problems, %", ylim=(0, None))
+    plots.key(fig, axes[0], 5)
+    return fig, points
+
+
+def figure_accuracies(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw how many problems have which chance that one sample at temperature 1 is right."""
+    edges = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
+    names = ["0", *(f"to {edge:g}" for edge in edges[1:-1]), "below 1", "1"]
+    points = DataFrame(
+        {"model": name(run, model), "chance": chance, "value": value}
+        for model in (BASE, "es", "es_sampled", "grpo", "sft")
+        for chance, value in zip(
+            names, coverage.accuracy_bins(chances(records, model, "t1"), edges).mean(0), strict=True
+        )
+    )
+    looks = {model: look | {"marker": None, "lw": 1.6} for model, look in _looks(run).items()}
+    fig, ax = plt.subplots(figsize=(style.PAGE, 2.8))
+    plots.lines(ax, points, "chance", "value", "model", looks, drawstyle="steps-mid")
+    ax.set(xlabel="chance that one sample is right, up to", ylabel="problems", ylim=(0, None))
+    plots.key(fig, ax, 5)
+    return fig, points

@@ -1,21 +1,30 @@
-"""Notebook 08, weight geometry: its presets, groups of runs, and what the records say of signal and walk."""
+"""Notebook 08, weight geometry: its runs, what they say of signal and walk, tables and figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib import pyplot as plt
+from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_study import loading
-from evoalign_study import nb01_es_countdown as es_countdown
-from evoalign_study import nb02_grpo_countdown as grpo_countdown
-from evoalign_study.kinds.decode import base_specs
+from evoalign_lib.analysis import attenuation, curves, geometry, gram_matrix, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import merge_specs, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
-from evoalign_study.records import Record, ledger_file
+from evoalign_study.records import Record, accuracy_matrix, ledger_file
+from evoalign_study.results import Results
+from evoalign_study.sentences import told, worded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
@@ -80,6 +89,30 @@ SMOKE = TINY | {
     "test_problems": 32,
 }
 FULL = TINY
+SHORTER = ("es", "grpo")
+"""Arms whose runs are also made with fewer steps."""
+VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
+"""GRPO with either optimiser, and with weights stored as either dtype."""
+PAIRS = (
+    ("es", "grpo"),
+    ("es", "dr_grpo"),
+    ("es", "sft"),
+    ("es", "es_sampled"),
+    ("es_sampled", "grpo"),
+    ("es", "grpo_sgd"),
+    ("es_sampled", "grpo_sgd"),
+    ("grpo", "dr_grpo"),
+    ("grpo", "grpo_sgd"),
+    ("grpo", "grpo_rounded"),
+    ("grpo_sgd", "grpo_sgd_rounded"),
+    ("grpo", "sft"),
+    *((arm, FIRST_STEP) for arm in ("grpo", "grpo_sgd", "es", "es_sampled")),
+    ("es_random", "grpo"),
+    ("grpo_random", "grpo"),
+)
+"""Arms whose cosine is shown."""
+DECODINGS = tuple(style.STROKES)
+"""Under which merged models are measured."""
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -87,69 +120,56 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
     return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
 
 
-def groups(run: SimpleNamespace, of: Records) -> Groups:
+# ---- groups of runs
+
+
+def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the runs by name: those of notebook 02's arms, their products, and models that are merged from them.
 
     At scale full the runs are those of the tiny world, and the model's own ends are compared apart from them.
     """
     scale, exact = loading.of_tiny_world(run, TINY)
-    found = trained(run, of, scale, exact)
-    found |= _factorial(SimpleNamespace(**exact), of, found["grpo"], scale)
+    settings = SimpleNamespace(**exact)
+    declared = runs.countdown(run, records, scale, exact)
+    declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)
-    complete = all(name in of for name in compared)
-    found["products"] = After(products_specs([of[name] for name in compared], scale) if complete else [], compared)
-    found |= _remedies(SimpleNamespace(**exact), found["es"])
-    found |= (shorter := _shorter(SimpleNamespace(**exact), found))
-    return found | _merged(SimpleNamespace(**exact), of, scale, shorter)
+    complete = runs.known(records, *compared)
+    products = products_specs([records[name] for name in compared], scale) if complete else []
+    declared["products"] = After(products, compared)
+    declared |= _remedies(settings, declared["es"])
+    declared |= (shorter := _shorter(settings, declared))
+    return declared | _merged(settings, records, scale, shorter)
 
 
-def trained(run: SimpleNamespace, of: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
-    """Return notebook 02's groups of the first base as it declares them, with more seeds, and 01's shuffled runs.
-
-    exact: the notebook's settings at this scale (`loading.of_tiny_world`), with seeds_es, seeds_random, seeds_sampled.
-    """
-    few = {"seeds_match": 2, "seeds_compare": 2, "seeds_describe": 2} if scale == "smoke" else {}
-    common = {"scale": scale, "seeds": run.seeds, "force": run.force, "retrain": run.retrain}
-    other = SimpleNamespace(**grpo_countdown.presets()[scale] | few | common)
-    declared = grpo_countdown.groups(other, of)
-    found = {name: declared[name] for name in ("sweep es", "sweep grpo", *TRAINED) if name in declared}
-    found["es"] = declared["es"]._replace(seeds=exact["seeds_es"])
-    for arm, seeds in {"es_random": exact["seeds_random"], "es_sampled": exact["seeds_sampled"]}.items():
-        found[arm] = declared[arm]._replace(seeds=seeds)
-    first = es_countdown.presets()[scale]
-    found["es_shuffled"] = Group("es_shuffled", exact["bases"][:1], first["n_seeds"], loading.of_runs(first))
-    found = {name: each._replace(scale=scale) if isinstance(each, Group) else each for name, each in found.items()}
-    return found | {"base": base_specs(exact["bases"][:1], loading.of_runs(vars(other)), scale)}
-
-
-def _factorial(run: SimpleNamespace, of: Records, grpo: Group, scale: str) -> dict[str, Any]:
+def _factorial(run: SimpleNamespace, records: Records, grpo: Group, scale: str) -> dict[str, Any]:
     """Return runs of GRPO with SGD, with weights in bfloat16, and with both; and of its first step alone.
 
     SGD chooses a learning rate of its own, by a sweep.
     """
     rates = [{"learning_rate": rate, "beta": grpo.settings["beta"]} for rate in run.sgd_rates]
     sweep = sweep_specs("grpo_sgd", run.bases[0], grpo.settings, scale, rates)
-    best = arms.ranked(of["sweep grpo_sgd"])[0][1] if "sweep grpo_sgd" in of else rates[0]
-    found: dict[str, Any] = {"sweep grpo_sgd": After(sweep, grpo.after)}
+    best = arms.ranked(records["sweep grpo_sgd"])[0][1] if "sweep grpo_sgd" in records else rates[0]
+    declared: dict[str, Any] = {"sweep grpo_sgd": After(sweep, grpo.after)}
     for arm in FACTORIAL:
         own, after = ({}, grpo.after) if arm == "grpo_rounded" else (best, (*grpo.after, "sweep grpo_sgd"))
         settings = dict(grpo.settings) | own
-        found[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, settings=settings, after=after)
+        declared[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, settings=settings, after=after)
     step = {"learning_rate": run.first_step_rate, "steps": 1, "prompts_per_step": run.first_step_prompts}
     # in sixteen parts: the completions of all prompts at once would not fit into memory
     step |= {"curve_points": 3, "micro_batch": grpo.settings["num_generations"] * run.first_step_prompts // 16}
     settings = dict(grpo.settings) | step
-    found[FIRST_STEP] = grpo._replace(arm="grpo_sgd", seeds=run.seeds_factorial, settings=settings)
-    return found
+    declared[FIRST_STEP] = grpo._replace(arm="grpo_sgd", seeds=run.seeds_factorial, settings=settings)
+    return declared
 
 
 def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
     """Return ES runs that may drift less: pulled to the base, or with another population."""
     each = es._replace(seeds=run.means_of_each, ledgers=())
-    anchored = {anchored_name(decay): {"anchor_decay": decay} for decay in run.anchor_decays}
-    sized = {sized_name(N): loading.of_size(es.settings, N) for N in run.populations}
-    found = {name: each._replace(arm="es_anchored", changes=[change]) for name, change in anchored.items()}
-    return found | {name: each._replace(changes=[change]) for name, change in sized.items()}
+    anchored = {
+        anchored_name(decay): each._replace(arm="es_anchored", changes=[{"anchor_decay": decay}])
+        for decay in run.anchor_decays
+    }
+    return anchored | {sized_name(N): each._replace(changes=[loading.of_size(es.settings, N)]) for N in run.populations}
 
 
 def _shorter(run: SimpleNamespace, groups: Mapping[str, Any]) -> dict[str, Group]:
@@ -159,10 +179,6 @@ def _shorter(run: SimpleNamespace, groups: Mapping[str, Any]) -> dict[str, Group
         for arm in SHORTER
         for name, steps in shorter_names(run, arm, groups[arm].settings["steps"]).items()
     }
-
-
-SHORTER = ("es", "grpo")
-"""Arms whose runs are also made with fewer steps."""
 
 
 def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
@@ -180,44 +196,601 @@ def sized_name(N: int) -> str:
     return f"es N={N}"
 
 
-def _merged(run: SimpleNamespace, of: Records, scale: str, shorter: Iterable[str]) -> dict[str, After]:
+def _merged(run: SimpleNamespace, records: Records, scale: str, shorter: Iterable[str]) -> dict[str, After]:
     """Return the models that are made of several runs, one group for each way."""
-    found: dict[str, After] = {}
     make = partial(merge_specs, settings=vars(run), scale=scale)
-
-    def add(name: str, arm: str, specs: Sequence[Any]) -> None:
-        found[name] = After(list(specs), (arm,))
-
-    for arm, sizes in run.means.items():
-        for size in sizes:
-            add(f"{arm} mean={size}", arm, [make(runs) for runs in means(of.get(arm, ()), size, run.means_of_each)])
-    for arm, size in run.shrunk.items():
-        pairs = zip(of.get(arm, ()), means(of.get(arm, ()), size, run.means_of_each), strict=False)
-        add(f"{arm} shrunk={size}", arm, [make([record], as_long_as=mean) for record, mean in pairs])
-    es = of.get("es", ())
+    es = records.get("es", ())
     singles, far = es[: run.means_of_each], es[: run.shrunk_far]
-    add("es shrunk far", "es", [make([record], as_long_as=far) for record in singles])
-    add("random", "es", [make([record], draw=record["spec"]["seed"]) for record in singles])
+
+    def means(arm: str, size: int) -> list[Sequence[Record]]:
+        return runs.means(records.get(arm, ()), size, run.means_of_each)
+
+    merged = {
+        f"{arm} mean={size}": After([make(each) for each in means(arm, size)], (arm,))
+        for arm, sizes in run.means.items()
+        for size in sizes
+    }
+    for arm, size in run.shrunk.items():
+        pairs = zip(records.get(arm, ()), means(arm, size), strict=False)
+        merged[f"{arm} shrunk={size}"] = After([make([record], as_long_as=mean) for record, mean in pairs], (arm,))
+    merged["es shrunk far"] = After([make([record], as_long_as=far) for record in singles], ("es",))
+    merged["random"] = After([make([record], draw=record["spec"]["seed"]) for record in singles], ("es",))
     for factor in run.multiples:
-        add(f"es times {factor:g}", "es", [make(es, factor=factor)] if es else [])
+        merged[f"es times {factor:g}"] = After([make(es, factor=factor)] if es else [], ("es",))
     for name in (*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations), *shorter):
-        add(f"{name} mean=1", name, [make([record]) for record in of.get(name, ())][: run.means_of_each])
-    return found
+        merged[f"{name} mean=1"] = After([make(each) for each in means(name, 1)], (name,))
+    return merged
 
 
-def ends(run: SimpleNamespace, of: Records) -> tuple[str, str, str]:
+def ends(run: SimpleNamespace, records: Records) -> tuple[str, str, str]:
     """Return what section 7 compares: a base and two ends of training from it.
 
-    Raises ValueError for another number of ends than two.
+    Raises:
+        ValueError: another number of ends than two.
     """
     if not run.ends:
-        first, second = (str(ledger_file(record)) for record in of["es"][:2])
-        return of["es"][0]["spec"]["base"], first, second
+        first, second = (str(ledger_file(record)) for record in records["es"][:2])
+        return records["es"][0]["spec"]["base"], first, second
     if len(run.ends) != 2:
         raise ValueError(f"ends={run.ends}: give two models that started from {run.bases[0]!r}, or none.")
     return run.bases[0], *run.ends
 
 
-def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Record]]:
-    """Return groups of so many runs, in the order of their seeds; no run is in two of them."""
-    return [records[first : first + size] for first in range(0, len(records) - size + 1, size)][:most]
+# ---- displacements
+
+
+def label(arm: str) -> str:
+    """Return the name of a group of training runs in tables and legends."""
+    return "GRPO's first step" if arm == FIRST_STEP else style.ARMS[arm].label
+
+
+def displacements(records: Records, *names: str) -> geometry.Displacements:
+    """Return the products of all runs of some arms, by layer, in their order."""
+    return gram_matrix.gram(records["products"], [run for arm in names for run in records[arm]])
+
+
+def gram_of_two(records: Records, a: str, b: str) -> tuple[np.ndarray, list[int], list[int]]:
+    """Return the products of all runs of two arms, and the rows of each."""
+    n, m = len(records[a]), len(records[b])
+    return displacements(records, a, b).total, list(range(n)), list(range(n, n + m))
+
+
+def norms(records: Records, arm: str) -> np.ndarray:
+    """Return the norm of the displacement of each run, weight units."""
+    return np.sqrt(np.diagonal(displacements(records, arm).total))
+
+
+def over_walk(records: Records, arm: str) -> np.ndarray:
+    """Return the norm of each run of an ES arm that moved over alpha sqrt(d T / N), T without its tied steps."""
+    d, specs = displacements(records, arm).d, [record["spec"] for record in records[arm]]
+    walks = np.array(
+        [
+            geometry.es_norm(spec["alpha"], d, spec["steps"] - record["counts"]["tied"], spec["population_size"])
+            for spec, record in zip(specs, records[arm], strict=True)
+        ]
+    )
+    return norms(records, arm)[walks > 0] / walks[walks > 0]
+
+
+def head_shares(records: Records, arm: str) -> np.ndarray:
+    """Return the head's share of the squared displacement of each run over its share of the weights.
+
+    The head of these models is their embedding.
+    """
+    moved = displacements(records, arm)
+    row = next(i for i, name in enumerate(moved.names) if name in ("head", "embedding (tied)"))
+    return moved.shares[row] / moved.size_shares[row]
+
+
+def stay(records: Records, arm: str, dtype: str = "bfloat16") -> np.ndarray:
+    """Return the share of the weights of each run that stay where the base has them, both ends rounded to dtype."""
+    moved = displacements(records, arm)
+    return (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
+
+
+def _mean_and_std(values: Sequence[float] | np.ndarray, form: str) -> str:
+    if not len(values):
+        return ""
+    spread = f" ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{spread}"
+
+
+def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per arm: norm, norm over the walk's, evenness over layers, the head, and weights that stay."""
+    rows = []
+    for arm in TRAINED:
+        moved = displacements(records, arm)
+        uneven = [geometry.total_variation(shares, moved.size_shares) for shares in moved.shares.T]
+        row = {"arm": label(arm), "runs": len(records[arm]), "norm": _mean_and_std(norms(records, arm), ".2f")}
+        row["over a walk's"] = _mean_and_std(over_walk(records, arm), ".4f") if trainers.of(arm).has_members else ""
+        row["distance from even"] = _mean_and_std(uneven, ".3f")
+        row["head over its size"] = _mean_and_std(head_shares(records, arm), ".2f")
+        for dtype in ("float32", "bfloat16"):  # rounding the base moves nearly every weight of it
+            counts = dtype == "bfloat16" or style.ARMS[arm].weights == "float32"
+            row[f"stay, {dtype}, %"] = _mean_and_std(100 * stay(records, arm, dtype), ".1f") if counts else ""
+        rows.append(row)
+    null = geometry.size_null(displacements(records, "es").entries)
+    random = {"arm": "a random direction", "norm": "any", "head over its size": "1.00"}
+    rows.append(dict.fromkeys(rows[0], "") | random | {"distance from even": f"< {null.distance:.3f}"})
+    return DataFrame(rows)
+
+
+def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per optimiser and dtype of GRPO: rate, weights that stay, norm, head, and what the runs can do."""
+    rows = []
+    for arm in VARIATIONS:
+        entry = style.ARMS[arm]
+        row = {"optimiser": "SGD" if entry.options.get("optim") == "sgd" else "AdamW", "weights": entry.weights}
+        row |= {"learning rate": f"{records[arm][0]['spec']['learning_rate']:g}", "runs": len(records[arm])}
+        row["stay, bfloat16, % [95 %]"] = stats.bootstrap_mean(stay(records, arm)).format()
+        row["norm"] = _mean_and_std(norms(records, arm), ".2f")
+        row["head over its size"] = _mean_and_std(head_shares(records, arm), ".2f")
+        for decoding in style.DECODINGS:
+            right = stats.crossed_bootstrap(accuracy_matrix(records[arm], decoding))
+            row[f"{style.STROKES[decoding].label}, % [95 %]"] = right.format()
+        rows.append(row)
+    return DataFrame(rows)
+
+
+# ---- cosines
+
+
+def corrected(records: Records, a: str, b: str) -> attenuation.Corrected:
+    """Return the cosine of what the runs of two arms have in common."""
+    return attenuation.corrected_cosine(*gram_of_two(records, a, b))
+
+
+def signal(records: Records, arm: str) -> attenuation.Signal:
+    """Return what the runs of an arm have in common."""
+    return attenuation.signal(displacements(records, arm).total)
+
+
+def signal_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per arm: how much of a run is common to all of them."""
+    rows = []
+    for arm in (arm for arm in (*TRAINED, FIRST_STEP) if len(records[arm]) > 1):
+        common = signal(records, arm)
+        row = {"arm": label(arm), "runs": len(records[arm])}
+        row["common share of |D|^2 [95 %]"] = common.share.format(percent=False, digits=4)
+        row["norm of the common part"] = f"{np.sqrt(common.square.value):.2f}" if common.square.value > 0 else "none"
+        row |= {"norm of the mean": f"{common.mean_norm:.2f}", "cosine of two runs": f"{common.run_cosine:.4f}"}
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def cosine_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per pair of arms: the cosine of two runs, of the means of all, and of what each has in common."""
+    rows = []
+    for a, b in PAIRS:
+        n, m = len(records[a]), len(records[b])
+        if min(n, m) > 1:
+            cosine = corrected(records, a, b)
+            row = {"arms": f"{label(a)} and {label(b)}", "runs": f"{n} and {m}"}
+            row |= {"two runs": f"{cosine.run_cosine:.4f}", "means": f"{cosine.mean_cosine:.3f}"}
+            rows.append(row | {"in common [95 %]": worded(cosine.value, ".2f")})
+    return DataFrame(rows)
+
+
+# ---- models merged from several runs
+
+
+def accuracies(models: Sequence[Record], decoding: str = "greedy") -> np.ndarray:
+    """Return the test accuracy of each merged model, fractions."""
+    return accuracy_matrix(models, decoding).mean(axis=1)
+
+
+def accuracy_difference(records: Records, a: str, b: str, decoding: str = "greedy") -> Interval:
+    """Return by how much models of one group are more accurate than those of another, fractions."""
+    return stats.crossed_bootstrap(accuracy_matrix(records[a], decoding), accuracy_matrix(records[b], decoding))
+
+
+def skills(models: Sequence[Record], what: str) -> np.ndarray:
+    """Return each model's mean over skills that no reward touches: "greedy" accuracy, or "kl" from the base, nats."""
+    return np.array([np.mean([each[what] for each in model["skills"].values()]) for model in models])
+
+
+def drift_ratio(records: Records, a: str, b: str) -> Interval:
+    """Return the geometric mean of the KL on other skills of models of one group over that of another; NaN where 0."""
+    over, under = (skills(records[group], "kl") for group in (a, b))
+    if min(*over, *under) <= 0:
+        return Interval(np.nan, np.nan, np.nan, min(len(over), len(under)))
+    ratio = stats.stratified_bootstrap([np.log(over)], [np.log(under)])
+    return Interval(*np.exp([ratio.value, ratio.low, ratio.high]).tolist(), ratio.n, ratio.level)
+
+
+def by_steps(run: SimpleNamespace, records: Records, arm: str) -> list[tuple[int, Sequence[Record]]]:
+    """Return steps and measured models of an arm's shorter runs and of its full ones.
+
+    A shorter run is no part of a longer one, since its prompts are others; it is drawn as one that stops there.
+    """
+    full = records[arm][0]["spec"]["steps"]
+    shorter = [(steps, records[f"{name} mean=1"]) for name, steps in shorter_names(run, arm, full).items()]
+    return [*shorter, (full, records[f"{arm} mean=1"])]
+
+
+def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, Interval]]:
+    """Return how far GRPO drifts over how far ES does, where GRPO solves greedily what ES does.
+
+    An entry per number of steps of ES: the steps, and the ratio (`curves.cost_at_equal_score`, from the base on, whose
+    KL is 0).
+    """
+    base = float(np.mean(records["base"][0]["test"]["greedy"]))
+    es, grpo = (
+        [(accuracies(models), skills(models, "kl")) for _, models in by_steps(run, records, arm)] for arm in SHORTER
+    )
+    return [
+        (steps, curves.cost_at_equal_score(grpo, own, start=base))
+        for (steps, _), own in zip(by_steps(run, records, "es"), es, strict=True)
+    ]
+
+
+def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift where it solves as much."""
+    rows = []
+    for (steps, ratio), (_, models) in zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True):
+        row = {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
+        row["KL off the task"] = f"{skills(models, 'kl').mean():.3f}"
+        rows.append(row | {"GRPO's there, times [95 %]": worded(ratio, ".2f")})
+    return DataFrame(rows)
+
+
+def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
+    """Return what each kind of merged model is called -> its records."""
+    es = label("es")
+    named = {label("base"): records["es times 0"]} if 0 in run.multiples else {}
+    for arm, size in ((arm, size) for arm, sizes in run.means.items() for size in sizes):
+        named[f"{label(arm)}, {'one run' if size == 1 else f'mean of {size}'}"] = records[f"{arm} mean={size}"]
+    for arm, size in run.shrunk.items():
+        named[f"{label(arm)}, one run as short as the mean of {size}"] = records[f"{arm} shrunk={size}"]
+    named[f"{es}, one run as short as the mean of {run.shrunk_far}"] = records["es shrunk far"]
+    named[f"random directions with the norms of {es}"] = records["random"]
+    for factor in filter(None, run.multiples):
+        named[f"{es}, {factor:g} times the mean of all"] = records[f"es times {factor:g}"]
+    for arm in SHORTER:
+        named |= {f"{label(arm)}, {steps} steps": models for steps, models in by_steps(run, records, arm)[:-1]}
+    return {name: models for name, models in named.items() if models}
+
+
+def merged_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per kind of merged model: norm, accuracy under each decoding, KL on the task and off it, skills."""
+    return DataFrame(
+        {"model": name, "models": len(models), "norm": f"{np.mean([r['norm'] for r in models]):.2f}"}
+        | {f"{style.STROKES[d].label}, %": f"{100 * accuracies(models, d).mean():.1f}" for d in DECODINGS}
+        | {
+            "KL on the task": f"{np.mean([r['kl_policy_base']['exact_nats_per_token'] for r in models]):.4f}",
+            "KL off the task": f"{skills(models, 'kl').mean():.4f}",
+            "other skills, %": f"{100 * skills(models, 'greedy').mean():.1f}",
+        }
+        for name, models in merged_models(run, records).items()
+    )
+
+
+def remedies(run: SimpleNamespace) -> dict[str, str]:
+    """Return what runs that may drift less are called -> the group of their models."""
+    named = {f"{label('es_anchored')}, {decay:g} a step": anchored_name(decay) for decay in run.anchor_decays}
+    named |= {f"{label('es')}, N = {N}": sized_name(N) for N in run.populations}
+    return {words: f"{name} mean=1" for words, name in named.items()}
+
+
+def remedy_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per way of drifting less: norm, and drift and accuracies against those of a run of ES."""
+    size = run.shrunk["es"]
+    kinds = remedies(run) | {f"{label('es')}, mean of {size}": f"es mean={size}"}
+    return DataFrame(
+        {"model": name, "models": len(records[group]), "norm": f"{np.mean([r['norm'] for r in records[group]]):.2f}"}
+        | {"drift, times [95 %]": worded(drift_ratio(records, group, "es mean=1"), ".2f")}
+        | {
+            f"{style.STROKES[d].label}, points [95 %]": accuracy_difference(records, group, "es mean=1", d).format()
+            for d in DECODINGS
+        }
+        for name, group in kinds.items()
+    )
+
+
+def skills_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per kind of model and skill: greedy accuracy and KL from the base, means over models."""
+    several = max(size for size in run.means["es"] if len(records[f"es mean={size}"]) > 1)
+    kinds = {label("base"): records["es times 0"]} if 0 in run.multiples else {}
+    kinds |= {f"{label(arm)}, one run": records[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
+    kinds[f"{label('es')}, mean of {several}"] = records[f"es mean={several}"]
+
+    def mean(models: Sequence[Record], skill: str, what: str) -> float:
+        return float(np.mean([model["skills"][skill][what] for model in models]))
+
+    return DataFrame(
+        {"model": name, "models": len(models)}
+        | {
+            f"{skill}: right, %; KL": f"{100 * mean(models, skill, 'greedy'):.1f}; {mean(models, skill, 'kl'):.3f}"
+            for skill in models[0]["skills"]
+        }
+        for name, models in kinds.items()
+    )
+
+
+# ---- what the notebook finds
+
+
+def results(run: SimpleNamespace, records: Records) -> Results:
+    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    size, many = run.shrunk["es"], max(run.means["es"])
+    entries: Results = {"size": size, "many": many}
+    for arm in ("es", "grpo", "es_sampled", *VARIATIONS, FIRST_STEP):
+        entries[f"{arm} runs"] = len(records[arm])
+    for arm in ("es", "grpo"):
+        entries |= {f"{arm} norm": norms(records, arm).mean(), f"{arm} common": signal(records, arm).share}
+    entries |= {"longer": entries["es norm"] / entries["grpo norm"], "head": head_shares(records, "grpo").mean()}
+    for arm in ("es", "es_random"):
+        ratios = over_walk(records, arm)
+        entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
+    entries |= {f"{arm} stays": stats.bootstrap_mean(stay(records, arm)) for arm in VARIATIONS}
+    cosines = {pair: corrected(records, *pair) for pair in product(("es", "es_sampled"), _CLIMBS.values())}
+    entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
+    entries["raw cosine"] = cosines["es", "grpo"].run_cosine
+    mean = f"es mean={size}"
+    for decoding in DECODINGS:
+        entries[f"kept {decoding}"] = accuracy_difference(records, mean, "es mean=1", decoding)
+    entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
+    kinds = {"single": "es mean=1", "null": "es_random mean=1", "grpo": "grpo mean=1", "mean": mean}
+    for name, group in (kinds | {"most": f"es mean={many}"}).items():
+        entries[f"{name} right"] = accuracies(records[group]).mean()
+        entries[f"{name} drift"] = stats.bootstrap_mean(skills(records[group], "kl"))
+        entries[f"{name} skills"] = stats.bootstrap_mean(skills(records[group], "greedy"))
+    for i, (steps, ratio) in enumerate(equal_gain(run, records)):
+        entries |= dict.fromkeys((f"steps {i}", "steps last"), steps) | dict.fromkeys(
+            (f"equal {i}", "equal last"), ratio
+        )
+    for i, group in enumerate(remedies(run).values()):
+        ratio, gain = drift_ratio(records, group, "es mean=1"), accuracy_difference(records, group, "es mean=1")
+        entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
+    return entries
+
+
+_CLIMBS = {"GRPO": "grpo", "GRPO by SGD": "grpo_sgd", "GRPO's first step": FIRST_STEP}
+MACROS = {
+    "GeoEsRuns": "es runs",
+    "GeoGrpoRuns": "grpo runs",
+    "GeoEsNorm": "es norm:.2f",
+    "GeoGrpoNorm": "grpo norm:.2f",
+    "GeoEsOverWalk": "es walk.value:.4f",
+    "GeoEsCommon": "es common:.2%",
+    "GeoGrpoCommon": "grpo common:.0%",
+    "GeoRawCosine": "raw cosine:.4f",
+    "GeoCorrectedCosine": "es grpo cosine:.2f",
+    "GeoSampledCosine": "es_sampled grpo cosine:.2f",
+    "GeoSgdCosine": "es_sampled grpo_sgd cosine:.2f",
+    "GeoFirstCosine": "es_sampled first step cosine:.2f",
+    "GeoGrpoHead": "head:.2f",
+    "GeoMean": "size",
+    "GeoMost": "many",
+    "GeoKeptGreedy": "kept greedy",
+    "GeoShrunkGreedy": "over shrunk",
+    "GeoSingleGreedy": "single right:.1%",
+    "GeoMostGreedy": "most right:.1%",
+    "GeoSingleDrift": "single drift.value:.3f",
+    "GeoMeanDrift": "mean drift.value:.3f",
+    "GeoMostDrift": "most drift.value:.3f",
+    "GeoGrpoDrift": "grpo drift.value:.3f",
+    "GeoNullDrift": "null drift.value:.3f",
+    "GeoAnchoredRatio": "remedy 0:.2f",
+    "GeoAnchoredGreedy": "remedy 0 gain",
+    "GeoLargeRatio": "remedy last:.2f",
+    "GeoEqualFirst": "equal 0:.2f",
+    "GeoEqualFirstSteps": "steps 0",
+    "GeoEqualLast": "equal last:.2f",
+    "GeoEqualLastSteps": "steps last",
+}
+"""Macro of the paper -> name in the results, and format."""
+
+
+def answers(run: SimpleNamespace, results: Results) -> dict[str, str]:
+    """Return question -> one sentence with its number, interval and n."""
+    walk, null = (
+        f"{{{arm} walk:.4f}} (n = {{{arm} walk.n}} runs)" if results[f"{arm} walk"] else "not defined (no run moved)"
+        for arm in ("es", "es_random")
+    )
+    stays = ", ".join(
+        f"{{{arm} stays}} % with {optimiser} and {dtype} weights (n = {{{arm} runs}})"
+        for arm, (optimiser, dtype) in zip(VARIATIONS, product(("AdamW", "SGD"), ("float32", "bfloat16")), strict=True)
+    )
+    climbs = ", ".join(
+        f"with {words} {{es {arm} cosine:.2f}} and {{es_sampled {arm} cosine:.2f}} (n = {{{arm} runs}})"
+        for words, arm in _CLIMBS.items()
+    )
+    kept = ", ".join(f"{style.STROKES[d].label} {worded(results[f'kept {d}'])}" for d in DECODINGS)
+    kinds = {
+        "a run of ES": "single",
+        "of random fitness": "null",
+        "of GRPO": "grpo",
+        "the mean of {size} of ES": "mean",
+    }
+    costs = "; ".join(
+        f"{words} {{{name} drift:.3f}} and {{{name} skills}} % (n = {{{name} drift.n}})"
+        for words, name in kinds.items()
+    )
+    drifts = ", ".join(f"{{equal {i}:.2f}} after {{steps {i}}}" for i in range(len(run.shares) + 1))
+    shed = "; ".join(
+        f"{words}: {{remedy {i}:.2f}} times and {{remedy {i} gain}} points (n = {{remedy {i}.n}})"
+        for i, words in enumerate(remedies(run))
+    )
+    sentences = {
+        "How far does ES move, and why?": "{longer:.1f} times as far as GRPO. Its norm over that of a random walk of "
+        f"as many steps is {walk}; with random fitness it is {null}.",
+        "How much of a run is what ES has learned?": "Of the squared length of an ES run, {es common:.2%} % is common "
+        "to all runs (n = {es common.n}); of a GRPO run {grpo common:.2%} % (n = {grpo common.n}).",
+        "Is GRPO sparse?": "Once both ends are rounded to bfloat16, so many of its weights are where they were: "
+        f"{stays}.",
+        "Do ES and GRPO learn the same?": "The cosine of a run of ES and one of GRPO is {raw cosine:.4f}. Of what the "
+        "runs of each arm have in common it is {es grpo cosine:.2f} (n = {es runs} and {grpo runs} runs).",
+        "What parts them?": "Cosines in common of ES, rewarded for greedy and for sampled answers ({es runs} and "
+        f"{{es_sampled runs}} runs), are {climbs}.",
+        "What is left when the walk is averaged away?": "The mean of {size} runs - a run, in points of accuracy: "
+        f"{kept} (n = {{kept greedy.n}} means). That mean - a run made as short: {{over shrunk}} points greedily. The "
+        "mean of {many} solves {most right:.1%} % greedily.",
+        "What does the walk cost?": "On skills that no reward touches, KL from the base (nats per token) and greedy "
+        f"accuracy are: {costs}.",
+        "Who drifts further at equal gain?": "Where GRPO solves greedily what ES does, it has drifted so many times as "
+        f"far off the task, by the steps that ES has made: {drifts} (n = {{single drift.n}} runs of each length of "
+        "each arm).",
+        "Can one run shed it?": "Against a run of ES, at as many evaluated members, drift off the task and greedy "
+        f"accuracy change by: {shed}.",
+    }
+    return {question: told(sentence, results) for question, sentence in sentences.items()}
+
+
+# ---- figures: each returns the figure and what it plots
+
+
+def figure_signal(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw what the mean of K runs can do, and how far it drifts off the task, against K."""
+    short = "es, one run as short"
+    size = run.shrunk["es"]
+    groups = {
+        (arm, size): records[f"{arm} mean={size}"] for arm in ("es", "grpo", "es_random") for size in run.means[arm]
+    }
+    groups |= {(short, size): records[f"es shrunk={size}"], (short, run.shrunk_far): records["es shrunk far"]}
+    panels = {
+        "greedy": lambda models: 100 * accuracies(models, "greedy"),
+        "t1": lambda models: 100 * accuracies(models, "t1"),
+        "drift": lambda models: skills(models, "kl"),
+    }
+    points = DataFrame(
+        {"panel": panel, "arm": arm, "runs": size, "value": value}
+        for panel, read in panels.items()
+        for (arm, size), models in groups.items()
+        if models
+        for value in read(models)
+    )
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.7), width_ratios=(1, 1, 1))
+    for ax, decoding in zip(axes, ("greedy", "t1"), strict=False):
+        base = 100 * float(np.mean(records["base"][0]["test"][decoding]))
+        ax.axhline(base, color=style.ARMS["base"].color, lw=1, label=style.ARMS["base"].label)
+        ax.set(title=f"test accuracy, {style.STROKES[decoding].label}", ylabel="%", ylim=(0, None))
+    for ax, (_, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
+        for arm, each in panel.groupby("arm", sort=False):
+            look = plots.look("es", mfc="white", ls=":", label=f"{label('es')}, one run as short")
+            look = look | {"ms": 5} if arm == short else plots.look(arm, ms=4)
+            means = each.groupby("runs")["value"].mean()
+            ax.plot(means.index, means, **look)
+            ax.plot(each["runs"], each["value"], ".", color=look["color"], ms=2.5, alpha=0.5)
+        ax.set(xlabel="runs in the mean", xscale="log")
+        ax.set_xticks(run.means["es"], map(str, run.means["es"]))
+        ax.minorticks_off()
+    axes[2].set(title="KL off the task", ylabel="nats per token", yscale="log")
+    plots.key(fig, axes[0], 6, 6.5)
+    return fig, points
+
+
+def figure_norms(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw the norm of every run, and of ES arms the norm over that of a walk, with the band of a random direction."""
+    walkers = [arm for arm in TRAINED if trainers.of(arm).has_members]
+    points = DataFrame(
+        {"panel": panel, "arm": arm, "value": value}
+        for panel, shown, read in (("norm", TRAINED, norms), ("over the walk's", walkers, over_walk))
+        for arm in shown
+        for value in read(records, arm)
+    )
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1.8, 1))
+    right.axhspan(*geometry.norm_band(displacements(records, "es").d), color="#DDDDDD", lw=0)
+    right.axhline(1, **plots.NULL)
+    for ax, (_, panel) in zip((left, right), points.groupby("panel", sort=False), strict=True):
+        for i, (arm, each) in enumerate(panel.groupby("arm", sort=False)):
+            style.dots(ax, i, each["value"], np.zeros(len(each), bool), arm, 0.3)
+        names = [label(arm) for arm in panel["arm"].unique()]
+        ax.set_xticks(range(len(names)), names, fontsize=6, rotation=40, ha="right", rotation_mode="anchor")
+        ax.grid(axis="x", visible=False)
+    left.set(ylim=(0, None), ylabel="norm of the displacement", title="every run")
+    right.set(ylabel="norm / norm of a walk", title="ES arms")
+    return fig, points
+
+
+def figure_layers(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw each layer's share of the squared displacement over its share of the weights, mean and range over runs."""
+    shown = ("es", "es_random", "grpo", "grpo_sgd", "grpo_random", "sft")
+    points = DataFrame(
+        {"arm": arm, "layer": name, "value": ratios.mean(), "low": ratios.min(), "high": ratios.max()}
+        for arm in shown
+        for moved in [displacements(records, arm)]
+        for name, ratios in zip(moved.names, moved.shares / moved.size_shares[:, None], strict=True)
+    )
+    fig, ax = plt.subplots(figsize=(style.PAGE, 2.6))
+    for k, (arm, each) in enumerate(points.groupby("arm", sort=False)):
+        across = np.arange(len(each)) + 0.12 * (k - (len(shown) - 1) / 2)
+        plots.whiskers(ax, each, across, **plots.look(arm, ls="", ms=4, elinewidth=0.8, capsize=1.5))
+    ax.axhline(1, **plots.NULL)
+    ax.set(yscale="log", ylabel="share of |D|² / share of weights")
+    names = points["layer"].unique()
+    ax.set_xticks(range(len(names)), names)
+    ax.grid(axis="x", visible=False)
+    plots.key(fig, ax, 6, 6.5)
+    return fig, points
+
+
+def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw the cosine of the means of K runs of ES and K of GRPO, its ceilings and its null, against K."""
+    words = {"es": "ES, GRPO", "es_random": "ES with random fitness, GRPO"}
+    counted = {arm: attenuation.cosine_by_count(*gram_of_two(records, arm, "grpo")) for arm in words}
+    lines = [("means", "es", "cosine"), ("foretold", "es", "predicted"), ("means", "es_random", "cosine")]
+    means = DataFrame(
+        {"panel": panel, "pair": words[arm], "runs": point.k, "value": getattr(point, what)}
+        for panel, arm, what in lines
+        for point in counted[arm]
+    )
+    cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
+    common = DataFrame(
+        {"panel": "in common", "pair": pair} | plots.ends(cosine)
+        for pair, cosine in cosines.items()
+        if not np.isnan(cosine.low)
+    )
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1, 1))
+    for panel, arm, _ in lines:
+        each = means[(means["panel"] == panel) & (means["pair"] == words[arm])]
+        foretold = {"ls": ":", "lw": 1, "marker": None, "label": "foretold from all runs"}
+        how = foretold if panel == "foretold" else {"label": words[arm], "ms": 3}
+        left.plot(each["runs"], each["value"], **plots.look(arm, **how))
+    left.axhline(0, **plots.NULL)
+    left.set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.legend(fontsize=6, loc="center right")
+    plots.whiskers(right, common, up=range(len(common)), fmt="o", color="black", ms=4, lw=1, capsize=2)
+    right.axvline(0, **plots.NULL)
+    right.axvline(1, **plots.NULL)
+    right.set_yticks(range(len(common)), common.get("pair", ()), fontsize=6)
+    right.set(xlabel="cosine", title="of what runs have in common")
+    right.grid(axis="y", visible=False)
+    return fig, concat([means, common])
+
+
+def figure_drift(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw what models forget on skills that no reward touches against what they gain on the task.
+
+    A line joins the means of an arm's runs at growing numbers of steps.
+    """
+    mean = f"es mean={run.shrunk['es']}"
+    drifting = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
+    looks = {f"{arm} mean=1": plots.look(arm, ms=4, ls="") for arm in drifting}
+    models = {name: [[model] for model in records[name]] for name in looks}
+    for arm in SHORTER:
+        looks[f"{arm}, by steps"] = plots.look(arm, marker=".", ms=3, lw=1, label=f"{label(arm)}, by steps")
+        models[f"{arm}, by steps"] = [of_length for _, of_length in by_steps(run, records, arm)]
+    looks[mean] = plots.look("es", mfc="white", ms=5, ls="", label=f"{label('es')}, mean of {run.shrunk['es']}")
+    for decay, fill in zip(run.anchor_decays, (style.ARMS["es_anchored"].color, "white"), strict=False):
+        name = f"{label('es_anchored')}, {decay:g} a step"
+        looks[f"{anchored_name(decay)} mean=1"] = plots.look("es_anchored", mfc=fill, ms=5, ls="", label=name)
+    looks["random"] = {"color": "black", "marker": "x", "ms": 4, "ls": "", "label": "random direction as long as ES"}
+    models |= {name: [[model] for model in records[name]] for name in looks if name not in models}
+    points = DataFrame(
+        {"panel": what, "model": name, "x": 100 * accuracies(each).mean(), "y": factor * skills(each, what).mean()}
+        for what, factor in (("kl", 1), ("greedy", 100))
+        for name in looks
+        for each in models[name]
+    )
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), sharex=True)
+    for ax, (_, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
+        plots.lines(ax, panel, "x", "y", "model", looks)
+        base = 100 * float(np.mean(records["base"][0]["test"]["greedy"]))
+        ax.axvline(base, color=style.ARMS["base"].color, lw=1)
+        ax.set(xlabel="greedy test accuracy, %")
+    axes[0].set(yscale="log", ylabel="KL from the base, nats per token", title="drift off the task")
+    axes[1].set(ylabel="right, %", title="other skills")
+    plots.key(fig, axes[0], 4, 6.5)
+    return fig, points

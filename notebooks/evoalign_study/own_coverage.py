@@ -10,46 +10,57 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import pyplot as plt
+from pandas import DataFrame
 
 from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study import style
+from evoalign_study import plots, style
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, unpack_integers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 Models = Mapping[str, Sequence[Record]]
 """Name -> records of all blocks and temperatures; the model itself first."""
 TAUS = (0.01, 0.1, 0.5, 0.9)
 """Chances of a right sample at which tables count problems."""
+_ENDS = (("#0A332C", "o"), ("#7CB9BF", "s"))  # colours and markers of ends, as `evoalign compare` has them
 _STROKES = ("-", "--", ":", "-.")
 _RESAMPLES = 2000
 
 
 def temperatures(models: Models) -> list[float]:
-    """Return the temperatures at which all models were sampled. Raises ValueError where these differ."""
-    found = {name: sorted({record["spec"]["temperature"] for record in of}) for name, of in models.items()}
-    first, *others = found.values()
+    """Return the temperatures at which all models were sampled.
+
+    Raises:
+        ValueError: models that were sampled at other temperatures than the first.
+    """
+    asked = {name: sorted({record["spec"]["temperature"] for record in records}) for name, records in models.items()}
+    first, *others = asked.values()
     if any(other != first for other in others):
-        raise ValueError(f"models were sampled at other temperatures: {found}. Sample all at the same ones.")
+        raise ValueError(f"models were sampled at other temperatures: {asked}. Sample all at the same ones.")
     return first
 
 
 def samples(models: Models) -> int:
-    """Return how many samples each problem has. Raises ValueError where models differ in it."""
-    found = {record["spec"]["samples"] for of in models.values() for record in of}
-    if len(found) != 1:
-        raise ValueError(f"records with {sorted(found)} samples of each problem: compare those with equally many.")
-    return found.pop()
+    """Return how many samples each problem has.
+
+    Raises:
+        ValueError: models that differ in it.
+    """
+    n = {record["spec"]["samples"] for records in models.values() for record in records}
+    if len(n) != 1:
+        raise ValueError(f"records with {sorted(n)} samples of each problem: compare those with equally many.")
+    return n.pop()
 
 
 def counts(records: Sequence[Record], temperature: float) -> np.ndarray:
     """Return how many samples of each problem are right, (problems,), from the blocks of one model at a temperature.
 
-    Raises ValueError for blocks that are missing or overlap, and for records of more than one model.
+    Raises:
+        ValueError: blocks that are missing or overlap, and records of more than one model.
     """
     own = sorted((r for r in records if r["spec"]["temperature"] == temperature), key=lambda r: r["spec"]["block"])
     if len({str(sorted((k, v) for k, v in record["spec"].items() if k != "block")) for record in own}) > 1:
@@ -89,22 +100,14 @@ def pass_table(models: Models, temperature: float) -> DataFrame:
 
     The latter is of new samples of the same problems; it is not known where k is more than half of the samples.
     """
-    from pandas import DataFrame
-
     n, rows = samples(models), []
     for name, records in models.items():
         right = counts(records, temperature)
         for k in ks(n):
+            row = {"model": name, "problems": len(right), "k": k, "pass@k, % [95 %]": solved(right, n, k).format()}
             error = standard_error(right, n, k)
-            rows.append(
-                {
-                    "model": name,
-                    "problems": len(right),
-                    "k": k,
-                    "pass@k, % [95 %]": solved(right, n, k).format(),
-                    "standard error of sampling, points": "not known" if np.isnan(error) else f"{100 * error:.2f}",
-                }
-            )
+            known = "not known" if np.isnan(error) else f"{100 * error:.2f}"
+            rows.append(row | {"standard error of sampling, points": known})
     return DataFrame(rows)
 
 
@@ -119,30 +122,34 @@ def support_table(models: Models, temperature: float) -> DataFrame:
 
     Half, since the null is what two halves of the model's own samples win and lose of one another. The numbers of
     problems are expected ones, which are unbiased.
-    """
-    from pandas import DataFrame
 
+    Raises:
+        ValueError: an end with other problems than the model.
+    """
     n = samples(models)
     k = n // 2
     (own, records), *ends = models.items()
     before = counts(records, temperature)
     null = coverage.null_of_halves(before, n)
-    rows = [_support_row(f"{own}, two halves", k, null.support) | {"NSCR [95 %]": "0 (the null)"}]
-    for name, found in ends:
-        after = counts(found, temperature)
+    changes: dict[str, tuple[coverage.Support, str]] = {f"{own}, two halves": (null.support, "0 (the null)")}
+    for name, records in ends:
+        after = counts(records, temperature)
         if len(after) != len(before):
             raise ValueError(f"{name!r} has {len(after)} problems, {own!r} {len(before)}: sample the same ones.")
-        solved_in = (coverage.estimate_pass_at(right, n, k) for right in (before, after))
-        row = _support_row(name, k, coverage.support(*solved_in))
-        rows.append(row | {"NSCR [95 %]": change(before, after, n, k).format(percent=False, digits=3)})
-    return DataFrame([row | {"null, 95 %": f"{null.low:.3f} to {null.high:.3f}"} for row in rows])
+        support = coverage.support(*(coverage.estimate_pass_at(right, n, k) for right in (before, after)))
+        changes[name] = (support, change(before, after, n, k).format(percent=False, digits=3))
+    parts = {"kept P": "kept", "won E": "won", "lost S": "lost", "out": "out"}
+    return DataFrame(
+        {"model": name, "k": k}
+        | {words: f"{getattr(support, part):.1f}" for words, part in parts.items()}
+        | {words: _ratio(getattr(support, words.lower())) for words in ("SRR", "NDR")}
+        | {"NSCR [95 %]": net, "null, 95 %": f"{null.low:.3f} to {null.high:.3f}"}
+        for name, (support, net) in changes.items()
+    )
 
 
-def _support_row(name: str, k: int, found: coverage.Support) -> dict[str, Any]:
-    parts = {"kept P": found.kept, "won E": found.won, "lost S": found.lost, "out": found.out}
-    row = {"model": name, "k": k} | {part: f"{value:.1f}" for part, value in parts.items()}
-    ratios = {"SRR": found.srr, "NDR": found.ndr}
-    return row | {part: "not defined" if np.isnan(value) else f"{value:.3f}" for part, value in ratios.items()}
+def _ratio(value: float) -> str:
+    return "not defined" if np.isnan(value) else f"{value:.3f}"
 
 
 def cover_table(models: Models, temperature: float, taus: Sequence[float] = TAUS) -> DataFrame:
@@ -151,82 +158,63 @@ def cover_table(models: Models, temperature: float, taus: Sequence[float] = TAUS
     The chances are shares of the samples. "None right": problems without a right sample; the chance of one of these is
     with 95 % confidence below the last column.
     """
-    from pandas import DataFrame
-
-    n, rows = samples(models), []
-    for name, records in models.items():
-        right = counts(records, temperature)
-        shares = coverage.cover_at(right / n, list(taus))
-        row: dict[str, Any] = {"model": name, "samples": n}
-        row |= {f"cover@{tau:g}, %": f"{100 * share:.1f}" for tau, share in zip(taus, shares, strict=True)}
-        row |= {"none right": int((right == 0).sum()), "then below, %": f"{100 * coverage.threshold(n):.2f}"}
-        rows.append(row)
-    return DataFrame(rows)
+    n = samples(models)
+    return DataFrame(
+        {"model": name, "samples": n}
+        | {f"cover@{tau:g}, %": f"{100 * coverage.cover_at(right / n, tau):.1f}" for tau in taus}
+        | {"none right": int((right == 0).sum()), "then below, %": f"{100 * coverage.threshold(n):.2f}"}
+        for name, records in models.items()
+        for right in [counts(records, temperature)]
+    )
 
 
 def token_table(models: Models) -> DataFrame:
     """Return a row per model and temperature: tokens generated, mean length of a sample, and how many were cut off."""
-    from pandas import DataFrame
-
     n, rows = samples(models), []
     for name, records in models.items():
         for temperature in temperatures(models):
             own = [record for record in records if record["spec"]["temperature"] == temperature]
             drawn = n * sum(record["n_problems"] for record in own)
             tokens = sum(record["generated_tokens"] for record in own)
-            rows.append(
-                {
-                    "model": name,
-                    "temperature": f"{temperature:g}",
-                    "samples": f"{drawn:,}",
-                    "tokens": f"{tokens:,}",
-                    "mean length": f"{tokens / drawn:.1f}",
-                    "cut off, %": f"{100 * sum(record['clipped'] for record in own) / drawn:.2f}",
-                }
-            )
+            row = {"model": name, "temperature": f"{temperature:g}", "samples": f"{drawn:,}", "tokens": f"{tokens:,}"}
+            row["mean length"] = f"{tokens / drawn:.1f}"
+            rows.append(row | {"cut off, %": f"{100 * sum(record['clipped'] for record in own) / drawn:.2f}"})
     return DataFrame(rows)
 
 
-def pass_at_k(models: Models) -> tuple[Figure, DataFrame]:
+def figure_pass_at_k(models: Models) -> tuple[Figure, DataFrame]:
     """Draw pass@k of each model with its interval over problems, a panel for each temperature.
 
     Returns the figure and what it plots, a row per point of a line.
     """
-    import pandas as pd
-    from matplotlib import pyplot as plt
-
     n, heat = samples(models), temperatures(models)
     across = np.unique(np.geomspace(1, n, 33).round()).astype(int)
+    points = DataFrame(
+        {"panel": f"temperature {temperature:g}", "model": name, "k": k}
+        | plots.ends(stats.crossed_bootstrap(solved_by[None], n_resamples=500), 100)
+        for temperature in heat
+        for name, records in models.items()
+        for right in [counts(records, temperature)]
+        for k, solved_by in zip(across, coverage.estimate_pass_at(right, n, across.tolist()).T, strict=True)
+    )
+    looks = {name: _look(i, name) for i, name in enumerate(models)}
     fig, axes = plt.subplots(1, len(heat), figsize=(style.PAGE, 2.9), sharey=True, squeeze=False)
-    rows = []
-    for ax, temperature in zip(axes[0], heat, strict=True):
-        title = f"temperature {temperature:g}"
-        for i, (name, records) in enumerate(models.items()):
-            right = counts(records, temperature)
-            estimates = coverage.estimate_pass_at(right, n, across.tolist())
-            found = [stats.crossed_bootstrap(column[None], n_resamples=500) for column in estimates.T]
-            value, low, high = (100 * np.array([getattr(x, part) for x in found]) for part in ("value", "low", "high"))
-            look = _look(i, name)
-            ax.plot(across, value, **look, ms=4, lw=1.2, markevery=0.2)
-            style.band(ax, across, low, high, look["color"])
-            rows += [
-                {"panel": title, "model": name, "k": int(k), "value": v, "low": a, "high": b}
-                for k, v, a, b in zip(across, value, low, high, strict=True)
-            ]
+    for ax, (title, panel) in zip(axes[0], points.groupby("panel", sort=False), strict=True):
+        plots.lines(ax, panel, "k", "value", "model", looks, ms=4, lw=1.2, markevery=0.2)
+        for name, line in panel.groupby("model"):
+            style.band(ax, line["k"], line["low"], line["high"], looks[name]["color"])
         ax.set(title=title, xlabel="samples k", xscale="log")
         ax.set_xticks(ks(n), [f"{k:,}" for k in ks(n)])
         ax.minorticks_off()
     axes[0, 0].set(ylabel="problems solved, %", ylim=(0, 100))
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7)
-    return fig, pd.DataFrame(rows)
+    plots.key(fig, axes[0, 0], 3)
+    return fig, points
 
 
 def _look(i: int, name: str) -> dict[str, Any]:
     """Return how the line of a model is drawn: the first as the base, ends in turn in the colours of ends."""
     if i == 0:
-        base = style.ARMS["base"]
-        return {"color": base.color, "marker": base.marker or None, "ls": "-", "label": name}
-    looks = list(style.ENDS.values())
-    look, turn = looks[(i - 1) % len(looks)], (i - 1) // len(looks)
-    return {"color": look.color, "marker": look.marker, "ls": _STROKES[turn % len(_STROKES)], "label": name}
+        return plots.look("base", ls="-", label=name)
+    turn, place = divmod(i - 1, len(_ENDS))
+    color, marker = _ENDS[place]
+    return {"color": color, "marker": marker, "ls": _STROKES[turn % len(_STROKES)], "label": name}

@@ -1,0 +1,516 @@
+"""Rollouts and updates of notebook 07 taken apart, and its arms one after the other: runs, tables, answers, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+from pandas import DataFrame, concat
+
+from evoalign_lib import arms
+from evoalign_lib.analysis import coverage, stats
+from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Effects
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study import plots, runs, style
+from evoalign_study.kinds.train import composed_specs, sweep_specs
+from evoalign_study.loading import After, Group, Records
+from evoalign_study.records import Record, unpack_bits, unpack_probabilities
+from evoalign_study.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BASE = "base"
+ROLLOUTS = {"temperature": "the weights themselves", "perturbed": "perturbed copies"}
+"""Levels of the first factor -> who writes."""
+UPDATES = {"es": "ES", "gradient": "policy gradient"}
+"""Levels of the second factor."""
+CELLS = {
+    ("temperature", "es"): "es_weighted",
+    ("temperature", "gradient"): "grpo",
+    ("perturbed", "es"): "es_members",
+    ("perturbed", "gradient"): "grpo_perturbed",
+}
+"""Rollouts and update -> the group of runs that has both, all at as many completions."""
+SLOWER = "grpo slower"
+"""Runs of GRPO with the learning rate of the policy gradient on what perturbed copies wrote."""
+PLAIN = "sft_perturbed"
+"""Runs that are fine-tuned on right answers of perturbed copies."""
+ALONE = "es alone"
+"""Runs of ES that spend as many FLOPs as those of GRPO."""
+FIRST = ("es first", "grpo first")
+"""Groups of the first parts."""
+COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
+"""Group of runs in two parts -> the group of their first parts, and what the second one is."""
+ORDERS = {
+    "ES alone": ALONE,
+    "GRPO alone": "grpo",
+    "ES, then GRPO": "es then grpo",
+    "GRPO, then ES": "grpo then es",
+}
+"""What stands against one another at as many FLOPs -> its group of runs."""
+ALONG = {
+    "validation_greedy": "right greedily",
+    f"reach_t1@{SOLVED_WITHIN}": f"solved within {SOLVED_WITHIN} samples at temperature 1",
+}
+"""Field of a run's curve -> what it is."""
+_RESAMPLES = 2000
+
+
+# ---- groups of runs
+
+
+def on_own_seeds(declared: Group, run: SimpleNamespace) -> Group:
+    """Return notebook 02's runs of an arm on seeds of their own, with what they reach along the way."""
+    own = dict(declared.settings) | {"test_problems": run.test_problems, "validation_problems": run.validation_problems}
+    if "curve_points" in own:
+        own |= {"curve_points": run.curve_points, "reach_at": run.reach_at}
+    return declared._replace(seeds=run.own_seeds, settings=own, ledgers=())
+
+
+def cells(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """Return the runs that take rollouts and updates apart, and the sweeps that choose their settings.
+
+    A sweep has half of the steps, and its best settings are tried again with all of them: a step of ES that is best for
+    half as long may walk away later. The fourth cell is GRPO itself, with notebook 02's setting. Fine-tuning on what
+    perturbed copies wrote has the learning rate of the other.
+    """
+    size = {"steps": run.cell_steps, "population_size": run.cell_members, "prompts_per_step": run.cell_prompts}
+    es, grpo = dict(declared["es"].settings) | size | {"num_generations": run.cell_samples}, declared["grpo"]
+    gradient = dict(grpo.settings) | {"beta": 0.0}
+    made: dict[str, Any] = {}
+    for name, arm, settings, after, swept in (
+        ("es_weighted", "es_weighted", es, (), "es_weighted"),
+        ("es_members", "es_sampled", es, (), "es_weighted"),
+        ("grpo_perturbed", "grpo_perturbed", gradient, grpo.after, "grpo_perturbed"),
+    ):
+        sweep, finals, choices = f"sweep {name}", f"finals {name}", arms.SWEEP[swept][: run.sweep_size]
+        made[sweep] = After(sweep_specs(arm, run.bases[0], settings, scale, choices), after)
+        tried = [setting for _, setting in arms.ranked(records[sweep])] if sweep in records else choices
+        whole = settings | {"steps": 2 * settings["steps"]}  # of which a sweep takes half
+        specs = sweep_specs(arm, run.bases[0], whole, scale, tried[: run.finalists]) if sweep in records else []
+        made[finals] = After(specs, (*after, sweep))
+        best = arms.ranked(records[finals])[0][1] if finals in records else tried[0]
+        group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep, finals), scale=scale)
+        made[name] = on_own_seeds(group, run)
+    few = run.own_seeds[:4]  # no verdict uses them
+    rate = {"learning_rate": made["grpo_perturbed"].settings["learning_rate"]}
+    slower = dict(on_own_seeds(grpo, run).settings) | rate
+    # seeds that no claim counts
+    made[SLOWER] = made["grpo_perturbed"]._replace(arm="grpo", seeds=[seed + 8 for seed in few], settings=slower)
+    plain = on_own_seeds(declared["sft"]._replace(arm=PLAIN), run)
+    made[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
+    return made
+
+
+def composed(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """Return runs in two parts, their first parts, and ES alone at the FLOPs of GRPO.
+
+    Each part has half of the steps that its arm has alone. ES has the setting that does best after so few steps of its
+    sweep.
+    """
+    es, grpo = (on_own_seeds(declared[arm], run) for arm in ("es", "grpo"))
+    half = run.alone_steps // 2
+    short = dict(es.settings) | {"steps": run.alone_steps}
+    if "sweep es" in records:
+        short |= best_after(records["sweep es"], half)
+    parts = {
+        "es": es._replace(settings=short | {"steps": half}),
+        "grpo": grpo._replace(settings=dict(grpo.settings) | {"steps": grpo.settings["steps"] // 2}),
+    }
+    made: dict[str, Any] = {ALONE: es._replace(settings=short)}
+    made |= {f"{arm} first": part for arm, part in parts.items()}
+    for name, (first, second) in COMPOSED.items():
+        part, needed = parts[second], (*parts[second].after, first)
+        ready = runs.known(records, *needed)
+        made[name] = After(composed_specs(part.arm, records[first], part.settings, scale) if ready else [], needed)
+    return made
+
+
+def best_after(sweep: Sequence[Record], steps: int) -> dict[str, float]:
+    """Return the setting of a sweep of ES that is best on the validation set after so few steps.
+
+    As in `arms.ranked` by the mean of three points of the curve: the last ones up to that step.
+    """
+    cut = []
+    for record in sweep:
+        n = sum(step <= steps for step in record["curve"]["step"])
+        cut.append(record | {"curve": {name: values[:n] for name, values in record["curve"].items()}})
+    return arms.ranked(cut)[0][1]
+
+
+def reach_name(group: str) -> str:
+    """Return the name of the group that measures the models of another."""
+    return f"reach of {group}"
+
+
+# ---- what is asked of every group
+
+
+class Measured(NamedTuple):
+    """What is asked of a group of runs."""
+
+    words: str
+    at: str
+    """"greedy", "t0.6" or "t1"."""
+    within: int = 1
+    """Samples."""
+    against_base: bool = False
+    """Whether it is the net change of support."""
+
+    def format(self, interval: Interval) -> str:
+        """Return an interval in its unit: percent, or a ratio."""
+        return interval.format(percent=False, digits=3) if self.against_base else interval.format()
+
+
+ASKED = (
+    Measured("right greedily, %", "greedy"),
+    Measured("right at temperature 0.6, %", "t0.6"),
+    Measured("right at temperature 1, %", "t1"),
+    Measured(f"solved within {SOLVED_WITHIN} at temperature 1, %", "t1", SOLVED_WITHIN),
+    Measured("net change of support at 0.6", "t0.6", SOLVED_WITHIN, True),
+    Measured("net change of support at 1", "t1", SOLVED_WITHIN, True),
+)
+"""What tables have of every group; the changes are within 256 samples."""
+RIGHT, SOLVED, CHANGE = ASKED[0], ASKED[3], ASKED[5]
+
+
+def chances(records: Records, group: str, at: str) -> np.ndarray:
+    """Return the chance that one answer of each run of a group is right, (runs, problems).
+
+    at: "greedy", or a temperature as records have it, such as "t1"; "own" is that of each model (`own_temperature`).
+    """
+    reached = records[reach_name(group)]
+    if at == "greedy":
+        return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in reached], float)
+    ats = [own_temperature(record) if at == "own" else at for record in reached]
+    return np.array([unpack_probabilities(record["reach"][t]) for record, t in zip(reached, ats, strict=True)])
+
+
+def own_temperature(record: Record) -> str:
+    """Return at which temperature a model solves most validation problems within 64 samples, as records have it."""
+    return coverage.own_temperature(record["validation"])
+
+
+def value(records: Records, group: str, asked: Measured) -> Interval:
+    """Return the mean of what is asked over runs and problems, with its interval."""
+    own = chances(records, group, asked.at)
+    if asked.against_base:
+        (base,) = chances(records, BASE, asked.at)
+        return coverage.support_change(base, own, asked.within, n_resamples=_RESAMPLES)
+    return stats.crossed_bootstrap(coverage.pass_at(own, asked.within), n_resamples=_RESAMPLES)
+
+
+def _solves(records: Records, group: str) -> dict[str, str]:
+    """Return the columns of what the models of a group solve, with the null of counts."""
+    null = coverage.null_nscr(chances(records, BASE, "t1")[0], SOLVED_WITHIN)
+    solved = {asked.words: asked.format(value(records, group, asked)) for asked in (*ASKED[:4], CHANGE)}
+    return solved | {"null of counts": f"{null.low:.3f} to {null.high:.3f}"}
+
+
+# ---- rollouts and updates
+
+
+def _named_cells() -> dict[tuple[str, str], str]:
+    """Return who writes and how weights are updated, in words -> group, for the cells and what stands beside them."""
+    named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in CELLS.items()}
+    return named | {
+        (f"{ROLLOUTS['temperature']}, slower", UPDATES["gradient"]): SLOWER,
+        (ROLLOUTS["temperature"], "filtered SFT"): "sft",
+        (f"{ROLLOUTS['perturbed']}, greedily", "filtered SFT"): PLAIN,
+    }
+
+
+def cells_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per cell, and per way to fine-tune: what its models solve, with the null of counts."""
+    return DataFrame(
+        {"who writes": who, "update": update, "n": len(records[group])} | _solves(records, group)
+        for (who, update), group in _named_cells().items()
+    )
+
+
+def spent_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per cell, and per way to fine-tune: its setting, how far it went, its ratios, what was spent."""
+    short = {"sigma": "sigma", "alpha": "alpha", "learning_rate": "rate"}
+    shares = {"effective_share": "effective samples, %", "clipped_share": "clipped, %"}
+    rows = []
+    for (who, update), group in _named_cells().items():
+        spec, made = records[group][0]["spec"], DataFrame(records[group])
+        chosen = ", ".join(f"{words} {spec[name]:g}" for name, words in short.items() if name in spec)
+        row = {"who writes": who, "update": update, "setting": chosen, "norm": f"{made['update_norm'].mean():.2f}"}
+        rollouts = DataFrame([record.get("rollouts", {}) for record in records[group]])
+        spent = DataFrame(made["budget"].tolist()).mean()
+        row |= {
+            words: f"{100 * rollouts[what].mean():.1f}" if what in rollouts else "" for what, words in shares.items()
+        }
+        row |= {"TFLOP": f"{spent['forward_flops'] / 1e12:.1f}", "core-seconds": f"{spent['core_seconds']:.0f}"}
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def _of_cells(read: Any) -> list[list[Any]]:
+    """Return what is read of each cell's group: rows are the rollouts, columns the updates."""
+    return [[read(CELLS[who, update]) for update in UPDATES] for who in ROLLOUTS]
+
+
+def effects(records: Records, asked: Measured, resamples: int = 10_000) -> Effects:
+    """Return the effects of rollouts (rows: perturbed - not) and updates (columns: policy gradient - ES)."""
+    base = chances(records, BASE, asked.at)[0] if asked.against_base else None
+    own = _of_cells(lambda group: chances(records, group, asked.at))
+    return coverage.effects(own, base, asked.within, n_resamples=resamples)
+
+
+def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per quantity: the effects with intervals, and what a two-way analysis of variance makes of them.
+
+    The last row is of the norm of the displacement, its logarithm to base 2.
+    """
+
+    def row(words: str, found: Effects, form: Any, values: list[list[np.ndarray]]) -> dict[str, str]:
+        told = {"quantity": words, "effect of the rollouts": form(found.rows)}
+        told |= {"effect of the update": form(found.columns), "interaction": form(found.interaction)}
+        return told | _variance(values)
+
+    def of_runs(asked: Measured, group: str) -> np.ndarray:
+        solved = coverage.pass_at(chances(records, group, asked.at), asked.within)
+        if not asked.against_base:
+            return solved.mean(1)
+        before = coverage.pass_at(chances(records, BASE, asked.at)[0], asked.within)
+        return np.array([coverage.support(before, each).nscr for each in solved])
+
+    rows = []
+    for asked in ASKED:
+        values = _of_cells(lambda group, asked=asked: of_runs(asked, group))
+        rows.append(row(asked.words.removesuffix(", %"), effects(records, asked, _RESAMPLES), asked.format, values))
+    norms = _of_cells(lambda group: np.log2([record["update_norm"] for record in records[group]]))
+    of_norms = coverage.effects_of_runs(norms, n_resamples=_RESAMPLES)
+    return DataFrame([*rows, row("norm, doublings", of_norms, lambda x: x.format(percent=False, digits=2), norms)])
+
+
+def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
+    """Return the shares of the variance over runs, percent: of the rollouts, the update, both jointly, and the rest."""
+    names = {"rows": "rollouts", "columns": "update", "interaction": "both jointly", "rest": "the rest"}
+    if np.ptp(np.concatenate([cell for row in values for cell in row])) == 0:  # a few steps may change nothing
+        return {f"variance: {name}": "none" for name in names.values()} | {"p of rollouts, update": ""}
+    parted = stats.two_way(values)
+    words = {f"variance: {name}": f"{100 * getattr(parted, part).share:.0f}" for part, name in names.items()}
+    return words | {"p of rollouts, update": f"{parted.rows.p:.2g}, {parted.columns.p:.2g}"}
+
+
+# ---- one after the other
+
+
+def parts(records: Records, group: str) -> list[tuple[Record, ...]]:
+    """Return the records of the parts of each run of a group, first part first."""
+    if group not in COMPOSED:
+        return [(record,) for record in records[group]]
+    first = {record["digest"]: record for record in records[COMPOSED[group][0]]}
+    return [(first[record["spec"]["start"]["digests"][0]], record) for record in records[group]]
+
+
+def total(records: Records, group: str, name: str) -> float:
+    """Return the mean over runs of what all parts spent; name: of an axis of budgets."""
+    return float(np.mean([sum(part["budget"][name] for part in each) for each in parts(records, group)]))
+
+
+def composed_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per order at as many FLOPs, and per first part alone: what was spent, and what the models solve."""
+    halves = {"half of ES alone": "es first", "half of GRPO alone": "grpo first"}
+    return DataFrame(
+        {
+            "trained by": words,
+            "n": len(records[group]),
+            "steps": " + ".join(str(part["spec"]["steps"]) for part in parts(records, group)[0]),
+            "TFLOP": f"{total(records, group, 'forward_flops') / 1e12:.2f}",
+            "core-seconds": f"{total(records, group, 'core_seconds'):.0f}",
+        }
+        | _solves(records, group)
+        for words, group in (ORDERS | halves).items()
+    )
+
+
+def per_step(records: Records) -> dict[str, float]:
+    """Return the core-seconds of a step of each arm: the mean over all of its runs that the orders are made of.
+
+    Runs of one notebook share a machine with others of it, so that the same steps cost up to a quarter more in some of
+    them: every step of an arm is charged alike.
+    """
+    spent = (
+        DataFrame(
+            {"arm": part["spec"]["arm"], "seconds": part["budget"]["core_seconds"], "steps": part["spec"]["steps"]}
+            for group in (*ORDERS.values(), "es")
+            for each in parts(records, group)
+            for part in each
+        )
+        .groupby("arm")[["seconds", "steps"]]
+        .sum()
+    )
+    return (spent["seconds"] / spent["steps"]).to_dict()
+
+
+def seconds_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per order: what runs solve of the validation set when they have spent as many core-seconds.
+
+    That is what a run in two parts has spent at its end, by `per_step`. ES alone is here the run of full length. Values
+    lie on the line between the points of each run's curve, and intervals are over runs.
+    """
+    each_step = per_step(records)
+    first_run = parts(records, "es then grpo")[0]
+    seconds = sum(part["spec"]["steps"] * each_step[part["spec"]["arm"]] for part in first_run)
+
+    def at_seconds(run_parts: Sequence[Record], field: str) -> float:
+        """Return a field of the curve of all parts in a row when so much is spent; NaN beyond its end."""
+        spent: list[float] = []
+        for part in run_parts:
+            before = spent[-1] if spent else 0.0
+            spent += [before + step * each_step[part["spec"]["arm"]] for step in part["curve"]["step"]]
+        values = [value for part in run_parts for value in part["curve"][field]]
+        return float(np.interp(seconds, spent, values)) if seconds <= spent[-1] * (1 + 1e-9) else np.nan
+
+    columns = dict(zip((RIGHT.words, SOLVED.words), ALONG, strict=True))
+    rows = []
+    for words, group in (ORDERS | {"ES alone": "es"}).items():
+        row: dict[str, Any] = {"trained by": words, "n": len(records[group]), "core-seconds": f"{seconds:.0f}"}
+        for what, field in columns.items():
+            values = np.array([at_seconds(each, field) for each in parts(records, group)])
+            ended = np.isnan(values).any()
+            row[what] = "ended" if ended else stats.bootstrap_mean(values, n_resamples=_RESAMPLES).format()
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def along(records: Records, group: str, field: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the curve of each part of a group: FLOPs of all parts so far, and the mean over runs of a field."""
+    curves, before = [], 0.0
+    for part in zip(*parts(records, group), strict=True):
+        spent = np.mean([record["curve"]["forward_flops"] for record in part], axis=0)
+        curves.append((before + spent, np.mean([record["curve"][field] for record in part], axis=0)))
+        before += spent[-1]
+    return curves
+
+
+# ---- what these sections find
+
+
+def results(records: Records) -> Results:
+    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    change, right = (effects(records, asked, _RESAMPLES) for asked in (CHANGE, RIGHT))
+    entries: Results = {"update change": change.columns, "rollouts change": change.rows}
+    entries |= {"update right": right.columns, "rollouts right": right.rows}
+    for group in ("grpo_perturbed", "es_weighted"):
+        entries[f"{group} effective"] = np.mean([r["rollouts"]["effective_share"] for r in records[group]])
+    for group in ORDERS.values():
+        entries |= {f"{group} right": value(records, group, RIGHT), f"{group} solved": value(records, group, SOLVED)}
+    exact = effects(records, CHANGE)
+    entries |= {"update change judged": exact.columns, "rollouts change judged": exact.rows}
+    alone = chances(records, "grpo", "t1")
+    for group in COMPOSED:
+        entries[f"{group} behind"] = stats.crossed_bootstrap(chances(records, group, "t1"), alone)
+    return entries
+
+
+MACROS = {
+    "CovRolloutsChange": "rollouts change judged:.3f",
+    "CovUpdateChange": "update change judged:.3f",
+    "CovOrderGrpo": "grpo right.value:.1%",
+    "CovOrderEsGrpo": "es then grpo right.value:.1%",
+    "CovOrderGrpoEs": "grpo then es right.value:.1%",
+    "CovBehindEsGrpo": "es then grpo behind",
+    "CovBehindGrpoEs": "grpo then es behind",
+}
+"""Macro of the paper -> name in the results, and format."""
+
+
+def sentences() -> dict[str, str]:
+    """Return question -> one sentence, with names of results in the place of numbers."""
+    right, solved = ("; ".join(f"{words} {{{group} {what}}}" for words, group in ORDERS.items())
+                     for what in ("right", "solved"))  # fmt: skip
+    return {
+        "Is it who writes, or who updates?": "Of two by two ways to train on as many completions, a policy gradient in "
+        "the place of ES moves the net change of support at temperature 1 by {update change:.3f} and greedy accuracy "
+        "by {update right} points. Perturbed copies as writers, in the place of the weights themselves, move them by "
+        "{rollouts change:.3f} and {rollouts right} points (n = {rollouts change.n} runs of each; effective sample "
+        "size {grpo_perturbed effective:.0%} % for the gradient, {es_weighted effective:.0%} % for ES).",
+        "Do the two compose?": f"At as many FLOPs these are right greedily, in percent: {right}; and within "
+        f"{SOLVED_WITHIN} samples at temperature 1 they solve, in percent: {solved} (n = {{es then grpo right.n}} runs "
+        "of each).",
+    }
+
+
+# ---- figures: each returns the figure and what it plots
+
+
+def look(who: str, update: str) -> dict[str, Any]:
+    """Return how a cell is drawn: the colour of its update, filled where the weights themselves write."""
+    color, perturbed = style.ARMS[{"es": "es", "gradient": "grpo"}[update]].color, who == "perturbed"
+    shape = {"marker": "s", "ls": "--", "mfc": "white"} if perturbed else {"marker": "o", "ls": "-", "mfc": color}
+    return {"color": color, "label": f"{UPDATES[update]}, {ROLLOUTS[who]} write"} | shape
+
+
+def figure_cells(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw what who writes and who updates do to support: along the runs against accuracy, and at their ends."""
+    looks = {group: look(*cell) for cell, group in CELLS.items()}
+    slower = look("temperature", "gradient")
+    looks[SLOWER] = slower | {"ls": ":", "marker": "D", "mfc": "white", "label": f"{slower['label']}, slower"}
+
+    def curve(group: str, read: Any) -> np.ndarray:
+        return 100 * np.mean([read(record["curve"]) for record in records[group]], axis=0)
+
+    course = DataFrame(
+        {"panel": "along", "cell": how["label"], "step": step, "across": x, "value": y}
+        for group, how in looks.items()
+        for step, x, y in zip(
+            records[group][0]["curve"]["step"],
+            curve(group, lambda c: c["reach_t1@1"]),
+            curve(group, lambda c: np.subtract(c["won_t1"], c["lost_t1"])),
+            strict=True,
+        )
+    )
+    ends = DataFrame(
+        {"panel": "ends", "cell": f"{words}, {writer}", "update": update}
+        | plots.ends(value(records, CELLS[who, update], CHANGE))
+        for update, words in UPDATES.items()
+        for who, writer in ROLLOUTS.items()
+    )
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=(1.5, 1))
+    plots.lines(left, course, "across", "value", "cell", {how["label"]: how for how in looks.values()}, ms=4, lw=1.2)
+    left.set(xlabel="solved by one sample at temperature 1, %", ylabel="won - lost, % of problems")
+    for update, both in ends.groupby("update", sort=False):
+        color = look("temperature", update)["color"]
+        plots.whiskers(right, both, [0, 1], color=color, marker="D", ms=4, capsize=3, lw=1.2)
+        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        right.annotate(UPDATES[update], (1, both["value"].iloc[1]), color=color, **place)
+    right.set_xticks([0, 1], ["the weights\nthemselves", "perturbed\ncopies"])
+    right.set(xlim=(-0.25, 1.9), ylabel="net change of support", xlabel="who writes")
+    for ax in (left, right):
+        ax.axhline(0, color="#888888", lw=0.7)
+    plots.key(fig, left, 2)
+    return fig, concat([course, ends[["panel", "cell", "value"]]])
+
+
+def figure_composed(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+    """Draw greedy accuracy and coverage along runs of one arm and of two, at as many FLOPs."""
+    points = DataFrame(
+        {"panel": title, "runs": words, "arm": part["spec"]["arm"], "across": x / 1e12, "value": 100 * y}
+        for field, title in ALONG.items()
+        for words, group in ORDERS.items()
+        for part, curve in zip(parts(records, group)[0], along(records, group, field), strict=True)
+        for x, y in zip(*curve, strict=True)
+    )
+    strokes = dict(zip(ORDERS, ("-", "-", "--", ":"), strict=True))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4))
+    for ax, (title, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
+        for (words, arm), line in panel.groupby(["runs", "arm"], sort=False):
+            how = plots.look(arm, ls=strokes[words], ms=3.5, lw=1.4, markevery=0.25)
+            ax.plot(line["across"], line["value"], **how)
+        ax.set(title=title, xlabel="forward-equivalent TFLOP, all parts")
+    axes[0].set(ylabel="validation problems, %")
+    key = [Line2D([], [], **plots.look(arm, ms=4)) for arm in ("es", "grpo")]
+    named = {"one arm alone": "-"} | {words: strokes[words] for words in list(ORDERS)[2:]}
+    key += [Line2D([], [], color="#444444", ls=stroke, label=words) for words, stroke in named.items()]
+    fig.legend(handles=key, loc="outside lower center", ncols=5, fontsize=7)
+    return fig, points
