@@ -69,13 +69,13 @@ from transformers.trainer_utils import TrainOutput
 from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision
 from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib._surface import ESProgress, TrainerSurface
 from evoalign_lib.checks import nearest
 from evoalign_lib.config import _DEFAULTS, SURFACE, ESConfig, joined
 from evoalign_lib.engines import completions, open_engine
 from evoalign_lib.engines.base import Evaluation, Options, Prompts
 from evoalign_lib.engines.processes import gpus_here, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, States, state_metrics
+from evoalign_lib.surface import ESProgress, TrainerSurface
 from evoalign_lib.update_rules import (
     Member,
     at_step,

@@ -246,7 +246,7 @@ def test_a_disk_that_fills_up_at_any_line_of_a_checkpoint(tmp_path):
         lines = [
             line
             for line in lines_of(tested._save_checkpoint)
-            if line[0] in ("/es.py", "/_surface.py", "/_checkpoints.py")
+            if line[0] in ("/es.py", "/surface.py", "/_checkpoints.py")
         ]
         whole, refused = {path.name: path.read_bytes() for path in folder.iterdir()}, Counter()
         for line in lines:

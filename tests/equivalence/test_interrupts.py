@@ -191,7 +191,7 @@ def test_ctrl_c_at_every_line_of_what_follows_a_step(tmp_path, every):
     source, start = inspect.getsourcelines(ESTrainer._follow_step)
     within = range(start, start + len(source))
     first = next(i for i, (file, number, _) in enumerate(lines) if file == "/es.py" and number in within)
-    follows = [line for line in lines[first:] if line[0] in ("/es.py", "/_surface.py", "/_checkpoints.py")]
+    follows = [line for line in lines[first:] if line[0] in ("/es.py", "/surface.py", "/_checkpoints.py")]
     assert len(follows) > 60
     for line in follows[::every]:
         Limit.last = tested.state.global_step
