@@ -233,7 +233,7 @@ class ESConfig(TrainingArguments):
     log_completions: bool = field(default=False, metadata={"help": "show and keep completions of logged steps"})
     """whether a step that is logged, and every evaluation, shows completions with their rewards and the columns that
     reward functions give `log_extra`: some in the terminal (with rich); those of the best and of the worst member in
-    output_dir/completions/*.jsonl, and in wandb, trackio and tensorboard"""
+    output_dir/completions/*.jsonl, and in wandb and trackio"""
     num_completions_to_print: int | None = field(default=4, metadata={"help": "of these in the terminal; None: all"})
     """how many of them are printed, drawn at random; None: all"""
     log_unique_prompts: bool = field(default=False, metadata={"help": "completions of the best member alone"})
