@@ -193,7 +193,7 @@ class ESConfig(TrainingArguments):
     log_completions: bool = field(default=False, metadata={"help": "show and keep completions of logged steps"})
     """whether a step that is logged, and every evaluation, shows completions with their rewards and the columns that
     reward functions give `log_extra`: some in the terminal (with rich); those of the best and of the worst member in
-    output_dir/completions/*.jsonl, and in wandb, trackio and tensorboard"""
+    output_dir/completions/*.jsonl, and in wandb and trackio"""
     overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run in output_dir, begin anew"})
     """delete the run that output_dir holds, its ledger, checkpoints and completions, when train() begins another"""
     logging_steps: float = field(default=1, metadata={"help": "steps between logs"})

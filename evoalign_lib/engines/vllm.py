@@ -253,29 +253,18 @@ class Generator:
         """Return by rank the SHA-256 of the float32 master of each of its segments."""
         return self.llm.collective_rpc("evoalign_digests")
 
-    def generate(
-        self,
-        ids: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        seeds: Sequence[int] | None = None,
-        temperature: float = 1.0,
-        options: Options = PLAIN,
-        adapters: Sequence[int] | None = None,
-    ) -> list:
+    def generate(self, ids: Sequence[Sequence[int]], max_new_tokens: int, *how: Any, **named: Any) -> list:
         """Decode prompts with the weights that were written last.
 
         Args:
             ids: token ids of each prompt, without padding.
             max_new_tokens: new tokens per completion, at most.
-            seeds: None for greedy decoding; else one seed per row, which is sampled.
-            temperature: of the samples, above 0.
-            options: top_k and top_p of the samples, and generation_kwargs. Stop strings are for the caller.
-            adapters: the number of each row's adapter (`put_adapters`); None: no row has one.
+            *how, **named: seeds, temperature, options and adapters of `decode`.
 
         Returns:
             Token ids of each completion, with the end token where there is one.
         """
-        return decode(self.llm, self.eos_ids, ids, max_new_tokens, seeds, temperature, options, adapters)
+        return decode(self.llm, self.eos_ids, ids, max_new_tokens, *how, **named)
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
@@ -314,7 +303,20 @@ def decode(
     options: Options = PLAIN,
     adapters: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Decode prompts with a vLLM engine, every setting stated; arguments and result as of `Generator.generate`.
+    """Decode prompts with a vLLM engine, every setting stated.
+
+    Args:
+        llm: the engine.
+        eos_ids: token ids that end a completion.
+        ids: token ids of each prompt, without padding.
+        max_new_tokens: new tokens per completion, at most.
+        seeds: None for greedy decoding; else one seed per row, which is sampled.
+        temperature: of the samples, above 0.
+        options: top_k and top_p of the samples, and generation_kwargs. Stop strings are for the caller.
+        adapters: the number of each row's adapter (`Generator.put_adapters`); None: no row has one.
+
+    Returns:
+        Token ids of each completion, with the end token where there is one.
 
     Raises:
         ValueError: a temperature that vLLM would replace.

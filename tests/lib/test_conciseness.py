@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib import tasks
@@ -112,6 +112,7 @@ def test_all_published_rewards_are_those_of_the_released_measure(public):
     assert seen == 5120
 
 
+@settings(max_examples=50)
 @given(st.text(max_size=60), st.text(min_size=1, max_size=20).filter(str.strip))
 def test_the_reward_is_never_positive_and_zero_only_at_the_targets_length(text, target):
     (found,) = reward([""], [text], [target])

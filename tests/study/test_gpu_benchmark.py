@@ -64,6 +64,7 @@ def test_the_shapes_are_those_of_qwen(gpu, name, parameters):
     assert shape.layers * layer + matrices + shape.hidden == parameters
 
 
+@pytest.mark.slow
 def test_sections_run_on_a_toy(tmp_path):
     """Those that an interpreter of the kernels runs in a moment; their bits are `test_noise_triton`'s matter."""
     pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
