@@ -1,6 +1,7 @@
 """Kinds that decode models: best of n, models of records measured again, and counts of many samples, block by block."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
