@@ -87,8 +87,11 @@ def test_tokens_of_each_model_and_temperature():
     assert set(table["cut off, %"]) == {f"{100 / N:.2f}"}
 
 
-def test_the_figure_plots_what_is_estimated(drawn):
-    fig, data = view.pass_at_k(MODELS | {f"end {i}": MODELS["an end"] for i in range(2)})
+def test_the_figure_plots_what_is_estimated():
+    from matplotlib import pyplot as plt
+
+    models = MODELS | {f"end {i}": MODELS["an end"] for i in range(2)}
+    fig, data = view.pass_at_k(models)
     assert len(fig.axes) == 2 and [len(ax.lines) for ax in fig.axes] == [4, 4]
     looks = {(line.get_color(), line.get_linestyle()) for line in fig.axes[0].lines}
     assert len(looks) == 4 and (style.ARMS["base"].color, "-") in looks
@@ -96,28 +99,32 @@ def test_the_figure_plots_what_is_estimated(drawn):
     expected = 100 * coverage.estimate_pass_at(RIGHT["model"], N, own["k"].tolist()).mean(0)
     assert own["value"].to_numpy() == pytest.approx(expected) and own["k"].iloc[-1] == N
     assert (own["low"] <= own["value"]).all() and (own["value"] <= own["high"]).all()
+    plt.close(fig)
 
 
-OWN = records(RIGHT["model"])
-REFUSED = [
-    (lambda: view.counts(OWN[1:], 1.0), "32 of 40 problems"),
-    (lambda: view.counts(OWN[:-1], 1.0), "0 to 15 at t1 are missing"),
-    (lambda: view.counts(OWN * 2, 1.0), "0 to 15 at t1 are there twice"),
-    (lambda: view.counts([], 1.0), "0 of all problems"),
-    (lambda: view.counts(OWN + records(RIGHT["model"], end="x"), 1.0), "more than their blocks"),
-    (lambda: view.pass_table({"a": OWN, "b": records(RIGHT["model"] // 2, samples=32)}, 1.0), r"\[32, 64\]"),
-    (lambda: view.pass_at_k({"a": OWN, "b": records(RIGHT["model"], 0.6)}), "temperatures"),
-    (lambda: view.support_table({"a": OWN, "b": records(RIGHT["model"][:10])}, 1.0), "10 problems, 'a' 40"),
-    (lambda: coverage.null_of_halves([1], 1), "samples=1"),
-    (lambda: coverage.null_of_halves([[1, 2]], 4), r"shape \(1, 2\)"),
-    (lambda: coverage.null_of_halves([5], 4), "right <= samples"),
-]
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({"a": records(RIGHT["model"])[1:]}, "32 of 40 problems at t1 are there: load every block"),
+        ({"a": records(RIGHT["model"])[:-1]}, "problems from 0 to 15 at t1 are missing"),
+        ({"a": records(RIGHT["model"]) * 2}, "problems from 0 to 15 at t1 are there twice"),
+        ({"a": []}, "0 of all problems"),
+        ({"a": records(RIGHT["model"]) + records(RIGHT["model"], end="x")}, "differ in more than their blocks"),
+    ],
+)
+def test_blocks_that_make_no_model_are_refused(models, message):
+    with pytest.raises(ValueError, match=message):
+        view.counts(models["a"], 1.0)
 
 
-@pytest.mark.parametrize(("call", "named"), REFUSED)
-def test_what_makes_no_comparison_is_refused(call, named):
-    with pytest.raises(ValueError, match=named):
-        call()
+def test_models_that_cannot_be_compared_are_refused():
+    own = records(RIGHT["model"])
+    with pytest.raises(ValueError, match=r"records with \[32, 64\] samples"):
+        view.pass_table({"a": own, "b": records(RIGHT["model"] // 2, samples=32)}, 1.0)
+    with pytest.raises(ValueError, match="sampled at other temperatures"):
+        view.pass_at_k({"a": own, "b": records(RIGHT["model"], 0.6)})
+    with pytest.raises(ValueError, match="'b' has 10 problems, 'a' 40"):
+        view.support_table({"a": own, "b": records(RIGHT["model"][:10])}, 1.0)
 
 
 # ---- the null of two halves
@@ -156,3 +163,16 @@ def test_the_null_is_that_of_two_sets_of_samples_where_right_answers_are_rare():
     assert np.mean([coverage.null_nscr(right / 64, 32).support.kept for right in drawn[:5]]) > 1.3 * kept.sum(1).mean()
     nothing = coverage.null_of_halves([0, 0], 8)
     assert np.isnan([nothing.sd, nothing.low, nothing.high]).all() and nothing.support.out == 2
+
+
+@pytest.mark.parametrize(
+    ("right", "samples", "message"),
+    [
+        ([1], 1, "samples=1 must be a whole number of at least 2: halves are compared"),
+        ([[1, 2]], 4, r"right has shape \(1, 2\)"),
+        ([5], 4, "right <= samples"),
+    ],
+)
+def test_counts_without_halves_are_refused(right, samples, message):
+    with pytest.raises(ValueError, match=message):
+        coverage.null_of_halves(right, samples)
