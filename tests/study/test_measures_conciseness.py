@@ -81,7 +81,7 @@ REFUSED = [  # base, settings, what the error names
     ("B0", {"noise_draws": 2.0}, "noise_draws=2.0"),
     ("B0", {"validation_problems": True}, "validation_problems=True"),
     ("B0", {"questions": "x.jsonl"}, "questions='x.jsonl'"),
-    ("B0", {"task": "countdown"}, "'B0'.*task='conciseness'"),
+    ("B0", {"task": "countdown", "validation_problems": 4, "test_problems": 4}, "'B0'.*task='conciseness'"),
     ("A0", {}, "'A0'.*B0, B1, B2"),
 ]
 

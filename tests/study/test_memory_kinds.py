@@ -22,8 +22,12 @@ def stored(arms, **changed) -> dict:
     return {spec["arm"]: sweep.run(spec, "nb", "commit") for spec in specs}
 
 
-def test_models_moments_and_ledgers_are_counted():
-    records = stored(D)
+@pytest.fixture(scope="module")
+def records():
+    return stored(D)
+
+
+def test_models_moments_and_ledgers_are_counted(records):
     for arm, record in records.items():
         kept, d = record["bytes"], D[arm]
         assert record["d"] == d and 0 <= kept["model"] - 4 * d < 4_000, arm  # float32 behind a header with names
@@ -35,7 +39,9 @@ def test_models_moments_and_ledgers_are_counted():
     table = view.storage_table(list(records.values())).set_index("arm")
     assert list(table["sent a step, kB"]) == ["0.048", "none", "282", "3.6"]
     assert list(table["run as ledger, kB"])[2:] == ["none", "none"] and float(table["run as ledger, kB"].iloc[0]) < 5
-    # a ledger grows by its steps and members, and not by the model
+
+
+def test_a_ledger_grows_by_its_steps_and_members_and_not_by_the_model(records):
     first = records["es"]["bytes"]
     for more in ({"steps": 6}, {"population_size": 8}):
         grown = stored(["es"], **more)["es"]["bytes"]

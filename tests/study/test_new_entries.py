@@ -160,6 +160,7 @@ def checkout(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.timeout(500)
 def test_files_and_registry_lines_are_all_that_new_entries_need(checkout, tmp_path):
     script, packages = tmp_path / "script.py", os.pathsep.join([str(checkout), str(checkout / "notebooks")])
     script.write_text(SCRIPT)
