@@ -41,7 +41,9 @@ def lock_problems() -> list[str]:
         name, present = claim["id"], rule_hash(claim)
         hashes = locked.get(name, [])
         if not hashes and claim["rule"]["kind"] != "open":
-            problems.append(f"claim {name} has a rule and no line in claims.lock: run python -m evoalign_study claims --lock")
+            problems.append(
+                f"claim {name} has a rule and no line in claims.lock: run python -m evoalign_study claims --lock"
+            )
         elif hashes and hashes[-1] != present:
             problems.append(f"claim {name} is not what claims.lock holds: it was changed, or the lock was")
         problems += [
