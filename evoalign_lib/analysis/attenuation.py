@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.analysis.stats import Interval, ratio
 
 Vector = NDArray[np.float64]
 
@@ -41,7 +41,7 @@ class Signal:
     """mean cosine of two different runs: the ceiling of a cosine between single runs of two groups"""
 
 
-def signal(gram: ArrayLike, runs: Sequence[int] | None = None, level: float = 0.95) -> Signal:
+def signal(gram: ArrayLike, runs: Sequence[int] | None = None) -> Signal:
     """Estimate what runs have in common: their expected displacement, the rest being noise that differs per run.
 
     Intervals are jackknife over runs (see `corrected_cosine`).
@@ -57,11 +57,11 @@ def signal(gram: ArrayLike, runs: Sequence[int] | None = None, level: float = 0.
         return _off_diagonal(g, chosen)
 
     def share(chosen: NDArray) -> float:
-        return float(_divided(_off_diagonal(g, chosen), g[chosen, chosen].mean()))
+        return float(ratio(_off_diagonal(g, chosen), g[chosen, chosen].mean()))
 
     return Signal(
-        _jackknife(square, [rows], level),
-        _jackknife(share, [rows], level),
+        _jackknife(square, [rows]),
+        _jackknife(share, [rows]),
         math.sqrt(max(g[np.ix_(rows, rows)].mean(), 0.0)),
         _off_diagonal(_normalised(g), rows),
     )
@@ -83,7 +83,7 @@ class Corrected:
     """cosine of the groups' means, not corrected"""
 
 
-def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int], level: float = 0.95) -> Corrected:
+def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Corrected:
     """Estimate the cosine of two groups' signals, free of the noise of their runs.
 
     It is mean(a_i . b_j) / sqrt(mean over i != k of a_i . a_k, times the same of b): each mean is unbiased. Intervals
@@ -97,7 +97,6 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int], level:
     Args:
         gram: (K, K) products of all runs of both groups, weight units squared.
         a, b: rows of each group, at least 2; no run in both.
-        level: of the intervals.
 
     Raises:
         ValueError: another matrix, a group of fewer than 2 runs, or a run in both.
@@ -113,13 +112,13 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int], level:
     def cross(x: NDArray, y: NDArray) -> float:
         return float(g[np.ix_(x, y)].mean())
 
-    signals = tuple(_jackknife(partial(_off_diagonal, g), [rows], level) for rows in (rows_a, rows_b))
-    found = _jackknife(partial(_plain_corrected, g), [rows_a, rows_b], level)
+    signals = tuple(_jackknife(partial(_off_diagonal, g), [rows]) for rows in (rows_a, rows_b))
+    found = _jackknife(partial(_plain_corrected, g), [rows_a, rows_b])
     if not all(s.low > 0 for s in signals):
-        found = Interval(found.value, math.nan, math.nan, found.n, level)
+        found = Interval(found.value, math.nan, math.nan, found.n)
     return Corrected(
         found,
-        _jackknife(cross, [rows_a, rows_b], level),
+        _jackknife(cross, [rows_a, rows_b]),
         signals,
         float(_normalised(g)[np.ix_(rows_a, rows_b)].mean()),
         _cosine_of_means(g, rows_a, rows_b),
@@ -144,9 +143,7 @@ class CountPoint:
     """what signal and noise, estimated from all runs, let expect of `cosine`"""
 
 
-def cosine_by_count(
-    gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: int = 200, seed: int = 0
-) -> list[CountPoint]:
+def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: int = 200) -> list[CountPoint]:
     """Return the cosine of two groups' means for k = 1, 2, ... runs: it grows with k if the groups share a signal.
 
     gram, a, b: as for `corrected_cosine`, whose errors it raises. draws: random subsets per k.
@@ -156,7 +153,7 @@ def cosine_by_count(
     everything = corrected_cosine(g, rows_a, rows_b)
     signals = [s.value for s in everything.signals]
     noises = [g[rows, rows].mean() - s for rows, s in zip((rows_a, rows_b), signals, strict=True)]
-    rng, points = np.random.default_rng(seed), []
+    rng, points = np.random.default_rng(0), []
     for k in range(1, min(len(rows_a), len(rows_b)) + 1):
         subsets = [[rng.choice(rows, k, replace=False) for rows in (rows_a, rows_b)] for _ in range(draws)]
         means = [_cosine_of_means(g, *subset) for subset in subsets]
@@ -203,7 +200,7 @@ def _off_diagonal(gram: Vector, rows: NDArray) -> float:
 
 def _normalised(gram: Vector) -> Vector:
     norms = np.sqrt(np.diagonal(gram))
-    return _divided(gram, np.outer(norms, norms))
+    return ratio(gram, np.outer(norms, norms))
 
 
 def _plain_corrected(gram: Vector, a: NDArray, b: NDArray) -> float:
@@ -216,7 +213,7 @@ def _cosine_of_means(gram: Vector, a: NDArray, b: NDArray) -> float:
     return float(gram[np.ix_(a, b)].mean() / math.sqrt(squares[0] * squares[1])) if min(squares) > 0 else math.nan
 
 
-def _jackknife(statistic: Callable[..., float], groups: Sequence[NDArray], level: float) -> Interval:
+def _jackknife(statistic: Callable[..., float], groups: Sequence[NDArray]) -> Interval:
     """Return a statistic of independent groups of runs with its delete-one jackknife interval."""
     from scipy.stats import t
 
@@ -225,10 +222,5 @@ def _jackknife(statistic: Callable[..., float], groups: Sequence[NDArray], level
         left = [[np.delete(rows, i) if g == chosen else rows for g, rows in enumerate(groups)] for i in range(k)]
         found = np.array([statistic(*others) for others in left])
         variance += (k - 1) / k * float(np.square(found - found.mean()).sum())
-    reach = float(t.ppf((1 + level) / 2, fewest - 1)) * math.sqrt(variance)
-    return Interval(value, value - reach, value + reach, fewest, level)
-
-
-def _divided(numerator: ArrayLike, denominator: ArrayLike) -> Vector:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(np.asarray(denominator) == 0, np.nan, np.divide(numerator, denominator))
+    reach = float(t.ppf(0.975, fewest - 1)) * math.sqrt(variance)
+    return Interval(value, value - reach, value + reach, fewest)

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.analysis.stats import ENDS, Interval
 from evoalign_lib.checks import choose, whole_number
 
 Array = NDArray[np.float64]
@@ -120,9 +120,7 @@ def estimate_barrier(
     kind: Literal["line", "mean"] = "line",
     across: Literal["pairs", "curve"] = "pairs",
     within: bool = False,
-    level: float = 0.95,
     n_resamples: int = 1000,
-    seed: int = 0,
 ) -> BarrierEstimate:
     """Return the height of a barrier without what noise adds to a sup, with an interval over problems and runs.
 
@@ -156,9 +154,7 @@ def estimate_barrier(
         across: what is estimated.
         within: both axes are runs of one arm, or of all arms: pairs i < j count, the rest is ignored, and one resample
             of runs serves both axes.
-        level: of the interval.
         n_resamples: of runs and problems.
-        seed: of the resamples.
 
     Raises:
         ValueError: other shapes, a pair measured in part, no pair, one problem, or an unknown kind or across.
@@ -171,7 +167,7 @@ def estimate_barrier(
     whole_number("n_resamples", n_resamples)
     errors, mask = _outcomes(outcomes, within)
     alphas = np.linspace(0, 1, errors.shape[-1])
-    counts, weights = _resamples(np.random.default_rng(seed), n_resamples, errors.shape[2], mask, within)
+    counts, weights = _resamples(np.random.default_rng(0), n_resamples, errors.shape[2], mask, within)
 
     # curves[0] is as measured: (1 + resamples, runs_a, runs_b, points), or one mean curve in the place of all pairs
     curves = _mean_over_problems(errors, counts)
@@ -186,10 +182,10 @@ def estimate_barrier(
     pair_draws = pairs + centred
     draws, raw_draws = ((weights[1:] * heights).sum((1, 2)) for heights in (pair_draws, sups[0] + centred))
     value, raw = (float((weights[0] * heights).sum()) for heights in (pairs, sups[0]))
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(draws, ENDS)
     measured = weights[0] > 0
     return BarrierEstimate(
-        interval=Interval(value, float(low), float(high), min(mask.shape), level),
+        interval=Interval(value, float(low), float(high), min(mask.shape)),
         raw=raw,
         alpha=float(alphas[np.einsum("ij,ijp->p", weights[0], excess[0]).argmax()]),
         pairs=np.where(measured, pairs, nan),
@@ -338,9 +334,7 @@ def half_gain_interval(
     *,
     monotone: bool = False,
     relative: bool = False,
-    level: float = 0.95,
     n_resamples: int = 1000,
-    seed: int = 0,
 ) -> Interval:
     """Return an arm's mean place of the half gain, or its difference from another arm, with an interval.
 
@@ -367,7 +361,7 @@ def half_gain_interval(
             )
         if not all(np.isfinite(np.asarray(part, np.float64)).all() for part in (values, axis) if part is not None):
             raise ValueError("outcomes or x are not finite: leave out runs that were not measured")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     counts = _counts(rng, n_resamples, arms[0][0].shape[1])
     value, draws, n = 0.0, np.zeros(n_resamples), []
     for sign, (values, axis) in zip((1, -1), arms, strict=False):
@@ -377,14 +371,14 @@ def half_gain_interval(
         places = places[:, np.isfinite(places[0])]
         n.append(places.shape[1])
         if not n[-1]:
-            return Interval(nan, nan, nan, 0, level)
+            return Interval(nan, nan, nan, 0)
         weights = _counts(rng, n_resamples, n[-1])[1:] * np.isfinite(places[1:])
         with np.errstate(invalid="ignore"):
             draws += sign * (weights * np.nan_to_num(places[1:])).sum(1) / weights.sum(1)
         value += sign * places[0].mean()
     draws = draws[np.isfinite(draws)]
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2]) if len(draws) else (nan, nan)
-    return Interval(float(value), float(low), float(high), min(n), level)
+    low, high = np.quantile(draws, ENDS) if len(draws) else (nan, nan)
+    return Interval(float(value), float(low), float(high), min(n))
 
 
 def _axis(x: ArrayLike | None, values: Array, counts: Array) -> Array | None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis import stats
-from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.analysis.stats import Interval, ratio
 from evoalign_lib.checks import whole_number
 
 SOLVED_WITHIN = 256
@@ -55,23 +55,23 @@ class Support:
     @property
     def srr(self) -> float:
         """Support retention rate, P / (P + S): what stays of the support before."""
-        return _ratio(self.kept, self.kept + self.lost)
+        return float(ratio(self.kept, self.kept + self.lost))
 
     @property
     def ndr(self) -> float:
         """Net discovery rate, E / (P + E): what is new in the support after."""
-        return _ratio(self.won, self.kept + self.won)
+        return float(ratio(self.won, self.kept + self.won))
 
     @property
     def sds(self) -> float:
         """Support dynamic score, the harmonic mean of SRR and NDR; NaN where one of them is."""
         both = self.kept * self.won
-        return _ratio(2 * both, self.kept**2 + 2 * both + self.won * self.lost)
+        return float(ratio(2 * both, self.kept**2 + 2 * both + self.won * self.lost))
 
     @property
     def nscr(self) -> float:
         """Net support change rate, (E - S) / (P + E + S): above 0 the support grows, below it shrinks."""
-        return _ratio(self.won - self.lost, self.kept + self.won + self.lost)
+        return float(ratio(self.won - self.lost, self.kept + self.won + self.lost))
 
 
 class Null(NamedTuple):
@@ -150,8 +150,8 @@ def variance_of_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[
     c, n, ks = _counted(right, samples, k)
     once, twice = _log_all_wrong(c, n, ks), _log_all_wrong(c, n, 2 * ks)
     never = np.isneginf(once)  # every set of k holds a right sample: F_k is 0
-    ratio = twice - 2 * np.where(never, 0.0, once)  # log F_2k / F_k^2, never above 0 but for rounding
-    found = -np.exp(2 * once) * np.expm1(np.minimum(ratio, 0.0)) + 0.0
+    logs = twice - 2 * np.where(never, 0.0, once)  # log F_2k / F_k^2, never above 0 but for rounding
+    found = -np.exp(2 * once) * np.expm1(np.minimum(logs, 0.0)) + 0.0
     return found if np.ndim(k) else found[..., 0]
 
 
@@ -188,18 +188,14 @@ def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> NDArray[np.f
     return np.exp(logs[at - 1] + part * (logs[at] - logs[at - 1]))[..., 0]
 
 
-def overtaken(
-    base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, level: float = 0.95, n_resamples: int = 2000, seed: int = 0
-) -> Interval:
+def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resamples: int = 2000) -> Interval:
     """Return from how many samples on a base solves more than the runs from it do in the mean.
 
     Args:
         base: (problems,), probabilities of one sample.
         runs: (runs, problems).
         ks: samples at which the two are compared, rising; between them the crossing is interpolated (`crossing`).
-        level: of the interval.
         n_resamples: of runs, and of problems in common for base and runs.
-        seed: of the resamples.
 
     Returns:
         The crossing, in samples: infinite where the base is not ahead up to the last of ks, minus infinite where it is
@@ -220,15 +216,14 @@ def overtaken(
     n, problems = own.shape[:2]
     value = crossed(own.mean((0, 1)), before.mean(0))
     if n == 1:
-        return Interval(value, np.nan, np.nan, n, level)
-    rng, found = np.random.default_rng(seed), []
+        return Interval(value, np.nan, np.nan, n)
+    rng, found = np.random.default_rng(0), []
     for _ in range(whole_number("n_resamples", n_resamples)):
         weights = rng.multinomial(problems, np.full(problems, 1 / problems)) / problems
         drawn = rng.multinomial(n, np.full(n, 1 / n)) / n
         found.append(crossed(weights @ np.tensordot(drawn, own, 1), weights @ before))
-    tail = round((1 - level) / 2, 12)  # else 2.5 % of 2,000 would be one more than 50
-    low, high = np.quantile(found, [tail, 1 - tail], method="inverted_cdf")
-    return Interval(value, float(low), float(high), n, level)
+    low, high = np.quantile(found, [0.025, 0.975], method="inverted_cdf")
+    return Interval(value, float(low), float(high), n)
 
 
 def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[np.float64]:
@@ -288,16 +283,14 @@ def threshold(samples: int, zeta: float = 0.05) -> float:
     return -log(zeta) / whole_number("samples", samples)
 
 
-def null_nscr(
-    probabilities: ArrayLike, k: int, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
-) -> Null:
+def null_nscr(probabilities: ArrayLike, k: int, *, n_resamples: int = 10_000) -> Null:
     """Return the change of support between two independent sets of k samples of one model: what chance alone shows.
 
     With q = pass@k of a problem the expected counts are P = sum q^2 and E = S = sum q (1 - q). The spread is that of
     counts of single sets of samples; an NSCR of expected counts, as in `support_change`, has no such spread.
 
     probabilities: (problems,), of one sample; or of being solved, with k = 1. As shares of few samples they hold zeros
-    and ones that never flip, and the spread comes out too small. level: share of the range from low to high.
+    and ones that never flip, and the spread comes out too small.
     Returns the null. Where no problem can be solved its NSCR, spread and range are NaN.
     Raises ValueError for another shape, probabilities outside [0, 1], and a k below 1.
 
@@ -306,17 +299,15 @@ def null_nscr(
     """
     q = pass_at(_probabilities(probabilities, "probabilities", 1, 1), whole_number("k", k))
     uncertain, always = q[(q > 0) & (q < 1)], np.count_nonzero(q == 1)
-    rng, drawn = np.random.default_rng(seed), []
+    rng, drawn = np.random.default_rng(0), []
     for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
         size = (min(_CHUNK, n_resamples - start), len(uncertain))
         one, two = (rng.random(size) < uncertain for _ in range(2))
-        drawn.append(_quotient(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
-    return _null(support(q, q), np.concatenate(drawn), level)
+        drawn.append(ratio(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
+    return _null(support(q, q), np.concatenate(drawn))
 
 
-def null_of_halves(
-    right: ArrayLike, samples: int, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
-) -> Null:
+def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000) -> Null:
     """Return the change of support between two halves of the samples of one model, from counts alone.
 
     The samples are dealt into halves at random, again and again. A problem is solved in a half that holds a right
@@ -324,7 +315,7 @@ def null_of_halves(
     `null_nscr` from shares are not, since a problem without a right sample never flips there.
 
     right: (problems,), right samples of each problem. samples: of each problem, at least 2; of an odd number one is
-    left out of every deal. level: share of the range from low to high.
+    left out of every deal.
     Returns the null for sets of samples // 2. Where no problem is solved its NSCR, spread and range are NaN.
     Raises ValueError for another shape, fewer samples, and counts that do not fit.
 
@@ -338,24 +329,16 @@ def null_of_halves(
     one, any_of_both = estimate_pass_at(c, n, half), estimate_pass_at(c, n, 2 * half)
     won = float((any_of_both - one).sum())
     expected = Support(float((2 * one - any_of_both).sum()), won, won, float((1 - any_of_both).sum()))
-    rng, drawn = np.random.default_rng(seed), []
+    rng, drawn = np.random.default_rng(0), []
     for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
         size = (min(_CHUNK, n_resamples - start), len(c))
         first = rng.hypergeometric(c, n - c, half, size=size)
         second = rng.hypergeometric(c - first, n - c - (half - first), half)
-        drawn.append(_quotient((second > 0).sum(1) - (first > 0).sum(1), ((first > 0) | (second > 0)).sum(1)))
-    return _null(expected, np.concatenate(drawn), level)
+        drawn.append(ratio((second > 0).sum(1) - (first > 0).sum(1), ((first > 0) | (second > 0)).sum(1)))
+    return _null(expected, np.concatenate(drawn))
 
 
-def support_change(
-    base: ArrayLike,
-    runs: ArrayLike,
-    k: int,
-    *,
-    level: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
-) -> Interval:
+def support_change(base: ArrayLike, runs: ArrayLike, k: int, *, n_resamples: int = 10_000) -> Interval:
     """Return the mean over runs of the NSCR against their base, with an interval.
 
     The NSCR of a run is that of its expected counts at k samples. Runs and problems are resampled independently of one
@@ -370,18 +353,11 @@ def support_change(
     >>> support_change([0.5, 0.5], [[1.0, 0.5], [1.0, 0.5]], 1).value
     0.2857142857142857
     """
-    return _change(base, [("runs", runs)], k, level, n_resamples, seed)
+    return _change(base, [("runs", runs)], k, n_resamples)
 
 
 def support_change_difference(
-    base: ArrayLike,
-    first: ArrayLike,
-    second: ArrayLike,
-    k: int,
-    *,
-    level: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
+    base: ArrayLike, first: ArrayLike, second: ArrayLike, k: int, *, n_resamples: int = 10_000
 ) -> Interval:
     """Return the mean NSCR of one group of runs less that of another, from the same base, with an interval.
 
@@ -391,7 +367,7 @@ def support_change_difference(
     Returns the interval; n is the number of runs of the smaller group.
     Raises ValueError as `support_change`.
     """
-    return _change(base, [("first", first), ("second", second)], k, level, n_resamples, seed)
+    return _change(base, [("first", first), ("second", second)], k, n_resamples)
 
 
 class Effects(NamedTuple):
@@ -408,13 +384,7 @@ class Effects(NamedTuple):
 
 
 def effects(
-    cells: Sequence[Sequence[ArrayLike]],
-    base: ArrayLike | None = None,
-    k: int = 1,
-    *,
-    level: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
+    cells: Sequence[Sequence[ArrayLike]], base: ArrayLike | None = None, k: int = 1, *, n_resamples: int = 10_000
 ) -> Effects:
     """Return the effects of two factors on the net change of support within k samples, or on pass@k.
 
@@ -423,9 +393,7 @@ def effects(
             there are in each, the same problems in all.
         base: (problems,), for the NSCR against it; None: the quantity is pass@k.
         k: samples, of the base too.
-        level: of the intervals.
         n_resamples: runs are resampled in each cell by itself, problems in common for all and the base.
-        seed: of the resamples.
 
     Returns:
         The effects; n is the number of runs of the smallest cell. Ends are NaN where an NSCR is undefined.
@@ -451,14 +419,12 @@ def effects(
     if len(problems) > 1:
         raise ValueError(f"cells have {sorted(problems)} problems: give the same ones in all.")
 
-    value = np.array([_quotient(net.sum(1), reached.sum(1)).mean() for net, reached in groups])
-    means = _resampled(groups, n_resamples, seed)
-    return _effects(value, means, min(len(net) for net, _ in groups), level)
+    value = np.array([ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups])
+    means = _resampled(groups, n_resamples)
+    return _effects(value, means, min(len(net) for net, _ in groups))
 
 
-def effects_of_runs(
-    cells: Sequence[Sequence[ArrayLike]], *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
-) -> Effects:
+def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 10_000) -> Effects:
     """Return the effects of two factors on one number per run, with intervals over the runs of each cell.
 
     cells: two rows of two cells, each (runs,), finite, two runs or more. Raises ValueError for anything else.
@@ -471,13 +437,13 @@ def effects_of_runs(
     runs = [np.asarray(cell, np.float64) for row in cells for cell in row]
     if any(cell.ndim != 1 or len(cell) < 2 or not np.isfinite(cell).all() for cell in runs):
         raise ValueError("every cell needs the finite numbers of two runs or more.")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = [cell[rng.integers(len(cell), size=(whole_number("n_resamples", n_resamples), len(cell)))] for cell in runs]
     means = np.stack([each.mean(1) for each in drawn], axis=-1)
-    return _effects(np.array([cell.mean() for cell in runs]), means, min(map(len, runs)), level)
+    return _effects(np.array([cell.mean() for cell in runs]), means, min(map(len, runs)))
 
 
-def _effects(value: NDArray[np.float64], means: NDArray[np.float64], n: int, level: float) -> Effects:
+def _effects(value: NDArray[np.float64], means: NDArray[np.float64], n: int) -> Effects:
     """Return effects from the means of four cells, (4,), and from those of resamples, (resamples, 4)."""
 
     def contrasts(of: NDArray[np.float64]) -> NDArray[np.float64]:  # (..., 4) -> (..., 4)
@@ -485,9 +451,9 @@ def _effects(value: NDArray[np.float64], means: NDArray[np.float64], n: int, lev
         of_rows, of_columns = (c + d - a - b) / 2, (b + d - a - c) / 2
         return np.stack([of_rows, of_columns, d - c - b + a, np.abs(of_rows) - np.abs(of_columns)], axis=-1)
 
-    ends = np.quantile(contrasts(means), ((1 - level) / 2, (1 + level) / 2), axis=0)
+    ends = np.quantile(contrasts(means), stats.ENDS, axis=0)
     found = zip(contrasts(value), *ends, strict=True)
-    return Effects(*(Interval(float(x), float(low), float(high), n, level) for x, low, high in found))
+    return Effects(*(Interval(float(x), float(low), float(high), n) for x, low, high in found))
 
 
 def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:
@@ -527,9 +493,9 @@ def answer_entropy(counts: ArrayLike) -> Entropy:
     if found.ndim == 0 or found.shape[-1] == 0:
         raise ValueError(f"counts have shape {found.shape}: give (..., answers), at least one answer")
     total = found.sum(axis=-1)
-    share = _quotient(found, total[..., None])
+    share = ratio(found, total[..., None])
     plug_in = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1) + 0.0
-    return Entropy(plug_in, plug_in + _quotient((found > 0).sum(axis=-1) - 1, 2 * total))
+    return Entropy(plug_in, plug_in + ratio((found > 0).sum(axis=-1) - 1, 2 * total))
 
 
 def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
@@ -571,34 +537,31 @@ def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.fl
     else:
         # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
         w = _not_negative(given, "weights")
-        w = np.nan_to_num(_quotient(w, w.max(axis=-1, keepdims=True)))
-    return _quotient(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
+        w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
+    return ratio(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
 
 
-def _null(expected: Support, found: NDArray[np.float64], level: float) -> Null:
+def _null(expected: Support, found: NDArray[np.float64]) -> Null:
     found = found[~np.isnan(found)]  # pairs of sets in which nothing is solved
-    ends = np.quantile(found, ((1 - level) / 2, (1 + level) / 2)) if len(found) else (nan, nan)
+    ends = np.quantile(found, stats.ENDS) if len(found) else (nan, nan)
     sd = float(found.std()) if len(found) else nan
     return Null(expected, sd, float(ends[0]), float(ends[1]))
 
 
-def _change(
-    base: ArrayLike, named: Sequence[tuple[str, ArrayLike]], k: int, level: float, n_resamples: int, seed: int
-) -> Interval:
+def _change(base: ArrayLike, named: Sequence[tuple[str, ArrayLike]], k: int, n_resamples: int) -> Interval:
     """Return the mean NSCR of one group of runs, less that of a second one, by the crossed bootstrap."""
     groups = [_net_and_reached(base, name, runs, k) for name, runs in named]
     value = sum(
-        sign * _quotient(net.sum(1), reached.sum(1)).mean()
-        for sign, (net, reached) in zip((1, -1), groups, strict=False)
+        sign * ratio(net.sum(1), reached.sum(1)).mean() for sign, (net, reached) in zip((1, -1), groups, strict=False)
     )
-    means = _resampled(groups, n_resamples, seed)
+    means = _resampled(groups, n_resamples)
     draws = means[:, 0] - means[:, 1] if len(groups) > 1 else means[:, 0]
-    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
-    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups), level)
+    low, high = np.quantile(draws, stats.ENDS)
+    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups))
 
 
 def _resampled(
-    groups: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], n_resamples: int, seed: int
+    groups: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], n_resamples: int
 ) -> NDArray[np.float64]:
     """Return the mean over runs of net / reached in resamples, (n_resamples, groups), by the crossed bootstrap.
 
@@ -607,10 +570,10 @@ def _resampled(
     means = np.zeros((whole_number("n_resamples", n_resamples), len(groups)))
     runs, problems = tuple(len(net) for net, _ in groups), groups[0][0].shape[1]
     start = 0
-    for counts, chosen in stats.crossed_draws(n_resamples, problems, runs, seed, multinomial=True):
+    for counts, chosen in stats.crossed_draws(n_resamples, problems, runs, 0, multinomial=True):
         counts = counts.astype(np.float64)
         for group, ((net, reached), which) in enumerate(zip(groups, chosen, strict=True)):
-            each = _quotient(counts @ net.T, counts @ reached.T)
+            each = ratio(counts @ net.T, counts @ reached.T)
             means[start : start + len(counts), group] = np.take_along_axis(each, which, axis=1).mean(axis=1)
         start += len(counts)
     return means
@@ -699,13 +662,3 @@ def _probabilities(values: ArrayLike, name: str, least: int = 0, most: int | Non
         ends = f"from {given.min():g} to {given.max():g}"
         raise ValueError(f"{name} are no probabilities, they go {ends}: give shares, not counts, and no NaN")
     return np.minimum(given, 1.0)
-
-
-def _ratio(over: float, under: float) -> float:
-    return over / under if under else nan
-
-
-def _quotient(over: ArrayLike, under: ArrayLike) -> NDArray[np.float64]:
-    """Return over / under, NaN where under is 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(np.asarray(under) == 0, nan, np.asarray(over) / np.asarray(under))[()]

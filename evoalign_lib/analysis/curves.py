@@ -13,7 +13,7 @@ from math import comb, inf, nan
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.analysis.stats import ENDS, Interval
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def completions_to_target(curves: Sequence[tuple[ArrayLike, ArrayLike]], target:
     return ToTarget(np.array(ends), np.array(reached))
 
 
-def median_to_target(found: ToTarget, level: float = 0.95) -> Interval:
+def median_to_target(found: ToTarget) -> Interval:
     """Return the Kaplan-Meier median budget to a target, with the interval of Brookmeyer and Crowley (log-log scale).
 
     The median is the first x by which half of the runs have reached the target, infinite if that never happens; low and
@@ -67,17 +67,17 @@ def median_to_target(found: ToTarget, level: float = 0.95) -> Interval:
     if n < 2:
         raise ValueError(f"{n} run has no interval of its median: train more seeds")
     if not found.reached.any():
-        return Interval(inf, nan, nan, n, level)
+        return Interval(inf, nan, nan, n)
     curve = SurvfuncRight(found.x, found.reached.astype(int))
     # statsmodels takes the logarithm of rounded products, and its own quantile compares them with one half exactly
     half = np.flatnonzero(curve.surv_prob <= 0.5 + 1e-9)
     median = float(curve.surv_times[half[0]]) if len(half) else inf
     with np.errstate(divide="ignore", invalid="ignore"):  # log 0, where the last run has reached the target
-        low, high = curve.quantile_ci(0.5, alpha=1 - level)
+        low, high = curve.quantile_ci(0.5, alpha=1 - 0.95)
     if np.isnan(low):
         # no step is undecided: one went from surely above one half to surely below, or all stay surely above
         low, high = (median, median) if len(half) else (found.x.max(), inf)
-    return Interval(median, float(low), float(high), n, level)
+    return Interval(median, float(low), float(high), n)
 
 
 def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
@@ -186,9 +186,7 @@ def cost_at_equal_score(
     own: tuple[ArrayLike, ArrayLike],
     start: float,
     *,
-    level: float = 0.95,
     n_resamples: int = 2000,
-    seed: int = 0,
 ) -> Interval:
     """Return what another arm's models cost over what an arm's do, where their mean scores are equal.
 
@@ -209,7 +207,7 @@ def cost_at_equal_score(
         ValueError: an empty group, and values that are not finite.
     """
     groups = [tuple(_points(values, 1) for values in group) for group in (*other, own)]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     means = []
     for scores, costs in groups:
         chosen = rng.integers(len(scores), size=(n_resamples + 1, len(scores)))
@@ -220,10 +218,9 @@ def cost_at_equal_score(
     y = np.array([np.zeros_like(cost), *(found for _, found in line)])
     there = np.array([np.interp(at, x[:, i], y[:, i], right=nan) for i, at in enumerate(score)])
     ratios = np.divide(there, cost, out=np.full_like(cost, nan), where=(there > 0) & (cost > 0))
-    tail = (1 - level) / 2
-    low, high = np.quantile(ratios[1:], [tail, 1 - tail]) if np.isfinite(ratios).all() else (nan, nan)
+    low, high = np.quantile(ratios[1:], ENDS) if np.isfinite(ratios).all() else (nan, nan)
     n = min(len(scores) for scores, _ in groups)
-    return Interval(float(ratios[0]), float(low), float(high), n, level)
+    return Interval(float(ratios[0]), float(low), float(high), n)
 
 
 def _points(values: ArrayLike, ndim: int) -> NDArray[np.float64]:

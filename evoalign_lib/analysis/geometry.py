@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.stats import ratio
+
 if TYPE_CHECKING:  # claims are judged, and artefacts drawn, by what stands here, without torch
     from torch import Tensor
 
@@ -160,12 +162,12 @@ class Displacements:
     @property
     def relative_norms(self) -> Vector:
         """(groups, K) |D_l| / |theta_0l|; NaN where the start is 0."""
-        return np.sqrt(_ratio(self.squares, self.start[:, None]))
+        return np.sqrt(ratio(self.squares, self.start[:, None]))
 
     @property
     def shares(self) -> Vector:
         """(groups, K) s_l = |D_l|^2 / |D|^2; NaN where D is 0."""
-        return _ratio(self.squares, self.squares.sum(0))
+        return ratio(self.squares, self.squares.sum(0))
 
     @property
     def size_shares(self) -> Vector:
@@ -182,7 +184,7 @@ class Displacements:
                 f"threshold {threshold} was not counted: give it to `measure`, which had {self.thresholds}"
             )
         moved, entries = self.moved[dtype][self.thresholds.index(threshold)], self.entries[:, None]
-        return _ratio(entries - moved, entries)
+        return ratio(entries - moved, entries)
 
     def by(self, key: str | Callable[[str], str]) -> Displacements:
         """Return the sums over groups of tensors, sorted from the input of the model to its output.
@@ -217,13 +219,6 @@ class Displacements:
         for row, name in enumerate(self.names):
             members.setdefault(group_of(name), []).append(row)
         return {group: members[group] for group in sorted(members, key=_place)}
-
-    def select(self, runs: Sequence[int]) -> Displacements:
-        """Return some of the displacements, in this order; raises IndexError for one that is not there."""
-        chosen = np.asarray(runs, int)
-        moved = {dtype: counts[:, :, chosen] for dtype, counts in self.moved.items()}
-        gram = self.gram[:, chosen][:, :, chosen]
-        return Displacements(self.names, self.entries, self.start, gram, moved, self.thresholds, self.tied)
 
 
 def measure(
@@ -330,11 +325,6 @@ def _rounded_difference(end: Tensor, start: Tensor, dtype: str) -> Vector:
         return np.abs(rounded[0] - rounded[1])
 
 
-def _ratio(numerator: ArrayLike, denominator: ArrayLike) -> Vector:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(np.asarray(denominator) == 0, np.nan, np.divide(numerator, denominator))
-
-
 # ---- shares
 
 
@@ -383,7 +373,7 @@ def head_concentration(displacements: Displacements) -> Vector:
     if name not in layers.names:
         return np.full(displacements.gram.shape[1], np.nan)
     row = layers.names.index(name)
-    return _ratio(layers.shares[row], layers.size_shares[row])
+    return ratio(layers.shares[row], layers.size_shares[row])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.analysis.stats import ENDS, Interval
 from evoalign_lib.checks import whole_number
 
 _PERMUTATIONS = 20_000  # up to that many, the permutation test is exact
@@ -93,13 +93,7 @@ def adjusted_rand(first: ArrayLike, second: ArrayLike) -> float:
     return (both - expected) / (most - expected) if most != expected else 1.0
 
 
-def regimes(
-    dissimilarity: ArrayLike,
-    draws: ArrayLike | None = None,
-    *,
-    n_resamples: int = 500,
-    seed: int = 0,
-) -> Regimes:
+def regimes(dissimilarity: ArrayLike, draws: ArrayLike | None = None, *, n_resamples: int = 500) -> Regimes:
     """Cut runs into two clusters and say how stable they are, and whether one cluster would be as good.
 
     One cluster. Matrices of three kinds in which runs form one cluster are cut in two in the same way, and p_one is the
@@ -131,7 +125,7 @@ def regimes(
     if n < 4:
         raise ValueError(f"{n} runs make no two regimes: give 4 at least")
     whole_number("n_resamples", n_resamples)
-    matrix, rng = _square(condensed), np.random.default_rng(seed)
+    matrix, rng = _square(condensed), np.random.default_rng(0)
     labels = two_clusters(matrix)
     found = _silhouette(matrix, labels)
 
@@ -170,12 +164,7 @@ class WithinBetween:
 
 
 def within_between(
-    dissimilarity: ArrayLike,
-    labels: Sequence[Any],
-    *,
-    only: Any = None,
-    n_resamples: int = _PERMUTATIONS,
-    seed: int = 0,
+    dissimilarity: ArrayLike, labels: Sequence[Any], *, only: Any = None, n_resamples: int = _PERMUTATIONS
 ) -> WithinBetween:
     """Test whether dissimilarities within labels are lower than between, by permuting the labels over the runs.
 
@@ -207,7 +196,7 @@ def within_between(
     within, between = means(codes)
     if np.isnan(within):
         return WithinBetween(nan, between, nan)
-    deals, exact = _deals(codes, n_resamples, np.random.default_rng(seed))
+    deals, exact = _deals(codes, n_resamples, np.random.default_rng(0))
     # equal but for rounding counts as equal
     as_far = [outer - inner >= between - within - 1e-12 for inner, outer in map(means, deals)]
     # drawn deals and the observed one; all deals hold it already
@@ -215,28 +204,20 @@ def within_between(
     return WithinBetween(within, between, p)
 
 
-def separation(dissimilarity: ArrayLike, draws: ArrayLike, found: Regimes, *, level: float = 0.95) -> Interval:
+def separation(dissimilarity: ArrayLike, draws: ArrayLike, found: Regimes) -> Interval:
     """Return by how much two clusters are more separate than those of one cluster are, with its interval.
 
-    That is the silhouette less the largest quantile, at `level`, of the nulls of `regimes`; above 0 where p_one is
-    below 1 - level. The interval is that of the silhouette of the same clusters over draws, which have problems
-    resampled.
+    That is the silhouette less the largest 95 % quantile of the nulls of `regimes`; above 0 where p_one is below 5 %.
+    The interval is that of the silhouette of the same clusters over draws, which have problems resampled.
 
     dissimilarity, draws, found: as `regimes` took and returned them.
     """
-    beyond = max(float(np.quantile(null, level)) for null in found.nulls.values())
+    beyond = max(float(np.quantile(null, 0.95)) for null in found.nulls.values())
     drawn = [silhouette(matrix, found.labels) for matrix in np.asarray(draws, np.float64)]
-    return _interval(found.silhouette - beyond, np.array(drawn) - beyond, len(found.labels), level)
+    return _interval(found.silhouette - beyond, np.array(drawn) - beyond, len(found.labels))
 
 
-def agreement(
-    dissimilarity: ArrayLike,
-    draws: ArrayLike,
-    labels: Sequence[Any],
-    *,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval:
+def agreement(dissimilarity: ArrayLike, draws: ArrayLike, labels: Sequence[Any]) -> Interval:
     """Return the adjusted Rand index of two clusters with labels known beforehand, with its interval.
 
     The interval resamples problems and runs together: each draw is cut anew on the distinct runs of a bootstrap sample.
@@ -246,7 +227,7 @@ def agreement(
     Returns the index, 1 where clusters and labels are the same; n is the number of runs.
     Raises ValueError as `two_clusters`, and for labels that do not fit.
     """
-    matrix, rng = np.asarray(dissimilarity, np.float64), np.random.default_rng(seed)
+    matrix, rng = np.asarray(dissimilarity, np.float64), np.random.default_rng(0)
     codes = _labels(labels, len(matrix))
     value = adjusted_rand(codes, two_clusters(matrix))
     found = []
@@ -254,12 +235,10 @@ def agreement(
         runs = np.unique(rng.integers(len(codes), size=len(codes)))
         if len(runs) >= 3 and len(set(codes[runs])) > 1:
             found.append(adjusted_rand(codes[runs], two_clusters(drawn[np.ix_(runs, runs)])))
-    return _interval(value, np.array(found), len(codes), level)
+    return _interval(value, np.array(found), len(codes))
 
 
-def basin(
-    dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike, *, level: float = 0.95, seed: int = 0
-) -> Interval:
+def basin(dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike) -> Interval:
     """Return how much nearer some runs are to one another than to all others: between - within, with its interval.
 
     The interval resamples problems, by draws, and runs of both kinds; pairs with a run in common move together.
@@ -270,7 +249,7 @@ def basin(
     Raises ValueError as `two_clusters`, and for other numbers of runs.
     """
     condensed, n = _condensed(dissimilarity)
-    chosen, rng = np.asarray(inside, bool), np.random.default_rng(seed)
+    chosen, rng = np.asarray(inside, bool), np.random.default_rng(0)
     if chosen.shape != (n,) or chosen.sum() < 2 or chosen.all():
         raise ValueError(f"{int(chosen.sum())} of {n} runs inside: give two at least, and one outside")
     upper = np.triu(np.ones((n, n), bool), 1)
@@ -289,12 +268,12 @@ def basin(
         weights = np.outer(counts, counts)
         if weights[within].any():  # one run drawn again and again has no pair
             found.append(difference(np.maximum(drawn, 0), weights))
-    return _interval(difference(_square(condensed), np.ones((n, n))), np.array(found), min(map(len, kinds)), level)
+    return _interval(difference(_square(condensed), np.ones((n, n))), np.array(found), min(map(len, kinds)))
 
 
-def _interval(value: float, draws: NDArray[np.float64], n: int, level: float) -> Interval:
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2]) if len(draws) else (nan, nan)
-    return Interval(value, float(low), float(high), n, level)
+def _interval(value: float, draws: NDArray[np.float64], n: int) -> Interval:
+    low, high = np.quantile(draws, ENDS) if len(draws) else (nan, nan)
+    return Interval(value, float(low), float(high), n)
 
 
 def _deals(codes: NDArray[np.int64], n: int, rng: np.random.Generator) -> tuple[Iterator[NDArray[np.int64]], bool]:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+ENDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
+"""Quantiles at which a 95 % percentile interval ends."""
 _CHUNK = 256
 # draws of up to 2,000 problems in 10,000 resamples are kept, 20 megabytes each; larger ones are drawn again each time
 _KEPT_DRAWS = 20_000_000
@@ -665,6 +667,16 @@ def _precedence(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDAr
     """Return how many pairs (one value of each, over the last axis) the second one wins, ties counted half."""
     x, y = first[..., :, None], second[..., None, :]
     return ((y > x).sum((-2, -1)) + (y >= x).sum((-2, -1))) / 2
+
+
+def ratio(over: ArrayLike, under: ArrayLike) -> NDArray[np.float64]:
+    """Return over / under, NaN where under is 0.
+
+    >>> ratio([1.0, 2.0], [2.0, 0.0])
+    array([0.5, nan])
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.asarray(under) == 0, nan, np.divide(over, under))[()]
 
 
 def _ends(draws: NDArray[np.float64], level: float) -> NDArray[np.float64]:

@@ -100,23 +100,6 @@ def test_cover_at_counts_equal_values_and_keeps_shapes() -> None:
     assert coverage.cover_at(np.zeros((3, 5)), [0.1, 0.2]).shape == (3, 2)
 
 
-# arXiv 2507.14843, P / E / S / Out and the published SRR, NDR, SDS and NSCR. Table 1, its first row:
-# table 3, pass@256: the NSCR
-TABLE_3 = {
-    "Minerva, SFT": ((154, 28, 18, 72), 0.050, 272),
-    "Minerva, DAPO": ((138, 12, 34, 88), -0.120, 272),
-    "Olympiad, SFT": ((503, 49, 25, 98), 0.042, 675),
-    "Olympiad, DAPO": ((467, 25, 61, 122), -0.065, 675),
-}
-
-
-@pytest.mark.parametrize("name", TABLE_3)
-def test_support_gives_the_net_change_of_table_3(name: str) -> None:
-    counts, nscr, problems = TABLE_3[name]
-    found = Support(*counts)
-    assert round(found.nscr, 3) == nscr and found.total == problems
-
-
 @given(*[st.integers(0, 50)] * 4)
 def test_rates_of_support_from_sets(kept: int, won: int, lost: int, out: int) -> None:
     before = np.repeat([True, False, True, False], [kept, won, lost, out])

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib import noise, update_rules
@@ -104,24 +103,6 @@ def test_sums_equal_brute_force_however_tensors_are_cut(monkeypatch, part):
                 assert found.moved["float32"][i, row, k] == (np.abs(own[k]) > limit).sum()
                 rounded = end[name].bfloat16().double() - start[name].bfloat16().double()
                 assert found.moved["bfloat16"][i, row, k] == (rounded.abs() > limit).sum()
-    # a part of the displacements
-    chosen = found.select([2, 0])
-    np.testing.assert_array_equal(chosen.total, found.total[[2, 0]][:, [2, 0]])
-    np.testing.assert_array_equal(chosen.moved["float16"], found.moved["float16"][:, :, [2, 0]])
-
-
-@given(seed=SEEDS, factor=st.floats(1e-6, 1e6))
-@settings(max_examples=20)
-def test_cosines_and_shares_do_not_depend_on_lengths(seed, factor):
-    a, b = draw(seed), draw(seed + 1)
-    longer = {name: tensor.double() * factor for name, tensor in a.items()}
-    one, other = (geometry.measure(None, [x, b]) for x in (a, longer))
-    np.testing.assert_allclose(other.shares, one.shares, rtol=1e-5)
-    for key in ("layer", "kind", "all"):
-        first, second = (geometry.cosines(found, key) for found in (one, other))
-        for group in first:
-            assert first[group].value == pytest.approx(second[group].value, rel=1e-4, abs=1e-6)
-            assert first[group].effective_d == pytest.approx(second[group].effective_d, rel=1e-4)
 
 
 def test_exactly_unchanged_entries_are_counted_by_dtype():

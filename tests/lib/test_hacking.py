@@ -1,6 +1,5 @@
 """Detectors of reward hacking: each flags what it is for and leaves clean text alone, and the report concludes."""
 
-import time
 from collections import Counter
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from evoalign_lib.analysis import hacking
 from evoalign_lib.analysis.hacking import hack_report
-from evoalign_lib.tasks import conciseness, safety_published
+from evoalign_lib.tasks import conciseness
 
 # Answers that a person might give, long and short, in several languages, with numbers, lists and code.
 CLEAN = [
@@ -193,13 +192,3 @@ def compared_one_by_one(texts, similar=0.7):
 def test_templates_are_those_that_comparing_one_by_one_finds(texts):
     assert hacking.template_share(texts) == compared_one_by_one(texts)
     assert hacking.template_share(texts, similar=0.4) == compared_one_by_one(texts, 0.4)
-
-
-def test_templates_of_real_responses_are_found_fast(external_data):
-    own = safety_published.load_points("Beaver-V2")
-    some = [own.responses[i] for i in range(0, 600, 3)] + [own.responses[0] + " Thank you."] * 5
-    assert hacking.template_share(some) == compared_one_by_one(some) >= 6 / 205
-    start = time.perf_counter()
-    # the prompt that occurs 52 times looks like a template: share over distinct prompts
-    assert hacking.template_share(own.responses) == 52 / 3036
-    assert time.perf_counter() - start < 20

@@ -98,25 +98,6 @@ def test_players_without_finite_strengths_are_refused():
 # ----------------------------------------------------------------------------------------------------------- covariates
 
 
-def test_a_length_effect_is_told_apart_from_strength():
-    rng = np.random.default_rng(8)
-    base, lengths = drawn(300, 8, ties=0), np.array([100, 120, 140, 300])
-    la, lb = (rng.integers(50, 150, len(base)) * lengths[side] / 100 for side in (base.a, base.b))
-    longer = tournaments.length_difference(la, lb)
-    # all are equally strong, and the longer answer wins: 2 in log-odds per unit
-    outcome = (rng.random(len(base)) < 1 / (1 + np.exp(-2 * longer))).astype(float)
-    games = Games(PLAYERS, base.prompts, base.a, base.b, outcome)
-    fooled = tournaments.bradley_terry(games, "w", n_resamples=100).interval("z")
-    equal = tournaments.adjusted(games, "w", {"length": longer})
-    assert fooled.low > 50
-    assert equal.interval("z").low < 0 < equal.interval("z").high
-    assert equal.interval("length").low < 2 * SCALE < equal.interval("length").high
-    assert equal.values[[1, 2, 3, 4]] == pytest.approx(most_likely(games, longer), abs=1e-2)
-    # a slot that wins by itself is a column of ones
-    slot = tournaments.adjusted(games, "w", {"slot A": np.ones(len(games))}).interval("slot A")
-    assert slot.low < 0 < slot.high
-
-
 def test_a_tie_scores_as_two_games_of_half_weight_and_the_covariance_is_the_sandwich_over_prompts():
     import statsmodels.api as sm
 

@@ -5,8 +5,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 from claim_worlds import DECLARED, judge
-from evoalign_study import path_points
-from evoalign_study.claims.rules import check_rule
 from evoalign_study.records import pack_bits
 
 N, POINTS = 100, 11
@@ -91,26 +89,6 @@ def test_without_lines_there_is_nothing_to_judge() -> None:
     assert found.verdict == "open" and "0 hacked v 16 unhacked" in found.findings[1].have
 
 
-def test_barriers_between_runs_are_those_of_their_lines_in_either_direction() -> None:
-    runs = arms()[:3]
-    rng = np.random.default_rng(2)
-    heights = {(0, 1): 0.1, (0, 2): 0.4, (1, 2): 0.25}
-    known = [line(runs[i], runs[j], height, rng) for (i, j), height in heights.items()]
-    matrix, draws = path_points.barriers(known, runs, "greedy", 20)
-    assert 1 <= len(draws) <= 20 and draws.shape[1:] == (3, 3)  # fewer where a resample has one run alone
-    assert np.isnan(matrix[np.tril_indices(3)]).all()
-    for pair, height in heights.items():
-        assert matrix[pair] == pytest.approx(height, abs=0.1)
-    turned, _ = path_points.barriers([line(runs[2], runs[1], 0.25, rng), *known[:2]], runs, "t1", 20)
-    assert turned[1, 2] == pytest.approx(0.25, abs=0.1)
-    # an end that is not where a run ended is another model
-    other = known[2] | {"spec": known[2]["spec"] | {"last": known[2]["spec"]["last"] | {"draw": 3}}}
-    with pytest.raises(ValueError, match="no line was measured between the runs with the weights"):
-        path_points.barriers([*known[:2], other], runs, "greedy", 20)
-    with pytest.raises(ValueError, match="give two at least"):
-        path_points.barriers(known, runs[:1], "greedy", 20)
-
-
 @pytest.mark.parametrize(("height", "passes"), [(0.02, True), (0.5, False)])
 def test_a_null_takes_the_place_of_runs_with_large_steps(height: float, passes: bool) -> None:
     """Runs that learned nothing pass only if they, too, share a basin."""
@@ -123,13 +101,3 @@ def test_a_null_takes_the_place_of_runs_with_large_steps(height: float, passes: 
     verdict = judge("C26", runs + nulls + lines(runs, 0.02, 0.5) + apart + together)
     assert ("not evidence" == verdict.verdict) == passes, verdict.placebo
     assert ("passed by" if passes else "failed by") + " ES with random fitness (n = 4)" in verdict.placebo
-
-
-def test_what_is_declared_wrongly_is_refused() -> None:
-    for rule, message in (
-        ({"decodings": ["greedy", "t2"]}, "decodings"),
-        ({"favours": ["es_huge"]}, "arm 'es_huge' of the rule is not declared"),
-    ):
-        claim = DECLARED["C26"] | {"rule": DECLARED["C26"]["rule"] | rule}
-        with pytest.raises(ValueError, match=message):
-            check_rule(claim)

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study.kinds.exact import ExactObjective
-from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from evoalign_lib import noise, tiny, update_rules
@@ -175,26 +173,6 @@ def test_gradient_equals_finite_differences(model, full, rewards):
 
 LAYOUT = noise.Layout.from_shapes([("a", (17, 11)), ("b", (9,)), ("c", (5, 41))])
 _FINITE = st.floats(-1e3, 1e3, width=32)
-
-
-@given(st.integers(1, 40).flatmap(lambda n: st.tuples(*[hnp.arrays(np.float32, n, elements=_FINITE)] * 2)))
-def test_parts_of_a_step(vectors):
-    a, g = vectors
-    if not g.any():
-        with pytest.raises(ValueError, match="0 everywhere"):
-            exact.decompose(a, g)
-        return
-    aligned, orthogonal = exact.decompose(a, g)
-    size = np.linalg.norm(a.astype(float))
-    assert aligned + orthogonal == pytest.approx(a, abs=1e-12 * size + 1e-300)
-    assert abs(orthogonal @ (g / np.linalg.norm(g.astype(float)))) <= 1e-12 * size
-    assert math.hypot(np.linalg.norm(aligned), np.linalg.norm(orthogonal)) == pytest.approx(size)
-    if a.any():
-        cosine = exact.cosine(a, g)
-        assert abs(cosine) <= 1 + 1e-12
-        assert abs(cosine) * size == pytest.approx(np.linalg.norm(aligned), abs=1e-12 * size)
-    else:
-        assert math.isnan(exact.cosine(a, g))
 
 
 def test_a_step_is_the_weighted_sum_of_the_noise():

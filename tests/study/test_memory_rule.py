@@ -1,11 +1,7 @@
 """Rule "memory" on hand-built records: every verdict, what is asked of the formula, and what is refused."""
 
-import pytest
 from claim_worlds import DECLARED, judge
 from evoalign_study import claims
-from evoalign_study.claims import placebos
-from evoalign_study.claims.rules import check_rule
-from evoalign_study.claims.selection import Evidence
 
 METHODS = ("es", "es_inplace", "grpo", "grpo_lora", "grpo_adam8bit")
 AGAINST = ["grpo", "grpo_lora", "grpo_adam8bit"]
@@ -51,13 +47,6 @@ def test_ratios_within_the_bounds_against_all_support_it():
     assert len(found.findings) == 6 and found.placebo == "favours no arm"
 
 
-@pytest.mark.parametrize(("method", "taken"), [("grpo", 100), ("grpo_lora", 7), ("grpo_adam8bit", 49)])
-def test_one_ratio_outside_contradicts_it(method, taken):
-    found = verdict(world(**{method: taken}))
-    assert found.verdict == "contradicted"
-    assert found.key.startswith(f"{method.replace('_', ' ')} over es at 7B")
-
-
 def test_a_formula_that_misses_a_step_by_more_than_is_asked_decides_nothing():
     for error in (0.051, -0.06):
         for taken in (60, 7):
@@ -67,14 +56,6 @@ def test_a_formula_that_misses_a_step_by_more_than_is_asked_decides_nothing():
     # one miss, of a method that its own ratio does not need, is enough
     records = [*world(grpo_lora=7)[:-1], record("grpo_adam8bit", "4M", 60, 0.2)]
     assert verdict(records).verdict == "underpowered"
-
-
-def test_the_miss_is_the_interval_so_that_a_ratio_near_a_bound_is_not_decided():
-    found = verdict(world(0.04, grpo=51))
-    interval = found.intervals["grpo over es at 7B, above 5"]
-    assert (interval.low, interval.high) == pytest.approx((5.1 * 0.96 / 1.04, 5.1 * 1.04 / 0.96))
-    assert found.verdict == "underpowered"
-    assert verdict(world(0.0, grpo=51)).verdict == "supported"
 
 
 def test_too_few_steps_decide_nothing_and_none_leave_it_open():
@@ -89,31 +70,3 @@ def test_other_methods_are_reported_and_decide_nothing():
     found = verdict(world(), also=["es_inplace"])
     assert found.verdict == "supported" and found.intervals["grpo over es inplace at 7B, above 5"].value == 12
     assert sum(not finding.decisive for finding in found.findings) == 6
-
-
-def test_nothing_is_learned_so_that_no_null_is_asked():
-    claim = CLAIM | {"id": "X"}
-    assert placebos.ask(claim, Evidence.of(world(), "tiny")) == []
-    assert placebos.summary(claim, []) == "favours no arm"
-
-
-def test_records_of_two_formulas_are_refused():
-    with pytest.raises(ValueError, match=r"C16: records of one method give \[60.0, 61.0\] bytes for 7B"):
-        verdict([*world()[:-1], record("grpo_adam8bit", "4M", 61)])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"between": [8, 5]}, "between .8, 5.: declare two ratios"),
-        ({"between": [5]}, "declare two ratios"),
-        ({"error": 0}, "error 0: declare a share"),
-        ({"sizes": []}, "at least one method in 'against' and one model"),
-        ({"of": "essa"}, "arm 'essa' of the rule is not declared"),
-        ({"against": ["ppo"]}, "arm 'ppo' of the rule is not declared"),
-        ({"seeds": 3}, "unknown key 'seeds'"),
-    ],
-)
-def test_wrong_declarations_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        check_rule(CLAIM | {"id": "X", "rule": CLAIM["rule"] | change})

@@ -1,7 +1,7 @@
 """The claims: declared in paper/claims.yaml before they are tested, judged by code from the run records."""
 
+from evoalign_study.claims.decision import decide
 from evoalign_study.claims.declarations import check_claim, load_claims, rule_hash
-from evoalign_study.claims.judgement import decide
 from evoalign_study.claims.lock import lock, lock_problems, once_locked, read_lock
 from evoalign_study.claims.selection import NULLS, committed_records
 from evoalign_study.claims.tables import table_of_comparisons, table_of_statements, table_of_verdicts

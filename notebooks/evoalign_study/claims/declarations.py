@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from evoalign_study import paths
-from evoalign_study.claims.checks import check_keys
+from evoalign_study.claims.checks import check_keys, require
 from evoalign_study.claims.rules import check_rule
 from evoalign_study.claims.selection import Claim
 from evoalign_study.records import canonical_json
@@ -33,23 +33,18 @@ def load_claims(path: Path | None = None) -> list[Claim]:
 
     text = (path or paths.PAPER / "claims.yaml").read_text(encoding="utf-8")
     claims = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, where PyYAML was built with it: 8x
-    if not isinstance(claims, list):
-        raise ValueError(f"claims.yaml holds a {type(claims).__name__}: it must be a list of claims")
+    require(isinstance(claims, list), f"claims.yaml holds a {type(claims).__name__}: it must be a list of claims")
     for claim in claims:
         check_claim(claim)
     times = Counter(claim["id"] for claim in claims)
     for name, n in times.items():
-        if n > 1:
-            raise ValueError(f"claim id {name!r} is used {n} times in claims.yaml: ids are unique")
+        require(n == 1, f"claim id {name!r} is used {n} times in claims.yaml: ids are unique")
     for claim in claims:
-        if claim.get("superseded", claim["id"]) not in times:
-            raise ValueError(f"claim {claim['id']} is superseded by {claim['superseded']!r}, which is not declared")
-    for notebook, number in Counter(claim["primary"] for claim in claims if "primary" in claim).items():
-        if number > _MOST_PRIMARY:
-            raise ValueError(
-                f"notebook {notebook} has {number} primary claims: at most {_MOST_PRIMARY}, or eight seeds cannot pass "
-                "Holm's correction"
-            )
+        by = claim.get("superseded", claim["id"])
+        require(by in times, f"claim {claim['id']} is superseded by {by!r}, which is not declared")
+    for notebook, n in Counter(claim["primary"] for claim in claims if "primary" in claim).items():
+        why = f"at most {_MOST_PRIMARY}, or eight seeds cannot pass Holm's correction"
+        require(n <= _MOST_PRIMARY, f"notebook {notebook} has {n} primary claims: {why}")
     return claims
 
 
@@ -59,19 +54,17 @@ def check_claim(claim: Claim) -> None:
     missing = [key for key in _REQUIRED if key not in claim]
     is_open = claim.get("rule", {}).get("kind") == "open"
     missing += [key for key in _JUDGED if key not in claim and not is_open]
-    if missing:
-        raise ValueError(f"{name} does not declare {', '.join(missing)}")
+    require(not missing, f"{name} does not declare {', '.join(missing)}")
     check_keys(f"{name}, claim", claim, (), (*_REQUIRED, *_JUDGED, *_OPTIONAL))
     check_keys(f"{name}, scales", claim["scales"], (), SCALES)
     check_keys(f"{name}, not_testable", claim.get("not_testable", ()), (), SCALES)
-    if len(claim.get("cells", {})) > 1:
-        raise ValueError(f"{name}: cells vary one field of the spec, got {', '.join(claim['cells'])}")
-    if claim.get("margin", 0) < 0:
-        raise ValueError(f"{name}: margin {claim['margin']} is negative; 0 declares none")
-    if claim.get("min_seeds", _FEWEST_SEEDS) < _FEWEST_SEEDS:
-        raise ValueError(f"{name}: min_seeds {claim['min_seeds']}: a verdict needs at least {_FEWEST_SEEDS} in a cell")
-    if claim.get("primary", claim["notebooks"][0]) not in claim["notebooks"]:
-        raise ValueError(f"{name} is primary of {claim['primary']}, which is none of its notebooks")
+    cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", _FEWEST_SEEDS)
+    primary = claim.get("primary", claim["notebooks"][0])
+    require(len(cells) < 2, f"{name}: cells vary one field of the spec, got {', '.join(cells)}")
+    require(margin >= 0, f"{name}: margin {margin} is negative; 0 declares none")
+    fewest = f"a verdict needs at least {_FEWEST_SEEDS} in a cell"
+    require(seeds >= _FEWEST_SEEDS, f"{name}: min_seeds {seeds}: {fewest}")
+    require(primary in claim["notebooks"], f"{name} is primary of {primary}, which is none of its notebooks")
     check_rule(claim)
 
 

@@ -3,7 +3,7 @@
 ES optimises greedy decoding and GRPO samples at temperature 1, so that a comparison under one of the two favours an
 arm. So each comparison that a verdict rests on is made again under every decoding of `DECODINGS` that its claim does
 not declare. Where the order of the arms changes, both intervals excluding 0, the verdict is "depends on decoding"
-(`judgement.decide`). Nothing else about a verdict rests on these.
+(`decision.decide`). Nothing else about a verdict rests on these.
 """
 
 from __future__ import annotations

@@ -93,6 +93,31 @@ def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
         raise Undecided(str(error)) from error
 
 
+Measured = tuple[Interval, str, str] | tuple[Interval, str, str, float | None]
+"""A quantity with its interval, value and context in words, and the p-value of the rule's own test, if it has one."""
+
+
+def hold(label: str, n: int, have: str, measure: Callable[[], Measured], **kept: Any) -> Finding:
+    """Measure a quantity and hold it against a bound: the one rule of which every kind is made.
+
+    Args:
+        label: what is measured.
+        n: units in the smaller arm. Without any nothing is measured.
+        have: the runs found, in words.
+        measure: measures it, or raises Undecided.
+        kept: further fields of the finding: bound, side, decoding and the like.
+    """
+    if not n:
+        return Finding(label, 0, have, None, **kept)
+    kept.pop("lacks", None)
+    try:
+        interval, value, context, *test = measure()
+    except Undecided as error:
+        return Finding(label, n, have, None, value="not defined", context=f"({error})", **kept)
+    p = test[0] if test else None
+    return Finding(label, n, have, interval, test=p, value=value, context=context, **kept)
+
+
 def decoding_words(decoding: str) -> str:
     """Return a decoding in words.
 

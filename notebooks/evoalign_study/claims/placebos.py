@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from evoalign_lib import arms
+from evoalign_study.claims.decision import decide
 from evoalign_study.claims.findings import Finding
-from evoalign_study.claims.judgement import decide
 from evoalign_study.claims.rules import RULES
 from evoalign_study.claims.selection import BASE, NULLS, Claim, Evidence, arm_words
 

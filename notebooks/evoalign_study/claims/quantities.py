@@ -20,7 +20,7 @@ from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry,
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.files import canonical_json
 from evoalign_study import path_points
-from evoalign_study.claims.checks import check_keys
+from evoalign_study.claims.checks import check_keys, require
 from evoalign_study.claims.findings import Undecided, decoding_words, defined
 from evoalign_study.claims.selection import Evidence, Record
 from evoalign_study.path_points import Model, model_of
@@ -83,11 +83,57 @@ def check_side(name: str, declared: str | Mapping[str, Any]) -> None:
         return
     check_keys(f"{name}, side", declared, ("arm",), ("mean", "shrunk", "random"))
     side = side_of(declared)
-    if side.mean < 1 or side.shrunk < 0 or (side.mean > 1) + bool(side.shrunk) + side.random > 1:
-        raise ValueError(f"{name}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
+    one = side.mean >= 1 and side.shrunk >= 0 and (side.mean > 1) + bool(side.shrunk) + side.random <= 1
+    require(one, f"{name}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
+
+
+_Read = Callable[[Evidence, Chosen, str], Array]
+"""Reads one number per model of a side, under a decoding."""
+_Find = Callable[[Evidence, Sequence[Chosen], str], Interval]
+_Units = Callable[[Evidence, Sequence[Chosen]], list[int]]
+
+
+def _records(kind: str) -> Callable[[Evidence, Chosen], list[Record]]:
+    """Read the records of a kind of those models of a side that have one."""
+
+    def read(evidence: Evidence, side: Chosen) -> list[Record]:
+        specs = [(record["spec"], record) for record in _measured_alike(evidence, kind)]
+        found = {model_of(spec if kind == "merge" else spec.get("end")): record for spec, record in specs}
+        return [found[model] for model in side.models() if model in found]
+
+    return read
+
+
+def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
+    """Return the records of a kind; those of coverage with the settings that most of them have."""
+    records = evidence.having("kind", kind)
+    if kind != "coverage":
+        return records
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        settings = {name: value for name, value in record["spec"].items() if name != "end"}
+        groups.setdefault(canonical_json(settings), []).append(record)
+    return max(groups.values(), key=len, default=[])
+
+
+def _counted(read: Callable[[Evidence, Chosen], Sequence[Any]]) -> _Units:
+    """Count how many models of each side were measured."""
+    return lambda evidence, sides: [len(read(evidence, side)) for side in sides]
+
+
+_merged, _noisy, _covered = map(_records, ("merge", "noise", "coverage"))
+with_coverage = _counted(_covered)
+"""How many models of each side have a record of what they can solve."""
 
 
 # ---- displacements
+
+
+def _displaced(evidence: Evidence, side: Chosen) -> list[Record]:
+    """Return the runs of a side that have products."""
+    blocks = [r["spec"][block]["digests"] for r in evidence.having("kind", "products") for block in ("a", "b")]
+    known = {digest for digests in blocks for digest in digests}
+    return [run for run in side.runs if run.get("digest") in known]
 
 
 def _displacements(evidence: Evidence, *sides: Chosen) -> geometry.Displacements:
@@ -96,13 +142,13 @@ def _displacements(evidence: Evidence, *sides: Chosen) -> geometry.Displacements
     return defined(gram_matrix.gram, evidence.having("kind", "products"), runs)
 
 
-def _log_norms(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-    return np.log(np.diagonal(_displacements(evidence, side).total)) / 2
+def _of_displacements(read: Callable[[geometry.Displacements, Sequence[Record]], Any]) -> _Read:
+    return lambda evidence, side, decoding: np.array(read(_displacements(evidence, side), side.runs))
 
 
-def _norms_over_walk(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-    found, walks = _displacements(evidence, side), []
-    for run in side.runs:
+def _norms_over_walk(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
+    walks = []
+    for run in runs:
         spec = run["spec"]
         steps = spec["steps"] - run["counts"]["tied"]
         walks.append(geometry.es_norm(spec["alpha"], found.d, steps, spec["population_size"]))
@@ -110,26 +156,19 @@ def _norms_over_walk(evidence: Evidence, side: Chosen, decoding: str) -> Array:
         return np.sqrt(np.diagonal(found.total)) / walks
 
 
-def _unevenness(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-    found = _displacements(evidence, side)
-    return np.array([geometry.total_variation(shares, found.size_shares) for shares in found.shares.T])
+def _unevenness(found: geometry.Displacements, runs: Sequence[Record]) -> list[float]:
+    return [geometry.total_variation(shares, found.size_shares) for shares in found.shares.T]
 
 
-def _head(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-    found = _displacements(evidence, side)
-    names = [name for name in found.names if name in ("head", "embedding (tied)")]
-    if not names:
+def _head(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
+    rows = [row for row, name in enumerate(found.names) if name in ("head", "embedding (tied)")]
+    if not rows:
         raise Undecided("there is no head")
-    row = found.names.index(names[0])
-    return found.shares[row] / found.size_shares[row]
+    return found.shares[rows[0]] / found.size_shares[rows[0]]
 
 
-def _unmoved(dtype: str) -> Callable[[Evidence, Chosen, str], Array]:
-    def read(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-        found = _displacements(evidence, side)
-        return (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
-
-    return read
+def _unmoved(dtype: str) -> _Read:
+    return _of_displacements(lambda found, runs: (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d)
 
 
 def _rows(*sides: Chosen) -> list[list[int]]:
@@ -157,13 +196,7 @@ def _common_share(evidence: Evidence, sides: Sequence[Chosen], decoding: str) ->
 # ---- merged models
 
 
-def _merged(evidence: Evidence, side: Chosen) -> list[Record]:
-    """Return the records of those models of a side that were measured."""
-    found = {model_of(record["spec"]): record for record in evidence.having("kind", "merge")}
-    return [found[model] for model in side.models() if model in found]
-
-
-def _of_merged(read: Callable[[Record], float]) -> Callable[[Evidence, Chosen, str], Array]:
+def _of_merged(read: Callable[[Record], float]) -> _Read:
     return lambda evidence, side, decoding: np.array([read(record) for record in _merged(evidence, side)])
 
 
@@ -207,10 +240,7 @@ def _barrier(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Inte
 
 def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
     """Return where on the line from the base half of the gain lies, or the difference of two sides."""
-    rewards = []
-    for side in sides:
-        models = side.models()
-        rewards.append(1 - _errors(_lines(evidence, [None] * len(models), models), decoding))
+    rewards = [1 - _errors(_from_base(evidence, side), decoding) for side in sides]
     baseline = rewards[1] if len(rewards) > 1 else None
     resamples = min(1000, evidence.resamples)
     found = connectivity.half_gain_interval(rewards[0], baseline=baseline, monotone=True, n_resamples=resamples)
@@ -222,17 +252,11 @@ def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> In
 # ---- noise on the weights
 
 
-def _noisy(evidence: Evidence, side: Chosen) -> list[Record]:
-    """Return the records under noise of those models of a side that have one."""
-    found = {model_of(record["spec"].get("end")): record for record in evidence.having("kind", "noise")}
-    return [found[model] for model in side.models() if model in found]
-
-
 def _clean(evidence: Evidence, side: Chosen, decoding: str) -> Array:
     return np.array([record["clean"][decoding] for record in _noisy(evidence, side)])
 
 
-def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
+def _kept(part: str) -> _Read:
     """Read the share of a model's accuracy that it keeps under noise, the mean over draws and sigmas."""
 
     def read(evidence: Evidence, side: Chosen, decoding: str) -> Array:
@@ -246,21 +270,6 @@ def _kept(part: str) -> Callable[[Evidence, Chosen, str], Array]:
 
 
 # ---- what a model can solve within some samples
-
-
-def _measured_alike(evidence: Evidence) -> list[Record]:
-    """Return the coverage records that were made with the same settings: with those that most records have."""
-    groups: dict[str, list[Record]] = {}
-    for record in evidence.having("kind", "coverage"):
-        settings = {name: value for name, value in record["spec"].items() if name != "end"}
-        groups.setdefault(canonical_json(settings), []).append(record)
-    return max(groups.values(), key=len, default=[])
-
-
-def _covered(evidence: Evidence, side: Chosen) -> list[Record]:
-    """Return the records of what those models of a side can solve that have one."""
-    found = {model_of(record["spec"].get("end")): record for record in _measured_alike(evidence)}
-    return [found[model] for model in side.models() if model in found]
 
 
 def _reached(record: Record, decoding: str) -> Array:
@@ -286,13 +295,9 @@ def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) 
     return found
 
 
-def _support_change_own(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    return _support_change(evidence, sides, "")
-
-
 def _base_of(evidence: Evidence) -> Record:
     """Return what the base can solve."""
-    for record in _measured_alike(evidence):
+    for record in _measured_alike(evidence, "coverage"):
         if "end" not in record["spec"]:
             return record
     raise Undecided("the base was not measured in the same way")
@@ -308,7 +313,7 @@ def _gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interva
     return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), n_resamples=evidence.resamples)
 
 
-def _solved(within: int) -> Callable[[Evidence, Sequence[Chosen], str], Interval]:
+def _solved(within: int) -> _Find:
     """Make a quantity of the share of problems that runs solve within some samples, or of greedy answers."""
 
     def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
@@ -336,15 +341,10 @@ def base_chances(evidence: Evidence, decoding: str) -> Array:
     return _reached(_base_of(evidence), decoding)
 
 
-def with_coverage(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
-    """Return how many models of each side have a record of what they can solve."""
-    return [len(_covered(evidence, side)) for side in sides]
-
-
 # ---- the registry
 
 
-def _between(read: Callable[[Evidence, Chosen, str], Array]) -> Callable[[Evidence, Sequence[Chosen], str], Interval]:
+def _between(read: _Read) -> _Find:
     """Make a quantity of one number per model: its mean, or the difference of the means of two sides."""
 
     def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
@@ -356,29 +356,13 @@ def _between(read: Callable[[Evidence, Chosen, str], Array]) -> Callable[[Eviden
     return find
 
 
-def _displaced(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
-    """Return how many runs of each side have products."""
-    known = {
-        d for r in evidence.having("kind", "products") for block in ("a", "b") for d in r["spec"][block]["digests"]
-    }
-    return [sum(run.get("digest") in known for run in side.runs) for side in sides]
-
-
-def _counted(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
-    return [len(_merged(evidence, side)) for side in sides]
-
-
-def _shaken(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
-    return [len(_noisy(evidence, side)) for side in sides]
-
-
 def _drawn(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
     return [len(_lines(evidence, *(side.models() for side in sides)))]
 
 
-def _drawn_from_base(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
-    every = [side.models() for side in sides]
-    return [len(_lines(evidence, [None] * len(models), models)) for models in every]
+def _from_base(evidence: Evidence, side: Chosen) -> list[tuple[Record, bool]]:
+    models = side.models()
+    return _lines(evidence, [None] * len(models), models)
 
 
 @dataclass(frozen=True)
@@ -387,9 +371,9 @@ class Quantity:
 
     words: str
     """What it is called in labels."""
-    find: Callable[[Evidence, Sequence[Chosen], str], Interval]
+    find: _Find
     """Its value with its 95 % interval. Raises Undecided where it is not defined."""
-    units: Callable[[Evidence, Sequence[Chosen]], list[int]]
+    units: _Units
     """How many models, or lines, were measured, of each side or of both together."""
     sides: tuple[int, ...] = (1, 2)
     """How many sides it may have."""
@@ -403,53 +387,63 @@ class Quantity:
     """Whether the untrained base has it, too, so that it is asked as a null."""
 
 
+def _log_skills_kl(record: Record) -> float:
+    return math.log(_skills("kl")(record))
+
+
+_of_run, _of_merge, _of_noise = map(_counted, (_displaced, _merged, _noisy))
+_POINTS, _DECODED = {"unit": "points"}, {"unit": "points", "decoded": True}
+_COVERED = {"units": with_coverage, "of_base": True}
+
 QUANTITIES: dict[str, Quantity] = {
-    "norm": Quantity("norm of the displacement", _between(_log_norms), _displaced, (2,), unit="ratio"),
-    "norm_over_walk": Quantity("norm over that of a walk", _between(_norms_over_walk), _displaced),
-    "unevenness": Quantity("distance of the layers' shares from their sizes'", _between(_unevenness), _displaced),
-    "head": Quantity("the head's share over its size's", _between(_head), _displaced),
-    "unmoved_float32": Quantity("weights that stay, float32", _between(_unmoved("float32")), _displaced, unit="points"),
-    "unmoved_bfloat16": Quantity(
-        "weights that stay, rounded to bfloat16", _between(_unmoved("bfloat16")), _displaced, unit="points"
-    ),
-    "cosine": Quantity("cosine of two runs", _cosine, _displaced, (2,)),
-    "corrected_cosine": Quantity("cosine of what runs have in common", _corrected_cosine, _displaced, (2,)),
-    "common_share": Quantity("share of a run's squared norm that all have", _common_share, _displaced, (1,)),
-    "accuracy": Quantity("test", _accuracy, _counted, decoded=True, unit="points"),
-    "skills_accuracy": Quantity(
-        "accuracy on other skills", _between(_of_merged(_skills("greedy"))), _counted, unit="points"
-    ),
-    "skills_kl": Quantity("KL on other skills", _between(_of_merged(_skills("kl"))), _counted),
-    "skills_kl_ratio": Quantity(
-        "KL on other skills",
-        _between(_of_merged(lambda record: math.log(_skills("kl")(record)))),
-        _counted,
+    "norm": Quantity(
+        "norm of the displacement",
+        _between(_of_displacements(lambda found, runs: np.log(np.diagonal(found.total)) / 2)),
+        _of_run,
         (2,),
         unit="ratio",
     ),
-    "barrier": Quantity("barrier of the error", _barrier, _drawn, (2,), decoded=True, unit="points"),
-    "clean": Quantity("accuracy without noise", _between(_clean), _shaken, decoded=True, unit="points"),
+    "norm_over_walk": Quantity("norm over that of a walk", _between(_of_displacements(_norms_over_walk)), _of_run),
+    "unevenness": Quantity(
+        "distance of the layers' shares from their sizes'", _between(_of_displacements(_unevenness)), _of_run
+    ),
+    "head": Quantity("the head's share over its size's", _between(_of_displacements(_head)), _of_run),
+    "unmoved_float32": Quantity("weights that stay, float32", _between(_unmoved("float32")), _of_run, **_POINTS),
+    "unmoved_bfloat16": Quantity(
+        "weights that stay, rounded to bfloat16", _between(_unmoved("bfloat16")), _of_run, **_POINTS
+    ),
+    "cosine": Quantity("cosine of two runs", _cosine, _of_run, (2,)),
+    "corrected_cosine": Quantity("cosine of what runs have in common", _corrected_cosine, _of_run, (2,)),
+    "common_share": Quantity("share of a run's squared norm that all have", _common_share, _of_run, (1,)),
+    "accuracy": Quantity("test", _accuracy, _of_merge, **_DECODED),
+    "skills_accuracy": Quantity(
+        "accuracy on other skills", _between(_of_merged(_skills("greedy"))), _of_merge, **_POINTS
+    ),
+    "skills_kl": Quantity("KL on other skills", _between(_of_merged(_skills("kl"))), _of_merge),
+    "skills_kl_ratio": Quantity(
+        "KL on other skills", _between(_of_merged(_log_skills_kl)), _of_merge, (2,), unit="ratio"
+    ),
+    "barrier": Quantity("barrier of the error", _barrier, _drawn, (2,), **_DECODED),
+    "clean": Quantity("accuracy without noise", _between(_clean), _of_noise, **_DECODED),
     "kept_isotropic": Quantity(
-        "accuracy kept under isotropic noise", _between(_kept("isotropic")), _shaken, decoded=True, unit="points"
+        "accuracy kept under isotropic noise", _between(_kept("isotropic")), _of_noise, **_DECODED
     ),
-    "kept_relative": Quantity(
-        "accuracy kept under relative noise", _between(_kept("relative")), _shaken, decoded=True, unit="points"
-    ),
-    "support_change": Quantity("net change of support", _support_change, with_coverage, decoded=True, of_base=True),
+    "kept_relative": Quantity("accuracy kept under relative noise", _between(_kept("relative")), _of_noise, **_DECODED),
+    "support_change": Quantity("net change of support", _support_change, decoded=True, **_COVERED),
     "support_change_own": Quantity(
-        "net change of support, each at its own temperature", _support_change_own, with_coverage, of_base=True
+        "net change of support, each at its own temperature",
+        lambda evidence, sides, decoding: _support_change(evidence, sides, ""),
+        **_COVERED,
     ),
-    "gain": Quantity("gain of greedy accuracy", _gain, with_coverage, (1,), unit="points", of_base=True),
-    "right": Quantity("right answers", _solved(1), with_coverage, decoded=True, unit="points", of_base=True),
+    "gain": Quantity("gain of greedy accuracy", _gain, sides=(1,), **_POINTS, **_COVERED),
+    "right": Quantity("right answers", _solved(1), **_DECODED, **_COVERED),
     "solved": Quantity(
         f"solved within {coverage.SOLVED_WITHIN} samples",
         _solved(coverage.SOLVED_WITHIN),
-        with_coverage,
-        decoded=True,
         sampled=True,
-        unit="points",
-        of_base=True,
+        **_DECODED,
+        **_COVERED,
     ),
-    "half_gain": Quantity("place of half the gain", _half_gain, _drawn_from_base, decoded=True),
+    "half_gain": Quantity("place of half the gain", _half_gain, _counted(_from_base), decoded=True),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from evoalign_lib import arms
+from evoalign_study.claims.checks import require
 from evoalign_study.records import canonical_json, read_records, record_files
 
 Record = dict[str, Any]
@@ -222,8 +223,7 @@ def judges(record: Record, seeds: int = JUDGED_SEEDS) -> bool:
 def check_one_base(label: str, records: Iterable[Record]) -> None:
     """Raise ValueError, naming the digests, where runs start from different bases."""
     digests = sorted({record["spec"]["base_digest"] for record in records})
-    if len(digests) > 1:
-        raise ValueError(f"{label}: runs start from different bases ({', '.join(digests)})")
+    require(len(digests) < 2, f"{label}: runs start from different bases ({', '.join(digests)})")
 
 
 def lacking(selected: Iterable[Runs]) -> str:
@@ -274,11 +274,10 @@ def _run_of(record: Record) -> str:
 
 def _joined(record: Record, found: Record) -> Record:
     spec, digest = found["spec"], record.get("digest", record["spec"]["base_digest"])
-    if spec["digest"] != digest or spec["samples"] != _SAMPLES:
-        raise ValueError(
-            f"the decoding record {found['spec_hash']} has {spec['samples']} samples of weights {spec['digest']}, its "
-            f"run ended with {digest}: it needs {_SAMPLES} samples of the run's own weights, make it again"
-        )
+    made = f"the decoding record {found['spec_hash']} has"
+    own = spec["digest"] == digest and spec["samples"] == _SAMPLES
+    wanted = f"its run ended with {digest}: it needs {_SAMPLES} samples of the run's own weights, make it again"
+    require(own, f"{made} {spec['samples']} samples of weights {spec['digest']}, {wanted}")
     known = record.get("decoded", {})
     at = known.get("validation_at", {})
     if "at_step" in spec:
@@ -286,10 +285,8 @@ def _joined(record: Record, found: Record) -> Record:
     decoded = {"validation": known.get("validation", {}) | found.get("validation", {}), "validation_at": at}
     joined = {"test": record["test"] | found["test"], "decoded": decoded}
     if "curve" in found:
-        if found["curve"]["step"] != record["curve"]["step"]:
-            raise ValueError(
-                f"the decoding record {found['spec_hash']} has a curve at other steps than its run: make it again"
-            )
+        same = found["curve"]["step"] == record["curve"]["step"]
+        require(same, f"{made} a curve at other steps than its run: make it again")
         joined["curve"] = record["curve"] | found["curve"]
     return record | joined
 
@@ -311,19 +308,17 @@ def _frozen(run: Record, base: Record) -> Record:
 
 def _replicates(chosen: list[Record], unit: str, context: str) -> list[Record]:
     """Return runs sorted by unit. Raises ValueError where they differ in anything else, or have a unit twice."""
+    n, units = len(chosen), [record["spec"].get(unit) for record in chosen]
     if chosen and all(unit not in record["spec"] for record in chosen):
-        if len(chosen) > 1:
-            raise ValueError(f"{context}: {len(chosen)} records without {unit!r}: select one by its spec")
+        require(n == 1, f"{context}: {n} records without {unit!r}: select one by its spec")
         return chosen
-    units = [record["spec"].get(unit) for record in chosen]
-    if len(set(units)) < len(units):
-        raise ValueError(f"{context}: two records of one {unit} among {sorted(map(str, units))}: select by their specs")
+    twice = f"two records of one {unit} among {sorted(map(str, units))}"
+    require(len(set(units)) == n, f"{context}: {twice}: select by their specs")
     first = _settings_of(chosen[0]) if chosen else {}
     for record in chosen:
         own = _settings_of(record)
         differing = sorted(f for f in own.keys() | first.keys() if f != unit and own.get(f) != first.get(f))
-        if differing:
-            raise ValueError(f"{context}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
+        require(not differing, f"{context}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
     return sorted(chosen, key=lambda record: record["spec"][unit])
 
 
@@ -349,18 +344,12 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     made = [record for record in records if matches(record, of_sweep)]
     found = {tuple(record["spec"][name] for name in names): record for record in made}
     sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]
-    if not len(made) == len(found) <= best_of:
-        raise ValueError(
-            f"{sweep} has {len(made)} runs of {len(found)} settings where {best_of} were "
-            "declared, one run each: the best of more is another rule"
-        )
+    counted = f"{sweep} has {len(made)} runs of {len(found)} settings where {best_of} were declared, one run each"
+    require(len(made) == len(found) <= best_of, f"{counted}: the best of more is another rule")
     declared = [tuple(choice[name] for name in names) for choice in setting.get("among", {}).get(arm, ())]
     others = sorted(found.keys() - set(declared)) if declared else []
-    if others:
-        raise ValueError(
-            f"{sweep} has {' and '.join(names)} {', '.join(map(str, others))}, which the claim "
-            "does not declare among its settings: take these runs out, or declare them"
-        )
+    has = f"{sweep} has {' and '.join(names)} {', '.join(map(str, others))}"
+    require(not others, f"{has}, which the claim does not declare among its settings: take them out, or declare them")
     if len(made) < best_of:
         return f"{sweep} has {len(made)} of {best_of} settings"
     # in the order of the settings: of equal scores the first wins
@@ -376,14 +365,11 @@ def committed_records(scale: str = "tiny") -> list[Record]:
     records, files = [], {}
     for file in record_files(scale):
         for record in read_records(file):
-            name, lacking = record["spec_hash"], " and no ".join(sorted({"kind", "scale"} - record["spec"].keys()))
-            if lacking:
-                raise ValueError(f"{file}: the spec {name} has no {lacking}: restore the file from git")
-            if name in files:
-                raise ValueError(
-                    f"the spec {name} has two records, in {files[name]} and in {file}: delete one of the two lines, "
-                    "and the ledger that it alone names"
-                )
+            name, absent = record["spec_hash"], " and no ".join(sorted({"kind", "scale"} - record["spec"].keys()))
+            require(not absent, f"{file}: the spec {name} has no {absent}: restore the file from git")
+            both = f"in {files.get(name)} and in {file}"
+            delete = "delete one of the two lines, and the ledger that it alone names"
+            require(name not in files, f"the spec {name} has two records, {both}: {delete}")
             files[name] = file
             records.append(record)
     return records

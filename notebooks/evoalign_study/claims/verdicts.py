@@ -13,9 +13,9 @@ from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import nearest
 from evoalign_study.claims import decodings, placebos
+from evoalign_study.claims.decision import decide, nearness, p_value
 from evoalign_study.claims.declarations import check_claim, load_claims, rule_hash
 from evoalign_study.claims.findings import Finding
-from evoalign_study.claims.judgement import decide, nearness, p_value
 from evoalign_study.claims.placebos import Placebo
 from evoalign_study.claims.rules import RULES
 from evoalign_study.claims.selection import Claim, Evidence, Record, committed_records

@@ -1,8 +1,11 @@
-"""The kinds of rule that a claim may declare: a new one is a file here and a line in `RULES`."""
+"""The kinds of rule that a claim may declare: a new one is a file here and a line in `RULES`.
+
+All hold quantities against bounds (`findings.hold`); a kind says which quantities, of which runs.
+"""
 
 from __future__ import annotations
 
-from evoalign_study.claims.checks import check_arms, check_keys
+from evoalign_study.claims.checks import check_arms, check_keys, check_known, require
 from evoalign_study.claims.rules import (
     bounds,
     comparisons,
@@ -16,13 +19,13 @@ from evoalign_study.claims.rules import (
     weights,
 )
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import Claim
+from evoalign_study.claims.selection import DECODINGS, Claim
 
 RULES: dict[str, Rule] = {
     "interval_above": comparisons.INTERVAL_ABOVE,
-    "estimator_bounds": bounds.ESTIMATOR,
-    "ledger_bounds": bounds.LEDGER,
-    "kl_bounds": bounds.KL,
+    "estimator_bounds": bounds.BOUNDS,
+    "ledger_bounds": bounds.BOUNDS,
+    "kl_bounds": bounds.BOUNDS,
     "compare": comparisons.COMPARE,
     "regret": over_cells.REGRET,
     "regrets": over_cells.REGRETS,
@@ -44,11 +47,14 @@ RULES: dict[str, Rule] = {
 def check_rule(claim: Claim) -> None:
     """Raise ValueError, naming the claim and the field, where a claim's rule is not well declared."""
     name, declared = f"claim {claim['id']}", claim["rule"]
-    if declared.get("kind") not in RULES:
-        raise ValueError(f"{name}: unknown rule kind {declared.get('kind')!r}; known: {', '.join(RULES)}")
-    rule = RULES[declared["kind"]]
-    check_keys(f"{name}, rule of kind {declared['kind']}", declared, ("kind", *rule.keys), rule.optional)
+    kind = declared.get("kind")
+    check_known(name, "rule kind", kind, RULES)
+    rule = RULES[kind]
+    check_keys(f"{name}, rule of kind {kind}", declared, ("kind", *rule.keys), rule.optional)
     if rule.arms:
-        check_keys(f"{name}, arms of kind {declared['kind']}", claim.get("arms", {}), rule.arms)
+        check_keys(f"{name}, arms of kind {kind}", claim.get("arms", {}), rule.arms)
     check_arms(claim)
+    decodings = declared.get("decodings", DECODINGS)
+    some = len(decodings) > 1 and set(decodings) <= set(DECODINGS)
+    require(some, f"{name}: decodings {decodings}: declare two or more of {', '.join(DECODINGS)}")
     rule.check(claim)

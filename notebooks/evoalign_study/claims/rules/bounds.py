@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from evoalign_lib.analysis import stats
 from evoalign_study.claims.checks import check_keys
-from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.findings import Finding, Measured, hold
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import Claim, Evidence, Record, cells
 
@@ -21,40 +22,36 @@ QUANTITIES: dict[str, Callable[[Record], float]] = {
     "k3_gradient_cosine": lambda r: r["kl"]["k3_gradient_token_cosine"],
 }
 """What a rule may ask of a record: numbers computed from its `estimator`, `ledger` or `kl` block."""
+_SIDES = ("below", "above")
 
 
 def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find, in each cell, the means of record quantities that should lie below or above given values."""
-    rule = claim["rule"]
-    bounds = [(name, value, "below") for name, value in rule["below"].items()]
-    bounds += [(name, value, "above") for name, value in rule.get("above", {}).items()]
     findings = []
     for cell, where in cells(claim):
         selected, number, lacks = evidence.select(claim, "treatment", where)
-        for name, bound, side in bounds:
-            label = f"{cell} {name}".strip()
-            have = f"{label.replace('_', ' ')}: {number}"
-            if not selected:
-                findings.append(Finding(label, 0, have, None, lacks=lacks))
-                continue
-            try:
-                values = [QUANTITIES[name](record) for record in selected]
-            except KeyError as error:
-                raise ValueError(f"a record has no {error}, from which {name!r} is computed") from error
-            interval = stats.bootstrap_mean(values, n_resamples=evidence.resamples)
-            low, high = (f"{end:.3g}" for end in (interval.low, interval.high))
-            value, context = f"{interval.value:.3g} [{low}, {high}]", f"(n = {interval.n})"
-            findings.append(
-                Finding(label, interval.n, have, interval, float(bound), side, value=value, context=context)
-            )
+        for side in _SIDES:
+            for name, bound in claim["rule"].get(side, {}).items():
+                label = f"{cell} {name}".strip()
+                have, measure = f"{label.replace('_', ' ')}: {number}", partial(_mean, selected, name, evidence)
+                kept = {"bound": float(bound), "side": side, "lacks": lacks}
+                findings.append(hold(label, len(selected), have, measure, **kept))
     return findings
 
 
+def _mean(records: list[Record], name: str, evidence: Evidence) -> Measured:
+    try:
+        values = [QUANTITIES[name](record) for record in records]
+    except KeyError as error:
+        raise ValueError(f"a record has no {error}, from which {name!r} is computed") from error
+    interval = stats.bootstrap_mean(values, n_resamples=evidence.resamples)
+    value, low, high = (f"{end:.3g}" for end in (interval.value, interval.low, interval.high))
+    return interval, f"{value} [{low}, {high}]", f"(n = {interval.n})"
+
+
 def _check(claim: Claim) -> None:
-    for side in ("below", "above"):
+    for side in _SIDES:
         check_keys(f"claim {claim['id']}, {side}", claim["rule"].get(side, {}), (), tuple(QUANTITIES))
 
 
-ESTIMATOR = Rule(_find, ("below", "above"), arms=("treatment",), check=_check)
-LEDGER = Rule(_find, ("below",), arms=("treatment",), check=_check)
-KL = Rule(_find, ("below", "above"), arms=("treatment",), check=_check)
+BOUNDS = Rule(_find, ("below",), ("above",), arms=("treatment",), check=_check)

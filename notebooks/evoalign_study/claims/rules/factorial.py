@@ -12,16 +12,17 @@ often right: half way to where the cell that gains least ends up, if all gain mo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from evoalign_lib.analysis import coverage
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_named
-from evoalign_study.claims.findings import Finding, Undecided, decoding_words
+from evoalign_study.claims.checks import check_known, check_named, require
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
 from evoalign_study.claims.quantities import Chosen, base_chances, chances, side_of, with_coverage
-from evoalign_study.claims.rules.comparisons import check_decodings
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import Claim, Evidence, lacking
 
@@ -41,28 +42,17 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     if evidence.null:
         return []
     rule, findings = claim["rule"], []
-    names = [arm for row in rule["cells"] for arm in row]
-    selected = {arm: evidence.select(claim, arm, {}) for arm in names}
+    selected = {arm: evidence.select(claim, arm, {}) for row in rule["cells"] for arm in row}
     chosen = [Chosen(side_of(arm), found.records) for arm, found in selected.items()]
-    have = ", ".join(found.have for found in selected.values())
-    measured = with_coverage(evidence, chosen)
+    have, lacks = ", ".join(found.have for found in selected.values()), lacking(selected.values())
+    measured = min(with_coverage(evidence, chosen))
     for quantity in (rule["quantity"], *rule.get("also", ())):
         decisive = quantity == rule["quantity"]
-        n = min(len(side.runs) for side in chosen) if quantity == MATCHED else min(measured)
+        n = min(len(side.runs) for side in chosen) if quantity == MATCHED else measured
         for decoding in rule["decodings"] if decisive else ("greedy", *rule["decodings"]):
-            if quantity != "right" and decoding == "greedy":
-                continue
-            words = f"{QUANTITIES[quantity][0]} {decoding_words(decoding)}"
-            larger = f"size of the effect of the {rule['larger']} - that of the {rule['smaller']}"
-            kept: dict[str, Any] = {"decoding": decoding, "compared": f"{larger}, {quantity}"}
-            if not n:
-                label = f"{larger}, {words}"
-                lacks = lacking(selected.values())
-                findings.append(
-                    Finding(label, 0, f"{have}, {n} measured", None, decisive=decisive, lacks=lacks, **kept)
-                )
-                continue
-            findings += _effects(claim, evidence, chosen, quantity, decoding, decisive, n, have)
+            if quantity == "right" or decoding != "greedy":
+                kept = {"decisive": decisive, "lacks": lacks}
+                findings += _effects(claim, evidence, chosen, quantity, decoding, n, have, kept)
     return findings
 
 
@@ -72,18 +62,19 @@ def _effects(
     chosen: list[Chosen],
     quantity: str,
     decoding: str,
-    decisive: bool,
     n: int,
     have: str,
+    kept: dict[str, Any],
 ) -> list[Finding]:
     """Find the effects on one quantity under one decoding."""
     rule, (words, within) = claim["rule"], QUANTITIES[quantity]
     share = quantity in ("right", "solved")
-    words = f"{words} {decoding_words(decoding)}"
-    by_name = {"rows": rule["rows"], "columns": rule["columns"]}
     larger = f"size of the effect of the {rule['larger']} - that of the {rule['smaller']}"
+    told: dict[str, Interval] = {}
     context = f"(n = {n})"
-    try:
+
+    def measure() -> Measured:
+        nonlocal context
         if quantity == MATCHED:
             cells, context = _matched(claim, chosen, decoding)
             found = coverage.effects_of_runs([cells[:2], cells[2:]], n_resamples=evidence.resamples)
@@ -93,22 +84,25 @@ def _effects(
             found = coverage.effects([cells[:2], cells[2:]], base, within, n_resamples=evidence.resamples)
         if math.isnan(found.larger.low):
             raise Undecided("neither the base nor a run solves a problem")
-    except Undecided as error:
-        kept = {"decoding": decoding, "compared": f"{larger}, {quantity}", "decisive": decisive}
-        return [Finding(f"{larger}, {words}", n, have, None, value="not defined", context=f"({error})", **kept)]
-    size = found.larger
-    if rule["larger"] != rule["rows"]:
-        size = Interval(-size.value, -size.high, -size.low, size.n, size.level)
-    told = [(larger, size, decisive)]
-    if quantity == rule["quantity"]:
-        told += [(f"effect of the {name}", getattr(found, part), False) for part, name in by_name.items()]
-        told.append(("interaction", found.interaction, False))
-    findings = []
-    for what, interval, decides in told:
+        size = found.larger
+        if rule["larger"] != rule["rows"]:
+            size = Interval(-size.value, -size.high, -size.low, size.n, size.level)
+        if quantity == rule["quantity"]:
+            told.update({f"effect of the {rule[name]}": getattr(found, name) for name in ("rows", "columns")})
+            told["interaction"] = found.interaction
+        return _told(size)
+
+    def _told(interval: Interval) -> Measured:
         text = f"{interval.format()} points" if share else interval.format(percent=False, digits=3)
-        kept = {"decisive": decides, "decoding": decoding, "compared": f"{what}, {quantity}"}
-        findings.append(Finding(f"{what}, {words}", n, have, interval, value=text, context=context, **kept))
-    return findings
+        return interval, text, context
+
+    def finding(what: str, measure: Callable[[], Measured], **kept: Any) -> Finding:
+        label = f"{what}, {words} {decoding_words(decoding)}"
+        found = have if n else f"{have}, 0 measured"
+        return hold(label, n, found, measure, decoding=decoding, compared=f"{what}, {quantity}", **kept)
+
+    first = finding(larger, measure, **kept)
+    return [first, *(finding(what, partial(_told, told[what]), decisive=False) for what in told)]
 
 
 def _matched(claim: Claim, chosen: list[Chosen], decoding: str) -> tuple[list[np.ndarray], str]:
@@ -149,22 +143,16 @@ def _at(level: float, one: np.ndarray, won: np.ndarray, lost: np.ndarray) -> flo
 
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    check_decodings(claim)
-    if "greedy" in rule["decodings"]:
-        raise ValueError(f"{name}: support is that of samples: declare temperatures alone")
-    if len(rule["cells"]) != 2 or any(len(row) != 2 for row in rule["cells"]):
-        raise ValueError(f"{name}: cells {rule['cells']}: declare two rows of two arms")
+    require("greedy" not in rule["decodings"], f"{name}: support is that of samples: declare temperatures alone")
+    square = [len(row) for row in rule["cells"]] == [2, 2]
+    require(square, f"{name}: cells {rule['cells']}: declare two rows of two arms")
     check_named(claim, [arm for row in rule["cells"] for arm in row])
     for quantity in (rule["quantity"], *rule.get("also", ())):
-        if quantity not in QUANTITIES:
-            raise ValueError(f"{name}: unknown quantity {quantity!r}; known: {', '.join(QUANTITIES)}")
-    if {rule["larger"], rule["smaller"]} != {rule["rows"], rule["columns"]}:
-        raise ValueError(f"{name}: larger and smaller are the names of rows and columns, each once")
+        check_known(name, "quantity", quantity, QUANTITIES)
+    factors = {rule["larger"], rule["smaller"]} == {rule["rows"], rule["columns"]}
+    require(factors, f"{name}: larger and smaller are the names of rows and columns, each once")
 
 
 FACTORIAL = Rule(
-    _find,
-    ("cells", "rows", "columns", "quantity", "larger", "smaller", "decodings"),
-    ("also",),
-    check=_check,
+    _find, ("cells", "rows", "columns", "quantity", "larger", "smaller", "decodings"), ("also",), check=_check
 )

@@ -9,6 +9,7 @@ of a curve, and cells weigh the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_keys, check_named
-from evoalign_study.claims.findings import Finding, Undecided, decoding_words, defined
-from evoalign_study.claims.rules.comparisons import check_decodings
+from evoalign_study.claims.checks import check_comparisons, check_known, check_named, require
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold
+from evoalign_study.claims.rules.comparisons import declared_comparisons
 from evoalign_study.claims.rules.rule import Rule
+from evoalign_study.claims.run_scores import curve
 from evoalign_study.claims.selection import Claim, Evidence, Record, cells, lacking
 
 TRAINING = "training"
@@ -45,17 +47,14 @@ _Arms = dict[str, list[list[Record]]]
 def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find every comparison under each decoding, those that are only reported, and the floor."""
     rule, found = claim["rule"], []
-    declared = [(each, True) for each in rule["comparisons"]]
-    declared += [(each, False) for each in rule.get("also", ())]
-    for comparison, decisive in declared:
+    for comparison, decisive in declared_comparisons(rule):
         if evidence.null and not decisive:
             continue
         arms, have, lacks = _selected(claim, evidence, (comparison["of"], comparison["to"]))
         for decoding in ("greedy",) if comparison["quantity"] == "template" else rule["decodings"]:
-            found.append(_compare(claim, evidence, comparison, decoding, decisive, arms, have, lacks))
-    if "floor" in rule:
-        found += _floor(claim, evidence)
-    return found
+            kept = {"decisive": decisive, "lacks": lacks}
+            found.append(_compare(claim, evidence, comparison, decoding, arms, have, kept))
+    return found + (_floor(claim, evidence) if "floor" in rule else [])
 
 
 def _selected(claim: Claim, evidence: Evidence, names: Sequence[str]) -> tuple[_Arms, str, str]:
@@ -75,37 +74,36 @@ def _compare(
     evidence: Evidence,
     comparison: Mapping[str, Any],
     decoding: str,
-    decisive: bool,
     arms: _Arms,
     have: str,
-    lacks: str,
+    kept: dict[str, Any],
 ) -> Finding:
     rule, (words, share) = claim["rule"], QUANTITIES[comparison["quantity"]]
     of, to = (evidence.name(claim, comparison[side], comparison[side] == rule.get("favours")) for side in ("of", "to"))
-    what = f"{words}{_under(comparison)}"
-    gain = comparison.get("gain", rule.get("gain"))
+    gain = _gain(claim, comparison)
     place = "at the end" if gain is None else f"where the training judge has gained {gain:g} spreads"
-    compared = f"{of} - {to}, {what} {place}" + (f", {rule['contrast']}" if "contrast" in rule else "")
-    label = f"{compared}, {decoding_words(decoding)}"
-    kept: dict[str, Any] = {"decoding": decoding, "compared": compared, "decisive": decisive}
-    kept["bound"] = float(comparison.get("above", 0))
-    n = min(len(runs) for each in arms.values() for runs in each)
-    if not n:
-        return Finding(label, 0, have, None, lacks=lacks, **kept)
-    try:
+    compared = f"{of} - {to}, {words}{_under(comparison)} {place}"
+    compared += f", {rule['contrast']}" if "contrast" in rule else ""
+
+    def measure() -> Measured:
         values = {
             name: [_values(claim, evidence, runs, comparison, decoding) for runs in each] for name, each in arms.items()
         }
         interval = _difference(rule, values[comparison["of"]], values[comparison["to"]], evidence.resamples)
-    except Undecided as error:
-        return Finding(label, n, have, None, value="not defined", context=f"({error})", **kept)
-    text = f"{interval.format()} points" if share else interval.format(percent=False, digits=2)
-    there = " v ".join(str(sum(map(len, each))) for each in values.values())
-    means = " v ".join(
-        f"{100 * m:.1f}" if share else f"{m:.2f}"
-        for m in (np.mean([x.mean() for x in each]) for each in values.values())
-    )
-    return Finding(label, n, have, interval, value=text, context=f"({means}; {there} runs)", **kept)
+        text = f"{interval.format()} points" if share else interval.format(percent=False, digits=2)
+        there = " v ".join(str(sum(map(len, each))) for each in values.values())
+        means = [np.mean([x.mean() for x in each]) for each in values.values()]
+        told = " v ".join(f"{100 * mean:.1f}" if share else f"{mean:.2f}" for mean in means)
+        return interval, text, f"({told}; {there} runs)"
+
+    n = min(len(runs) for each in arms.values() for runs in each)
+    kept = kept | {"decoding": decoding, "compared": compared, "bound": float(comparison.get("above", 0))}
+    return hold(f"{compared}, {decoding_words(decoding)}", n, have, measure, **kept)
+
+
+def _gain(claim: Claim, comparison: Mapping[str, Any]) -> float | None:
+    """Return the gain of the training judge at which runs are compared; None: at their ends."""
+    return comparison.get("gain", claim["rule"].get("gain"))
 
 
 def _under(comparison: Mapping[str, Any]) -> str:
@@ -133,7 +131,7 @@ def _values(
 
     Raises Undecided where fewer do than the rule asks for.
     """
-    gain = comparison.get("gain", claim["rule"].get("gain"))
+    gain = _gain(claim, comparison)
     found = [_value(evidence, run, comparison, decoding, gain) for run in runs]
     there = [value for value in found if value is not None]
     least = claim["min_seeds"] if gain is None else min(claim["rule"]["there"], claim["min_seeds"])
@@ -149,14 +147,14 @@ def _value(
     own = run["spec"]["judge"]
     if comparison["quantity"] == "win":
         judge = own if comparison["judge"] == TRAINING else comparison["judge"]
-        values = _curve(run, f"{judge}_{decoding}")
+        values = curve(run, f"{judge}_{decoding}")
         if comparison.get("less"):
-            values = values - _curve(run, f"{own}_{decoding}")
+            values = values - curve(run, f"{own}_{decoding}")
     else:
-        values = _curve(run, f"{comparison['quantity']}_{decoding}")
+        values = curve(run, f"{comparison['quantity']}_{decoding}")
     if gain is None:
         return float(values[-1]) if np.isfinite(values[-1]) else None
-    proxy = _curve(run, f"proxy_{decoding}")
+    proxy = curve(run, f"proxy_{decoding}")
     level = proxy[0] + gain * spread(evidence, run)
     return overoptimisation.read_at(proxy, values, level)
 
@@ -172,59 +170,38 @@ def spread(evidence: Evidence, run: Record) -> float:
     return base["units"][run["spec"]["judge"]][1]
 
 
-def _curve(run: Record, name: str) -> NDArray[np.float64]:
-    """Return a curve as numbers; what a diverged run has none of is NaN."""
-    try:
-        return np.array([np.nan if x is None else x for x in run["curve"][name]], float)
-    except KeyError as error:
-        raise ValueError(f"a record's curve has no {name!r}") from error
-
-
 def _floor(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Find what the favoured arm has gained in true reward, in the first cell, where the comparisons are made."""
     rule, found = claim["rule"], []
-    arm = rule["favours"]
-    other = rule["comparisons"][0]["to"]
+    arm, other = rule["favours"], rule["comparisons"][0]["to"]
     arms, have, lacks = _selected(claim, evidence, (arm, other))
     # a floor stands beside a comparison: without runs to compare with nothing is asked
     runs, first = arms[arm][0] if arms[other][0] else [], cells(claim)[0][0]
+
+    def measure(decoding: str) -> Measured:
+        there = _values(claim, evidence, runs, {"quantity": "true"}, decoding)
+        gained = there - np.mean([curve(run, f"true_{decoding}")[0] for run in runs])
+        interval = defined(stats.stratified_bootstrap, [gained], n_resamples=evidence.resamples)
+        return interval, interval.format(percent=False, digits=2), f"(n = {len(gained)})"
+
     for decoding in rule["decodings"]:
         label = f"{evidence.name(claim, arm, True)} - base, true reward on {first}, {decoding_words(decoding)}"
-        kept: dict[str, Any] = {"decoding": decoding, "bound": float(rule["floor"])}
-        if not runs:
-            found.append(Finding(label, 0, have, None, lacks=lacks, **kept))
-            continue
-        try:
-            there = _values(claim, evidence, runs, {"quantity": "true"}, decoding)
-            gained = there - np.mean([_curve(run, f"true_{decoding}")[0] for run in runs])
-            interval = defined(stats.stratified_bootstrap, [gained], n_resamples=evidence.resamples)
-        except Undecided as error:
-            found.append(Finding(label, len(runs), have, None, value="not defined", context=f"({error})", **kept))
-            continue
-        text = interval.format(percent=False, digits=2)
-        found.append(Finding(label, len(runs), have, interval, value=text, context=f"(n = {len(gained)})", **kept))
+        kept: dict[str, Any] = {"decoding": decoding, "bound": float(rule["floor"]), "lacks": lacks}
+        found.append(hold(label, len(runs), have, partial(measure, decoding), **kept))
     return found
 
 
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    check_decodings(claim)
-    if ("gain" in rule) != ("there" in rule):
-        raise ValueError(f"{name}: gain says where runs are compared, there how many must get there: declare both")
-    for comparison in [*rule["comparisons"], *rule.get("also", ())]:
-        check_keys(f"{name}, comparison", comparison, ("quantity", "of", "to"), ("judge", "less", "above", "gain"))
-        if comparison["quantity"] not in QUANTITIES:
-            raise ValueError(f"{name}: unknown quantity {comparison['quantity']!r}; known: {', '.join(QUANTITIES)}")
-        if ("judge" in comparison) != (comparison["quantity"] == "win"):
-            raise ValueError(f"{name}: wins are under a judge, and nothing else is: declare it, or leave it out")
+    both = ("gain" in rule) == ("there" in rule)
+    require(both, f"{name}: gain says where runs are compared, there how many must get there: declare both")
+    optional = ("judge", "less", "above", "gain")
+    for comparison in check_comparisons(claim, ("quantity", "of", "to"), optional, QUANTITIES):
+        judged = ("judge" in comparison) == (comparison["quantity"] == "win")
+        require(judged, f"{name}: wins are under a judge, and nothing else is: declare it, or leave it out")
         check_named(claim, [comparison["of"], comparison["to"]])
     check_named(claim, [rule["favours"]] if "favours" in rule else [])
-    if rule.get("contrast", "last - first") != "last - first":
-        raise ValueError(f"{name}: contrast {rule['contrast']!r}: declare 'last - first', or leave it out")
-
-
-def _favours(claim: Claim) -> tuple[str, ...]:
-    return (claim["rule"]["favours"],) if "favours" in claim["rule"] else ()
+    check_known(name, "contrast", rule.get("contrast", "last - first"), ("last - first",))
 
 
 # ---- laws
@@ -245,20 +222,12 @@ def _find_laws(claim: Claim, evidence: Evidence) -> list[Finding]:
             what = f"{LAW[quantity]}, share explained by {rule['law']}" + (f" - by {less}" if less else "")
             label = f"{evidence.name(claim, arm, decisive)}, {what}"
             kept: dict[str, Any] = {"decoding": "t1", "bound": float(bound), "compared": label, "decisive": decisive}
-            if not n:
-                found.append(Finding(label, 0, have, None, lacks=lacks, **kept))
-                continue
-            try:
-                interval = _explained(arms[arm], quantity, rule["law"], less, evidence)
-            except Undecided as error:
-                found.append(Finding(label, n, have, None, value="not defined", context=f"({error})", **kept))
-                continue
-            text = interval.format(percent=False, digits=2)
-            found.append(Finding(label, n, have, interval, value=text, context=f"(n = {n} a judge)", **kept))
+            measure = partial(_explained, arms[arm], quantity, rule["law"], less, evidence)
+            found.append(hold(label, n, have, measure, lacks=lacks, **kept))
     return found
 
 
-def _explained(of_cells: list[list[Record]], quantity: str, law: str, less: str | None, evidence: Evidence) -> Interval:
+def _explained(of_cells: list[list[Record]], quantity: str, law: str, less: str | None, evidence: Evidence) -> Measured:
     """Return the mean over cells of R squared on the odd seeds, resampled; less that of another law."""
     points = [
         {parity: [_points(evidence, r, quantity) for r in runs if r["spec"]["seed"] % 2 == parity] for parity in (0, 1)}
@@ -285,7 +254,8 @@ def _explained(of_cells: list[list[Record]], quantity: str, law: str, less: str 
     if not np.isfinite([value, *draws]).all():
         raise Undecided("a run has gained the same everywhere")
     low, high = np.quantile(draws, [0.025, 0.975])
-    return Interval(value, float(low), float(high), min(len(each[1]) for each in points), 0.95)
+    interval = Interval(value, float(low), float(high), min(len(each[1]) for each in points), 0.95)
+    return interval, interval.format(percent=False, digits=2), f"(n = {min(map(len, of_cells))} a judge)"
 
 
 def _pooled(runs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> list[NDArray[np.float64]]:
@@ -309,7 +279,7 @@ def _r_squared(of_runs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _points(evidence: Evidence, run: Record, quantity: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return distance and gain at temperature 1 of the points of a run that are finite."""
-    values, kl = _curve(run, f"{quantity}_t1"), _curve(run, "kl")
+    values, kl = curve(run, f"{quantity}_t1"), curve(run, "kl")
     known = np.isfinite(values) & np.isfinite(kl)
     gain = values - values[0]
     return overoptimisation.distance(kl[known]), gain[known] / (spread(evidence, run) if quantity == "proxy" else 1.0)
@@ -318,23 +288,13 @@ def _points(evidence: Evidence, run: Record, quantity: str) -> tuple[NDArray[np.
 def _check_laws(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
     check_named(claim, [rule["of"], rule["beside"]])
-    if rule["law"] not in overoptimisation.LAWS[1:] or not set(rule["about"]) <= set(LAW) or not rule["about"]:
-        raise ValueError(
-            f"{name}: law {rule['law']!r} about {rule['about']}: declare one of {', '.join(overoptimisation.LAWS[1:])} "
-            f"about some of {', '.join(LAW)}"
-        )
+    known = overoptimisation.LAWS[1:]
+    about = rule["law"] in known and rule["about"] and set(rule["about"]) <= set(LAW)
+    declare = f"declare one of {', '.join(known)} about some of {', '.join(LAW)}"
+    require(about, f"{name}: law {rule['law']!r} about {rule['about']}: {declare}")
 
 
 JUDGED = Rule(
-    _find,
-    ("comparisons", "decodings"),
-    ("gain", "there", "also", "favours", "contrast", "floor"),
-    check=_check,
-    favours=_favours,
+    _find, ("comparisons", "decodings"), ("gain", "there", "also", "favours", "contrast", "floor"), check=_check
 )
-LAWS = Rule(
-    _find_laws,
-    ("of", "beside", "law", "about", "above", "favours"),
-    check=_check_laws,
-    favours=_favours,
-)
+LAWS = Rule(_find_laws, ("of", "beside", "law", "about", "above", "favours"), check=_check_laws)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,9 @@ import numpy as np
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse
-from evoalign_study.claims.checks import check_keys, check_named
-from evoalign_study.claims.findings import Finding
-from evoalign_study.claims.rules.comparisons import declared_comparisons
+from evoalign_study.claims.checks import check_comparisons, check_known, check_named, require
+from evoalign_study.claims.findings import Finding, Measured, Undecided, hold
+from evoalign_study.claims.rules.comparisons import declared_comparisons, winners
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import Claim, Evidence, Record, cells, check_one_base, judges, matches
 
@@ -47,16 +49,19 @@ def _find_gaps(claim: Claim, evidence: Evidence) -> list[Finding]:
         (of, to), n = (f"{end} {evidence.name(claim, arm, arm == winner)}" for arm, end in sides), min(runs_of)
         label = f"{of} - {to}, gap at {comparison['sigma']}"
         kept = {"bound": float(comparison["above"]), "decisive": decisive}
-        have = f"{label}: {' v '.join(counts)}"
-        if min(ended) < claim["min_seeds"]:
-            words = {"value": "not defined", "context": f"({' v '.join(counts)} end so)"} if n else {}
-            findings.append(Finding(label, n, have, None, **words, **kept))
-            continue
-        interval = stats.nested_bootstrap(*ends, n_resamples=evidence.resamples)
-        context = f"characters ({' v '.join(counts)}, detectable {interval.detectable():.2g})"
-        value = interval.format(percent=False, digits=2)
-        findings.append(Finding(label, interval.n, have, interval, value=value, context=context, **kept))
+        measure = partial(_difference, ends, " v ".join(counts), claim["min_seeds"], evidence)
+        found = hold(label, n, f"{label}: {' v '.join(counts)}", measure, **kept)
+        findings.append(found if found.interval is None else replace(found, n=found.interval.n))
     return findings
+
+
+def _difference(ends: list[list[list[float]]], counts: str, least: int, evidence: Evidence) -> Measured:
+    """Compare gaps of two ends, of so many runs each."""
+    if min(sum(map(len, end)) for end in ends) < least:
+        raise Undecided(f"{counts} end so")
+    interval = stats.nested_bootstrap(*ends, n_resamples=evidence.resamples)
+    context = f"characters ({counts}, detectable {interval.detectable():.2g})"
+    return interval, interval.format(percent=False, digits=2), context
 
 
 def _winner(claim: Claim, comparison: dict[str, Any]) -> str | None:
@@ -66,8 +71,7 @@ def _winner(claim: Claim, comparison: dict[str, Any]) -> str | None:
 
 
 def _favours_gaps(claim: Claim) -> tuple[str, ...]:
-    winners = [_winner(claim, each) for each, decisive in declared_comparisons(claim["rule"]) if decisive]
-    return tuple(dict.fromkeys(winner for winner in winners if winner))
+    return winners(claim, partial(_winner, claim))
 
 
 def _on_map(evidence: Evidence, wanted: Mapping[str, Any]) -> list[Record]:
@@ -84,11 +88,9 @@ def _map(claim: Claim, label: str, records: list[Record]) -> list[list[Record]]:
         first = records[0]["spec"]
         names = spec.keys() | first.keys()
         differing = sorted(k for k in names if spec.get(k) != first.get(k) and k not in (*_VARIED, claim["unit"]))
-        if differing:
-            raise ValueError(f"{label}: runs of a map differ in {', '.join(differing)}")
+        require(not differing, f"{label}: runs of a map differ in {', '.join(differing)}")
         runs_of = of_setting.setdefault(tuple(spec[name] for name in _VARIED if name in spec), {})
-        if unit in runs_of:
-            raise ValueError(f"{label}: two records of one setting have {claim['unit']} {unit}")
+        require(unit not in runs_of, f"{label}: two records of one setting have {claim['unit']} {unit}")
         runs_of[unit] = record
     return [[runs_of[unit] for unit in sorted(runs_of)] for _, runs_of in sorted(of_setting.items())]
 
@@ -143,21 +145,13 @@ def _find_collapse(claim: Claim, evidence: Evidence) -> list[Finding]:
 
 
 def _check_gaps(claim: Claim) -> None:
-    name, named = f"claim {claim['id']}", []
-    sigmas = [f"{sigma:g}" for sigma in collapse.JENSEN_SIGMAS]
-    for comparison, _ in declared_comparisons(claim["rule"]):
-        check_keys(f"{name}, comparison", comparison, ("of", "to", "sigma", "above"))
-        if comparison["sigma"] not in sigmas:
-            raise ValueError(
-                f"{name}: no gap is measured at sigma {comparison['sigma']!r}: one of {', '.join(sigmas)}, as text"
-            )
-        for side in ("of", "to"):
-            if len(comparison[side]) != 2 or comparison[side][1] not in ("hacked", "clean"):
-                raise ValueError(
-                    f"{name}: {comparison[side]!r} is no arm and end: declare two, the end as hacked or clean"
-                )
-            named.append(comparison[side][0])
-    check_named(claim, named)
+    name, sigmas = f"claim {claim['id']}", [f"{sigma:g}" for sigma in collapse.JENSEN_SIGMAS]
+    for comparison in check_comparisons(claim, ("of", "to", "sigma", "above")):
+        check_known(name, "sigma of a gap, as text,", comparison["sigma"], sigmas)
+        for side in (comparison["of"], comparison["to"]):
+            ended = len(side) == 2 and side[1] in ("hacked", "clean")
+            require(ended, f"{name}: {side!r} is no arm and end: declare two, the end as hacked or clean")
+            check_named(claim, side[:1])
 
 
 GAPS = Rule(_find_gaps, ("comparisons",), ("also",), check=_check_gaps, favours=_favours_gaps)

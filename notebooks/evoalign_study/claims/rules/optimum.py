@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
+from evoalign_study.claims.checks import require
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import Claim, Evidence, Record, cells, check_one_base
+from evoalign_study.claims.run_scores import curve
+from evoalign_study.claims.selection import Claim, Evidence, cells, check_one_base
 
 
 def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
@@ -37,7 +39,8 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     if not n:
         return [] if evidence.null else [Finding("optimum", 0, have, None)]
     check_one_base("all levels", [record for records in groups for record in records])
-    gains = [np.array([_greedy(record)[-1] - _greedy(record)[0] for record in records]) for records in groups]
+    scores = [[curve(record, "validation_greedy") for record in records] for records in groups]
+    gains = [np.array([score[-1] - score[0] for score in level]) for level in scores]
     gain = stats.stratified_bootstrap(gains, n_resamples=evidence.resamples)
     learned = Finding(
         "gain", n, have, gain, float(rule["gain"]), value=f"{gain.format()} points", context=f"(n = {n} a level)"
@@ -45,10 +48,14 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     if evidence.null:
         return [learned]
     levels = np.array([next(iter(where.values())) for where, _ in selected], float)
-    target = rule["share"] * max(np.mean([_greedy(record)[-1] for record in records]) for records in groups)
-    needed = [np.array([_completions_to(record, target) for record in records]) for records in groups]
+    target = rule["share"] * max(np.mean([score[-1] for score in level]) for level in scores)
+    spent = [[record["curve"]["completions"] for record in records] for records in groups]
+    needed = [
+        np.array([curves.spent_until(*each, target) for each in zip(*level, strict=True)])
+        for level in zip(spent, scores, strict=True)
+    ]
     interval = _interval(levels, needed, evidence.resamples)
-    never = sum(_greedy(record).max() < target for records in groups for record in records)
+    never = sum(score.max() < target for level in scores for score in level)
     context = f"(target {100 * target:.1f} %, n = {n} a level, {never} of {sum(sizes)} runs never get there)"
     value = f"{interval.value:.0f} [{interval.low:.0f}, {interval.high:.0f}]"
     least, most = rule["between"]
@@ -59,10 +66,6 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _completions_to(record: Record, target: float) -> float:
-    return curves.spent_until(record["curve"]["completions"], _greedy(record), target)
-
-
 def _interval(levels: NDArray[np.float64], needed: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
     rng = np.random.default_rng(0)
     drawn = [curves.minimum(levels, [rng.choice(each, len(each)) for each in needed]) for _ in range(resamples)]
@@ -70,22 +73,15 @@ def _interval(levels: NDArray[np.float64], needed: Sequence[NDArray[np.float64]]
     return Interval(curves.minimum(levels, needed), float(low), float(high), min(map(len, needed)))
 
 
-def _greedy(record: Record) -> NDArray[np.float64]:
-    return np.array(record["curve"]["validation_greedy"], float)
-
-
 def _check(claim: Claim) -> None:
     name, rule = f"claim {claim['id']}", claim["rule"]
     levels = [value for values in claim.get("cells", {}).values() for value in values]
-    if len(levels) < 3:
-        raise ValueError(f"{name}: cells {levels}: a quadratic needs three levels at least.")
-    least, most = rule["between"]
-    if not 0 < rule["share"] <= 1 or not least < most:
-        raise ValueError(f"{name}: share={rule['share']} must lie in (0, 1], and between={[least, most]} must rise.")
+    require(len(levels) > 2, f"{name}: cells {levels}: a quadratic needs three levels at least.")
+    share, (least, most) = rule["share"], rule["between"]
+    well = 0 < share <= 1 and least < most
+    require(well, f"{name}: share={share} must lie in (0, 1], and between={[least, most]} must rise.")
 
 
-def _favours(claim: Claim) -> tuple[str, ...]:
-    return ("searched",)
-
-
-OPTIMUM = Rule(_find, ("share", "between", "gain"), arms=("searched",), check=_check, favours=_favours)
+OPTIMUM = Rule(
+    _find, ("share", "between", "gain"), arms=("searched",), check=_check, favours=lambda claim: ("searched",)
+)

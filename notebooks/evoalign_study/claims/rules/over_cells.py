@@ -1,24 +1,24 @@
 """Rules "interaction", "regret" and "regrets": sums over the cells of a claim, whose seeds belong together.
 
-A `floor` asks besides that an arm has learned something: its accuracy, mean of the cells, must exceed that of the
-untrained base by more than a given gain.
+Each is a weighted sum of accuracies over cells, of one arm or the difference of two. A `floor` asks besides that an arm
+has learned something: its accuracy, mean of the cells, must exceed that of the untrained base by more than a gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import stats
-from evoalign_study.claims import measures
-from evoalign_study.claims.checks import check_keys, check_named, check_setting
-from evoalign_study.claims.findings import MISSING, Finding, decoding_words
-from evoalign_study.claims.rules.comparisons import check_decodings
+from evoalign_study.claims import run_scores
+from evoalign_study.claims.checks import check_keys, check_known, check_named, check_setting, require
+from evoalign_study.claims.findings import MISSING, Finding, Measured, decoding_words, hold
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import Claim, Evidence, Record, cells, check_one_base, lacking
+from evoalign_study.claims.selection import Claim, Evidence, Record, Runs, cells, check_one_base, lacking
 from evoalign_study.records import accuracy_matrix
 
 
@@ -31,28 +31,33 @@ class _Term(NamedTuple):
     in_floor: float
 
 
-def _find_regret(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Find the difference of two arms' regret: accuracy of the best setting - that of the shared one, mean of cells.
+class _Arm(NamedTuple):
+    """An arm's runs in every cell, and the seeds that it has in all of them."""
 
-    Runs of one seed belong together; where the best setting is the shared one, they are the same runs.
-    """
-    return _contrast(claim, evidence, _regret_terms(claim), "regret")
+    name: str
+    runs: list[Runs]
+    seeds: list[Any]
+
+    def right(self, unit: str, decoding: str) -> NDArray[np.float64]:
+        """Return right answers, (cells, seeds, problems)."""
+        return _right([[cell[seed] for seed in self.seeds] for cell in _by_seed(self.runs, unit)], decoding)
 
 
-def _find_regrets(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Find the regret of each arm by itself, which should lie below or above a bound of its own."""
-    found = []
-    for arm, bound in claim["rule"]["bounds"].items():
-        if evidence.null and arm not in _winners(claim):
-            continue
-        (side,) = bound
-        for decoding in claim["rule"].get("decodings", (claim["rule"]["decoding"],)):
-            terms = _regret_terms(claim)
-            found.append(_of_arm(claim, evidence, arm, terms, "regret", decoding, float(bound[side]), side))
-    return found + _floor(claim, evidence, _regret_terms(claim))
+def _by_seed(cells: Sequence[Runs], unit: str) -> list[dict[Any, Record]]:
+    return [{record["spec"][unit]: record for record in cell.records} for cell in cells]
+
+
+def _right(by_cell: Sequence[Sequence[Record]], decoding: str) -> NDArray[np.float64]:
+    """Return right answers (cells, seeds, problems) of as many runs in every cell."""
+    right = accuracy_matrix([record for cell in by_cell for record in cell], decoding)
+    return right.reshape(len(by_cell), len(by_cell[0]), -1)
 
 
 def _regret_terms(claim: Claim) -> list[_Term]:
+    """Regret: accuracy of the best setting - that of the shared one, mean of cells.
+
+    Runs of one seed belong together; where the best setting is the shared one, they are the same runs.
+    """
     rule, found = claim["rule"], cells(claim)
     return [
         _Term(f"{label} {name}", where | {"setting": rule[name]}, sign / len(found), (sign < 0) / len(found))
@@ -61,12 +66,10 @@ def _regret_terms(claim: Claim) -> list[_Term]:
     ]
 
 
-def _find_interaction(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Find the difference of two arms' contrast of accuracy over the cells."""
-    found, contrast = cells(claim), claim["rule"]["contrast"]
-    weights = CONTRASTS[contrast]([value for _, where in found for value in where.values()])
-    terms = [_Term(*cell, weight, 1 / len(found)) for cell, weight in zip(found, weights, strict=True)]
-    return _contrast(claim, evidence, terms, contrast)
+def _contrast_terms(claim: Claim) -> list[_Term]:
+    found = cells(claim)
+    weights = CONTRASTS[claim["rule"]["contrast"]]([value for _, where in found for value in where.values()])
+    return [_Term(*cell, weight, 1 / len(found)) for cell, weight in zip(found, weights, strict=True)]
 
 
 def _slope(levels: Sequence[float]) -> list[float]:
@@ -84,93 +87,72 @@ _MORE_IS_BETTER = {"slope over log10": False, "last less first": True}
 """Whether more of a contrast favours an arm: a small slope is little dependence on what the cells vary."""
 
 
-def _contrast(claim: Claim, evidence: Evidence, terms: list[_Term], quantity: str) -> list[Finding]:
-    """Find the difference of two arms' weighted sums under each decoding, and the floor."""
+def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
+    """Find the difference of two arms' sums, or that of each arm, under each decoding, and the floor."""
     rule = claim["rule"]
-    found = [
-        _weighted(claim, evidence, terms, quantity, decoding) for decoding in rule.get("decodings", (rule["decoding"],))
-    ]
-    return found + _floor(claim, evidence, terms)
+    terms = _contrast_terms(claim) if "contrast" in rule else _regret_terms(claim)
+    if "bounds" in rule:
+        asked = [([arm], side, bound[side]) for arm, bound in rule["bounds"].items() for side in bound]
+    else:
+        asked = [([rule["of"], rule["to"]], "above", rule["above"])]
+    return [
+        _sum(claim, evidence, arms, terms, decoding, float(bound), side)
+        for arms, side, bound in asked
+        if not evidence.null or set(arms) & set(_winners(claim))
+        for decoding in rule.get("decodings", (rule["decoding"],))
+    ] + _floor(claim, evidence, terms)
 
 
-def _weighted(claim: Claim, evidence: Evidence, terms: list[_Term], quantity: str, decoding: str) -> Finding:
-    """Find the difference between two arms of a weighted sum of accuracies over cells, each seed's in one row."""
-    rule, winner = claim["rule"], _winner(claim)
-    pair = rule["of"], rule["to"]
-    of, to = (evidence.name(claim, arm, arm == winner) for arm in pair)
-    compared = f"{quantity}, {of} - {to}"
-    label = f"{compared}, {decoding_words(decoding)}" if "decodings" in rule else compared
-    by_term = [evidence.select_pair(claim, pair, term.where, winner) for term in terms]
-    selected = dict(zip((of, to), zip(*by_term, strict=True), strict=True))
-    have = "; ".join(
-        f"{term.label}: {', '.join(found[i].have for found in selected.values())}" for i, term in enumerate(terms)
-    )
-    kept = {"decoding": decoding, "compared": compared}
-    bound = float(rule["above"])
-    matrices, words = [], []
-    for arm, found in selected.items():
-        by_seed = [{record["spec"][claim["unit"]]: record for record in cell.records} for cell in found]
-        seeds = sorted(set.intersection(*map(set, by_seed)))
-        if seeds and "decodings" in rule:
-            measured = [seed for seed in seeds if all(_has(cell[seed], decoding) for cell in by_seed)]
-            if len(measured) < claim["min_seeds"]:
-                context = f"({len(measured)} of {len(seeds)} seeds of {arm} were decoded so)"
-                return Finding(label, 0, have, None, bound, decisive=False, value=MISSING, context=context, **kept)
-            seeds = measured
-        if not seeds:
-            return Finding(label, 0, have, None, bound, lacks=lacking(sum(map(list, selected.values()), [])), **kept)
-        right = _right([[cell[seed] for seed in seeds] for cell in by_seed], decoding)
-        matrices.append(np.tensordot([term.weight for term in terms], right, axes=1))
-        accuracies = zip(terms, right.mean(axis=(1, 2)), strict=True)
-        words.append(f"{arm} " + ", ".join(f"{term.label} {100 * accuracy:.1f} %" for term, accuracy in accuracies))
-    for i, term in enumerate(terms):
-        check_one_base(term.label, [record for found in selected.values() for record in found[i].records])
-    interval = stats.crossed_bootstrap(*matrices, n_resamples=evidence.resamples)
-    context = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {'; '.join(words)}"
-    value = f"{interval.format()} points"
-    return Finding(label, interval.n, have, interval, bound, value=value, context=context, **kept)
+def _arm(claim: Claim, evidence: Evidence, arm: str, terms: list[_Term]) -> _Arm:
+    favoured = arm if arm in _winners(claim) else None
+    pair = [arm, *(name for name in _compared(claim) if name != arm)]
+    runs = [evidence.select_pair(claim, pair, term.where, favoured)[0] for term in terms]
+    seeds = sorted(set.intersection(*map(set, _by_seed(runs, claim["unit"]))))
+    return _Arm(evidence.name(claim, arm, favoured is not None), runs, seeds)
 
 
-def _has(record: Record, decoding: str) -> bool:
-    return measures.MEASURES["test"].has(record, decoding)
-
-
-def _right(by_cell: Sequence[Sequence[Record]], decoding: str) -> NDArray[np.float64]:
-    """Return right answers (cells, seeds, problems) of as many runs in every cell."""
-    right = accuracy_matrix([record for cell in by_cell for record in cell], decoding)
-    return right.reshape(len(by_cell), len(by_cell[0]), -1)
-
-
-def _of_arm(
-    claim: Claim,
-    evidence: Evidence,
-    arm: str,
-    terms: list[_Term],
-    quantity: str,
-    decoding: str,
-    bound: float,
-    side: str,
+def _sum(
+    claim: Claim, evidence: Evidence, names: list[str], terms: list[_Term], decoding: str, bound: float, side: str
 ) -> Finding:
-    """Find a weighted sum of one arm's accuracies over cells."""
-    seeds, found, compared, have = _seeds_of(claim, evidence, arm, terms, quantity)
-    among = "decodings" in claim["rule"]
-    label = f"{compared}, {decoding_words(decoding)}" if among else compared
-    kept = {"decoding": decoding, "compared": compared}
-    if not seeds:
-        return Finding(label, 0, have, None, bound, side, lacks=lacking(found), **kept)
-    if among:
-        measured = [s for s in seeds if all(_has(cell[s], decoding) for cell in _by_seed(claim, found))]
-        if len(measured) < claim["min_seeds"]:
-            context = f"({len(measured)} of {len(seeds)} seeds of {arm} were decoded so)"
-            return Finding(label, 0, have, None, bound, side, decisive=False, value=MISSING, context=context, **kept)
-        seeds = measured
-    right = _right([[cell[seed] for seed in seeds] for cell in _by_seed(claim, found)], decoding)
-    summed = np.tensordot([term.weight for term in terms], right, axes=1)
-    interval = stats.crossed_bootstrap(summed, n_resamples=evidence.resamples)
-    accuracies = zip(terms, right.mean(axis=(1, 2)), strict=True)
-    words = ", ".join(f"{term.label} {100 * accuracy:.1f} %" for term, accuracy in accuracies)
-    context, value = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {words}", interval.format()
-    return Finding(label, interval.n, have, interval, bound, side, value=f"{value} points", context=context, **kept)
+    """Find a weighted sum of accuracies over cells, or its difference between two arms, each seed's in one row."""
+    rule, unit = claim["rule"], claim["unit"]
+    arms = [_arm(claim, evidence, name, terms) for name in names]
+    compared = f"{rule.get('contrast', 'regret')}, {' - '.join(arm.name for arm in arms)}"
+    label = f"{compared}, {decoding_words(decoding)}" if "decodings" in rule else compared
+    by_cell = [[arm.runs[i] for arm in arms] for i in range(len(terms))]
+    have = "; ".join(
+        f"{term.label}: {', '.join(runs.have for runs in cell)}" for term, cell in zip(terms, by_cell, strict=True)
+    )
+    kept = {"decoding": decoding, "compared": compared, "bound": bound, "side": side}
+    kept["lacks"] = lacking(runs for arm in arms for runs in arm.runs)
+    for i, arm in enumerate(arms):
+        if arm.seeds and "decodings" in rule:
+            cells_ = _by_seed(arm.runs, unit)
+            has = run_scores.MEASURES["test"].has
+            measured = [seed for seed in arm.seeds if all(has(cell[seed], decoding) for cell in cells_)]
+            if len(measured) < claim["min_seeds"]:
+                context = f"({len(measured)} of {len(arm.seeds)} seeds of {arm.name} were decoded so)"
+                kept |= {"decisive": False, "value": MISSING, "context": context, "lacks": ""}
+                return Finding(label, 0, have, None, **kept)
+            arms[i] = arm._replace(seeds=measured)
+        if not arm.seeds:
+            return Finding(label, 0, have, None, **kept)
+    for term, cell in zip(terms, by_cell, strict=True):
+        check_one_base(term.label, [record for runs in cell for record in runs.records])
+
+    def measure() -> Measured:
+        right = [arm.right(unit, decoding) for arm in arms]
+        sums = [np.tensordot([term.weight for term in terms], each, axes=1) for each in right]
+        interval = stats.crossed_bootstrap(*sums, n_resamples=evidence.resamples)
+        told = []
+        for arm, each in zip(arms, right, strict=True):
+            means = zip(terms, each.mean(axis=(1, 2)), strict=True)
+            words = ", ".join(f"{term.label} {100 * accuracy:.1f} %" for term, accuracy in means)
+            told.append(f"{arm.name} {words}" if len(arms) > 1 else words)
+        context = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {'; '.join(told)}"
+        return interval, f"{interval.format()} points", context
+
+    return hold(label, min(len(arm.seeds) for arm in arms), have, measure, **kept)
 
 
 def _floor(claim: Claim, evidence: Evidence, terms: list[_Term]) -> list[Finding]:
@@ -178,35 +160,23 @@ def _floor(claim: Claim, evidence: Evidence, terms: list[_Term]) -> list[Finding
     floor = claim["rule"].get("floor")
     if floor is None or (evidence.null and floor["of"] not in _winners(claim)):
         return []
-    terms, arm, bound = [term for term in terms if term.in_floor], floor["of"], float(floor["above"])
-    seeds, found, label, have = _seeds_of(claim, evidence, arm, terms, f"gain over {floor['to']}")
-    bases = [evidence.base_of(cell.records[0]) if cell.records else None for cell in found]
-    if not seeds or None in bases:
-        return [Finding(label, 0, f"{have}; {sum(b is not None for b in bases)} of base", None, bound)]
-    decoding, weights = claim["rule"]["decoding"], [term.in_floor for term in terms]
-    right = _right([[cell[seed] for seed in seeds] for cell in _by_seed(claim, found)], decoding)
-    untrained = _right([[base] for base in bases], decoding)
-    summed, baseline = (np.tensordot(weights, each, axes=1) for each in (right, untrained))
-    interval = stats.crossed_bootstrap(summed, baseline[0], n_resamples=evidence.resamples)
-    context = f"from {100 * baseline.mean():.1f} % (n = {interval.n}, detectable {100 * interval.detectable():.1f})"
-    return [Finding(label, interval.n, have, interval, bound, value=f"{interval.format()} points", context=context)]
+    terms = [term for term in terms if term.in_floor]
+    arm = _arm(claim, evidence, floor["of"], terms)
+    bases = [evidence.base_of(cell.records[0]) if cell.records else None for cell in arm.runs]
+    have = "; ".join(f"{term.label}: {cell.have}" for term, cell in zip(terms, arm.runs, strict=True))
+    n = 0 if None in bases else len(arm.seeds)
+    if not n:
+        have += f"; {sum(base is not None for base in bases)} of base"
 
+    def measure() -> Measured:
+        weights, decoding = [term.in_floor for term in terms], claim["rule"]["decoding"]
+        both = arm.right(claim["unit"], decoding), _right([[base] for base in bases], decoding)
+        summed, (baseline,) = (np.tensordot(weights, right, axes=1) for right in both)
+        interval = stats.crossed_bootstrap(summed, baseline, n_resamples=evidence.resamples)
+        context = f"from {100 * baseline.mean():.1f} % (n = {interval.n}, detectable {100 * interval.detectable():.1f})"
+        return interval, f"{interval.format()} points", context
 
-def _seeds_of(
-    claim: Claim, evidence: Evidence, arm: str, terms: list[_Term], quantity: str
-) -> tuple[list, list, str, str]:
-    """Return the seeds that an arm has in every cell, its runs in each, and label and number of runs in words."""
-    favoured = arm if arm in _winners(claim) else None
-    pair = [name for name in _compared(claim) if name != arm]
-    found = [evidence.select_pair(claim, [arm, *pair], term.where, favoured)[0] for term in terms]
-    seeds = sorted(set.intersection(*map(set, _by_seed(claim, found))))
-    label = f"{quantity}, {evidence.name(claim, arm, favoured is not None)}"
-    have = "; ".join(f"{term.label}: {cell.have}" for term, cell in zip(terms, found, strict=True))
-    return seeds, found, label, have
-
-
-def _by_seed(claim: Claim, found: Sequence[Any]) -> list[dict[Any, Record]]:
-    return [{record["spec"][claim["unit"]]: record for record in cell.records} for cell in found]
+    return [hold(f"gain over {floor['to']}, {arm.name}", n, have, measure, bound=float(floor["above"]))]
 
 
 def _compared(claim: Claim) -> list[str]:
@@ -215,17 +185,12 @@ def _compared(claim: Claim) -> list[str]:
     return list(rule["bounds"]) if "bounds" in rule else [rule["of"], rule["to"]]
 
 
-def _winner(claim: Claim) -> str:
-    """Return the arm that a difference favours: less regret is better, and of a contrast what is said of it."""
-    rule = claim["rule"]
-    return rule["of"] if _MORE_IS_BETTER.get(rule.get("contrast"), False) else rule["to"]
-
-
 def _winners(claim: Claim) -> tuple[str, ...]:
+    """Return the arms that are favoured: less regret is better, and of a contrast what is said of it."""
     rule = claim["rule"]
     if "bounds" in rule:
         return tuple(arm for arm, bound in rule["bounds"].items() if "below" in bound)
-    return (_winner(claim),)
+    return (rule["of"] if _MORE_IS_BETTER.get(rule.get("contrast"), False) else rule["to"],)
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
@@ -239,17 +204,14 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
 
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    if sum(map(len, claim.get("cells", {}).values())) < 2:
-        raise ValueError(f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
-    for key in ("shared", "best"):
-        if key in rule:
-            check_setting(claim, key, rule[key])
-    if rule.get("contrast", "slope over log10") not in CONTRASTS:
-        raise ValueError(f"{name}: unknown contrast {rule['contrast']!r}; known: {', '.join(CONTRASTS)}")
+    several = sum(map(len, claim.get("cells", {}).values())) > 1
+    require(several, f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
+    for key in {"shared", "best"} & rule.keys():
+        check_setting(claim, key, rule[key])
+    check_known(name, "contrast", rule.get("contrast", "slope over log10"), CONTRASTS)
     for arm, bound in rule.get("bounds", {}).items():
-        if len(bound) != 1 or not bound.keys() <= {"below", "above"}:
-            raise ValueError(f"{name}: regret of {arm}: declare a bound that it lies below, or one that it lies above")
-    check_decodings(claim)
+        one = len(bound) == 1 and bound.keys() <= {"below", "above"}
+        require(one, f"{name}: regret of {arm}: declare a bound that it lies below, or one that it lies above")
     named = _compared(claim)
     if "floor" in rule:
         check_keys(f"{name}, floor", rule["floor"], ("of", "to", "above"))
@@ -257,27 +219,7 @@ def _check(claim: Claim) -> None:
     check_named(claim, named)
 
 
-INTERACTION = Rule(
-    _find_interaction,
-    ("decoding", "contrast", "of", "to", "above"),
-    ("decodings", "floor"),
-    check=_check,
-    favours=_winners,
-    under=_under_other,
-)
-REGRET = Rule(
-    _find_regret,
-    ("decoding", "shared", "best", "of", "to", "above"),
-    ("decodings", "floor"),
-    check=_check,
-    favours=_winners,
-    under=_under_other,
-)
-REGRETS = Rule(
-    _find_regrets,
-    ("decoding", "shared", "best", "bounds"),
-    ("floor",),
-    check=_check,
-    favours=_winners,
-    under=_under_other,
-)
+_rule = partial(Rule, _find, check=_check, favours=_winners, under=_under_other)
+INTERACTION = _rule(("decoding", "contrast", "of", "to", "above"), ("decodings", "floor"))
+REGRET = _rule(("decoding", "shared", "best", "of", "to", "above"), ("decodings", "floor"))
+REGRETS = _rule(("decoding", "shared", "best", "bounds"), ("floor",))

@@ -10,7 +10,9 @@ at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,9 @@ from numpy.typing import NDArray
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import hacking, regimes, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse, path_points
 from evoalign_study.claims.checks import check_named
-from evoalign_study.claims.findings import Finding, Undecided, decoding_words, defined
-from evoalign_study.claims.rules.comparisons import check_decodings
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import BASE, Claim, Evidence, Record, lacking
 
@@ -83,50 +83,43 @@ def _of_decoding(evidence: Evidence, runs: Sequence[Record], hacked: NDArray[np.
     counted = f"{int(hacked.sum())} hacked v {int((~hacked).sum())} unhacked"
     n, resamples = min(int(hacked.sum()), int((~hacked).sum())), min(200, evidence.resamples)
     kl = np.array([record["curve"]["kl"][-1] for record in runs])
-    findings = []
     try:
-        measured = path_points.barriers(evidence.having("kind", "path"), runs, decoding, resamples)
+        measured, missing = path_points.barriers(evidence.having("kind", "path"), runs, decoding, resamples), ""
     except ValueError as error:
         measured, missing = None, str(error)
 
-    def find(name: str) -> Interval:
+    def separate() -> tuple[Any, ...]:
+        return regimes.separation(*measured, regimes.regimes(*measured, n_resamples=resamples)), ""
+
+    def agree() -> tuple[Any, ...]:
+        return regimes.agreement(*measured, hacked), ""
+
+    def basin() -> tuple[Any, ...]:
+        p = regimes.within_between(measured[0], list(hacked), only=True, n_resamples=2000).p
+        return regimes.basin(*measured, hacked), " points", p
+
+    def near() -> tuple[Any, ...]:
+        found = stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], n_resamples=evidence.resamples)
+        return found, " nats a completion"
+
+    def measure(find: Callable[[], tuple[Any, ...]]) -> Measured:
         if measured is None:
             raise Undecided(missing)
-        if name == "separate":
-            return regimes.separation(*measured, regimes.regimes(*measured, n_resamples=resamples))
-        if name == "agree":
-            return regimes.agreement(*measured, hacked)
-        if name == "basin":
-            return regimes.basin(*measured, hacked)
-        return stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], n_resamples=evidence.resamples)
+        interval, unit, *p = defined(find)
+        points = unit == " points"
+        return interval, interval.format(percent=points, digits=1 if points else 2) + unit, f"(n = {counted})", *p
 
-    for name, quantity in _QUANTITIES.items():
-        label = f"{quantity} {decoding_words(decoding)}"
-        have, bound = f"{label}: {counted}", AGREE if name == "agree" else 0.0
-        kept: dict[str, Any] = {"decoding": decoding, "bound": bound}
-        try:
-            interval = defined(find, name)
-        except Undecided as error:
-            units = n if measured else 0
-            findings.append(Finding(label, units, have, None, value="not defined", context=f"({error})", **kept))
-            continue
-        if name == "basin":
-            kept["test"] = regimes.within_between(measured[0], list(hacked), only=True, n_resamples=2000).p
-        value = interval.format(percent=name == "basin", digits=1 if name == "basin" else 2) + _UNITS.get(name, "")
-        findings.append(Finding(label, n, have, interval, value=value, context=f"(n = {counted})", **kept))
+    findings = []
+    for find in (separate, agree, basin, near):
+        label = f"{_QUANTITIES[find.__name__]} {decoding_words(decoding)}"
+        kept = {"decoding": decoding, "bound": AGREE if find is agree else 0.0}
+        found = hold(label, 1, f"{label}: {counted}", partial(measure, find), **kept)
+        findings.append(replace(found, n=n if measured else 0))
     return findings
 
 
-_UNITS = {"basin": " points", "near": " nats a completion"}
-
-
 def _check(claim: Claim) -> None:
-    check_decodings(claim)
     check_named(claim, claim["rule"]["favours"])
 
 
-def _favours(claim: Claim) -> tuple[str, ...]:
-    return tuple(claim["rule"]["favours"])
-
-
-REGIMES = Rule(_find, ("decodings", "favours"), check=_check, favours=_favours)
+REGIMES = Rule(_find, ("decodings", "favours"), check=_check)

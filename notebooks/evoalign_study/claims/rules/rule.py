@@ -9,16 +9,9 @@ from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.selection import Claim, Evidence
 
 
-def _nothing(claim: Claim) -> None:
-    """Check nothing."""
-
-
-def _as_declared(claim: Claim, decoding: str) -> None:
-    return None
-
-
-def _no_arm(claim: Claim) -> tuple[str, ...]:
-    return ()
+def _declared(claim: Claim) -> tuple[str, ...]:
+    favours = claim["rule"].get("favours", ())
+    return (favours,) if isinstance(favours, str) else tuple(favours)
 
 
 @dataclass(frozen=True)
@@ -34,10 +27,10 @@ class Rule:
     """Keys that it may have."""
     arms: tuple[str, ...] | None = None
     """Names of the arms that the claim declares; None: any."""
-    check: Callable[[Claim], None] = _nothing
+    check: Callable[[Claim], None] = lambda claim: None
     """Raises ValueError, naming claim and field, where the declaration is wrong in another way."""
-    favours: Callable[[Claim], tuple[str, ...]] = _no_arm
-    """Returns the arms that win when the claim is supported; none where no arm does."""
-    under: Callable[[Claim, str], Claim | None] = _as_declared
+    favours: Callable[[Claim], tuple[str, ...]] = _declared
+    """Returns the arms that win when the claim is supported; by default those that the rule names so."""
+    under: Callable[[Claim, str], Claim | None] = lambda claim, decoding: None
     """Returns the claim with its comparisons under another decoding, those that it does not declare so already; None
     where there are none."""

@@ -12,10 +12,10 @@ from math import exp
 from typing import Any
 
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_keys, check_named
-from evoalign_study.claims.findings import Finding, Undecided, decoding_words
-from evoalign_study.claims.quantities import QUANTITIES, Chosen, Quantity, check_side, side_of
-from evoalign_study.claims.rules.comparisons import check_decodings
+from evoalign_study.claims.checks import check_comparisons, check_named, require
+from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold
+from evoalign_study.claims.quantities import QUANTITIES, Chosen, Quantity, Side, check_side, side_of
+from evoalign_study.claims.rules.comparisons import declared_comparisons
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import BASE, Claim, Evidence, Runs, lacking
 
@@ -28,9 +28,7 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     asked = [QUANTITIES[each["quantity"]] for each in rule["comparisons"]]
     if evidence.null == BASE and not all(quantity.of_base for quantity in asked):  # it has no displacement
         return []
-    declared = [(each, True) for each in rule["comparisons"]]
-    declared += [(each | {"above": 0}, False) for each in rule.get("also", ())]
-    for comparison, decisive in declared:
+    for comparison, decisive in declared_comparisons(rule):
         arms = {side.arm for side in _sides(comparison)}
         if evidence.null and not (decisive and rule.get("favours") in arms):
             continue
@@ -46,7 +44,7 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     return findings
 
 
-def _sides(comparison: _Comparison) -> list:
+def _sides(comparison: _Comparison) -> list[Side]:
     return [side_of(comparison[name]) for name in ("of", "to") if name in comparison]
 
 
@@ -64,8 +62,8 @@ def _compare(
         seeds = claim["arms"][favoured].get("seeds")
         selected[favoured] = evidence.stand_in(beside, claim["unit"], *([seeds] if seeds else []))
     named = [f"{evidence.name(claim, side.arm, side.arm == favoured)} {side.words}".strip() for side in sides]
-    joint = " to " if quantity.sides == (2,) and quantity.unit != "ratio" else " - "
-    compared = f"{(' over ' if quantity.unit == 'ratio' else joint).join(named)}, {quantity.words}"
+    joint = " over " if quantity.unit == "ratio" else " to " if quantity.sides == (2,) else " - "
+    compared = f"{joint.join(named)}, {quantity.words}"
     label = f"{compared} {decoding_words(decoding)}" if decoding else compared
     kept: dict[str, Any] = {"decisive": decisive, "decoding": decoding}
     if decoding and 0 in (comparison.get("above"), comparison.get("below")):  # another bound is no order of two sides
@@ -76,15 +74,13 @@ def _compare(
     chosen = [Chosen(side, selected[side.arm].records) for side in sides]
     units = quantity.units(evidence, chosen)
     counts = " v ".join(map(str, dict.fromkeys(units)))
-    if not min(units):
-        return Finding(label, 0, f"{have}, {counts} measured", None, **kept)
-    try:
+
+    def measure() -> Measured:
         interval = quantity.find(evidence, chosen, decoding)
-    except Undecided as error:
-        return Finding(label, min(units), have, None, value="not defined", context=f"({error})", **kept)
-    return Finding(
-        label, min(units), have, interval, value=_words(interval, quantity.unit), context=f"(n = {counts})", **kept
-    )
+        return interval, _words(interval, quantity.unit), f"(n = {counts})"
+
+    n = min(units)
+    return hold(label, n, have if n else f"{have}, {counts} measured", measure, **kept)
 
 
 def _words(interval: Interval, unit: str) -> str:
@@ -101,30 +97,19 @@ def _words(interval: Interval, unit: str) -> str:
 
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    check_decodings(claim)
-    for comparison in [*rule["comparisons"], *rule.get("also", ())]:
-        check_keys(f"{name}, comparison", comparison, ("quantity", "of"), ("to", "above", "below"))
-        if comparison["quantity"] not in QUANTITIES:
-            raise ValueError(f"{name}: unknown quantity {comparison['quantity']!r}; known: {', '.join(QUANTITIES)}")
-        quantity = QUANTITIES[comparison["quantity"]]
-        for side in ("of", "to"):
-            if side in comparison:
-                check_side(name, comparison[side])
+    for comparison in check_comparisons(claim, ("quantity", "of"), ("to", "above", "below"), QUANTITIES):
+        what, quantity = comparison["quantity"], QUANTITIES[comparison["quantity"]]
+        for side in {"of", "to"} & comparison.keys():
+            check_side(name, comparison[side])
         sides = _sides(comparison)
         check_named(claim, [side.arm for side in sides])
-        if len(sides) not in quantity.sides:
-            raise ValueError(f"{name}: {comparison['quantity']} has {len(sides)} sides, it needs {quantity.sides[0]}")
-        if quantity.decoded and "decodings" not in rule:
-            raise ValueError(f"{name}: {comparison['quantity']} depends on the decoding: declare decodings")
-    for comparison in rule["comparisons"]:
-        if not {"above", "below"} & comparison.keys():
-            raise ValueError(f"{name}: a comparison lies above or below a value, or between two: declare them")
-    if "favours" in rule:
-        check_named(claim, [rule["favours"]])
+        fit = len(sides) in quantity.sides
+        require(fit, f"{name}: {what} has {len(sides)} sides, it needs {quantity.sides[0]}")
+        decoded = "decodings" in rule or not quantity.decoded
+        require(decoded, f"{name}: {what} depends on the decoding: declare decodings")
+        bounded = {"above", "below"} & comparison.keys()
+        require(bounded, f"{name}: a comparison lies above or below a value, or between two: declare them")
+    check_named(claim, [rule["favours"]] if "favours" in rule else [])
 
 
-def _favours(claim: Claim) -> tuple[str, ...]:
-    return (claim["rule"]["favours"],) if "favours" in claim["rule"] else ()
-
-
-WEIGHTS = Rule(_find, ("comparisons",), ("also", "decodings", "favours"), check=_check, favours=_favours)
+WEIGHTS = Rule(_find, ("comparisons",), ("also", "decodings", "favours"), check=_check)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evoalign_lib.analysis import curves, hacking
 from evoalign_study import collapse
-from evoalign_study.claims.checks import check_keys
+from evoalign_study.claims.checks import check_keys, check_known, require
 from evoalign_study.claims.findings import Undecided, decoding_words
 from evoalign_study.claims.selection import BUDGETS, DECODINGS, Claim, Evidence, Record
 from evoalign_study.records import accuracy_matrix
@@ -47,7 +47,8 @@ class Measure:
     """Whether a score is 0 or 1: such arms are compared by rate, and no others."""
 
 
-def _curve(record: Record, name: str) -> NDArray[np.float64]:
+def curve(record: Record, name: str) -> NDArray[np.float64]:
+    """Return a curve as numbers, NaN where a diverged run has none. Raises ValueError where there is no such curve."""
     try:
         return np.array(record["curve"][name], np.float64)
     except KeyError as error:
@@ -64,7 +65,7 @@ def _test(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _A
 
 def _validation(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _Arms) -> _Arrays:
     """Read validation accuracy where the arms' means first reach a level, or at the largest budget both reached."""
-    found = [[_curve(record, f"validation_{measure['validation']}") for record in arm] for arm in arms]
+    found = [[curve(record, f"validation_{measure['validation']}") for record in arm] for arm in arms]
     if "at_mean" in measure:
         reached = [np.mean(arm, axis=0).max() for arm in found]
         if min(reached) < measure["at_mean"]:
@@ -72,7 +73,7 @@ def _validation(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], ar
                 "an arm's mean stays below it, at most " + " and ".join(f"{100 * r:.1f} %" for r in reached)
             )
         return [curves.scores_at_mean(arm, measure["at_mean"])[1] for arm in found]
-    spent = [[_curve(record, measure["at_equal"]) for record in arm] for arm in arms]
+    spent = [[curve(record, measure["at_equal"]) for record in arm] for arm in arms]
     budget = min(axis[-1] for arm in spent for axis in arm)
     if not budget > 0:  # random fitness generates nothing
         raise Undecided("a run spent nothing")
@@ -86,7 +87,7 @@ def _validation(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], ar
 
 def _drawdown(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _Arms) -> _Arrays:
     name = f"validation_{measure['drawdown']}"
-    return [np.array([curves.largest_drawdown(_curve(record, name)) for record in arm]) for arm in arms]
+    return [np.array([curves.largest_drawdown(curve(record, name)) for record in arm]) for arm in arms]
 
 
 def _validated(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _Arms) -> _Arrays:
@@ -99,12 +100,12 @@ def _validated(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arm
     if lacking:
         raise Undecided(f"{lacking} runs have no decoding record")
     axis = measure["at_equal"]
-    budget = min(_curve(record, axis)[-1] for arm in arms for record in arm)
+    budget = min(curve(record, axis)[-1] for arm in arms for record in arm)
     if not budget > 0:
         raise Undecided("a run spent nothing")
     matrices = []
     for arm in arms:
-        ends = np.mean([_curve(record, axis)[-1] for record in arm])
+        ends = np.mean([curve(record, axis)[-1] for record in arm])
         steps = sorted(set.intersection(*(set(record["decoded"]["validation_at"]) for record in arm)))
         if abs(ends / budget - 1) <= _CLOSE:
             blocks = [record["decoded"]["validation"] for record in arm]
@@ -120,7 +121,7 @@ def _validated(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arm
 
 
 def _spent(record: Record, axis: str, step: int) -> float:
-    return float(np.interp(step, _curve(record, "step"), _curve(record, axis)))
+    return float(np.interp(step, curve(record, "step"), curve(record, axis)))
 
 
 def _has_validated(record: Record, decoding: str) -> bool:
@@ -184,10 +185,24 @@ MEASURES: dict[str, Measure] = {
 """What a comparison may take of a run, by the key that declares it."""
 
 
+AT: dict[str, Callable[[Any], str]] = {
+    "at_equal": lambda axis: f"at equal {axis.replace('_', ' ')}",
+    "at_proxy": lambda level: f"at proxy {level:g}",
+    "at_kl": lambda level: f"at KL {level:g}",
+    "at_mean": lambda level: f"at mean {100 * level:g} %",
+}
+"""Where a measure may be taken, in words."""
+
+
 def kind_of(measure: Mapping[str, Any]) -> str:
     """Return the key of a declared measure that is one of `MEASURES`."""
     (kind,) = measure.keys() & MEASURES.keys()
     return kind
+
+
+def measure_of(measure: Mapping[str, Any]) -> Measure:
+    """Return the entry of `MEASURES` that a measure is declared by."""
+    return MEASURES[kind_of(measure)]
 
 
 def decoding_of(measure: Mapping[str, Any]) -> str:
@@ -201,15 +216,9 @@ def words(measure: Mapping[str, Any], decoding: bool = True) -> str:
     >>> words({"right": "t1", "at_kl": 0.5})
     'right answers temperature 1 at KL 0.5'
     """
-    kind = kind_of(measure)
-    text = f"{MEASURES[kind].words} {decoding_words(measure[kind])}" if decoding else MEASURES[kind].words
-    if "at_equal" in measure:
-        text += f" at equal {measure['at_equal'].replace('_', ' ')}"
-    if "at_proxy" in measure:
-        text += f" at proxy {measure['at_proxy']:g}"
-    if "at_kl" in measure:
-        text += f" at KL {measure['at_kl']:g}"
-    return text + (f" at mean {100 * measure['at_mean']:g} %" if "at_mean" in measure else "")
+    told = f" {decoding_words(decoding_of(measure))}" if decoding else ""
+    at = [AT[name](measure[name]) for name in AT if name in measure]
+    return " ".join([f"{measure_of(measure).words}{told}", *at])
 
 
 def problems(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _Arms) -> _Arrays | None:
@@ -217,13 +226,13 @@ def problems(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms:
 
     Raises Undecided where the measure has no value.
     """
-    read = MEASURES[kind_of(measure)].problems
+    read = measure_of(measure).problems
     return None if read is None else read(evidence, claim, measure, arms)
 
 
 def scores(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _Arms) -> _Arrays:
     """Return one score a run of each arm, (seeds,) fractions. Raises Undecided where the measure has no value."""
-    kind = MEASURES[kind_of(measure)]
+    kind = measure_of(measure)
     if kind.scores is not None:
         return kind.scores(evidence, claim, measure, arms)
     return [matrix.mean(axis=1) for matrix in kind.problems(evidence, claim, measure, arms)]
@@ -231,15 +240,13 @@ def scores(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _
 
 def check_measure(name: str, measure: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the claim, where a measure is not well declared."""
-    places = tuple(dict.fromkeys(place for kind in MEASURES.values() for place in kind.at))
-    check_keys(f"{name}, measure", measure, (), (*MEASURES, *places))
+    check_keys(f"{name}, measure", measure, (), (*MEASURES, *AT))
     kinds = sorted(measure.keys() & MEASURES.keys())
-    if len(kinds) != 1 or measure[kinds[0]] not in DECODINGS:
-        known = f"{', '.join(MEASURES)}, under one of the decodings {', '.join(DECODINGS)}"
-        raise ValueError(f"{name}: measure {dict(measure)}: declare one of {known}")
+    known = f"{', '.join(MEASURES)}, under one of the decodings {', '.join(DECODINGS)}"
+    one = len(kinds) == 1 and measure[kinds[0]] in DECODINGS
+    require(one, f"{name}: measure {dict(measure)}: declare one of {known}")
     (kind,) = kinds
     wanted, at = MEASURES[kind].at, [key for key in measure if key != kind]
-    if len(at) != bool(wanted) or not set(at) <= set(wanted):
-        raise ValueError(f"{name}: {kind} is measured {' or '.join(wanted) or 'without a place'}, got {at or 'none'}")
-    if measure.get("at_equal", "completions") not in BUDGETS:
-        raise ValueError(f"{name}: unknown budget {measure['at_equal']!r}; known: {', '.join(BUDGETS)}")
+    placed = len(at) == bool(wanted) and set(at) <= set(wanted)
+    require(placed, f"{name}: {kind} is measured {' or '.join(wanted) or 'without a place'}, got {at or 'none'}")
+    check_known(name, "budget", measure.get("at_equal", "completions"), BUDGETS)

@@ -1,0 +1,173 @@
+"""Claims as they are declared: what is refused, what is hashed, and the committed verdicts to the byte."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from claim_worlds import DECLARED
+from evoalign_study import artifacts, claims, paths
+from evoalign_study.claims.rules import RULES
+
+
+def test_the_committed_verdicts_are_those_of_the_committed_records(committed_verdicts, tmp_path: Path) -> None:
+    artifacts.save_claims(committed_verdicts, tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (paths.GENERATED / file.name).read_bytes(), file.name
+    assert {verdict.verdict for verdict in committed_verdicts} <= set(claims.VERDICTS)
+
+
+def test_the_order_of_the_committed_records_does_not_matter(committed_records: list[dict]) -> None:
+    """Of one claim of each kind of rule that is quickly judged."""
+    declared = [DECLARED[name] for name in ("E2", "E3", "E4", "C8", "C9b", "C11", "C16", "C20", "C29", "C33")]
+    shuffled = [committed_records[i] for i in np.random.default_rng(0).permutation(len(committed_records))]
+    first, other = (claims.evaluate_together(declared, r, resamples=20) for r in (committed_records, shuffled))
+    assert first == other
+
+
+def test_no_committed_verdict_rests_on_a_rule_that_a_null_passes(committed_verdicts: list[claims.Verdict]) -> None:
+    for verdict in committed_verdicts:
+        assert not (verdict.verdict == "supported" and "passed" in verdict.placebo), verdict.id
+        favours = RULES[verdict.rule].favours(DECLARED[verdict.id])
+        if verdict.verdict in ("supported", "within margin", "not evidence"):
+            assert (verdict.placebo == "favours no arm") == (not favours), verdict.id
+
+
+def test_without_records_nothing_is_judged() -> None:
+    for verdict in claims.evaluate_together(list(DECLARED.values()), []):
+        at = {"C15": "not testable at this scale", "C17": "not testable at this scale"}
+        at |= dict.fromkeys((name for name, claim in DECLARED.items() if "superseded" in claim), "superseded")
+        assert verdict.verdict == at.get(verdict.id, "open")
+        assert (verdict.n, verdict.intervals, verdict.p, verdict.key, verdict.placebo) == (0, {}, None, "", "")
+    assert claims.evaluate(DECLARED["E1"], [], scale="full").verdict == "not testable at this scale"
+    assert claims.evaluate(DECLARED["C17"], [], scale="full").verdict == "open"
+
+
+@pytest.mark.parametrize(
+    ("name", "favoured"),
+    [
+        ("E1", ("treatment",)),
+        ("C1", ("es",)),
+        ("C2", ()),
+        ("C4", ()),
+        ("C9", ("es",)),
+        ("C9b", ("es",)),
+        ("C10", ("n30",)),
+        ("C11", ("es",)),
+        ("C12", ("searched",)),
+        ("C14", ("int8", "int4")),
+        ("C16", ()),
+        ("C19", ()),
+        ("C26", ("es_large", "grpo_large")),
+        ("C34", ("es",)),
+        ("C35", ("es",)),
+        ("C37", ("es",)),
+    ],
+)
+def test_whom_rules_favour(name: str, favoured: tuple[str, ...]) -> None:
+    assert RULES[DECLARED[name]["rule"]["kind"]].favours(DECLARED[name]) == favoured
+
+
+def ruled(name: str, **change: object) -> dict:
+    return {"rule": DECLARED[name]["rule"] | change}
+
+
+def compared(name: str, **change: object) -> dict:
+    """The rule with its first comparison alone, changed; a key that is None is left out."""
+    kept = DECLARED[name]["rule"]["comparisons"][0] | change
+    return ruled(name, comparisons=[{key: value for key, value in kept.items() if value is not None}])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "names"),
+    [
+        ("E1", {"margn": 1}, "'margn'"),
+        ("E1", {"margin": -1}, "margin -1"),
+        ("E1", {"min_seeds": 4}, "min_seeds 4"),
+        ("E1", {"scales": ["tny"]}, "'tny'"),
+        ("E1", {"cells": {"base": ["A0"], "task": ["countdown"]}}, "base, task"),
+        ("E1", {"arms": {"treatment": {}}}, "'comparison'"),
+        ("E1", {"rule": {"kind": "eyeball"}}, "'eyeball'"),
+        ("E1", {"rule": {"kind": "interval_above"}}, "'decoding'"),
+        ("E1", ruled("E1", python="1"), "'python'"),
+        ("E3", ruled("E3", below={"luck": 1}), "'luck'"),
+        ("C1", {"primary": "03"}, "primary of 03"),
+        ("C1", {"not_testable": {"smoke": "all"}}, "'smoke'"),
+        ("C1", {"arms": {"es": {"arm": "ees"}}}, "'ees'"),
+        ("C1", {"arms": {"es": {"setting": {"best": 3}}}}, "'best'"),
+        ("C1", {"arms": {"es": {"seeds": True}}}, "seeds True"),
+        ("C1", {"arms": {"es": {}, "base": {}}}, "'grpo'"),
+        ("C2", {"margin": 0}, "equivalence"),
+        ("C9", {"cells": {}}, "kind regret"),
+        ("C9", ruled("C9", best={"best_of": 4}), "'base'"),
+        ("C9", ruled("C9", best={"best_of": 4, "base": "own", "among": {"es": [{}]}}), "1 es settings"),
+        ("C9b", ruled("C9b", bounds={"es": {}}), "regret of es"),
+        ("C10", ruled("C10", trend=["n8", "n9"]), "'n9'"),
+        ("C15", {"rule": {"kind": "regret"}}, "unit, arms, margin, min_seeds"),
+        ("C37", ruled("C37", contrast="curve"), "'curve'"),
+        ("C31", compared("C31", by="eye"), "'eye'"),
+        ("C31", compared("C31", below=0), "above or below"),
+        ("C31", compared("C31", p="fisher"), "'mann_whitney'"),
+        ("C31", compared("C31", to="dapo"), "'dapo'"),
+        ("C31", compared("C31", than="grpo"), "'than'"),
+        ("C31", compared("C31", measure={"train": "greedy"}), "'train'"),
+        ("C31", compared("C31", measure={"test": "beam"}), "'beam'"),
+        ("C31", compared("C31", measure={"test": "greedy", "drawdown": "greedy"}), "'drawdown'"),
+        ("C31", compared("C31", measure={"validation": "greedy", "at_equal": "steps"}), "'steps'"),
+        ("C31", compared("C31", measure={"validation": "greedy"}), "got none"),
+        ("C31", compared("C31", measure={"drawdown": "greedy", "at_mean": 0.2}), "at_mean"),
+        ("C31", compared("C31", measure={"hacked": "greedy"}), "by rate"),
+        ("C31", compared("C31", by="rate"), "by rate"),
+        ("C31", ruled("C31", decodings=["greedy", "t2"]), "t2"),
+        ("C34", compared("C34", to=["es", "odd"]), "'odd'"),
+        ("C34", compared("C34", sigma="0.02"), "'0.02'"),
+        ("C34", compared("C34", of=["sft", "hacked"]), "'sft'"),
+        ("C21", compared("C21", quantity="length"), "'length'"),
+        ("C21", compared("C21", quantity="norm", to=None), "1 sides"),
+        ("C21", compared("C21", above=None), "above or below"),
+        ("C21", compared("C21", quantity="accuracy"), "declare decodings"),
+        ("C21", compared("C21", of={"arm": "es", "mean": 0}), "mean of runs"),
+        ("C21", ruled("C21", favours="dapo"), "'dapo'"),
+        ("C19", ruled("C19", decodings=["greedy", "t1"]), "temperatures alone"),
+        ("C19", ruled("C19", cells=[["grpo", "es_members"]]), "two rows of two"),
+        ("C19", ruled("C19", larger="noise"), "larger and smaller"),
+        ("C5", compared("C5", quantity="wins"), "'wins'"),
+        ("C5", compared("C5", judge=None), "under a judge"),
+        ("C5", ruled("C5", contrast="first - last"), "'first - last'"),
+        ("C16", ruled("C16", between=[8, 5]), r"\[8, 5\]"),
+        ("C16", ruled("C16", error=0), "error 0"),
+        ("C16", ruled("C16", sizes=[]), "'sizes'"),
+        ("C12", ruled("C12", share=1.5), "share=1.5"),
+        ("C12", ruled("C12", between=[384, 96]), r"\[384, 96\]"),
+        ("C26", ruled("C26", favours=["es_huge"]), "'es_huge'"),
+    ],
+)
+def test_what_is_badly_declared_is_refused_by_its_name(name: str, change: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=f"claim {name}.*{names}"):
+        claims.check_claim(DECLARED[name] | change)
+
+
+def test_the_ledger_is_data(tmp_path: Path) -> None:
+    path, declared = tmp_path / "claims.yaml", list(DECLARED.values())
+    fifth = [claim | {"primary": "02"} if claim["id"] == "C29" else claim for claim in declared]
+    for text, names in (
+        (yaml.safe_dump([DECLARED["E1"], DECLARED["E1"]]), "'E1' is used 2 times"),
+        (yaml.safe_dump([DECLARED["E1"] | {"superseded": "E9"}]), "'E9'"),
+        (yaml.safe_dump(fifth), "notebook 02 has 5 primary claims"),
+        ("id: E1", "dict"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=names):
+            claims.load_claims(path)
+    path.write_text("- !!python/object/apply:os.getcwd []")
+    with pytest.raises(yaml.YAMLError):
+        claims.load_claims(path)
+
+
+def test_rule_hash_follows_the_rule_and_not_the_remarks() -> None:
+    claim = DECLARED["E1"]
+    original = claims.rule_hash(claim)
+    remarks = {"note": "seen", "title": "Shorter", "notebooks": ["02"], "caveat": "One machine.", "superseded": "E1b"}
+    assert claims.rule_hash(dict(reversed(claim.items())) | remarks) == original
+    for change in ({"margin": 0.01}, {"min_seeds": 16}, {"rule": {"kind": "interval_above", "decoding": "t1"}}):
+        assert claims.rule_hash(claim | change) != original
