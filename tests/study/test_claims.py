@@ -550,7 +550,9 @@ def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path
     # a measured base is no run of the claim, and neither is a run of another length
     _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
     _declare(repository, **rule)
-    assert claims.lock_problems() == ["claim C1 has a rule and no line in claims.lock: run python -m evoalign_study claims --lock"]
+    assert claims.lock_problems() == [
+        "claim C1 has a rule and no line in claims.lock: run python -m evoalign_study claims --lock"
+    ]
     before = (repository / "paper/claims.lock").read_text()
     run = _run("A1", 10)
     _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
