@@ -18,7 +18,6 @@ project = "EvoAlign"
 author = "EvoAlign authors"
 language = "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
-default_role = "code"  # `so` is shown as code
 
 # Notebooks are shown as committed.
 nb_execution_mode = "off"
@@ -28,6 +27,7 @@ myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "dollarmath"
 myst_dmath_double_inline = True
 myst_heading_anchors = 4
 
+napoleon_use_ivar = True  # fields have descriptions of their own
 smartquotes = False  # quotes in docstrings are those of Python
 
 autodoc_member_order = "bysource"
@@ -66,26 +66,29 @@ html_show_sourcelink = False
 html_show_copyright = False
 
 
+_ITEM = r"(?:-|\d+\.) "
+
+
 def _plain_prose(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Escape the signs of reStructuredText that prose has, and set a list apart from the text above it."""
-    shown: list[str] = []
-    for line in lines:
-        item, above = _is_item(line), shown[-1] if shown else ""
-        if not line.lstrip().startswith((">>>", "...")):
-            parts = re.split(r"(`+[^`]+`+)", line)
-            parts[::2] = [re.sub(r"([\\*|])|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
-            line = "".join(parts)
-        if _is_item(above) and line.startswith(" ") and not item:  # an item on one line leaves nothing to indent
-            shown[-1] += f" {line.strip()}"
-            continue
-        if above.strip() and item != _is_item(above) and not (above + line).startswith(" "):
-            shown.append("")
-        shown.append(line)
-    lines[:] = shown
+    """Make plain prose reStructuredText: its signs escaped, words in backticks code, lists set apart."""
+    text = re.sub(r"^( +[\w*, ]+,)\n +", r"\1 ", "\n".join(lines), flags=re.M)  # names of arguments on two lines
+    joined = 1
+    while joined:  # an item on one line leaves nothing to indent
+        text, joined = re.subn(rf"^(\s*{_ITEM}.*)\n +(?!{_ITEM})(?=\S)", r"\1 ", text, flags=re.M)
+    text = re.sub(rf"^(?!{_ITEM})(\S.*)\n(?={_ITEM})", r"\1\n\n", text, flags=re.M)
+    text = re.sub(rf"^({_ITEM}.*)\n(?!{_ITEM})(?=\S)", r"\1\n\n", text, flags=re.M)
+    blocks = text.split("\n\n")
+    lines[:] = "\n\n".join(b if b.lstrip().startswith(">>>") else _escaped(b) for b in blocks).split("\n")
 
 
-def _is_item(line: str) -> bool:
-    return re.match(r"\s*(-|\d+\.) ", line) is not None
+def _escaped(text: str) -> str:
+    parts = re.split(r"`+([^`]+)`+", text)
+    parts[::2] = [re.sub(r"[\\*|]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    parts[1::2] = [f"``{part}``" for part in parts[1::2]]
+    for n in range(1, len(parts), 2):  # an empty sign between code and the letters that touch it
+        parts[n - 1] += "\\ " if parts[n - 1][-1:].isalnum() else ""
+        parts[n + 1] = ("\\ " if parts[n + 1][:1].isalnum() else "") + parts[n + 1]
+    return "".join(parts)
 
 
 def setup(app: Any) -> None:
