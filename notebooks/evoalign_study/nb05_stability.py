@@ -1,39 +1,30 @@
-"""Notebook 05, stability: its presets, groups of runs, measures, and the numbers that the paper quotes.
-
-Its answers and tables are in `study.views.stability`, its figures in `study.views.stability_figures`.
-"""
+"""Notebook 05, stability: its presets and groups of runs, what it finds, its tables and its figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
+from evoalign_study import loading, marks, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.loading import (
-    DECODINGS,
-    Group,
-    Groups,
-    Records,
-    decodings,
-    of_runs,
-    of_size,
-    own_settings,
-    ranked_choices,
-    scaled,
-    swept_choices,
-)
+from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
+from evoalign_study.results import Results, listed, stated
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 NOTEBOOK = "05_stability"
@@ -42,8 +33,6 @@ STEP = {"es": "alpha", "grpo": "learning_rate"}
 """The step size of an arm."""
 CLAIMS = ("C8", "C9", "C9b", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
-AT_END = ("test", "greedy")
-"""Where C8 measures the spread at the end (`scores`)."""
 TINY = {
     "bases": ["A0", "A1", "A2"],  # the first is tuned on; three at most
     "retrain": [],  # groups that `force` makes anew; none: all
@@ -131,17 +120,22 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     Raises ValueError as `check`.
     """
     check(run)
-    here, elsewhere, seeds, common = run.bases[:1], run.bases[1:], run.seeds_compare, of_runs(vars(run))
-    own = {arm: own_settings(run, arm) | tuned(run, of, arm) for arm in ARMS}
+    here, elsewhere, seeds, common = run.bases[:1], run.bases[1:], run.seeds_compare, loading.of_runs(vars(run))
+    own = {arm: loading.own_settings(run, arm) | tuned(run, of, arm) for arm in ARMS}
     train = {arm: partial(Group, arm, settings=own[arm], after=(f"{arm} sweep",)) for arm in ARMS}
     found: dict[str, Any] = {
-        f"{arm} sweep": sweep_specs(arm, here[0], own_settings(run, arm), run.scale, swept_choices(run, arm))
+        f"{arm} sweep": sweep_specs(
+            arm, here[0], loading.own_settings(run, arm), run.scale, loading.swept_choices(run, arm)
+        )
         for arm in ARMS
     }
     found["base"] = base_specs(here, common, run.scale)
     for arm in ARMS:
         half = {"steps": own[arm]["steps"] // 2}
-        on_grid = [half | {"test_problems": 0} | cell for cell in _grid(run, arm)]
+        names = arms.swept(arm)
+        pairs = product(*(vars(run)[f"map_{name}"] for name in names))
+        cells = loading.scaled(run, [dict(zip(names, pair, strict=True)) for pair in pairs])
+        on_grid = [half | {"test_problems": 0} | cell for cell in cells]
         tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
         ledgers = here if arm == "es" else ()  # section 10 replays one
         found[arm] = train[arm](here, run.seeds_match, ledgers=ledgers)
@@ -155,14 +149,14 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
             change = _thinking(run, n) | {"steps": run.horizon_steps[arm]}
             found[f"{arm} filler={n}"] = train[arm]([run.horizon_base], seeds, changes=[change])
     for N in [N for N in run.populations if N != run.es_population_size]:
-        found[f"es N={N}"] = train["es"](here, seeds, changes=[of_size(own["es"], N)])
+        found[f"es N={N}"] = train["es"](here, seeds, changes=[loading.of_size(own["es"], N)])
     for n in run.horizons:
         found[f"base filler={n}"] = base_specs([run.horizon_base], common | _thinking(run, n), run.scale)
     for arm in ARMS:
         after = (f"{arm} sweep", f"{arm} transfer")
         found[f"{arm} best"] = train[arm](elsewhere, seeds, changes=_winning(run, of, arm), after=after)
     again = [name for name in found if any(part in name for part in run.decoded)]
-    return found | {"decodings": decodings(run, of, again)}
+    return found | {"decodings": loading.decodings(run, of, again)}
 
 
 def check(run: SimpleNamespace) -> None:
@@ -189,16 +183,16 @@ def check(run: SimpleNamespace) -> None:
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
     """Return the best setting of an arm's sweep; before its records are there, the first one."""
-    return ranked_choices(run, arm, of.get(f"{arm} sweep"))[0]
+    return loading.ranked_choices(run, arm, of.get(f"{arm} sweep"))[0]
 
 
 def contenders(run: SimpleNamespace, of: Records, arm: str) -> list[dict[str, float]]:
     """Return the best setting of the sweep at each of `transfer_size` step sizes, in the order of their values.
 
-    The step sizes are those of the best settings, so that the tuned setting is among them.
+    They are those of the best settings, so that the tuned one is among them.
     """
     best: dict[float, dict[str, float]] = {}
-    for setting in ranked_choices(run, arm, of.get(f"{arm} sweep")):
+    for setting in loading.ranked_choices(run, arm, of.get(f"{arm} sweep")):
         best.setdefault(setting[STEP[arm]], setting)
     return sorted(list(best.values())[: run.transfer_size], key=lambda setting: tuple(setting.values()))
 
@@ -218,13 +212,6 @@ def map_seeds(run: SimpleNamespace) -> list[int]:
     return [arms.SWEEP_SEED, *range(run.map_seeds)]
 
 
-def _grid(run: SimpleNamespace, arm: str) -> list[dict[str, float]]:
-    """Return the settings of an arm's map."""
-    names = arms.swept(arm)
-    values = product(*(vars(run)[f"map_{name}"] for name in names))
-    return scaled(run, [dict(zip(names, pair, strict=True)) for pair in values])
-
-
 def _thinking(run: SimpleNamespace, steps: int) -> dict[str, Any]:
     """Return what so many steps of thinking before the answer change."""
     return {"filler_steps": steps, "max_completion_length": steps + 24, "curve_points": run.few_points}
@@ -241,17 +228,11 @@ def _winning(run: SimpleNamespace, of: Records, arm: str) -> dict[str, list[dict
     return {base: [won] if won != own else [] for (of_arm, base), won in winners(run, of).items() if of_arm == arm}
 
 
-def work(specs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, tuple[int, int]]:
-    """Return arm -> runs, and completions drawn in their training; specs: of groups, by name."""
-    found = {}
-    for arm in ARMS:
-        own = [spec for group, each in specs.items() if group.split()[0] == arm for spec in each]
-        drawn = [s["steps"] * s["prompts_per_step"] * (s.get("population_size") or s["num_generations"]) for s in own]
-        found[arm] = (len(own), sum(drawn))
-    return found
+LABELS = {arm: look.label for arm, look in style.ARMS.items()}
+"""Arm -> its name in tables and legends."""
 
 
-# ---- spread over seeds
+# ---- what is measured
 
 
 def outcome(record: Record) -> str:
@@ -270,46 +251,46 @@ def failed(found: Sequence[Record]) -> int:
     return sum(outcome(r) == "failed" for r in found)
 
 
-Measure = tuple[str, str | float]
-"""Where a spread is measured: ("test", decoding), ("validation", "greedy") at the end, or ("at mean", accuracy)."""
+def greedy_curves(runs: Sequence[Record], decoding: str = "greedy") -> np.ndarray:
+    """Return the validation accuracy of runs along training: (runs, points)."""
+    return np.array([r["curve"][f"validation_{decoding}"] for r in runs])
 
 
-def scores(run: SimpleNamespace, of: Records, arm: str) -> dict[Measure, np.ndarray]:
-    """Return one score per tuned run by what is measured; a mean over seeds that the arm never reaches is missing."""
-    found: dict[Measure, np.ndarray] = {
-        ("test", decoding): accuracy_matrix(of[arm], decoding).mean(axis=1) for decoding in DECODINGS
-    }
-    greedy = np.array([r["curve"]["validation_greedy"] for r in of[arm]])
-    found["validation", "greedy"] = greedy[:, -1]
-    means = sorted({*run.other_means, run.matched_mean})
-    reached = [mean for mean in means if greedy.mean(axis=0).max() >= mean]
-    return found | {("at mean", mean): curves.scores_at_mean(greedy, mean)[1] for mean in reached}
+def scores(of: Records, arm: str, kind: str, at: str | float) -> np.ndarray | None:
+    """Return one score per tuned run, or None.
 
-
-def log_ratio(by_arm: Mapping[str, Mapping[Measure, np.ndarray]], measure: Measure) -> Interval | None:
-    """Return ln of the standard deviation of ES over that of GRPO.
-
-    None where an arm never gets there, or where there is no interval: too few runs, or runs that do not differ.
+    At the end on ("test", decoding) or ("validation", "greedy"); or where their mean first is ("at mean", accuracy).
     """
-    if any(measure not in by_arm[arm] for arm in ARMS):
+    if kind == "test":
+        return accuracy_matrix(of[arm], str(at)).mean(axis=1)
+    lines = greedy_curves(of[arm])
+    if kind == "validation":
+        return lines[:, -1]
+    return curves.scores_at_mean(lines, float(at))[1] if lines.mean(axis=0).max() >= float(at) else None
+
+
+def spread_ratio(es: np.ndarray | None, grpo: np.ndarray | None) -> Interval | None:
+    """Return the standard deviation of ES over that of GRPO.
+
+    None where an arm has no scores, or where there is no interval: too few runs, or runs that do not differ.
+    """
+    if es is None or grpo is None:
         return None
     try:
-        return stats.log_std_ratio(*(by_arm[arm][measure] for arm in ARMS))
+        log = stats.log_std_ratio(es, grpo)
     except ValueError:
         return None
+    return Interval(*np.exp([log.value, log.low, log.high]).tolist(), log.n, log.level)
 
 
-# ---- how far curves fall back
-
-
-def drawdowns(of: Records, arm: str, decoding: str) -> np.ndarray:
+def drawdowns(of: Records, arm: str, decoding: str = "greedy") -> np.ndarray:
     """Return the largest drawdown of each tuned run's validation accuracy: (seeds,)."""
-    return curves.largest_drawdown([r["curve"][f"validation_{decoding}"] for r in of[arm]])
+    return curves.largest_drawdown(greedy_curves(of[arm], decoding))
 
 
 def high_points(of: Records) -> dict[str, np.ndarray]:
     """Return arm -> the points of its curves in the second half of the gain, by their mean over seeds."""
-    means = {arm: np.mean([r["curve"]["validation_greedy"] for r in of[arm]], axis=0) for arm in ARMS}
+    means = {arm: greedy_curves(of[arm]).mean(axis=0) for arm in ARMS}
     return {arm: np.flatnonzero(mean >= (mean[0] + mean[-1]) / 2) for arm, mean in means.items()}
 
 
@@ -317,41 +298,23 @@ def thinned(of: Records, arm: str, draws: int = 500) -> np.ndarray:
     """Return each run's mean largest drawdown over random sets of as many high points as either arm has: (seeds,)."""
     high = high_points(of)
     rng, fewest = np.random.default_rng(0), min(map(len, high.values()))
-    paths = [np.array(r["curve"]["validation_greedy"]) for r in of[arm]]
     chosen = [np.sort(rng.choice(high[arm], fewest, replace=False)) for _ in range(draws)]
-    return np.array([np.mean([curves.largest_drawdown(path[at]) for at in chosen]) for path in paths])
+    return np.array([np.mean([curves.largest_drawdown(path[at]) for at in chosen]) for path in greedy_curves(of[arm])])
 
 
 def last_high(of: Records, arm: str) -> np.ndarray:
     """Return the largest drawdown of each run over its last points, as many as either arm has high ones: (seeds,)."""
     fewest = min(map(len, high_points(of).values()))
-    return np.array([curves.largest_drawdown(r["curve"]["validation_greedy"][-fewest:]) for r in of[arm]])
+    return np.array([curves.largest_drawdown(path[-fewest:]) for path in greedy_curves(of[arm])])
 
 
 def never_falling(run: SimpleNamespace, of: Records, arm: str, samples: int = 4, draws: int = 2000) -> np.ndarray:
     """Return largest drawdowns at temperature 1 of curves that only rise, through the noise of samples: (draws,)."""
     share, of_test = accuracy_matrix(of[arm], "t1"), 16  # samples of each test problem
     variance = (share * (1 - share)).mean() * of_test / (of_test - 1) / (samples * run.validation_problems)
-    mean = np.maximum.accumulate(np.mean([r["curve"]["validation_t1"] for r in of[arm]], axis=0))
+    mean = np.maximum.accumulate(greedy_curves(of[arm], "t1").mean(axis=0))
     noisy = mean + np.sqrt(variance) * np.random.default_rng(0).standard_normal((draws, len(mean)))
     return np.array([curves.largest_drawdown(line) for line in noisy])
-
-
-def drawdown_gaps(of: Records) -> dict[str, Interval]:
-    """Return GRPO - ES of the largest drawdowns: by decoding, and "sets" and "last" of as many points of either arm.
-
-    The last two are there if both arms have more than one point in the second half of their gain.
-    """
-    sides = {decoding: [drawdowns(of, arm, decoding) for arm in ("grpo", "es")] for decoding in DECODINGS}
-    if min(map(len, high_points(of).values())) > 1:
-        sides |= {
-            "sets": [thinned(of, arm) for arm in ("grpo", "es")],
-            "last": [last_high(of, arm) for arm in ("grpo", "es")],
-        }
-    return {name: stats.stratified_bootstrap([grpo], [es]) for name, (grpo, es) in sides.items()}
-
-
-# ---- settings, and other models
 
 
 def score(record: Record) -> float:
@@ -361,20 +324,13 @@ def score(record: Record) -> float:
 
 def map_cells(of: Records, arm: str) -> DataFrame:
     """Return a row per setting of an arm's map: mean, spread and range of `score`, failed runs, runs."""
-    from pandas import DataFrame
-
     names = list(arms.swept(arm))
     rows = [
         {name: r["spec"][name] for name in names} | {"score": score(r), "failed": failed([r])} for r in of[f"{arm} map"]
     ]
     columns = {"mean": ("score", "mean"), "std": ("score", "std"), "low": ("score", "min"), "high": ("score", "max")}
     columns |= {"failed": ("failed", "sum"), "runs": ("score", "size")}
-    return DataFrame(rows).groupby(names).agg(**columns).reset_index()
-
-
-def near_the_best(cells: DataFrame) -> int:
-    """Return how many settings of a map have a mean within 2 points of the best one's."""
-    return int((cells["mean"] > cells["mean"].max() - 2).sum())
+    return pd.DataFrame(rows).groupby(names).agg(**columns).reset_index()
 
 
 def full_runs(run: SimpleNamespace, of: Records, arm: str, base: str, which: str) -> list[Record]:
@@ -401,13 +357,9 @@ def ties(run: SimpleNamespace, of: Records) -> list[tuple[str, str]]:
     return found
 
 
-def regret_if_ties_keep(run: SimpleNamespace, of: Records, arm: str) -> np.ndarray:
-    """Return the `regret` on all other bases, 0 where the shared setting scored as much as the winner."""
-    tied = ties(run, of)
-    return np.mean([regret(run, of, arm, [base]) * ((arm, base) not in tied) for base in run.bases[1:]], axis=0)
-
-
-# ---- numbers of an arm over several cells
+def of_sizes(run: SimpleNamespace) -> dict[int, str]:
+    """Return population -> the group of its runs."""
+    return {N: "es" if N == run.es_population_size else f"es N={N}" for N in run.populations}
 
 
 def together(found: Sequence[Sequence[Record]]) -> np.ndarray:
@@ -441,90 +393,408 @@ def compared(of_arm: Mapping[str, np.ndarray], one: str, other: str) -> dict[str
     return found | {"difference": stats.crossed_bootstrap(of_arm[one], of_arm[other])}
 
 
-def of_sizes(run: SimpleNamespace) -> dict[int, str]:
-    """Return population -> the group of its runs."""
-    return {N: "es" if N == run.es_population_size else f"es N={N}" for N in run.populations}
-
-
-# ---- the intervals that the notebook states, each made once
-
-
-def regrets(run: SimpleNamespace, of: Records) -> dict[str, Interval]:
-    """Return the regret of each arm, mean of all other bases, and GRPO - ES; empty without other bases."""
-    elsewhere = run.bases[1:]
-    return compared({arm: regret(run, of, arm, elsewhere) for arm in ARMS}, "grpo", "es") if elsewhere else {}
-
-
-def regrets_of_ties(run: SimpleNamespace, of: Records) -> dict[str, Interval]:
-    """Return the `regrets` if a tie kept the shared setting; empty where there is no tie."""
-    if not ties(run, of):
-        return {}
-    return compared({arm: regret_if_ties_keep(run, of, arm) for arm in ARMS}, "grpo", "es")
-
-
 def slopes(of: Records, counts: Sequence[int]) -> dict[str, Interval]:
     """Return the slope of accuracy over log10 of the number of unique problems, and GRPO - ES; empty below two."""
     return compared(contrast(of, "prompts", counts, slope_weights(counts)), "grpo", "es") if len(counts) > 1 else {}
 
 
-def horizon_changes(run: SimpleNamespace, of: Records) -> dict[int, dict[str, Interval]]:
-    """Return horizon -> what it changes in each arm's gain against the first one, and ES - GRPO."""
-    return {to: compared(change_of_gain(of, run.horizons[0], to), "es", "grpo") for to in run.horizons[1:]}
+# ---- what the notebook finds
 
 
-def stated(run: SimpleNamespace, of: Records) -> dict[str, Interval | Mapping[str, Interval] | None]:
-    """Return stem of a macro -> the interval that the notebook states and the paper quotes, as `numbers` takes them."""
-    by_arm = {arm: scores(run, of, arm) for arm in ARMS}
-    gaps, changes = drawdown_gaps(of), list(horizon_changes(run, of).values())
-    return {
-        "SpreadEnd": log_ratio(by_arm, AT_END),
-        "SpreadMatched": log_ratio(by_arm, ("at mean", run.matched_mean)),
-        "Drawdown": gaps["greedy"],
-        "DrawdownThinned": gaps.get("sets"),
-        "Regret": regrets(run, of),
-        "RegretTies": regrets_of_ties(run, of).get("difference"),
-        "PromptSlope": slopes(of, run.prompt_counts),
-        "HorizonChange": changes[-1] if changes else {},
-        "HorizonBetween": changes[0] if len(changes) > 1 else {},
-    }
+def results(run: SimpleNamespace, of: Records) -> Results:
+    """Return what the answers, the tables and the paper quote, by name; what a scale has no runs for is missing.
 
-
-# ---- the paper's numbers
-
-
-def numbers(
-    run: SimpleNamespace, of: Records, stated: Mapping[str, Interval | Mapping[str, Interval] | None]
-) -> dict[str, tuple[Any, str]]:
-    """Return macro -> value and format.
-
-    stated: stem of a macro -> the interval that the notebook states, or side -> interval (`compared`); None is left
-    out. Those of "Spread..." are ln of a ratio (`log_ratio`) and are quoted as the ratio, all others are shares and are
-    quoted in points.
+    Accuracies in %, falls and gains in points; intervals are shares, but those of a "spread" are ratios. Of "regret",
+    "regret if ties keep", "slope" and "change to" another horizon there is one of each arm, and of the "difference".
     """
-    found = {"StabSeeds": (len(of["es"]), "d"), "StabFewSeeds": (run.seeds_compare, "d")}
-    found |= {"StabLevel": (100 * run.matched_mean, "g"), "StabMapSeeds": (len(map_seeds(run)), "d")}
-    for stem, sides in stated.items():
-        for side, interval in (sides if isinstance(sides, Mapping) else {"": sides}).items():
-            found |= _ends(stem, side, interval) if interval else {}
+    elsewhere, fewest = run.bases[1:], min(map(len, high_points(of).values()))
+    found: Results = {"seeds": len(of["es"]), "few seeds": run.seeds_compare, "level": 100 * run.matched_mean}
+    found |= {"map seeds": len(map_seeds(run)), "population": run.es_population_size}
+    found["replayed"] = sum(r["ledger"]["replay_error"] == 0 for r in of["es"])
     for arm in ARMS:
-        cells = map_cells(of, arm)
-        counts = {"Failed": failed(of[arm]), "MapFailed": cells["failed"].sum(), "MapRuns": cells["runs"].sum()}
-        counts |= {"MapSettings": len(cells), "MapNear": near_the_best(cells)}
-        found |= {f"Stab{what}{arm.title()}": (int(count), "d") for what, count in counts.items()}
-    for size, (N, group) in zip(("Small", "Middle", "Large"), of_sizes(run).items(), strict=True):
-        found[f"StabPopulation{size}"] = (N, "d")
-        found[f"StabPopulation{size}Greedy"] = (100 * accuracy_matrix(of[group]).mean(), ".1f")
-    for end, count in zip(("Fewest", "Most"), run.prompt_counts[:1] + run.prompt_counts[-1:], strict=False):
-        found[f"StabPrompts{end}"] = (count, ",d")
-        for arm in ARMS:
-            solved = accuracy_matrix(of[f"{arm} prompts={count}"])
-            found[f"StabPrompts{end}{arm.title()}"] = (100 * solved.mean(), ".1f")
-    return found
-
-
-def _ends(stem: str, side: str, interval: Interval) -> dict[str, tuple[float, str]]:
-    ends = {end: getattr(interval, end) for end in ("value", "low", "high")}
-    quoted = {
-        end: (float(np.exp(x)), ".2f") if stem.startswith("Spread") else (100 * x, ".1f") for end, x in ends.items()
+        cells, own = map_cells(of, arm), accuracy_matrix(of[arm])
+        found |= {f"{arm} std": 100 * own.mean(axis=1).std(ddof=1), f"{arm} fall": 100 * drawdowns(of, arm).mean()}
+        found |= {f"{arm} gain": 100 * (own - accuracy_matrix(of["base"])).mean(), f"{arm} failed": failed(of[arm])}
+        found |= {f"{arm} map {name}": int(cells[name].sum()) for name in ("failed", "runs")}
+        found |= {
+            f"{arm} map settings": len(cells),
+            f"{arm} map near": int((cells["mean"] > cells["mean"].max() - 2).sum()),
+        }
+        for end, count in zip(("fewest", "most"), run.prompt_counts[:1] + run.prompt_counts[-1:], strict=False):
+            found[f"{end} prompts"] = count
+            found[f"{arm} {end} prompts"] = 100 * accuracy_matrix(of[f"{arm} prompts={count}"]).mean()
+    for name, place in (("end", ("test", "greedy")), ("matched", ("at mean", run.matched_mean))):
+        found[f"spread {name}"] = spread_ratio(*(scores(of, arm, *place) for arm in ARMS))
+    falls: dict[str, Any] = {f"drawdown {d}": partial(drawdowns, decoding=d) for d in DECODINGS}
+    falls |= {"drawdown sets": thinned, "drawdown last": last_high} if fewest > 1 else {}  # of as many high points
+    found |= {
+        name: stats.stratified_bootstrap(*([fall(of, arm)] for arm in ("grpo", "es"))) for name, fall in falls.items()
     }
-    return {f"Stab{stem}{side.title()}{end.title()}": value for end, value in quoted.items()}
+    sizes = {N: accuracy_matrix(of[group]) for N, group in of_sizes(run).items()}
+    for place, (N, right) in zip(("small", "middle", "large"), sizes.items(), strict=True):
+        found |= {f"{place} population": N, f"{place} population greedy": 100 * right.mean()}
+        if N != run.es_population_size:
+            found[f"{place} population apart"] = stats.crossed_bootstrap(sizes[run.es_population_size], right)
+    sides: dict[str, dict[str, Interval]] = {"slope": slopes(of, run.prompt_counts)}
+    if elsewhere:
+        sides["regret"] = compared({arm: regret(run, of, arm, elsewhere) for arm in ARMS}, "grpo", "es")
+        if tied := ties(run, of):
+            kept = {
+                arm: np.mean([regret(run, of, arm, [base]) * ((arm, base) not in tied) for base in elsewhere], axis=0)
+                for arm in ARMS
+            }
+            sides["regret if ties keep"] = compared(kept, "grpo", "es")
+    for to in run.horizons[1:]:
+        sides[f"change to {to}"] = compared(change_of_gain(of, run.horizons[0], to), "es", "grpo")
+    return found | {f"{name} {side}": x for name, each in sides.items() for side, x in each.items()}
+
+
+MACROS = {"StabSeeds": ("seeds", "d"), "StabFewSeeds": ("few seeds", "d"), "StabLevel": ("level", "g")}
+MACROS |= {"StabMapSeeds": ("map seeds", "d")}
+for _macro, _name, _form in (
+    ("SpreadEnd", "spread end", ".2f"),
+    ("SpreadMatched", "spread matched", ".2f"),
+    ("Drawdown", "drawdown greedy", ".1%"),
+    ("DrawdownThinned", "drawdown sets", ".1%"),
+    ("RegretTies", "regret if ties keep difference", ".1%"),
+    ("HorizonBetweenDifference", "change to 16 difference", ".1%"),
+    *(
+        (f"{stem}{side.title()}", f"{name} {side}", ".1%")
+        for stem, name in (("Regret", "regret"), ("PromptSlope", "slope"), ("HorizonChange", "change to 64"))
+        for side in (*ARMS, "difference")
+    ),
+):
+    MACROS |= {f"Stab{_macro}{_end.title()}": (f"{_name}/{_end}", _form) for _end in ("value", "low", "high")}
+for _arm in ARMS:
+    MACROS |= {f"StabFailed{_arm.title()}": (f"{_arm} failed", "d")}
+    MACROS |= {
+        f"StabMap{x.title()}{_arm.title()}": (f"{_arm} map {x}", "d") for x in ("failed", "runs", "settings", "near")
+    }
+for _size in ("small", "middle", "large"):
+    MACROS |= {f"StabPopulation{_size.title()}": (f"{_size} population", "d")}
+    MACROS |= {f"StabPopulation{_size.title()}Greedy": (f"{_size} population greedy", ".1f")}
+for _end in ("fewest", "most"):
+    MACROS |= {f"StabPrompts{_end.title()}": (f"{_end} prompts", ",d")}
+    MACROS |= {f"StabPrompts{_end.title()}{arm.title()}": (f"{arm} {_end} prompts", ".1f") for arm in ARMS}
+"""The paper's numbers: macro -> name of a result, with the end of an interval, and format."""
+
+
+# ---- the answers, in words
+
+
+def answers(run: SimpleNamespace, found: Results) -> dict[str, str]:
+    """Return question -> the answer of the records, with its interval and the number of seeds; found: of `results`."""
+    n, own = found["seeds"], found["population"]
+    ratios = [stated(found[f"spread {name}"], ".2f", "without interval") for name in ("end", "matched")]
+    near = [f"{found[f'{a} map near']} of {found[f'{a} map settings']} settings of {LABELS[a]}" for a in ARMS]
+    bad = [f"{found[f'{a} map failed']} of {found[f'{a} map runs']} runs of {LABELS[a]}" for a in ARMS]
+    apart = [
+        f"N = {own} minus N = {found[f'{size} population']} is {stated(found[f'{size} population apart'])} points"
+        for size in ("small", "middle", "large")
+        if f"{size} population apart" in found
+    ]
+    said = {
+        "Do results differ less from seed to seed?": (
+            f"Over seeds, greedy test accuracy has a standard deviation of {found['es std']:.2f} points for ES and "
+            f"{found['grpo std']:.2f} for GRPO: a ratio of {ratios[0]} at the end, and of {ratios[1]} on validation "
+            f"problems, where the mean of the arm reaches {found['level']:g} % (n = {n} seeds per arm)."
+        ),
+        "Do curves rise more steadily?": (
+            f"The largest fall of greedy accuracy below its earlier best averages {found['es fall']:.1f} points over "
+            f"the runs of ES and {found['grpo fall']:.1f} over those of GRPO: GRPO - ES "
+            f"{stated(found['drawdown greedy'])} points (n = {n}). Over the base, ES gains {found['es gain']:.1f} "
+            f"points and GRPO {found['grpo gain']:.1f}."
+        ),
+        "How exactly must the settings be right?": (
+            f"{listed(near)} come within two points of the arm's best; {listed(bad)} failed "
+            f"({found['map seeds']} seeds per setting)."
+        ),
+        f"Does a population of {own} suffice?": (
+            f"In greedy test accuracy, at equally many evaluated members in all, {listed(apart)} (n = {n} and "
+            f"{found['few seeds']})."
+        ),
+    }
+    if cost := _sides_in_words(found, "regret", "GRPO - ES"):
+        said["Does one setting serve other bases?"] = (
+            f"Keeping the setting tuned on {run.bases[0]}, instead of the best of {run.transfer_size} there, costs "
+            f"{cost}. A negative cost means that the kept setting was the better one."
+        )
+    if worth := _sides_in_words(found, "slope", "GRPO - ES"):
+        said["Does ES need fewer problems?"] = f"Ten times as many unique problems are worth {worth}."
+    if run.horizons:
+        change = _sides_in_words(found, f"change to {run.horizons[-1]}", "ES - GRPO")
+        said["Does ES tolerate a long way to the answer?"] = (
+            f"From {run.horizons[0]} to {run.horizons[-1]} steps of thinking the gain changes by {change}."
+        )
+    said["Can a run be had again?"] = (
+        f"{found['replayed']} of {n} tuned runs of ES replay from their ledgers to their very weights."
+    )
+    return said
+
+
+def _sides_in_words(found: Results, name: str, difference: str) -> str:
+    if (apart := found.get(f"{name} difference")) is None:
+        return ""
+    each = listed([f"{LABELS[arm]} {stated(found[f'{name} {arm}'])}" for arm in ARMS])
+    return f"{each} points: {difference} {stated(apart)} (n = {apart.n})"
+
+
+# ---- tables
+
+
+def sides_rows(found: Results, names: Mapping[str, str], one: str, other: str) -> DataFrame:
+    """Return a row per quantity that is there, in points: each arm's interval and that of the difference one - other.
+
+    names: head of the row -> name of the results.
+    """
+    rows = []
+    for quantity, name in names.items():
+        if (apart := found.get(f"{name} difference")) is not None:
+            row = {"quantity, points [95 %]": quantity} | {LABELS[arm]: stated(found[f"{name} {arm}"]) for arm in ARMS}
+            rows.append(row | {f"{LABELS[one]} - {LABELS[other]}": stated(apart), "seeds": apart.n})
+    return pd.DataFrame(rows)
+
+
+_FIELDS = ("arm", "base", "seed", "sigma", "alpha", "learning_rate", "beta")
+_FIELDS += ("population_size", "unique_prompts", "filler_steps")
+
+
+def frame(of: Records, groups: Iterable[str], **labels: Any) -> DataFrame:
+    """Return one row per run: the fields of its spec, how it ended and, in %, its accuracy on the test set."""
+    rows = []
+    for r in (r for group in groups for r in of[group]):
+        tested = {decoding: 100 * r["test"][decoding] for decoding in DECODINGS} if "test" in r else {}
+        measured = {"outcome": outcome(r), "score": score(r), "reward": r["curve"]["reward"][-1]}
+        rows.append({name: r["spec"].get(name) for name in _FIELDS} | measured | tested | labels)
+    return pd.DataFrame(rows)
+
+
+def tested(found: Sequence[Record], start: Record | None = None) -> dict[str, Any]:
+    """Return cells of a table: test accuracy of runs, or their gain over one model, failures and seeds."""
+    row: dict[str, Any] = {}
+    for decoding in DECODINGS:
+        baseline = None if start is None else accuracy_matrix([start], decoding)[0]
+        interval = stats.crossed_bootstrap(accuracy_matrix(found, decoding), baseline)
+        row[f"{style.STROKES[decoding].label}, {'%' if start is None else 'gain'} [95 %]"] = stated(interval)
+    return row | {"failed": failed(found), "seeds": len(found)}
+
+
+def setting_in_words(setting: Mapping[str, float]) -> str:
+    """Return a setting in words, such as "sigma 0.01, alpha 0.005"."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in setting.items())
+
+
+def given(arm: str, runs: Sequence[Record]) -> str:
+    """Return the settings of runs in words."""
+    names = [*arms.swept(arm), *(("population_size",) if arm == "es" else ()), "steps"]
+    short = {"population_size": "N", "learning_rate": "learning rate"}
+    return ", ".join(f"{short.get(name, name)} {span([r['spec'][name] for r in runs])}" for name in names if runs)
+
+
+def span(values: Sequence[float]) -> str:
+    """Return numbers as the least and the largest of them, or the one that all are."""
+    ends = [f"{value:,}" if isinstance(value, int) else f"{value:.3g}" for value in sorted({*values})]
+    return " to ".join(dict.fromkeys(ends[:1] + ends[-1:]))
+
+
+def ratio_in_words(es: np.ndarray | None, grpo: np.ndarray | None) -> tuple[str, str]:
+    """Return the `spread_ratio` of two arms' scores and the p-value beside it; or why there is none."""
+    if es is None or grpo is None:
+        return "an arm never gets there", "none"
+    if (ratio := spread_ratio(es, grpo)) is None:
+        return "no interval: too few runs, or no spread", "none"
+    return stated(ratio, ".2f"), f"{stats.brown_forsythe(es, grpo):.2g}"
+
+
+# ---- figures: each with what it plots
+
+
+def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw mean and range (lowest to highest) of the tuned runs, their spread against their mean, and the ends."""
+    lines = []
+    for r in (r for arm in ARMS for r in of[arm]):
+        line = {"completions": r["curve"]["completions"], "accuracy": 100 * np.array(r["curve"]["validation_greedy"])}
+        lines.append(pd.DataFrame(line).assign(arm=r["spec"]["arm"], seed=r["spec"]["seed"], panel="curves"))
+    each, ends = pd.concat(lines, ignore_index=True), frame(of, ARMS, panel="test")
+    points = each.groupby(["arm", "completions"])["accuracy"].agg(["mean", "std", "min", "max"]).reset_index()
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1.2, 1.1, 0.9])
+    for arm, part in points.groupby("arm"):
+        after = part[part["completions"] > 0]  # 0 has no place on a logarithmic axis
+        axes[0].plot(after["completions"], after["mean"], **style.line(arm))
+        style.band(axes[0], after["completions"], after["min"], after["max"], style.ARMS[arm].color)
+        axes[1].plot(part["mean"], part["std"], **style.line(arm) | {"markevery": 1, "lw": 0.5})
+    _draw_ends(axes[2], ends)
+    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
+    axes[1].axvline(100 * run.matched_mean, color="black", lw=0.6, ls=":")
+    axes[1].set(xlabel="mean over seeds, %", ylabel="std over seeds, points")
+    axes[2].set_ylabel("test accuracy, %")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS}, decodings=())
+    return fig, pd.concat([each, points.assign(panel="spread"), ends])
+
+
+def figure_drawdowns(of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the worst run of each arm below its running maximum, and every drawdown, in points."""
+    fell, worst = frame(of, ARMS, panel="drawdown"), []
+    for decoding in DECODINGS:
+        fell[decoding] = np.concatenate([100 * drawdowns(of, arm, decoding) for arm in ARMS])
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
+    for arm in ARMS:
+        curve = of[arm][int(drawdowns(of, arm).argmax())]["curve"]
+        line = 100 * np.array(curve["validation_greedy"])
+        one = {
+            "arm": arm,
+            "completions": curve["completions"],
+            "accuracy": line,
+            "maximum": np.maximum.accumulate(line),
+        }
+        worst.append(pd.DataFrame(one).assign(panel="worst run"))
+        after = worst[-1][worst[-1]["completions"] > 0]  # 0 has no place on a logarithmic axis
+        axes[0].plot(after["completions"], after["accuracy"], **style.line(arm))
+        axes[0].plot(after["completions"], after["maximum"], color=style.ARMS[arm].color, lw=0.6)
+        style.band(axes[0], after["completions"], after["accuracy"], after["maximum"], style.ARMS[arm].color)
+    _draw_ends(axes[1], fell)
+    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
+    axes[1].set(ylim=(0, None), ylabel="largest drawdown, points")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS}, decodings=())
+    return fig, pd.concat([*worst, fell])
+
+
+def _draw_ends(ax: Axes, runs: DataFrame) -> None:
+    """Draw runs as dots, both arms side by side for each decoding."""
+    for (i, arm), (j, decoding) in product(enumerate(ARMS), enumerate(DECODINGS)):
+        part = runs[runs["arm"] == arm]
+        style.dots(ax, 3 * j + i, part[decoding], part["outcome"] == "failed", arm, width=0.6)
+    ax.set_xticks([3 * j + 0.5 for j in range(len(DECODINGS))], [style.STROKES[name].label for name in DECODINGS])
+    ax.set_xlim(-0.9, 3 * len(DECODINGS) - 1.1)
+
+
+def figure_maps(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the maps, the step size to the right in both and the tuned setting framed, and every run by its rank."""
+    from matplotlib.patches import Rectangle
+
+    cells = {arm: map_cells(of, arm) for arm in ARMS}
+    means = pd.concat(cells.values())["mean"]
+    ground = {"cmap": "Greys", "vmin": means.min(), "vmax": means.max(), "white": (means.min() + means.max()) / 2}
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), width_ratios=[1.4, 1.4, 0.9])
+    runs = []
+    for ax, arm, side in zip(axes, ARMS, (-0.2, 0.2), strict=False):
+        own = tuned(run, of, arm)
+        x, y = STEP[arm], next(name for name in own if name != STEP[arm])
+        table = marks.heat(ax, cells[arm], (x, y), "mean", _cell_in_words, **ground)
+        ax.set(xlabel=f"{x.replace('_', ' ')} (step size)", ylabel=y, title=f"{LABELS[arm]}, tuned setting framed")
+        if own[x] in table.columns and own[y] in table.index:
+            corner = table.columns.get_loc(own[x]) - 0.46, table.index.get_loc(own[y]) - 0.46
+            for width, edge in ((5, "white"), (2.5, style.ARMS[arm].color)):
+                ax.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, lw=width, color=edge))
+        runs.append(frame(of, [f"{arm} map"]))
+        settings = [part for _, part in runs[-1].groupby(list(arms.swept(arm)))]
+        for rank, part in enumerate(sorted(settings, key=lambda part: -part["score"].mean()), 1):
+            style.dots(axes[2], rank + side, part["score"], part["outcome"] == "failed", arm, width=0.3)
+    axes[2].axhline(100 * of["base"][0]["validation"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
+    axes[2].set_xticks(range(1, max(map(len, cells.values())) + 1))
+    axes[2].set(xlabel="rank of the setting", ylabel="greedy validation accuracy, %")
+    style.legend(fig, dict.fromkeys(ARMS, len(map_seeds(run))) | {"base": None}, decodings=())
+    return fig, pd.concat(runs)
+
+
+def _cell_in_words(cell: Mapping[str, Any]) -> str:
+    text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
+    return text + (f"\n{cell['failed']:.0f} failed" if cell["failed"] else "")
+
+
+def figure_populations(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the curves of ES with each population in shades of its blue, with 95 % bands, and every run by N."""
+    from matplotlib.colors import to_rgb
+
+    blue = np.array(to_rgb(style.ARMS["es"].color))
+    shades = ((1 - 0.45 * (1 - blue), "v", ":"), (blue, "o", "-"), (0.35 * blue, "s", "--"))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
+    lines, ends = [], frame(of, of_sizes(run).values(), panel="test")
+    for (N, group), (color, marker, dash) in zip(of_sizes(run).items(), shades, strict=True):
+        mean, low, high = stats.curve_band(100 * greedy_curves(of[group]))
+        line = {"panel": "greedy", "population_size": N, "completions": of[group][0]["curve"]["completions"]}
+        lines.append(pd.DataFrame(line | {"mean": mean, "low": low, "high": high}))
+        part = lines[-1][lines[-1]["completions"] > 0]
+        look = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
+        axes[0].plot(part["completions"], part["mean"], markevery=0.2, **look)
+        style.band(axes[0], part["completions"], part["low"], part["high"], color)
+    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
+    axes[0].legend()
+    _draw_levels(axes[1], ends, "population_size", "greedy")
+    axes[1].set(xlabel="N", ylabel="greedy test accuracy, %")
+    return fig, pd.concat([*lines, ends])
+
+
+def _draw_levels(ax: Axes, runs: DataFrame, field: str, column: str) -> None:
+    """Draw runs over the levels of a field, on a logarithmic axis, two arms a little apart; a line joins the means."""
+    levels = sorted({float(level) for level in runs[field]})
+    unit = np.ptp(np.log10(levels)) / 25
+    for arm, of_arm in runs.groupby("arm"):
+        side = 0 if runs["arm"].nunique() == 1 else unit if arm == "grpo" else -unit
+        for level, part in of_arm.groupby(field):
+            at, crossed = np.log10(float(level)) + side, part["outcome"] == "failed"
+            style.dots(ax, at, part[column], crossed, arm, width=1.4 * unit)
+        means = of_arm.groupby(field)[column].mean()
+        ax.plot(np.log10(means.index.to_numpy(float)) + side, means, color=style.ARMS[arm].color, lw=0.8)
+    ax.set_xticks(np.log10(levels), [f"{level:,g}" for level in levels])
+
+
+def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the contenders by step size, as a multiple of the tuned one, on each base, and full runs elsewhere."""
+    tried = frame(of, [f"{arm} {kind}" for arm in ARMS for kind in ("sweep", "transfer")], panel="settings")
+    own = {arm: tuned(run, of, arm) for arm in ARMS}
+    chosen = {(arm, *setting.values()) for arm in ARMS for setting in contenders(run, of, arm)}
+    tried = tried[[(r.arm, *(getattr(r, name) for name in own[r.arm])) in chosen for r in tried.itertuples()]]
+    steps = {arm: tried[name] / own[arm][name] for arm, name in STEP.items()}
+    tried = tried.assign(step=steps["es"].fillna(steps["grpo"])).sort_values("step")
+    dashes = dict(zip(run.bases, ("-", "--", ":"), strict=False))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=[1, 1.5])
+    for (arm, base), part in tried.groupby(["arm", "base"]):
+        axes[0].plot(part["step"], part["score"], **style.line(arm) | {"markevery": 1, "linestyle": dashes[base]})
+    axes[0].set(xscale="log", xlabel="step size / tuned step size", ylabel="greedy validation accuracy, %")
+    axes[0].set_xticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
+    axes[0].minorticks_off()
+    ticks, rows = [], []
+    for (i, (arm, base)), (which, apart) in product(enumerate(winners(run, of)), {"shared": 0, "best": 0.6}.items()):
+        runs = full_runs(run, of, arm, base, which)
+        row = {"panel": "test", "arm": arm, "base": base, "which": which}
+        rows.append([row | {"outcome": outcome(r), "greedy": 100 * r["test"]["greedy"]} for r in runs])
+        part = pd.DataFrame(rows[-1])
+        style.dots(axes[1], 1.6 * i + apart, part["greedy"], part["outcome"] == "failed", arm, width=0.35)
+        ticks.append((1.6 * i + apart, f"{which}\n{base.split('/')[-1]}"))
+    axes[1].set_xticks(*zip(*ticks, strict=True))
+    axes[1].set(ylabel="greedy test accuracy, %")
+    n = min(map(len, rows))
+    handles = [plt.Line2D([], [], **style.line(a) | {"label": f"{LABELS[a]} (right: n = {n})"}) for a in ARMS]
+    short = {base.split("/")[-1]: dash for base, dash in dashes.items()}
+    handles += [marks.handle(f"base {name}", color="black", ls=dash) for name, dash in short.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return fig, pd.concat([tried, pd.DataFrame(sum(rows, []))])
+
+
+def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw greedy test accuracy and training reward of every run by its number of unique problems."""
+    runs = frame(of, [f"{arm} prompts={n}" for arm in ARMS for n in run.prompt_counts])
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
+    looks = {"greedy": ("greedy test accuracy, %", "other problems"), "reward": ("reward", "own problems, last step")}
+    for ax, (column, (label, title)) in zip(axes, looks.items(), strict=True):
+        _draw_levels(ax, runs, "unique_prompts", column)
+        ax.set(xlabel="unique problems", ylabel=label, title=title)
+    axes[0].axhline(100 * of["base"][0]["test"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
+    n = int(runs.groupby(["arm", "unique_prompts"]).size().min())
+    style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
+    return fig, runs
+
+
+def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+    """Draw the greedy gain over the base of every run by its steps of thinking before the answer."""
+    runs = frame(of, [f"{arm} filler={n}" for arm in ARMS for n in run.horizons]).drop(columns="t1")
+    starts = {length: 100 * of[f"base filler={length}"][0]["test"]["greedy"] for length in run.horizons}
+    runs = runs.assign(greedy=runs["greedy"] - runs["filler_steps"].map(starts))
+    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.4))
+    _draw_levels(ax, runs, "filler_steps", "greedy")
+    ax.axhline(0, lw=0.8, color=style.ARMS["base"].color)
+    ax.set(xlabel="steps of thinking before the answer", ylabel="greedy gain, points")
+    n = int(runs.groupby(["arm", "filler_steps"]).size().min())
+    style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
+    return fig, runs

@@ -19,14 +19,19 @@ def macros(results: Results, table: Mapping[str, tuple[str, str]]) -> dict[str, 
 
     Args:
         results: what the notebook found.
-        table: macro -> name in the results, and format; of an interval as for `stated`. A name that the results lack,
-            as at another scale, has no macro.
+        table: macro -> name in the results, and format; of an interval as for `stated`. "NAME/low" names an end of an
+            interval, "NAME/value" its value. What the results lack, as at another scale, has no macro.
     """
-    return {macro: _stated(results[name], form) for macro, (name, form) in table.items() if name in results}
-
-
-def _stated(value: Interval | float | int | None, form: str) -> tuple[Any, str]:
-    return (stated(value, form), "") if value is None or isinstance(value, Interval) else (value, form)
+    found: dict[str, tuple[Any, str]] = {}
+    for macro, (name, form) in table.items():
+        name, _, end = name.partition("/")
+        value = results.get(name)
+        if end and value is not None:
+            factor = 100 if form[-1] == "%" else 1
+            found[macro] = (factor * getattr(value, end), form.replace("%", "f"))
+        elif name in results and not end:
+            found[macro] = (stated(value, form), "") if value is None or isinstance(value, Interval) else (value, form)
+    return found
 
 
 def stated(interval: Interval | None, form: str = ".1%", missing: str = "none") -> str:

@@ -18,14 +18,10 @@ from evoalign_study import nb05_stability as stability
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import read_records, record_files, spec_hash
-from evoalign_study.rendering import csv_text
-from evoalign_study.views import stability as stability_view
-from evoalign_study.views import stability_figures
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from evoalign_lib import tiny
-from evoalign_lib.analysis import stats
 from tests.helpers import random_model, tokenizer
 
 MODULES = [
@@ -157,12 +153,10 @@ def test_what_no_run_can_have_is_refused_before_any_work(module, given, value):
         loader_of(module, **given)
 
 
-def test_stand_ins_say_how_much_work_there_is_at_most():
+def test_stand_ins_say_how_many_runs_there_are_at_most():
     """Before the sweeps have run nobody knows the settings, but the number of runs is known."""
-    at_most = stability.work(loader_of(stability).specs())
-    done = stability.work(loaded(stability).specs())
-    assert at_most == {"es": (176, 91_086_848), "grpo": (148, 6_272_000)}
-    assert done["es"] == at_most["es"] and done["grpo"] == (140, 6_272_000 - 8 * 64_000)  # one winner was the tuned one
+    at_most, done = (sum(map(len, load.specs().values())) for load in (loader_of(stability), loaded(stability)))
+    assert at_most == done + 8  # one winner was the tuned setting, whose runs are there
 
 
 def test_an_arms_own_settings():
@@ -176,16 +170,6 @@ def test_sweeps_are_scaled_and_cut():
     run = run_of(grpo_countdown, sweep_size=2, sweep_factors={"alpha": 0.5})
     assert loading.swept_choices(run, "es") == [{"sigma": 3e-3, "alpha": 1.25e-3}, {"sigma": 3e-3, "alpha": 2.5e-3}]
     assert loading.ranked_choices(run, "es", None) == loading.swept_choices(run, "es")
-
-
-def test_contenders_are_the_best_at_each_step_size():
-    load = loaded(stability)
-    run = run_of(stability)
-    for arm, step in stability.STEP.items():
-        found = stability.contenders(run, load.records, arm)
-        assert len({setting[step] for setting in found}) == len(found) == run.transfer_size
-        assert stability.tuned(run, load.records, arm) in found
-        assert found == sorted(found, key=lambda setting: tuple(setting.values()))
 
 
 # ---- the paper's numbers
@@ -212,35 +196,6 @@ def test_numbers_of_notebook_02(committed_records, committed_verdicts):
     effects = {case: grpo_countdown.effect(of, *case, "A0") for case in cases}
     numbers = grpo_countdown.numbers(run, of, grpo_countdown.pilot(committed_records), effects, decided)
     assert quoted(numbers | grpo_countdown.kl_numbers(run, of["kl"])) == generated("02_grpo_countdown")
-
-
-def test_numbers_of_notebook_05():
-    run, of = run_of(stability), loaded(stability).records
-    by_arm = {arm: stability.scores(run, of, arm) for arm in stability.ARMS}
-    thinned = {arm: stability.thinned(of, arm) for arm in stability.ARMS}
-    fell = {arm: stability.drawdowns(of, arm, "greedy") for arm in stability.ARMS}
-    regrets = {arm: stability.regret(run, of, arm, run.bases[1:]) for arm in stability.ARMS}
-    kept = {arm: stability.regret_if_ties_keep(run, of, arm) for arm in stability.ARMS}
-    slopes = stability.contrast(of, "prompts", run.prompt_counts, stability.slope_weights(run.prompt_counts))
-    between, last = (stability.change_of_gain(of, run.horizons[0], to) for to in run.horizons[1:])
-    stated = {
-        "SpreadEnd": stability.log_ratio(by_arm, ("test", "greedy")),
-        "SpreadMatched": stability.log_ratio(by_arm, ("at mean", run.matched_mean)),
-        "Drawdown": stats.stratified_bootstrap([fell["grpo"]], [fell["es"]]),
-        "DrawdownThinned": stats.stratified_bootstrap([thinned["grpo"]], [thinned["es"]]),
-        "Regret": stability.compared(regrets, "grpo", "es"),
-        "RegretTies": stability.compared(kept, "grpo", "es")["difference"],
-        "PromptSlope": stability.compared(slopes, "grpo", "es"),
-        "HorizonChange": stability.compared(last, "es", "grpo"),
-        "HorizonBetween": stability.compared(between, "es", "grpo"),
-    }
-    assert quoted(stability.numbers(run, of, stated)) == generated("05_stability")
-
-
-def test_numbers_leave_out_what_has_no_interval():
-    run, of = run_of(stability), loaded(stability).records
-    found = stability.numbers(run, of, {"SpreadMatched": None, "Regret": {}})
-    assert not [macro for macro in found if "Spread" in macro or "Regret" in macro] and "StabSeeds" in found
 
 
 def test_the_kind_of_measurement_that_a_notebook_did_not_make_has_no_numbers(model_folder):
@@ -337,151 +292,6 @@ def test_the_figures_of_single_steps_and_arithmetics_draw_their_data():
     assert [label.get_text().split(",")[0] for label in fig.axes[0].get_yticklabels()][0] == looks[0].label
     assert len(fig.axes[2].patches) == 3 and data["gain"].notna().sum() == 12  # without rewards there is no gain
     plt.close(fig)
-
-
-# ---- what is measured
-
-
-@pytest.mark.parametrize(
-    ("line", "ended"),
-    [([0.1, 0.3, 0.25], "kept"), ([0.1, 0.3, 0.19], "fell back"), ([0.1, 0.3, 0.1], "failed"), ([0.1, 0.1], "failed")],
-)
-def test_how_a_run_ended(line, ended):
-    record = {"curve": {"validation_greedy": line}}
-    assert stability.outcome(record) == ended and stability.failed([record]) == (ended == "failed")
-
-
-def test_slope_weights_give_the_least_squares_slope():
-    counts, accuracy = [2, 50, 200, 1000], np.array([0.1, 0.2, 0.4, 0.3])
-    slope = stability.slope_weights(counts) @ accuracy
-    assert slope == pytest.approx(np.polyfit(np.log10(counts), accuracy, 1)[0])
-
-
-# ---- notebook 05: answers, tables and figures
-
-
-def test_the_answers_of_notebook_05_have_the_papers_numbers():
-    run, of = run_of(stability), loaded(stability).records
-    stated = stability.stated(run, of)
-    macros = quoted(stability.numbers(run, of, stated))
-    assert macros == generated("05_stability")
-    seeds, curves, settings, population, bases, problems, horizon, replay = stability_view.answers(
-        run, of, stated
-    ).values()
-
-    def interval(stem):
-        value, low, high = (macros[f"Stab{stem}{end}"] for end in ("Value", "Low", "High"))
-        return f"{value} [{low}, {high}]"
-
-    assert interval("SpreadEnd") in seeds and interval("SpreadMatched") in seeds and "(n = 16 seeds per arm)" in seeds
-    assert interval("Drawdown") in curves and "ES gains" in curves
-    for arm in ("Es", "Grpo"):
-        assert f"{macros[f'StabMapNear{arm}']} of {macros[f'StabMapSettings{arm}']} settings" in settings
-        assert f"{macros[f'StabMapFailed{arm}']} of {macros[f'StabMapRuns{arm}']} runs" in settings
-    assert "N = 30 minus N = 8 is" in population and "N = 30 minus N = 128 is" in population
-    for stem, answer in (("Regret", bases), ("PromptSlope", problems), ("HorizonChange", horizon)):
-        for side in ("Es", "Grpo", "Difference"):
-            assert interval(f"{stem}{side}") in answer
-    assert replay.startswith("16 of 16 ")
-    without = stability_view.answers(run, of, stated | {"Regret": {}, "PromptSlope": {}, "HorizonChange": {}})
-    assert len(without) == 5  # at scales that have no such runs
-
-
-def test_the_tables_of_notebook_05_are_those_of_the_paper():
-    load = loaded(stability)
-    run, of = run_of(stability), {name: load.records[name] for name in load.names}
-    tables = {
-        "spread": stability_view.spread_table(run, of),
-        "drawdown": stability_view.drawdown_table(of, stability.drawdown_gaps(of)),
-        "sensitivity": stability_view.sensitivity_table(of),
-        "population": stability_view.population_table(run, of),
-        "transfer": stability_view.transfer_table(run, of),
-        "prompts": stability_view.prompts_table(run, of),
-        "horizon": stability_view.horizon_table(run, of),
-        "budgets": stability_view.budgets(of),
-    }
-    for name, table in tables.items():
-        committed = (paths.GENERATED / f"stability_{name}.csv").read_text(encoding="utf-8")
-        assert csv_text(table) == committed, name
-
-
-def test_the_figures_of_notebook_05_draw_their_data():
-    run, of = run_of(stability), loaded(stability).records
-    drawn = {
-        "seeds": stability_figures.figure_seeds(run, of),
-        "drawdown_runs": stability_figures.figure_drawdowns(of),
-        "maps": stability_figures.figure_maps(run, of),
-        "population_curves": stability_figures.figure_populations(run, of),
-        "transfer_runs": stability_figures.figure_transfer(run, of),
-        "prompts_runs": stability_figures.figure_prompts(run, of),
-        "horizon_runs": stability_figures.figure_horizon(run, of),
-    }
-    for name, (_, data) in drawn.items():
-        assert csv_text(data) == (paths.FIGURES / f"stability_{name}.csv").read_text(encoding="utf-8"), name
-
-    def dots(ax):
-        """Heights of all runs that are drawn."""
-        return sorted(float(y) for found in ax.collections for y in found.get_offsets()[:, 1])
-
-    figure, data = drawn["seeds"]
-    curves = [data[(data["panel"] == "curves") & (data["arm"] == arm)] for arm in stability.ARMS]
-    for line, band, part in zip(figure.axes[0].lines, figure.axes[0].collections, curves, strict=True):
-        points = part[part["completions"] > 0].groupby("completions")["accuracy"]
-        assert line.get_ydata() == pytest.approx(points.mean())  # every run is in its band
-        heights = band.get_paths()[0].vertices[:, 1]
-        assert (heights.min(), heights.max()) == pytest.approx((points.min().min(), points.max().max()))
-    figure, data = drawn["horizon_runs"]
-    assert dots(figure.axes[0]) == pytest.approx(sorted(data["greedy"]))
-    figure, data = drawn["prompts_runs"]
-    for ax, column in zip(figure.axes, ("greedy", "reward"), strict=True):
-        assert dots(ax) == pytest.approx(sorted(data[column]))
-    figure, data = drawn["population_curves"]
-    assert dots(figure.axes[1]) == pytest.approx(sorted(data[data["panel"] == "test"]["greedy"]))
-    figure, data = drawn["maps"]
-    es, grpo, runs = figure.axes
-    # the step size is to the right in both, and grows; so does the other setting, upwards
-    assert [ax.get_xlabel().split(" (")[0] for ax in (es, grpo)] == ["alpha", "learning rate"]
-    for ax in (es, grpo):
-        for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
-            values = [float(label.get_text()) for label in axis.get_ticklabels()]
-            assert values == sorted(values) and low < high
-    for ax, arm in ((es, "es"), (grpo, "grpo")):
-        frame = ax.patches[-1].get_bbox()
-        setting = stability.tuned(run, of, arm)
-        x, y = (int(round((low + high) / 2)) for low, high in (frame.intervalx, frame.intervaly))
-        framed = {ax.get_xticklabels()[x].get_text(), ax.get_yticklabels()[y].get_text()}
-        assert framed == {f"{value:g}" for value in setting.values()}
-    assert dots(runs) == pytest.approx(sorted(data["score"]))
-
-
-def test_the_kinds_of_runs_are_those_that_were_loaded():
-    load = loaded(stability)
-    of = {name: load.records[name] for name in load.names}
-    table = stability_view.runs_table(of).set_index("runs")
-    assert table["ES runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "es")
-    assert table["GRPO runs"].sum() == sum(len(found) for name, found in of.items() if name.split()[0] == "grpo")
-    tuned = table.loc["tuned"]
-    spec, budget = of["es"][0]["spec"], of["es"][0]["budget"]
-    said = f"sigma {spec['sigma']:g}, alpha {spec['alpha']:g}, N {spec['population_size']}, steps {spec['steps']}"
-    assert tuned["ES"] == said and tuned["ES completions"] == f"{budget['completions']:,}"
-    assert tuned["seeds"] == "0 to 15" and tuned["bases"] == "A0"
-    assert table.loc["map", "seeds"] == "0, 1, 2, 100" and "alpha 0.0025 to 0.01" in table.loc["map", "ES"]
-    assert "N 8 to 128" in table.loc["N=8, 128", "ES"] and table.loc["N=8, 128", "GRPO"] == ""
-
-
-def test_failed_runs_are_named():
-    load = loaded(stability)
-    found = stability_view.failures(load.records).set_index("group")
-    assert {"es", "grpo"} <= set(found.index)  # the tuned ones in any case
-    for group, row in found.iterrows():
-        assert row["runs"] == len(load.records[group]) and row["failed"] == stability.failed(load.records[group])
-        named = [
-            seed
-            for part in row["failed runs"].split("; ")
-            if "seeds" in part
-            for seed in part.split(": seeds ")[1].split(", ")
-        ]
-        assert len(named) == row["failed"]
 
 
 # ---- the loader
