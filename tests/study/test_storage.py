@@ -1,9 +1,8 @@
-"""What a run leaves on disk: counted in real checkpoints, and said in a table."""
+"""What a run leaves on disk: counted in real checkpoints."""
 
 import pytest
 from evoalign_study import sweep
 from evoalign_study.kinds import storage
-from evoalign_study.views import low_rank_and_cost as view
 
 SETTINGS = {"max_completion_length": 16, "steps": 3, "prompts_per_step": 4, "population_size": 4, "sigma": 0.03}
 SETTINGS |= {"alpha": 0.01, "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "lora_rank": 2}
@@ -45,11 +44,9 @@ def test_a_ledger_grows_by_its_steps_and_members_and_not_by_the_model(records):
     assert all(first["model"] == stored["model"] for stored in grown.values())
 
 
-def test_the_table_says_what_a_step_sends(records):
-    table = view.storage_table(list(records.values())).set_index("arm")
-    assert list(table["sent a step, kB"]) == ["0.048", "none", "282", "3.6"]
-    assert list(table["run as ledger, kB"])[2:] == ["none", "none"] and float(table["run as ledger, kB"].iloc[0]) < 5
-    assert list(table["model, kB"])[::2] == ["566", "566"]
+def test_a_step_of_es_sends_keys_and_coefficients_and_a_gradient_step_what_it_changed(records):
+    sent = {arm: storage.sent(record["spec"], record["d"]) for arm, record in records.items()}
+    assert sent == {"es": 12 * 4, "essa": None, "grpo": 2 * 140_928, "grpo_lora": 2 * 1_792}
 
 
 def test_a_base_from_outside_is_refused():
