@@ -1,26 +1,28 @@
-"""Notebook 01, ES on Countdown: presets, groups of runs, answers, tables, figures, and the numbers of the paper."""
+"""Notebook 01, ES on Countdown: presets, groups of runs, results, and the answers, tables and figures made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.stats import Interval
 from evoalign_study import loading, runs, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import estimator_specs
 from evoalign_study.kinds.train import audit_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from evoalign_study.tidy import Results, curve_band
 
 NOTEBOOK = "01_es_countdown"
 CLAIMS = ("E1", "E1b", "E2", "E3", "E4")
@@ -66,7 +68,7 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
     return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
 
 
-def groups(run: SimpleNamespace, of: Records) -> Groups:
+def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the runs by name; "decodings" needs the records of what it measures."""
     settings, here = loading.of_runs(vars(run)), run.bases[:1]
     scale, exact = of_tiny_world(run)
@@ -76,7 +78,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     return {
         "es": Group("es", run.bases, run.n_seeds, settings, ledgers=here),
         "base": base_specs(run.bases, settings, run.scale),
-        "decodings": loading.decodings(run, of, run.decoded),
+        "decodings": loading.decodings(run, records, run.decoded),
         "es_shuffled": Group("es_shuffled", [b for b in run.bases if b in run.null_bases], run.n_seeds, settings),
         "estimator": [
             spec
@@ -107,35 +109,198 @@ def _single_steps(populations: Sequence[int]) -> list[tuple[int, str, str]]:
     return steps + [(populations[len(populations) // 2], fitness, "any") for fitness in kinds]
 
 
-def accuracies(of: Records, arm: str, base: str, decoding: str) -> tuple[np.ndarray, np.ndarray]:
+# ---- tidy frames
+
+
+def accuracies(records: Records, arm: str, base: str, decoding: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the share of right answers on the test set after training (seeds, problems) and before it (problems,)."""
-    after, before = (
-        accuracy_matrix([r for r in of[group] if r["spec"]["base"] == base], decoding) for group in (arm, "base")
-    )
+    after, before = (accuracy_matrix(_on(records[group], base), decoding) for group in (arm, "base"))
     return after, before[0]
 
 
-def of_arithmetic(found: Sequence[Record], precision: str, noise: str, fitness: str) -> list[Record]:
-    """Return the audits of one arithmetic (see `ARITHMETICS`)."""
-    wanted = {"precision": precision, "noise": noise, "fitness": fitness}
-    return [r for r in found if wanted.items() <= r["spec"].items()]
+def _on(records: Sequence[Record], base: str) -> list[Record]:
+    return [record for record in records if record["spec"]["base"] == base]
 
 
-def audit_means(found: Sequence[Record]) -> dict[str, float]:
-    """Return what became of the updates in audits of one arithmetic, means over seeds.
+def trained(run: SimpleNamespace, records: Records) -> list[tuple[str, str]]:
+    """Return the arms with the bases on which they have runs."""
+    return [(arm, base) for arm in ("es", "es_shuffled") for base in run.bases if _on(records[arm], base)]
 
-    Keys are those of the record's `audit`, and "path": the cosine of the whole path with the intended one. A quantity
-    that no run has is missing, one that was defined in none is NaN.
+
+def test_points(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return test accuracy in %, a row per decoding, base, arm and seed; the untrained base has no seed."""
+    cells = [(decoding, base, arm) for decoding in DECODINGS for base in run.bases for arm in ("es", "es_shuffled")]
+    rows = []
+    for decoding, base, arm in cells:
+        own = {"base": base, "decoding": decoding}
+        if arm == "es":
+            rows.append(own | {"arm": "base", "accuracy": 100 * accuracies(records, "es", base, decoding)[1].mean()})
+        if _on(records[arm], base):
+            ends = 100 * accuracies(records, arm, base, decoding)[0].mean(axis=1)
+            rows += [own | {"arm": arm, "accuracy": end, "seed": seed} for seed, end in enumerate(ends)]
+    return DataFrame(rows)[["base", "arm", "decoding", "accuracy", "seed"]]
+
+
+def curve_points(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return validation accuracy, as a share, against completions: a row per base, arm, decoding and point."""
+    cells = [(base, arm) for base in run.bases for arm in ("es", "es_shuffled") if _on(records[arm], base)]
+    bands = [
+        curve_band(_on(records[arm], base), ["completions"], d, scale=1).assign(base=base, arm=arm, decoding=d)
+        for base, arm in cells
+        for d in DECODINGS
+    ]
+    points = pd.concat(bands, ignore_index=True).astype({"completions": int})
+    return points[["completions", "mean", "low", "high", "base", "arm", "decoding", "n"]]
+
+
+_GAINS = [f"{kind}gain_{part}" for kind in ("", "greedy_") for part in ("aligned", "orthogonal", "full")]
+_MEASURED = ["cosine", "predicted_cosine", "rho", *_GAINS]
+
+
+def single_steps(records: Sequence[Record]) -> DataFrame:
+    """Return single steps by targets, fitness and N: means with the ends of their 95 % intervals, as shares.
+
+    Columns: targets, fitness, N, repeats, tied (how many had no direction), and of each measured field its mean, with
+    _low and _high its ends.
     """
-    from pandas import DataFrame
+    rows = []
+    steps = DataFrame([record["spec"] | record["estimator"] for record in records])
+    for (targets, fitness, N), group in steps.groupby(["targets", "fitness", "N"]):
+        row = {"targets": targets, "fitness": fitness, "N": N, "repeats": len(group), "tied": int(group["tied"].sum())}
+        for field in _MEASURED:
+            mean = stats.bootstrap_mean(group[field].dropna().to_numpy(float))
+            row |= {field: mean.value, f"{field}_low": mean.low, f"{field}_high": mean.high}
+        rows.append(row)
+    return DataFrame(rows)
 
-    return DataFrame([r["audit"] | {"path": r["path"]["cosine"][-1]} for r in found], dtype=float).mean().to_dict()
+
+AUDITED = ["row", "precision", "noise", "fitness", "seed", "sigma", "update", "path", "gain"]
+"""Columns of `audits` that a figure draws."""
+_FATE = {"update": "update_cosine", "layers": "layers_cosine", "changed": "restore_changed", "drift": "restore_drift"}
+"""Further columns, and what they are in the records."""
 
 
-def mean_gain(run: SimpleNamespace, of: Records, decoding: str) -> stats.Interval:
-    """Return by how much ES changes test accuracy, the mean over bases; seed k of every base makes one unit."""
-    both = [accuracies(of, "es", base, decoding) for base in run.bases]
-    return stats.crossed_bootstrap(*(np.mean(side, axis=0) for side in zip(*both, strict=True)))
+def audits(records: Records) -> DataFrame:
+    """Return what became of the steps of each audited run, in the order of `ARITHMETICS`.
+
+    Columns: row (of `ARITHMETICS`), precision, noise, fitness, seed, sigma; update and path, the cosines of an update
+    and of the whole path with the intended ones, NaN where a run never moved; gain of greedy accuracy in points, NaN
+    without rewards; layers, the cosine within layers; changed and drift, what restoring the
+    members did to the weights.
+    """
+    before, rows = accuracy_matrix(records["audit base"], "greedy").mean(), []
+    for record in records["audit"]:
+        spec = record["spec"]
+        case = tuple(spec[name] for name in ("precision", "noise", "fitness"))
+        row = {
+            "row": ARITHMETICS.index(case),
+            **{n: spec[n] for n in ("precision", "noise", "fitness", "seed", "sigma")},
+        }
+        row |= {name: record["audit"].get(field, np.nan) for name, field in _FATE.items()}
+        gain = 100 * (accuracy_matrix([record], "greedy").mean() - before) if spec["fitness"] == "reward" else np.nan
+        rows.append(row | {"path": record["path"]["cosine"][-1], "gain": gain})
+    numeric = dict.fromkeys((*_FATE, "path", "gain"), float)
+    return DataFrame(rows).astype(numeric).sort_values("row", kind="stable", ignore_index=True)
+
+
+# ---- results, and what the paper quotes of them
+
+_SETTINGS = ("sigma", "alpha", "population_size", "steps", "prompts_per_step", "test_problems", "audit_seeds")
+
+
+def results(run: SimpleNamespace, records: Records) -> Results:
+    """Return what the notebook found, read-only: shares, cosines and kilobytes by name.
+
+    Test accuracy before and after each arm on each base, and of ES as a mean over bases (seed k of every base makes one
+    unit), with the gain as an interval; the parts of single steps at the population nearest to 30; what a ledger takes;
+    and what each arithmetic makes of the steps. What has no runs is left out.
+    """
+    values: dict[str, Interval | float] = {name: getattr(run, name) for name in _SETTINGS}
+    values |= {"bases": len(run.bases), "seeds": len(_on(records["es"], run.bases[0]))}
+    values |= {"completions": max(r["curve"]["completions"][-1] for r in records["es"])}
+    for decoding in DECODINGS:
+        sides = {f"{arm} on {base}": accuracies(records, arm, base, decoding) for arm, base in trained(run, records)}
+        each = [sides[f"es on {base}"] for base in run.bases]
+        sides["es"] = tuple(np.mean(side, axis=0) for side in zip(*each, strict=True))
+        for name, (after, before) in sides.items():
+            values |= {f"before {name}, {decoding}": before.mean(), f"after {name}, {decoding}": after.mean()}
+            values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, before)
+    for (targets, fitness), part in single_steps(records["estimator"]).groupby(["targets", "fitness"]):
+        step, name = part.loc[(part["N"] - 30).abs().idxmin()], f"{fitness} fitness, {targets}"
+        values[f"N, {name}"] = step["N"]
+        for field in _MEASURED:
+            ends = step[[field, f"{field}_low", f"{field}_high", "repeats"]]
+            values[f"{field}, {name}"] = Interval(*ends)
+    # a step across the gradient and one along it are the legs of a right-angled triangle
+    values["times longer"] = np.sqrt(1 / values["cosine, expected fitness, not the sum"].value ** 2 - 1)
+    (long_run,) = records["ledger"]
+    kept = [record["ledger"] for record in (*records["es"], long_run) if "ledger" in record]
+    values |= {"ledgers": len(kept), "replay error": max(ledger["replay_error"] for ledger in kept)}
+    steps, size = long_run["spec"]["steps"], long_run["ledger"]
+    values |= {"ledger steps": steps, "ledger kB": size["bytes"] / 1000, "gzipped kB": size["gzip_bytes"] / 1000}
+    values["least kB"] = 12 * run.population_size * steps / 1000  # a key and a coefficient per member
+    untrained = accuracy_matrix(records["audit base"], "greedy")[0]
+    for place, part in audits(records).groupby("row"):
+        name, path = ", ".join(ARITHMETICS[place]), part["path"].to_numpy()
+        values |= {f"{field}, {name}": part[field].mean() for field in ("sigma", *_FATE)}
+        values |= {f"path, {name}": path.mean(), f"least path, {name}": path.min(), f"most path, {name}": path.max()}
+        if part["gain"].notna().all():
+            audited = [r for r in records["audit"] if ", ".join(_arithmetic(r)) == name]
+            values[f"gain, {name}"] = stats.crossed_bootstrap(accuracy_matrix(audited, "greedy"), untrained)
+    return MappingProxyType(values)
+
+
+def _arithmetic(record: Record) -> tuple[str, ...]:
+    return tuple(record["spec"][name] for name in ("precision", "noise", "fitness"))
+
+
+_STEP = "expected fitness, not the sum"
+_MACROS = {
+    "EsBases": ("bases", "d"),
+    "EsSeeds": ("seeds", "d"),
+    "EsCompletions": ("completions", ",d"),
+    "EsSigma": ("sigma", "g"),
+    "EsAlpha": ("alpha", "g"),
+    "EsPopulation": ("population_size", "d"),
+    "EsSteps": ("steps", "d"),
+    "EsPromptsPerStep": ("prompts_per_step", "d"),
+    "EsTestProblems": ("test_problems", "d"),
+    "EsGainMean": ("gain of es, greedy", ".1%"),
+    "EsGain": ("gain of es, greedy", ".1%", "low", "high"),
+    "EsBaseGreedy": ("before es, greedy", ".1%"),
+    "LedgerSteps": ("ledger steps", "d"),
+    "LedgerFloor": ("least kB", ".0f"),
+    "LedgerKilobytes": ("ledger kB", ".0f"),
+    "LedgerKilobytesGzipped": ("gzipped kB", ".0f"),
+}
+"""Macro -> key in `results`, and its format."""
+_EXACT_MACROS = {
+    "EstimatorCosine": (f"cosine, {_STEP}", ".3f"),
+    "EstimatorPredicted": (f"predicted_cosine, {_STEP}", ".3f"),
+    "EstimatorAligned": (f"gain_aligned, {_STEP}", ".5f"),
+    "EstimatorOrthogonal": (f"gain_orthogonal, {_STEP}", ".5f"),
+    "AuditSeeds": ("audit_seeds", "d"),
+    "AuditPathMaster": ("path, master, gaussian, reward", ".3f"),
+    "AuditPathInplace": ("path, inplace, gaussian, reward", ".3f"),
+    "AuditPathMasterPublished": ("path, master, gaussian, random", ".3f"),
+    "AuditPathInplacePublished": ("path, inplace, gaussian, random", ".3f"),
+    "AuditUpdateInplace": ("update, inplace, gaussian, reward", ".3f"),
+    "AuditUpdateInplacePublished": ("update, inplace, gaussian, random", ".3f"),
+    "AuditChangedInplace": ("changed, inplace, gaussian, reward", ".1%"),
+}
+"""The same of sections 7 and 9, which are the tiny world's."""
+
+
+def macros(run: SimpleNamespace) -> dict[str, tuple[str, ...]]:
+    """Return what the paper quotes of the `results`, for `tidy.macros`; exact measurements at their own scale only."""
+    on_first = {
+        "EsGainFirst": (f"gain of es on {run.bases[0]}, greedy", ".1%"),
+        "EsShuffledChange": (f"gain of es_shuffled on {run.bases[0]}, greedy", ".1%"),
+    }
+    return _MACROS | on_first | (_EXACT_MACROS if of_tiny_world(run)[0] == run.scale else {})
+
+
+# ---- answers and tables
 
 
 def models_in_words(run: SimpleNamespace) -> str:
@@ -147,227 +312,111 @@ def models_in_words(run: SimpleNamespace) -> str:
     )
 
 
-# ---- the answers
+def answers(run: SimpleNamespace, values: Results) -> dict[str, str]:
+    """Return question -> one sentence with its number, interval and n; questions without runs are left out.
 
-
-def answers(run: SimpleNamespace, of: Records) -> dict[str, str]:
-    """Return question -> one sentence with its number, interval and n; questions without runs are left out."""
-    here, problems = run.bases[0], f"{run.test_problems:,} test problems"
-    before, after = (
-        100 * np.mean([accuracies(of, "es", base, "greedy")[side].mean() for base in run.bases]) for side in (1, 0)
-    )
-    gain, sampled = (mean_gain(run, of, decoding) for decoding in DECODINGS)
-    several = len(run.bases) > 1
-    whose = (
-        f"mean of {len(run.bases)} bases, n = {gain.n} seeds of each" if several else f"base {here}, n = {gain.n} seeds"
-    )
-    found = {
+    values: the `results`.
+    """
+    here, gain, sampled = run.bases[0], values["gain of es, greedy"], values["gain of es, t1"]
+    whose = f"base {here}, n = {gain.n} seeds"
+    if len(run.bases) > 1:
+        whose = f"mean of {len(run.bases)} bases, n = {gain.n} seeds of each"
+    told = {
         "Does ES learn Countdown?": (
-            f"Greedy accuracy on {problems} goes from {before:.1f} % to {after:.1f} %, by {gain.format()} points "
-            f"({whose}); accuracy at temperature 1 changes by {sampled.format()} points."
+            f"Greedy accuracy on {run.test_problems:,} test problems goes from {100 * values['before es, greedy']:.1f} "
+            f"% to {100 * values['after es, greedy']:.1f} %, by {gain.format()} points ({whose}); accuracy at "
+            f"temperature 1 changes by {sampled.format()} points."
         )
     }
-    if any(r["spec"]["base"] == here for r in of["es_shuffled"]):
-        null, own = (stats.crossed_bootstrap(*accuracies(of, a, here, "greedy")) for a in ("es_shuffled", "es"))
-        found["Does the gain need the reward?"] = (
+    null, own = (values.get(f"gain of {arm} on {here}, greedy") for arm in ("es_shuffled", "es"))
+    if null:
+        told["Does the gain need the reward?"] = (
             f"With its rewards permuted over the population, ES changes greedy accuracy on base {here} by "
             f"{null.format()} points (n = {null.n}); with its rewards by {own.format()} (n = {own.n})."
         )
-    step = _step_at(of["estimator"], 30, "expected", "not the sum")
-    found["Why is a population of thirty enough?"] = (
-        f"A step with N = {step['N']} has cosine {_interval(step, 'cosine', 1, 4)} with the exact gradient "
-        f"(n = {step['repeats']} steps). Its part along the gradient changes expected accuracy by "
-        f"{_interval(step, 'gain_aligned')} points, its part across, {times_longer(step):.0f} times as long, by "
-        f"{_interval(step, 'gain_orthogonal')}."
+    cosine, along, across = (values[f"{field}, {_STEP}"] for field in ("cosine", "gain_aligned", "gain_orthogonal"))
+    told["Why is a population of thirty enough?"] = (
+        f"A step with N = {values[f'N, {_STEP}']} has cosine {cosine.format(percent=False, digits=4)} with the exact "
+        f"gradient (n = {cosine.n} steps). Its part along the gradient changes expected accuracy by "
+        f"{along.format(digits=2)} points, its part across, {values['times longer']:.0f} times as long, by "
+        f"{across.format(digits=2)}."
     )
-    (long_run,) = of["ledger"]
-    kept = [r["ledger"] for r in (*of["es"], long_run) if "ledger" in r]
-    sizes = [f"{long_run['ledger'][key] / 1000:.0f} kB" for key in ("bytes", "gzip_bytes")]
-    found["Is a run its seeds and rewards?"] = (
-        f"Replayed from their ledgers, {len(kept)} runs differ from their own weights by at most "
-        f"{max(ledger['replay_error'] for ledger in kept):g}; the ledger of {long_run['spec']['steps']} steps takes "
-        f"{sizes[0]}, compressed {sizes[1]}."
+    told["Is a run its seeds and rewards?"] = (
+        f"Replayed from their ledgers, {values['ledgers']} runs differ from their own weights by at most "
+        f"{values['replay error']:g}; the ledger of {values['ledger steps']} steps takes {values['ledger kB']:.0f} kB, "
+        f"compressed {values['gzipped kB']:.0f} kB."
     )
-    return found | _answer_on_arithmetic(of["audit"])
-
-
-def _answer_on_arithmetic(audits: Sequence[Record]) -> dict[str, str]:
-    parts = []
-    for precision, fitness in (("inplace", "reward"), ("inplace", "random"), ("master", "random")):
-        runs = of_arithmetic(audits, precision, "gaussian", fitness)
-        path = [r["path"]["cosine"][-1] for r in runs]
-        if None in path:  # of runs that never moved it is not defined
-            return {}
-        parts.append(
-            f"{np.mean(path):.3f} at sigma {runs[0]['spec']['sigma']:g} (from {min(path):.3f} to {max(path):.3f}"
+    cases = [f"{case}, gaussian, {fitness}" for case, fitness in _TOLD]
+    if not np.isnan([values[f"path, {case}"] for case in cases]).any():  # of runs that never moved it is not defined
+        in_place, published, master = (
+            f"{values[f'path, {case}']:.3f} at sigma {values[f'sigma, {case}']:g} (from "
+            f"{values[f'least path, {case}']:.3f} to {values[f'most path, {case}']:.3f}"
+            for case in cases
         )
-    sentence = (
-        "In bfloat16, with members written in place and restored by subtraction, the cosine of a run's path with the "
-        f"one that its coefficients meant is {parts[0]}, n = {len(path)} seeds) and {parts[1]}); with a float32 master "
-        f"it is {parts[2]})."
-    )
-    return {"What does released arithmetic do?": sentence}
+        told["What does released arithmetic do?"] = (
+            "In bfloat16, with members written in place and restored by subtraction, the cosine of a run's path with "
+            f"the one that its coefficients meant is {in_place}, n = {values['audit_seeds']} seeds) and {published}); "
+            f"with a float32 master it is {master})."
+        )
+    return told
 
 
-def _interval(row: dict[str, Any], field: str, scale: float = 100, digits: int = 2) -> str:
-    """Return a field of a row of `single_steps` with its interval, times `scale`."""
-    ends = (row[field], row[f"{field}_low"], row[f"{field}_high"])
-    return stats.Interval(*(scale * end for end in ends), row["repeats"]).format(percent=False, digits=digits)
+_TOLD = (("inplace", "reward"), ("inplace", "random"), ("master", "random"))
+"""Precision and fitness of the arithmetics that an answer names."""
 
 
-# ---- tables
+# ---- figures, each of a tidy frame
 
 
-def accuracy_rows(run: SimpleNamespace, of: Records) -> DataFrame:
-    """Return the table of test accuracy before and after training: a row per base, arm and decoding."""
-    from pandas import DataFrame
-
-    rows = []
-    for arm, bases in (("es", run.bases), ("es_shuffled", [b for b in run.null_bases if b in run.bases])):
-        for base, decoding in ((base, decoding) for base in bases for decoding in DECODINGS):
-            after, before = accuracies(of, arm, base, decoding)
-            gain = stats.crossed_bootstrap(after, before)
-            row = {"base": base, "arm": style.ARMS[arm].label, "decoding": style.DECODINGS[decoding].label}
-            row |= {"before, %": f"{100 * before.mean():.1f}", "after, %": f"{100 * after.mean():.1f}"}
-            rows.append(row | {"gain, points [95 %]": gain.format(), "seeds": gain.n, "problems": after.shape[1]})
-    return DataFrame(rows)
-
-
-def single_steps(found: Sequence[Record]) -> DataFrame:
-    """Return single steps by targets, fitness and N: means with the ends of their 95 % intervals, as shares.
-
-    Columns: targets, fitness, N, repeats, tied (how many had no direction), and of each measured field its mean, with
-    _low and _high its ends.
-    """
-    from pandas import DataFrame
-
-    steps, rows = DataFrame([r["spec"] | r["estimator"] for r in found]), []
-    measured = ["cosine", "predicted_cosine", "rho"]
-    measured += [f"{kind}gain_{part}" for kind in ("", "greedy_") for part in ("aligned", "orthogonal", "full")]
-    for (targets, fitness, N), group in steps.groupby(["targets", "fitness", "N"]):
-        row = {"targets": targets, "fitness": fitness, "N": N, "repeats": len(group), "tied": int(group["tied"].sum())}
-        for field in measured:
-            interval = stats.bootstrap_mean(group[field].dropna().to_numpy(float))
-            row |= {field: interval.value, f"{field}_low": interval.low, f"{field}_high": interval.high}
-        rows.append(row)
-    return DataFrame(rows)
-
-
-def _step_at(found: Sequence[Record], N: int, fitness: str, targets: str) -> dict[str, Any]:
-    """Return the row of `single_steps` whose population is nearest to N."""
-    chosen = single_steps([r for r in found if (r["spec"]["fitness"], r["spec"]["targets"]) == (fitness, targets)])
-    return chosen.loc[(chosen["N"] - N).abs().idxmin()].to_dict()
-
-
-def times_longer(step: dict[str, Any]) -> float:
-    """Return how many times as long as its part along the gradient the part of a step across it is."""
-    return float(np.sqrt(1 / step["cosine"] ** 2 - 1))
-
-
-def parts_rows(found: Sequence[Record]) -> DataFrame:
-    """Return the table of what the parts of a step at N = 30 change, in points of the accuracy that is its fitness."""
-    from pandas import DataFrame
-
-    rows = []
-    for targets, fitness in (
-        ("not the sum", "expected"),
-        ("not the sum", "greedy"),
-        ("any", "expected"),
-        ("any", "greedy"),
-    ):
-        step, kind = _step_at(found, 30, fitness, targets), "greedy_" if fitness == "greedy" else ""
-        row = {"targets": targets, "fitness": fitness, "N": step["N"], "rho": _interval(step, "rho", 1)}
-        gains = {f"{look.label}, points": _interval(step, f"{kind}gain_{part}") for part, look in style.PARTS.items()}
-        rows.append(row | gains | {"steps": step["repeats"]})
-    return DataFrame(rows)
-
-
-def arithmetic_rows(of: Records) -> DataFrame:
-    """Return the table of arithmetics (`ARITHMETICS`): means over seeds; the gain, where a run had rewards."""
-    from pandas import DataFrame
-
-    rows, (base,) = [], of["audit base"]
-    for precision, noise, fitness in ARITHMETICS:
-        found = of_arithmetic(of["audit"], precision, noise, fitness)
-        mean = audit_means(found)
-        row = {"arithmetic": style.ARITHMETICS[precision, noise].label, "sigma": f"{found[0]['spec']['sigma']:g}"}
-        row |= {"changed, %": f"{100 * mean['restore_changed']:.1f}", "drift": f"{mean['restore_drift']:.1e}"}
-        row |= {"update": f"{mean.get('update_cosine', np.nan):.3f}"}
-        row |= {"path": f"{mean['path']:.3f}", "layers": f"{round(mean.get('layers_cosine', np.nan), 2) + 0.0:.2f}"}
-        gain = "no rewards"
-        if fitness == "reward":
-            untrained = accuracy_matrix([base], "greedy")[0]
-            gain = stats.crossed_bootstrap(accuracy_matrix(found, "greedy"), untrained).format()
-        rows.append(row | {"greedy gain, points [95 %]": gain, "seeds": len(found)})
-    return DataFrame(rows)
-
-
-# ---- figures: each returns the figure and the plotted data
-
-
-def figure_gain(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw test accuracy of every run beside its untrained base, a panel per decoding."""
-    from matplotlib import pyplot as plt
-    from pandas import DataFrame
-
+def figure_gain(points: DataFrame) -> Figure:
+    """Draw test accuracy of every run beside its untrained base, a panel per decoding. points: `test_points`."""
     fig, axes = plt.subplots(1, len(DECODINGS), figsize=(style.PAGE, 2.4), sharey=True)
-    rows, seeds = [], {}
+    bases, trained = list(points["base"].unique()), points[points["arm"] != "base"]
     for ax, decoding in zip(axes, DECODINGS, strict=True):
-        for place, base in enumerate(run.bases):
-            before = 100 * accuracies(of, "es", base, decoding)[1].mean()
+        for place, base in enumerate(bases):
+            cell = points[(points["decoding"] == decoding) & (points["base"] == base)].groupby("arm", sort=False)
+            runs = dict(iter(cell["accuracy"]))
+            before = runs.pop("base").iloc[0]
             ax.plot([place - 0.4, place + 0.4], [before] * 2, color=style.ARMS["base"].color, lw=1.2, zorder=1)
-            rows.append({"base": base, "arm": "base", "decoding": decoding, "accuracy": before})
-            arms = [a for a in ("es", "es_shuffled") if any(r["spec"]["base"] == base for r in of[a])]
-            for arm, shift in zip(arms, (-0.18, 0.18) if len(arms) > 1 else (0,), strict=True):
-                after = 100 * accuracies(of, arm, base, decoding)[0].mean(axis=1)
+            for (arm, after), shift in zip(runs.items(), (-0.18, 0.18) if len(runs) > 1 else (0,), strict=True):
                 style.dots(ax, place + shift, after, np.zeros(len(after)), arm, width=0.22)
-                own = {"base": base, "arm": arm, "decoding": decoding}
-                rows += [own | {"seed": seed, "accuracy": value} for seed, value in enumerate(after)]
-                seeds[arm] = len(after)
-        names = [f"base {base.split('/')[-1]}" for base in run.bases]
+        names = [f"base {base.split('/')[-1]}" for base in bases]
         ax.set_xticks(range(len(names)), names)
         ax.set(title=style.DECODINGS[decoding].label, xlim=(-0.6, len(names) - 0.4), ylim=(0, None))
         ax.grid(axis="x", visible=False)
     axes[0].set_ylabel("test accuracy, %")
-    style.legend(fig, seeds | {"base": None}, decodings=())
-    return fig, DataFrame(rows)
+    seeds = trained.groupby("arm", sort=False)["seed"].max() + 1
+    style.legend(fig, {arm: int(n) for arm, n in seeds.items()} | {"base": None}, decodings=())
+    return fig
 
 
-def figure_curves(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
-    """Draw validation accuracy along the runs against completions, a panel per base, with 95 % bands over seeds."""
-    from matplotlib import pyplot as plt
-    from pandas import DataFrame, concat
+def figure_curves(points: DataFrame, bases: Sequence[Record]) -> Figure:
+    """Draw validation accuracy along the runs against completions, a panel per base, with 95 % bands over seeds.
 
-    fig, axes = plt.subplots(1, len(run.bases), figsize=(style.PAGE, 2.3), sharey=True, squeeze=False)
-    points, seeds = [], {}
-    for ax, untrained in zip(axes[0], of["base"], strict=True):
+    Args:
+        points: `curve_points`.
+        bases: the records of the untrained bases.
+    """
+    fig, axes = plt.subplots(1, len(bases), figsize=(style.PAGE, 2.3), sharey=True, squeeze=False)
+    for ax, untrained in zip(axes[0], bases, strict=True):
         base = untrained["spec"]["base"]
-        for arm in ("es", "es_shuffled"):
-            curves = [r["curve"] for r in of[arm] if r["spec"]["base"] == base]
-            for decoding in DECODINGS if curves else ():
-                band = stats.curve_band(np.array([curve[f"validation_{decoding}"] for curve in curves]))
-                x, look = np.array(curves[0]["completions"]), style.line(arm, decoding)
-                ax.plot(x / 1000, 100 * band[0], **look)
-                style.band(ax, x / 1000, 100 * band[1], 100 * band[2], look["color"])
-                frame = DataFrame({"completions": x} | dict(zip(("mean", "low", "high"), band, strict=True)))
-                points.append(frame.assign(base=base, arm=arm, decoding=decoding, n=len(curves)))
-                seeds[arm] = len(curves)
+        for (arm, decoding), curve in points[points["base"] == base].groupby(["arm", "decoding"], sort=False):
+            x, look = curve["completions"] / 1000, style.line(arm, decoding)
+            ax.plot(x, 100 * curve["mean"], **look)
+            style.band(ax, x, 100 * curve["low"], 100 * curve["high"], look["color"])
         for decoding, key in (("greedy", "greedy"), ("t1", "pass@1")):
             at = {"color": style.ARMS["base"].color, "ls": style.DECODINGS[decoding].linestyle, "lw": 0.8}
             ax.axhline(100 * untrained["validation"][key], **at)
         ax.set(title=f"base {base.split('/')[-1]}", xlabel="completions (thousands)")
     axes[0][0].set_ylabel("validation accuracy, %")
-    style.legend(fig, seeds | {"base": None}, decodings=DECODINGS)
-    return fig, concat(points, ignore_index=True)
+    style.legend(fig, points.groupby("arm", sort=False)["n"].last().to_dict() | {"base": None}, decodings=DECODINGS)
+    return fig
 
 
-def figure_estimator(found: Sequence[Record]) -> tuple[Figure, DataFrame]:
-    """Draw the cosine of a step with the gradient against N, and what the parts of a step change."""
-    from matplotlib import pyplot as plt
-
+def figure_estimator(steps: DataFrame) -> Figure:
+    """Draw the cosine of a step with the gradient against N, and what its parts change. steps: `single_steps`."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
-    summary = single_steps(found)
-    drawn = summary[summary["targets"] == "not the sum"]
+    drawn = steps[steps["targets"] == "not the sum"]
     for fitness, look in style.FITNESS.items():
         chosen = drawn[drawn["fitness"] == fitness]
         _bars(axes[0], chosen, "cosine", look)
@@ -385,7 +434,7 @@ def figure_estimator(found: Sequence[Record]) -> tuple[Figure, DataFrame]:
         ax.minorticks_off()
     for ax in axes[:2]:
         ax.legend(handlelength=2.8)
-    return fig, summary
+    return fig
 
 
 def _bars(ax: Axes, rows: DataFrame, field: str, look: style.Look, scale: float = 1) -> None:
@@ -394,109 +443,27 @@ def _bars(ax: Axes, rows: DataFrame, field: str, look: style.Look, scale: float 
     ax.errorbar(rows["N"], value, [value - low, high - value], capsize=2, **look.line())
 
 
-def figure_arithmetic(of: Records) -> tuple[Figure, DataFrame]:
-    """Draw what became of the steps under each arithmetic: bars are means, every seed is a dot."""
-    from matplotlib import pyplot as plt
-    from pandas import DataFrame
-
-    (base,) = of["audit base"]
-    untrained, rows = accuracy_matrix([base], "greedy")[0].mean(), []
-    for place, (precision, noise, fitness) in enumerate(ARITHMETICS):
-        for r in of_arithmetic(of["audit"], precision, noise, fitness):
-            row = {"row": place, "precision": precision, "noise": noise, "fitness": fitness, "seed": r["spec"]["seed"]}
-            row |= {"sigma": r["spec"]["sigma"], "update": r["audit"].get("update_cosine", np.nan)}
-            gain = 100 * (accuracy_matrix([r], "greedy")[0].mean() - untrained) if fitness == "reward" else np.nan
-            rows.append(row | {"path": r["path"]["cosine"][-1], "gain": gain})
-    data = DataFrame(rows)
+def figure_arithmetic(runs: DataFrame) -> Figure:
+    """Draw what became of the steps under each arithmetic: bars are means, every seed is a dot. runs: `audits`."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.3), sharey=True)
     titles = {
         "update": "cosine of one update\nwith the intended one",
         "path": "cosine of the run's path\nwith the intended one",
+        "gain": "gain of greedy accuracy,\npoints",
     }
-    titles |= {"gain": "gain of greedy accuracy,\npoints"}
     for ax, (field, title) in zip(axes, titles.items(), strict=True):
-        for place, part in data.groupby("row"):
-            look = style.ARITHMETICS[part["precision"].iloc[0], part["noise"].iloc[0]]
+        for (place, precision, noise), part in runs.groupby(["row", "precision", "noise"]):
             if part[field].isna().any():
                 words = "no rewards" if field == "gain" else "not defined"
                 ax.text(0.02, place, words, transform=ax.get_yaxis_transform(), va="center", fontsize=6.5)
                 continue
-            ax.barh(place, part[field].mean(), height=0.62, color=look.color)
-            ax.scatter(
-                part[field], place + style.jitter(len(part), 0.45), s=9, color="white", ec="black", lw=0.6, zorder=3
-            )
+            ax.barh(place, part[field].mean(), height=0.62, color=style.ARITHMETICS[precision, noise].color)
+            spread = place + style.jitter(len(part), 0.45)
+            ax.scatter(part[field], spread, s=9, color="white", ec="black", lw=0.6, zorder=3)
         ax.set_title(title, fontsize=7)
         ax.grid(axis="y", visible=False)
-    firsts = [part.iloc[0] for _, part in data.groupby("row")]
-    names = [f"{style.ARITHMETICS[r['precision'], r['noise']].label}, sigma {r['sigma']:g}" for r in firsts]
+    firsts = runs.groupby("row").first()
+    names = [f"{style.ARITHMETICS[r.precision, r.noise].label}, sigma {r.sigma:g}" for r in firsts.itertuples()]
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
-    return fig, data
-
-
-# ---- the paper's numbers
-
-
-def numbers(run: SimpleNamespace, of: Records) -> dict[str, tuple[Any, str]]:
-    """Return macro -> value and format, of the training runs and, where it was measured here, of single steps."""
-    here = run.bases[0]
-    gain = stats.crossed_bootstrap(*accuracies(of, "es", here, "greedy"))
-    gain_of_all = mean_gain(run, of, "greedy")
-    found = {
-        "EsSeeds": (sum(r["spec"]["base"] == here for r in of["es"]), "d"),
-        "EsBases": (len(run.bases), "d"),
-        "EsCompletions": (max(r["curve"]["completions"][-1] for r in of["es"]), ",d"),
-        "EsSigma": (run.sigma, "g"),
-        "EsAlpha": (run.alpha, "g"),
-        "EsPopulation": (run.population_size, "d"),
-        "EsSteps": (run.steps, "d"),
-        "EsPromptsPerStep": (run.prompts_per_step, "d"),
-        "EsTestProblems": (run.test_problems, "d"),
-        "EsGainFirst": (100 * gain.value, ".1f"),
-        "EsGainMean": (100 * gain_of_all.value, ".1f"),
-        "EsGainLow": (100 * gain_of_all.low, ".1f"),
-        "EsGainHigh": (100 * gain_of_all.high, ".1f"),
-        "EsBaseGreedy": (100 * np.mean([r["test"]["greedy"] for r in of["base"]]), ".1f"),
-    }
-    if any(r["spec"]["base"] == here for r in of["es_shuffled"]):
-        after, before = accuracies(of, "es_shuffled", here, "greedy")
-        found["EsShuffledChange"] = (100 * (after - before).mean(), ".1f")
-    return found | (_step_numbers(of["estimator"]) if of_tiny_world(run)[0] == run.scale else {})
-
-
-def _step_numbers(steps: Sequence[Record]) -> dict[str, tuple[Any, str]]:
-    """Single steps on expected accuracy, of the population nearest to 30: means over the populations drawn."""
-    chosen = [r for r in steps if (r["spec"]["fitness"], r["spec"]["targets"]) == ("expected", "not the sum")]
-    N = min((r["spec"]["N"] for r in chosen), key=lambda n: abs(n - 30))
-    fields = {"Cosine": "cosine", "Predicted": "predicted_cosine", "Rho": "rho"}
-    fields |= {"Aligned": "gain_aligned", "Orthogonal": "gain_orthogonal"}
-    found = {}
-    for macro, field in fields.items():
-        values = [r["estimator"][field] for r in chosen if r["spec"]["N"] == N]
-        mean = np.mean([value for value in values if value is not None])  # of a tied population it is not defined
-        found[f"Estimator{macro}"] = (mean, ".5f" if "gain" in field else ".3f")
-    return found
-
-
-def ledger_numbers(run: SimpleNamespace, long_run: Record) -> dict[str, tuple[Any, str]]:
-    """Return macro -> value and format, of the long run whose ledger is kept: steps, and sizes in kilobytes."""
-    steps = long_run["spec"]["steps"]
-    found = {"LedgerSteps": (steps, "d")}
-    found["LedgerFloor"] = (12 * run.population_size * steps / 1000, ".0f")  # a key and a coefficient per member
-    sizes = {"": "bytes", "Gzipped": "gzip_bytes"}
-    return found | {f"LedgerKilobytes{s}": (long_run["ledger"][key] / 1000, ".0f") for s, key in sizes.items()}
-
-
-def audit_numbers(run: SimpleNamespace, found: Sequence[Record]) -> dict[str, tuple[Any, str]]:
-    """Return macro -> value and format, of the arithmetics; none where they were measured at another scale."""
-    scale, exact = of_tiny_world(run)
-    if scale != run.scale:
-        return {}
-    cases = {"Master": ("master", "gaussian", "reward"), "Inplace": ("inplace", "gaussian", "reward")}
-    cases |= {f"{name}Published": (*case[:2], "random") for name, case in cases.items()}
-    means = {name: audit_means(of_arithmetic(found, *case)) for name, case in cases.items()}
-    numbers = {"AuditSeeds": (exact["audit_seeds"], "d")}
-    numbers |= {f"AuditPath{name}": (mean["path"], ".3f") for name, mean in means.items()}
-    for name in ("Inplace", "InplacePublished"):
-        numbers[f"AuditUpdate{name}"] = (means[name].get("update_cosine", np.nan), ".3f")
-    return numbers | {"AuditChangedInplace": (100 * means["Inplace"]["restore_changed"], ".1f")}
+    return fig

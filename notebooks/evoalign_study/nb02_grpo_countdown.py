@@ -1,35 +1,37 @@
-"""Notebook 02, GRPO and ES: presets, groups of runs, comparisons, and the numbers that the paper quotes.
-
-Its answers and tables are in `study.views.grpo_countdown`, its figures in `study.views.grpo_countdown_figures`.
-"""
+"""Notebook 02, GRPO and ES: presets, groups of runs, results, and the answers, tables and figures made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
 from evoalign_lib import arms
-from evoalign_lib.analysis import curves, stats
-from evoalign_lib.analysis.stats import Equivalence, Interval
-from evoalign_study import loading, runs
+from evoalign_lib.analysis import curves, kl, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study import loading, style
+from evoalign_study import runs as shared
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
 from evoalign_study.kinds.exact import kl_specs
-from evoalign_study.loading import After, Groups, Records
+from evoalign_study.loading import DECODINGS, After, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash
-
-if TYPE_CHECKING:
-    pass
+from evoalign_study.tidy import ENDS, Results, curve_band
 
 NOTEBOOK = "02_grpo_countdown"
-ARMS = runs.TUNED
+CLAIMS = ("C1", "C2", "C2b", "C29", "C30", "C31")
+ARMS = shared.TUNED
 TINY = {
     "bases": ["A0", "A1", "A2"],  # the first is tuned on
     "retrain": [],  # groups that `force` makes anew; none: all
-    **runs.COUNTDOWN["tiny"],
+    **shared.COUNTDOWN["tiny"],
     "grpo_long_steps": 3125,  # of the runs with as many completions as ES
     "best_of": 64,  # samples of best-of-n
     "seeds_long": 2,
@@ -55,7 +57,7 @@ TINY = {
     "kl_repeats": 16,
 }
 SMOKE = TINY | {
-    **runs.COUNTDOWN["smoke"],
+    **shared.COUNTDOWN["smoke"],
     "bases": ["A0"],
     "grpo_long_steps": 6,
     "best_of": 4,
@@ -67,7 +69,7 @@ SMOKE = TINY | {
     "kl_samples": 2,
     "kl_repeats": 2,
 }
-FULL = TINY | runs.COUNTDOWN["full"]
+FULL = TINY | shared.COUNTDOWN["full"]
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -75,21 +77,22 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
     return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
 
 
-def groups(run: SimpleNamespace, of: Records) -> Groups:
+def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the runs by name. All arms come after the sweeps, which choose their settings on the first base.
 
-    Raises ValueError for seeds=1, which leaves nothing to compare arms by.
+    Raises:
+        ValueError: seeds=1, which leaves nothing to compare arms by.
     """
     if run.seeds == 1:
         raise ValueError("seeds=1: arms are compared by their spread over seeds, take 2 or more.")
     here, elsewhere, settings = run.bases[:1], run.bases[1:], loading.of_runs(vars(run))
     many, some, few = run.seeds_match, run.seeds_compare, run.seeds_describe
     scale, exact = of_tiny_world(run)
-    train = partial(runs.tuned, run, of)
+    train = partial(shared.tuned, run, records)
     return {
         "base": base_specs(run.bases, settings, run.scale),
-        **runs.sweep(run, "es"),
-        **runs.sweep(run, "grpo"),
+        **shared.sweep(run, "es"),
+        **shared.sweep(run, "grpo"),
         "kl": [s for sigma in exact["kl_sigmas"] for s in kl_specs("A0", sigma, exact["kl_repeats"], exact, scale)],
         "es": train("es", here, many, ledgers=here),  # later notebooks replay them
         "grpo": train("grpo", here, many),
@@ -108,15 +111,15 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "best_of_n": best_of_n_specs(
             here[0], range(loading.seed_count(run, "best_of_n", few)), run.best_of, settings, run.scale
         ),
-        "decodings": _decodings(run, of),
+        "decodings": _decodings(run, records),
     }
 
 
-def _decodings(run: SimpleNamespace, of: Records) -> After:
+def _decodings(run: SimpleNamespace, records: Records) -> After:
     """Runs that measure models again; those of ES also at the FLOPs of GRPO, for claim C2b, and both along curves."""
     es: dict[str, Any] = {"groups": ["es"], "temperatures": run.temperatures}
-    if "es" in of and "grpo" in of:
-        es["at_step"] = equal_flops_step(of["es"], of["grpo"])
+    if "es" in records and "grpo" in records:
+        es["at_step"] = equal_flops_step(records["es"], records["grpo"])
     along = [
         {
             "groups": [group],
@@ -125,7 +128,7 @@ def _decodings(run: SimpleNamespace, of: Records) -> After:
         }
         for group in run.decoded_curves
     ]
-    return loading.decodings(run, of, ["base", "grpo", *run.decoded], es, *along)
+    return loading.decodings(run, records, ["base", "grpo", *run.decoded], es, *along)
 
 
 DECODED = ("base", "es", "grpo")
@@ -140,105 +143,12 @@ def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
     return min(int(np.searchsorted(flops, least, side="right")) - 1 for flops in spent)
 
 
-def by_temperature(of: Records) -> list[dict[str, Any]]:
-    """Return test accuracy against the temperature of the samples, 0 being greedy decoding.
-
-    A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
-    (of one model over problems), as fractions; and n, the runs. Where no model is measured again (`loading.decodings`)
-    the arms, and the base, have their rows of greedy decoding and temperature 1.
-    """
-    measured: dict[str, dict[str, Any]] = {}
-    for r in of["decodings"]:
-        tests = measured.setdefault(spec_hash(measured_spec(r["spec"])), {"n": r["test"]["n"]})
-        tests |= {f"{label(t)}_counts": r["test"][f"{label(t)}_counts"] for t in r["spec"]["temperatures"]}
-    rows = []
-    for group in (group for group in of if group != "decodings"):
-        for base in dict.fromkeys(r["spec"]["base"] for r in of[group]):
-            runs = [r for r in of[group] if r["spec"]["base"] == base]
-            if of["decodings"]:
-                runs = [r for r in runs if r["spec_hash"] in measured]
-            elif group not in (*arms.ARMS, "base"):
-                continue
-            if not runs:
-                continue
-            again = [{"test": measured.get(r["spec_hash"], {})} for r in runs]
-            matrices = {0.0: accuracy_matrix(runs, "greedy"), 1.0: accuracy_matrix(runs, "t1")}
-            asked = sorted({t for r in of["decodings"] for t in r["spec"]["temperatures"]})
-            asked = [t for t in asked if all(f"{label(t)}_counts" in r["test"] for r in again)]
-            matrices |= {t: accuracy_matrix(again, label(t)) for t in asked}
-            for temperature in sorted(matrices):
-                found = stats.crossed_bootstrap(matrices[temperature])
-                row = {"group": group, "base": base, "temperature": temperature, "accuracy": found.value}
-                rows.append(row | {"low": found.low, "high": found.high, "n": found.n})
-    return rows
-
-
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
     """Return scale and settings of section 4, which only small models allow (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
 
 
-# ---- curves at equal budgets
-
-UNITS = {"completions": 1e3, "generated_tokens": 1e6, "forward_flops": 1e12, "core_seconds": 1}
-"""The axes of budget, by their key in the records, and the unit in which tables give them."""
-
-
-class Match(NamedTuple):
-    """Both arms at the largest budget that every run of both has reached."""
-
-    budget: float
-    scores: dict[str, list[float]]
-    """Arm -> validation accuracy of each run."""
-    test: Equivalence | None
-    """GRPO - ES, tested for equivalence over seeds; None where no run differs from another."""
-
-
-def match(of: Records, axis: str, decoding: str, margin: float) -> Match:
-    """Compare tuned GRPO with tuned ES on an axis: a match is a difference within the margin."""
-    budget = min(r["curve"][axis][-1] for arm in ARMS for r in of[arm])
-    scores = {arm: [at_budget(r, axis, budget, decoding) for r in of[arm]] for arm in ARMS}
-    spread = max(np.ptp(values) for values in scores.values())  # none at scale smoke, where nothing is learned
-    test = stats.welch_equivalence(scores["grpo"], scores["es"], margin) if spread else None
-    return Match(budget, scores, test)
-
-
-def at_budget(record: Record, axis: str, budget: float, decoding: str = "greedy") -> float:
-    """Return a run's validation accuracy at a budget, interpolated in its logarithm."""
-    return curves.score_at(record["curve"][axis], record["curve"][f"validation_{decoding}"], budget)
-
-
-def best_at(sweep: Sequence[Record], axis: str, budget: float) -> tuple[float, dict[str, float]]:
-    """Return the best greedy validation accuracy of a sweep at a budget, and its setting.
-
-    NaN where no run has a point by then, as at scale smoke, and then the setting is the sweep's best at its end.
-    """
-    names = arms.swept(sweep[0]["spec"]["arm"])
-    begun = [r for r in sweep if r["curve"][axis][1] <= budget]
-    scored = [(at_budget(r, axis, budget), r["spec"]) for r in begun]
-    score, spec = max(scored, key=lambda pair: pair[0], default=(np.nan, arms.ranked(sweep)[0][1]))
-    return score, {name: spec[name] for name in names}
-
-
-def hindsight(of: Records, axis: str) -> tuple[float, dict[str, tuple[float, dict[str, float]]]]:
-    """Return the largest budget that all runs of both sweeps reached, and arm -> `best_at` there."""
-    sweeps = {arm: of[f"sweep {arm}"] for arm in ARMS}
-    budget = min(r["curve"][axis][-1] for found in sweeps.values() for r in found)
-    return budget, {arm: best_at(found, axis, budget) for arm, found in sweeps.items()}
-
-
-def larger_alpha(of: Records, pilot: Sequence[Record]) -> tuple[int, np.ndarray, Interval] | None:
-    """Compare tuned GRPO with the ES runs of notebook 01, whose alpha is larger, at GRPO's completions.
-
-    Returns the completions, greedy validation accuracy of the pilot's runs (seeds,), and GRPO - ES; None where no run
-    of the pilot has a point by then, as at scale smoke.
-    """
-    least = min(r["budget"]["completions"] for r in of["grpo"])
-    begun = [r for r in pilot if r["curve"]["completions"][1] <= least]
-    if not begun:
-        return None
-    sides = [np.array([at_budget(r, "completions", least) for r in found]) for found in (of["grpo"], begun)]
-    return least, sides[1], stats.stratified_bootstrap(sides[:1], sides[1:])
+# ---- groups of records
 
 
 def pilot(committed: Sequence[Record]) -> list[Record]:
@@ -247,28 +157,259 @@ def pilot(committed: Sequence[Record]) -> list[Record]:
     return [r for r in committed if r["notebook"] == "01_es_countdown" and wanted.items() <= r["spec"].items()]
 
 
-# ---- budgets to a gain
+def trained(records: Records) -> list[Record]:
+    """Return the records of all bases, of all training runs with a test set, and of best-of-n."""
+    return [r for group in ["base", *designed(records), "best_of_n"] for r in records[group]]
 
 
-def to_target(of: Records, arm: str, gain: float, axis: str) -> curves.ToTarget:
-    """Return when an arm's runs first gained so much greedy validation accuracy over the base, in units of `UNITS`."""
-    lines = [(np.array(r["curve"][axis]) / UNITS[axis], r["curve"]["validation_greedy"]) for r in of[arm]]
-    return curves.completions_to_target(lines, of["base"][0]["validation"]["greedy"] + gain)
+def judged(run: SimpleNamespace, records: Records) -> list[Record]:
+    """Return all records that the claims of this notebook are judged by."""
+    measured = records["kl"] if of_tiny_world(run)[0] == run.scale else []
+    return [*trained(records), *swept(records), *measured, *records["decodings"]]
 
 
-def exchange_rate(of: Records, gain: float, axis: str) -> float | None:
-    """Return the median budget of ES to a gain over that of GRPO; None where an arm has no median."""
-    medians = [curves.median_to_target(to_target(of, arm, gain, axis)).value for arm in ARMS]
-    return medians[0] / medians[1] if np.isfinite(medians).all() else None
+def swept(records: Records) -> list[Record]:
+    """Return the records of both sweeps."""
+    return [r for arm in ARMS for r in records[f"sweep {arm}"]]
 
 
-# ---- the test set
+def designed(records: Records, base: str = "") -> list[str]:
+    """Return the groups that train and are tested; with a base, those that have runs on it."""
+    tested = [group for group in records if records[group] and records[group][0]["spec"].get("test_problems")]
+    tested = [group for group in tested if group not in ("base", "best_of_n", "decodings")]
+    return [group for group in tested if not base or on(records[group], base)]
 
 
-def accuracies(of: Records, group: str, decoding: str, base: str) -> np.ndarray:
+def on(runs: Sequence[Record], base: str) -> list[Record]:
+    """Return the runs on a base."""
+    return [r for r in runs if r["spec"]["base"] == base]
+
+
+def accuracies(records: Records, group: str, decoding: str, base: str) -> np.ndarray:
     """Return the share of right answers of a group's runs on a base: (seeds, problems)."""
-    return accuracy_matrix([r for r in of[group] if r["spec"]["base"] == base], decoding)
+    return accuracy_matrix(on(records[group], base), decoding)
 
+
+def cells(run: SimpleNamespace, records: Records) -> list[tuple[str, str, str]]:
+    """Return name in `results`, group and base of all models that are tested: base by base, the untrained one first."""
+    tested = [(group, base) for base in run.bases for group in ["base", *designed(records, base)]]
+    return [(group if base == run.bases[0] else f"{group} on {base}", group, base) for group, base in tested]
+
+
+def label_of(records: Records, group: str) -> str:
+    """Return what a group of runs is called in tables."""
+    spec = records[group][0]["spec"]
+    words = {"none": ", not scaled", "group": ", scaled"}.get(spec.get("scale_rewards"), "")
+    words += f", {spec['steps']:,d} steps" if group == "grpo_long" else ""
+    return style.ARMS[spec.get("arm", spec["kind"])].label + words
+
+
+# ---- tidy frames
+
+
+class Axis(NamedTuple):
+    """A budget."""
+
+    unit: float
+    """In which tables give it."""
+    words: str
+    """Name in sentences and figures."""
+    head: str
+    """Name with its unit in tables."""
+
+
+AXES = {
+    "completions": Axis(1e3, "completions", "completions, thousands"),
+    "generated_tokens": Axis(1e6, "generated tokens", "tokens, millions"),
+    "forward_flops": Axis(1e12, "forward FLOPs", "FLOPs, 1e12"),
+    "core_seconds": Axis(1, "core-seconds", "core-seconds"),
+}
+"""The axes of budget, by their key in the records."""
+SETTINGS = {"sigma": "noise sigma", "alpha": "step alpha", "learning_rate": "learning rate", "beta": "KL weight beta"}
+"""Setting -> its name on the axes of maps and in tables."""
+
+
+def runs(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return the training runs and best-of-n on the first base, a row each, in the order of the groups.
+
+    Columns: group; arm, its label; the budget's fields; distance from the base, NaN of a run that diverged; walk, the
+    distance that steps of ES add up to whatever the reward says, NaN for other arms; KL, in nats per sequence; greedy
+    and t1, test accuracy; untied, the share of groups of completions with one reward.
+    """
+    rows = []
+    for group in [*designed(records, run.bases[0]), "best_of_n"]:
+        for r in records[group]:
+            spec, row = r["spec"], {"group": group, "arm": label_of(records, group), **r["budget"]}
+            if "sigma" in spec:
+                row["walk"] = spec["alpha"] * np.sqrt(r["d"] * spec["steps"] / spec["population_size"])
+            row |= {"distance": r.get("update_norm"), "untied": r.get("counts", {}).get("zero_std_groups")}
+            row |= {decoding: r.get("test", {}).get(decoding) for decoding in DECODINGS}
+            rows.append(row | {"KL": r.get("kl_policy_base", {}).get("exact_nats_per_sequence")})
+    return DataFrame(rows).astype(dict.fromkeys(("walk", "distance", "KL", "untied"), float))
+
+
+def sweep_points(records: Records) -> DataFrame:
+    """Return the settings of both sweeps, best first, a row each.
+
+    Columns: arm; settings tried, k from 1 on; score; expected maximum, of k settings drawn from the sweep, a fraction;
+    and the settings' values.
+    """
+    sweeps = []
+    for arm in ARMS:
+        scores, settings = zip(*arms.ranked(records[f"sweep {arm}"]), strict=True)
+        sweep = DataFrame(settings).assign(arm=arm, score=scores)
+        sweep["settings tried"] = range(1, len(sweep) + 1)
+        sweeps.append(sweep.assign(**{"expected maximum": curves.expected_maximum(scores)}))
+    return pd.concat(sweeps, ignore_index=True)
+
+
+def curve_points(records: Records) -> DataFrame:
+    """Return the learning curves of both arms, and each long run of GRPO alone: a row per point, for both decodings.
+
+    Columns: the four axes (means over seeds); mean, low and high of validation accuracy, %; decoding; n; group; run.
+    """
+    named = [(arm, "mean", records[arm]) for arm in ARMS]
+    named += [("grpo_long", str(r["spec"]["seed"]), [r]) for r in records["grpo_long"]]
+    bands = [
+        curve_band(each, list(AXES), decoding).assign(decoding=decoding, group=group, run=name).iloc[1:]
+        for group, name, each in named
+        for decoding in DECODINGS
+    ]
+    points = pd.concat(bands, ignore_index=True)  # without the first, since a logarithmic axis has no 0
+    return points[[*AXES, "mean", "low", "high", "decoding", "n", "group", "run"]]
+
+
+def by_temperature(records: Records) -> DataFrame:
+    """Return test accuracy in % against the temperature of the samples, 0 being greedy decoding.
+
+    A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
+    (of one model over problems), and n, the runs. Where no model is measured again (`loading.decodings`) the arms, and
+    the base, have their rows of greedy decoding and temperature 1.
+    """
+    measured: dict[str, dict[str, Any]] = {}
+    for r in records["decodings"]:
+        counts = {f"{label(t)}_counts": r["test"][f"{label(t)}_counts"] for t in r["spec"]["temperatures"]}
+        measured[name] = measured.get(name := spec_hash(measured_spec(r["spec"])), {}) | counts
+    temperatures = sorted({t for r in records["decodings"] for t in r["spec"]["temperatures"]})
+    rows = []
+    for group, base in [(g, base) for g in records for base in dict.fromkeys(r["spec"]["base"] for r in records[g])]:
+        again = [
+            {"test": r["test"] | measured.get(r["spec_hash"], {})}
+            for r in on(records[group], base)
+            if (r["spec_hash"] in measured if measured else group in (*arms.ARMS, "base"))
+        ]
+        if not again or group == "decodings":
+            continue
+        for temperature in (0.0, *temperatures, 1.0):
+            key = label(temperature) if temperature else "greedy"
+            if temperature in temperatures and not all(f"{key}_counts" in r["test"] for r in again):
+                continue
+            share = stats.crossed_bootstrap(accuracy_matrix(again, key))
+            row = {"group": group, "base": base, "temperature": temperature, "accuracy": 100 * share.value}
+            rows.append(row | {"low": 100 * share.low, "high": 100 * share.high, "n": share.n})
+    return DataFrame(rows)
+
+
+_LEVELS = ("token", "sequence")
+
+
+def kl_frame(records: Sequence[Record]) -> DataFrame:
+    """Return a row per size of noise and estimator: means over repeats, relative to the exact KL of the repeat.
+
+    Columns: sigma; estimator; KL, nats per token; bias / KL (an `Interval`, per token); std / KL, token and sequence;
+    cosine, token and sequence; norm, token (NaN for k1, whose gradient is zero on average).
+    """
+    rows = []
+    repeats = DataFrame([{"sigma": r["spec"]["sigma"]} | r["kl"] for r in records])
+    for (sigma, part), name in (
+        (each, name) for each in repeats.groupby("sigma", sort=False) for name in kl.ESTIMATORS
+    ):
+        exact = {level: part[f"exact_{level}_mean"] for level in _LEVELS}
+        row = {"sigma": sigma, "estimator": name, "KL, nats per token": exact["token"].mean()}
+        row["bias / KL"] = stats.bootstrap_mean((part[f"{name}_token_bias"] / exact["token"]).to_numpy())
+        row |= {f"std / KL, {level}": (part[f"{name}_{level}_std"] / exact[level]).mean() for level in _LEVELS}
+        gradients = {f"cosine, {level}": f"{name}_gradient_{level}_cosine" for level in _LEVELS}
+        gradients["norm, token"] = f"{name}_gradient_token_norm_ratio"
+        rows.append(row | {head: np.nan if name == "k1" else part[key].mean() for head, key in gradients.items()})
+    return DataFrame(rows)
+
+
+# ---- comparisons at equal budgets
+
+
+def at_budget(record: Record, axis: str, budget: float, decoding: str = "greedy") -> float:
+    """Return a run's validation accuracy at a budget, interpolated in its logarithm."""
+    return curves.score_at(record["curve"][axis], record["curve"][f"validation_{decoding}"], budget)
+
+
+def match(records: Records, axis: str, margin: float) -> Results:
+    """Compare tuned GRPO with tuned ES at the largest budget of an axis that every run of both has reached.
+
+    Returns the budget; under each decoding the mean validation accuracy of either arm, GRPO - ES over seeds (90 %), and
+    whether it lies within the margin. The last two are left out where no run differs from another, as at scale smoke.
+    """
+    budget = min(r["curve"][axis][-1] for arm in ARMS for r in records[arm])
+    values = {f"budget, {axis}": budget}
+    for decoding in DECODINGS:
+        scores = {arm: [at_budget(r, axis, budget, decoding) for r in records[arm]] for arm in ARMS}
+        values |= {f"{arm} at equal {axis}, {decoding}": np.mean(each) for arm, each in scores.items()}
+        if max(map(np.ptp, scores.values())):
+            test = stats.welch_equivalence(scores["grpo"], scores["es"], margin)
+            values |= {f"lead at equal {axis}, {decoding}": test.interval}
+            values |= {f"match at equal {axis}, {decoding}": test.equivalent}
+    return values
+
+
+def hindsight(records: Records, axis: str) -> Results:
+    """Return the best setting of either sweep at the largest budget that all its runs reached, and its score there.
+
+    The score is NaN where no run has a point by then, as at scale smoke; then the setting is the best at the end.
+    """
+    budget = min(r["curve"][axis][-1] for r in swept(records))
+    values = {f"hindsight budget, {axis}": budget}
+    for arm in ARMS:
+        sweep = records[f"sweep {arm}"]
+        scored = [(at_budget(r, axis, budget), r["spec"]) for r in sweep if r["curve"][axis][1] <= budget]
+        score, spec = max(scored, key=lambda pair: pair[0], default=(np.nan, arms.ranked(sweep)[0][1]))
+        values[f"hindsight {arm}, {axis}"] = score
+        values |= {f"hindsight {name}, {axis}": spec[name] for name in arms.swept(arm)}
+    values[f"hindsight lead, {axis}"] = values[f"hindsight grpo, {axis}"] - values[f"hindsight es, {axis}"]
+    return values
+
+
+def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
+    """Compare tuned GRPO with the ES runs of notebook 01, whose alpha is larger, at GRPO's completions, greedily.
+
+    Nothing where no run of notebook 01 (`pilot`) has a point by then, as at scale smoke.
+    """
+    least = min(r["budget"]["completions"] for r in records["grpo"])
+    sides = [records["grpo"], [r for r in before if r["curve"]["completions"][1] <= least]]
+    if not sides[1]:
+        return {}
+    grpo, es = (np.array([at_budget(r, "completions", least) for r in side]) for side in sides)
+    values = {f"larger {name}": before[0]["spec"][name] for name in ("sigma", "alpha")}
+    values |= {"larger alpha, completions": least, "larger alpha, es": es.mean(), "larger alpha, seeds": len(es)}
+    return values | {"larger alpha, lead": stats.stratified_bootstrap([grpo], [es])}
+
+
+def to_target(records: Records, gain: float, axis: str) -> Results:
+    """Return when runs first gained so much greedy validation accuracy over the base, in units of `AXES`.
+
+    Kaplan-Meier medians of either arm, runs that never get there censored; how many get there; and ES over GRPO, left
+    out where an arm has no median.
+    """
+    aim, values = records["base"][0]["validation"]["greedy"] + gain, {}
+    for arm in ARMS:
+        lines = [(np.array(r["curve"][axis]) / AXES[axis].unit, r["curve"]["validation_greedy"]) for r in records[arm]]
+        times = curves.completions_to_target(lines, aim)
+        values[f"{arm} to +{100 * gain:g}, {axis}"] = curves.median_to_target(times)
+        values[f"{arm} reached +{100 * gain:g}"] = int(times.reached.sum())
+    medians = [values[f"{arm} to +{100 * gain:g}, {axis}"].value for arm in ARMS]
+    ratio = {f"es over grpo to +{100 * gain:g}, {axis}": medians[0] / medians[1]}
+    return values | (ratio if np.isfinite(medians).all() else {})
+
+
+# ---- results, and what the paper quotes of them
 
 EFFECTS = {
     "scaling off": {"grpo": -0.5, "grpo_unscaled": 0.5, "dr_grpo_scaled": -0.5, "dr_grpo": 0.5},
@@ -276,203 +417,339 @@ EFFECTS = {
     "both: Dr.GRPO - GRPO": {"grpo": -1, "dr_grpo": 1},
     "ES: greedy - sampled fitness": {"es": 1, "es_sampled": -1},
 }
-"""Effects of section 10: the weight of each group's accuracy."""
+"""Effects on test accuracy, of section 10: the weight of each group."""
 
 
-def effect(of: Records, what: str, decoding: str, base: str) -> Interval:
-    """Return an effect on test accuracy, over the seeds that all its groups have; they are resampled as blocks."""
-    sides = {group: accuracies(of, group, decoding, base) for group in EFFECTS[what]}
-    blocks = min(map(len, sides.values()))
-    return stats.crossed_bootstrap(sum(weight * sides[group][:blocks] for group, weight in EFFECTS[what].items()))
-
-
-# ---- the runs, as answers and claims take them
-
-
-def trained(of: Records) -> list[Record]:
-    """Return the records of all bases, of all training runs with a test set, and of best-of-n."""
-    return [r for group in ["base", *designed(of), "best_of_n"] for r in of[group]]
-
-
-def swept(of: Records) -> list[Record]:
-    """Return the records of both sweeps."""
-    return [r for arm in ARMS for r in of[f"sweep {arm}"]]
-
-
-def judged(run: SimpleNamespace, of: Records) -> list[Record]:
-    """Return all records that the claims of this notebook are judged by."""
-    of_kl = of["kl"] if of_tiny_world(run)[0] == run.scale else []
-    return [*trained(of), *swept(of), *of_kl, *of["decodings"]]
-
-
-def designed(of: Records, base: str = "") -> list[str]:
-    """Return the groups that train and are tested; with a base, those that have runs on it."""
-    found = [group for group in of if of[group] and of[group][0]["spec"].get("test_problems")]
-    found = [group for group in found if group not in ("base", "best_of_n", "decodings")]
-    return [group for group in found if not base or any(r["spec"]["base"] == base for r in of[group])]
-
-
-# ---- the paper's numbers
-
-_Numbers = dict[str, tuple[Any, str]]
-_MACROS = {"greedy": "Greedy", "t1": "Sampled"}
-
-
-def numbers(
+def results(
     run: SimpleNamespace,
-    of: Records,
+    records: Records,
     before: Sequence[Record],
-    effects: Mapping[tuple[str, str], Interval],
     decided: Mapping[str, Mapping[str, Interval]],
-) -> _Numbers:
-    """Return macro -> value and format, of all but the KL estimators.
+) -> Results:
+    """Return what the notebook found, read-only, by name; accuracies are shares.
+
+    GROUP on BASE, DECODING is test accuracy, "gain of" it the difference from the base; on the first base "on BASE" is
+    left out. Beside these: comparisons at equal budgets (`match`, `hindsight`, `larger_alpha`, `to_target`), effects,
+    tuned settings, mean budgets, distances and KL of a group, the pilot's spread by kind of test, and the intervals of
+    verdicts as "CLAIM: label".
 
     Args:
         before: the runs of notebook 01 (`pilot`).
-        effects: (key of EFFECTS, decoding) -> `effect`.
-        decided: claim -> the intervals of its verdict by label; what C30 and C31 decide is quoted from there.
+        decided: claim -> the intervals of its verdict by label.
     """
-    found = _settings(run, of) | _budgets(of) | _ends(run, of) | _compared(run, of)
-    for axis in UNITS:
-        _, best = hindsight(of, axis)
-        found[f"Hindsight{_camel(axis)}"] = (100 * (best["grpo"][0] - best["es"][0]), ".1f")
-    for gain, stem in zip((0.05, 0.10, 0.15), ("Five", "Ten", "Fifteen"), strict=True):
-        rates = {axis: exchange_rate(of, gain, axis) for axis in UNITS} if gain in run.gains else {}
-        found |= {f"Ratio{_camel(axis)}{stem}": (rate, ".2g") for axis, rate in rates.items() if rate is not None}
-    named = _leads(run, of) | {
-        "ScalingEffect": effects["scaling off", "greedy"],
-        "LossEffect": effects["Dr.GRPO's loss", "greedy"],
-        "DrGrpoEffect": effects["both: Dr.GRPO - GRPO", "greedy"],
-        "GreedyFitnessEffect": effects["ES: greedy - sampled fitness", "greedy"],
-        "GreedyFitnessSampled": effects["ES: greedy - sampled fitness", "t1"],
-    }
-    named |= {stem: found_ for stem in _DECIDED if (found_ := decision(decided, stem)) is not None}
-    if (larger := larger_alpha(of, before)) is not None:
-        found["LargerAlphaGreedy"] = (100 * larger[1].mean(), ".1f")
-        named["LargerAlphaLead"] = larger[2]
-    for row in by_temperature(of):
-        if row["base"] == run.bases[0] and row["temperature"] == 0.6 and row["group"] in _STEMS:
-            found[f"{_STEMS[row['group']]}AtSix"] = (100 * row["accuracy"], ".1f")
-    for stem, interval in named.items():
-        found |= _ends_of(stem, interval)
-    return found
-
-
-_STEMS = {"base": "Untrained", "es": "Tuned", "grpo": "Grpo"}
-_DECIDED = {
-    "DrGrpoEffect": ("C30", "test greedy"),
-    "GreedyFitnessEffect": ("C31", "test greedy"),
-    "GreedyFitnessSampled": ("C31", "test temperature 1"),
-}
-"""Macro -> claim, and how the label of its interval ends in the verdict."""
-
-
-def decision(decided: Mapping[str, Mapping[str, Interval]], macro: str) -> Interval | None:
-    """Return the interval of a verdict that a macro quotes; None where its claim could not be judged."""
-    claim, measure = _DECIDED[macro]
-    # the first decides
-    return next((found for label, found in decided.get(claim, {}).items() if label.endswith(f", {measure}")), None)
-
-
-def _settings(run: SimpleNamespace, of: Records) -> _Numbers:
-    """Seeds, tuned settings, and what tuning was worth."""
-    found = {"GrpoSeeds": (len(of["grpo"]), "d"), "TunedSeeds": (len(of["es"]), "d")}
-    found |= {"SweepSize": (len(of["sweep es"]), "d"), "GrpoGroup": (run.grpo_num_generations, "d")}
-    ranking = {arm: arms.ranked(of[f"sweep {arm}"]) for arm in ARMS}
-    names = {"Sigma": ("es", "sigma"), "Alpha": ("es", "alpha")}
-    names |= {"Rate": ("grpo", "learning_rate"), "Beta": ("grpo", "beta")}
-    found |= {f"Tuned{macro}": (ranking[arm][0][1][name], "g") for macro, (arm, name) in names.items()}
-    for arm, stem in (("es", "Tuned"), ("grpo", "Grpo")):
-        best = 100 * curves.expected_maximum([score for score, _ in ranking[arm]])
-        found |= {f"{stem}OneTried": (best[0], ".1f"), f"{stem}AllTried": (best[-1], ".1f")}
-    return found
-
-
-def _budgets(of: Records) -> _Numbers:
-    """Completions of a run, and how the long and the short runs of GRPO compare with those of ES."""
-    groups = {"Tuned": "es", "Grpo": "grpo", "Long": "grpo_long"}
-    spent = {stem: of[group][0]["budget"]["completions"] for stem, group in groups.items() if of[group]}
-    found = {f"{stem}Completions": (completions, ",d") for stem, completions in spent.items()}
-    found["CompletionsRatio"] = (spent["Tuned"] / spent["Grpo"], ".1f")
-    found["FilteredRatio"] = (spent["Tuned"] / of["sft"][0]["budget"]["completions"], ".0f")
-    found["FilteredSeeds"] = (len(of["sft"]), "d")
-    if of["grpo_long"]:
-        for macro, axis in (("LongFlops", "forward_flops"), ("LongSeconds", "core_seconds")):
-            means = [np.mean([r["budget"][axis] for r in of[group]]) for group in ("grpo_long", "es")]
-            found[f"{macro}Ratio"] = (means[0] / means[1], ".1f")
-        for decoding, macro in _MACROS.items():
-            ended = sorted(100 * r["test"][decoding] for r in of["grpo_long"])
-            found |= {f"Long{macro}Least": (ended[0], ".1f"), f"Long{macro}Most": (ended[-1], ".1f")}
-    return found
-
-
-def _ends(run: SimpleNamespace, of: Records) -> _Numbers:
-    """Accuracy on the test set, KL and distance from the base; the nulls; best-of-n."""
-    here, found = run.bases[0], {}
-    stems = {"base": "Untrained", "es": "Tuned", "grpo": "Grpo", "es_sampled": "SampledFitness", "sft": "Filtered"}
-    for group, stem in stems.items():
-        for decoding, macro in _MACROS.items():
-            found[stem + macro] = (100 * accuracies(of, group, decoding, here).mean(), ".1f")
-    for group, stem in (("es", "Tuned"), ("grpo", "Grpo"), ("es_random", "RandomFitness")):
-        # None of a run that diverged
-        nats = np.array([r["kl_policy_base"]["exact_nats_per_sequence"] for r in of[group]], float)
-        norms = np.array([r["update_norm"] for r in of[group]], float)
-        found |= {f"{stem}Kl": (nats.mean(), ".2f"), f"{stem}Norm": (norms.mean(), ".1f")}
-    untrained = accuracies(of, "base", "greedy", here)
-    for group, stem in (("es_random", "RandomFitness"), ("grpo_random", "RandomReward")):
-        change = accuracies(of, group, "greedy", here).mean() - untrained.mean()
-        found[f"{stem}Change"] = (100 * change, ".1f")
-    chosen = [r["best_of_n"] for r in of["best_of_n"]]
-    most = max(chosen[0], key=int)
-    share = round(100 * np.mean([one[most] for one in chosen]), 1)
-    return found | {"BestOf": (run.best_of, "d"), "BestOfAccuracy": (share, ".1f")}
-
-
-def _compared(run: SimpleNamespace, of: Records) -> _Numbers:
-    """GRPO - ES at equal budgets, on each axis."""
-    found = {}
-    for axis in UNITS:
-        for decoding, macro in _MACROS.items():
-            test = match(of, axis, decoding, run.margin).test
-            found |= _ends_of(f"Match{_camel(axis)}{macro}", test.interval) if test else {}
-    return found
-
-
-def _leads(run: SimpleNamespace, of: Records) -> dict[str, Interval]:
-    """GRPO over sampled fitness, random fitness over the base, and GRPO over ES as a mean over the bases."""
     here, *elsewhere = run.bases
-    sides = []
-    for arm in ARMS:
-        cells = [(arm, here), *((f"{arm}_elsewhere", base) for base in elsewhere)]
-        sides.append(np.mean([accuracies(of, g, "greedy", base)[: run.seeds_compare] for g, base in cells], axis=0))
-    random, base = (accuracies(of, group, "greedy", here) for group in ("es_random", "base"))
-    return {
-        "BehindSampled": stats.crossed_bootstrap(*(accuracies(of, g, "t1", here) for g in ("grpo", "es_sampled"))),
-        "RandomFitnessGain": stats.crossed_bootstrap(random, base[0]),
-        "GrpoAhead": stats.crossed_bootstrap(sides[1], sides[0]),
+    values: dict[str, Interval | float] = {
+        f"{claim}: {name}": interval for claim, each in decided.items() for name, interval in each.items()
     }
-
-
-def kl_numbers(run: SimpleNamespace, found: Sequence[Record]) -> _Numbers:
-    """Return macro -> value and format, of the KL estimators at sigma 0.01; none where they were not measured."""
-    scale, exact = of_tiny_world(run)
-    middle = [r["kl"] for r in found if r["spec"]["sigma"] == 0.01]
-    if scale != run.scale or not middle:
-        return {}
-    exact_kl = np.array([one["exact_token_mean"] for one in middle])
-    bias = np.array([one["k2_token_bias"] for one in middle]) / exact_kl
-    spread = [one["k1_token_std"] / one["k3_token_std"] for one in middle]  # a ratio per repeat, as claim C29 has it
-    return {
-        "KTwoBias": (100 * bias.mean(), ".0f"),
-        "KThreeCosine": (np.mean([one["k3_gradient_token_cosine"] for one in middle]), ".2f"),
-        "KOneSpread": (np.mean(spread), ".2f"),
-        "KlRepeats": (exact["kl_repeats"], "d"),
+    for (name, group, base), decoding in ((cell, d) for cell in cells(run, records) for d in DECODINGS):
+        after, untrained = (accuracies(records, each, decoding, base) for each in (group, "base"))
+        values[f"{name}, {decoding}"] = stats.crossed_bootstrap(after)
+        values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, untrained[0])
+    for axis in AXES:
+        values |= match(records, axis, run.margin) | hindsight(records, axis)
+        for gain in run.gains:
+            values |= to_target(records, gain, axis)
+    values |= larger_alpha(records, before)
+    for (what, weights), d in ((each, d) for each in EFFECTS.items() for d in DECODINGS):
+        sides = {group: accuracies(records, group, d, here) for group in weights}
+        blocks = min(map(len, sides.values()))  # seeds that all groups have; they are resampled as blocks
+        weighted = sum(weight * sides[group][:blocks] for group, weight in weights.items())
+        values[f"{what}, {d}"] = stats.crossed_bootstrap(weighted)
+    places = {arm: [(arm, here), *((f"{arm}_elsewhere", base) for base in elsewhere)] for arm in ARMS}
+    several = [
+        np.mean([accuracies(records, g, "greedy", base)[: run.seeds_compare] for g, base in places[arm]], axis=0)
+        for arm in ARMS
+    ]
+    values["GRPO - ES over bases, greedy"] = stats.crossed_bootstrap(several[1], several[0])
+    for one, other, decoding in (("grpo", "es_sampled", "t1"), ("sft", "es", "greedy")):
+        sides = (accuracies(records, group, decoding, here) for group in (one, other))
+        values[f"{one} - {other}, {decoding}"] = stats.crossed_bootstrap(*sides)
+    for arm, part in sweep_points(records).groupby("arm"):
+        values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
+        values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
+    for group, part in runs(run, records).groupby("group"):
+        # as arrays, whose mean is NaN where a run diverged
+        values |= {f"{name} of {group}": part[name].to_numpy().mean() for name in (*AXES, "distance", "KL")}
+        values |= {f"seeds of {group}": len(part)}
+        values |= {f"{end} of {group}, {d}": part[d].agg(end) for end in ("min", "max") for d in DECODINGS}
+    for one, other in (("es", "sft"), ("grpo_long", "es")):
+        if f"seeds of {one}" in values:
+            ratios = {axis: values[f"{axis} of {one}"] / values[f"{axis} of {other}"] for axis in AXES}
+            values |= {f"{one} over {other}, {axis}": ratio for axis, ratio in ratios.items()}
+    values["best of most"] = DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
+    again = by_temperature(records).query("base == @here")
+    values |= {f"{row.group}, t{row.temperature:g} again": row.accuracy / 100 for row in again.itertuples()}
+    values |= {
+        "settings tried": len(records["sweep es"]),
+        "group size": run.grpo_num_generations,
+        "best of": run.best_of,
     }
+    for d in DECODINGS:
+        ends = {"equivalence": [r["curve"][f"validation_{d}"][-1] for r in before]}
+        ends["difference"] = accuracy_matrix(before, d).mean(axis=1)
+        values |= {f"pilot {test}, {d}": float(np.std(each, ddof=1)) for test, each in ends.items()}
+    if "C29" in decided:
+        values["KL repeats"] = decided["C29"]["k2_relative_bias"].n
+    return MappingProxyType(values)
 
 
-def _ends_of(stem: str, interval: Interval) -> _Numbers:
-    return {f"{stem}{end.title()}": (100 * getattr(interval, end), ".1f") for end in ("value", "low", "high")}
+_CLAIMED = {
+    "LeadGreedy": "C2b: GRPO - ES, validation problems greedy at equal forward flops",
+    "LeadSampled": "C2b: GRPO - ES, validation problems temperature 1 at equal forward flops",
+    "DrGrpoEffect": "C30: Dr.GRPO - GRPO, test greedy",
+    "GreedyFitnessEffect": "C31: ES - ES with sampled fitness, test greedy",
+    "GreedyFitnessSampled": "C31: ES - ES with sampled fitness, test temperature 1",
+}
+_INTERVALS = _CLAIMED | {
+    "ScalingEffect": "scaling off, greedy",
+    "LossEffect": "Dr.GRPO's loss, greedy",
+    "LargerAlphaLead": "larger alpha, lead",
+    "BehindSampled": "grpo - es_sampled, t1",
+    "RandomFitnessGain": "gain of es_random, greedy",
+    "GrpoAhead": "GRPO - ES over bases, greedy",
+}
+DECODED_AS = {"greedy": "Greedy", "t1": "Sampled"}
+_TESTED = {"base": "Untrained", "es": "Tuned", "grpo": "Grpo", "es_sampled": "SampledFitness", "sft": "Filtered"}
+_STEMS = {"es": "Tuned", "grpo": "Grpo", "grpo_long": "Long"}
+_MOVED = {"es": "Tuned", "grpo": "Grpo", "es_random": "RandomFitness"}
+_BUDGETS = {"completions": "Completions", "forward_flops": "ForwardFlops", "core_seconds": "CoreSeconds"}
+_TUNED = {"sigma": "Sigma", "alpha": "Alpha", "learning_rate": "Rate", "beta": "Beta"}
+MACROS = {
+    **{name: (key, ".1%", *ENDS) for name, key in _INTERVALS.items()},
+    **{stem + name: (f"{g}, {d}", ".1%") for g, stem in _TESTED.items() for d, name in DECODED_AS.items()},
+    **{f"{_TESTED[group]}AtSix": (f"{group}, t0.6 again", ".1%") for group in DECODED},
+    **{f"{stem}Kl": (f"KL of {group}", ".2f") for group, stem in _MOVED.items()},
+    **{f"{stem}Norm": (f"distance of {group}", ".1f") for group, stem in _MOVED.items()},
+    **{f"{_STEMS[arm]}OneTried": (f"{arm}, one tried", ".1%") for arm in ARMS},
+    **{f"{_STEMS[arm]}AllTried": (f"{arm}, all tried", ".1%") for arm in ARMS},
+    **{f"{_TESTED[arm]}Seeds": (f"seeds of {arm}", "d") for arm in (*ARMS, "sft")},
+    **{f"Long{name}Least": (f"min of grpo_long, {d}", ".1%") for d, name in DECODED_AS.items()},
+    **{f"Long{name}Most": (f"max of grpo_long, {d}", ".1%") for d, name in DECODED_AS.items()},
+    **{f"{stem}Completions": (f"completions of {group}", ",.0f") for group, stem in _STEMS.items()},
+    "LongFlopsRatio": ("grpo_long over es, forward_flops", ".1f"),
+    "LongSecondsRatio": ("grpo_long over es, core_seconds", ".1f"),
+    "FilteredRatio": ("es over sft, completions", ".0f"),
+    "MatchCompletionsGreedyValue": ("lead at equal completions, greedy", ".1%"),
+    "MatchCoreSecondsGreedyValue": ("lead at equal core_seconds, greedy", ".1%"),
+    **{f"Hindsight{stem}": (f"hindsight lead, {axis}", ".1%") for axis, stem in _BUDGETS.items()},
+    "LargerAlphaGreedy": ("larger alpha, es", ".1%"),
+    "RandomRewardChange": ("gain of grpo_random, greedy", ".1%"),
+    **{f"Tuned{stem}": (f"tuned {name}", "g") for name, stem in _TUNED.items()},
+    "SweepSize": ("settings tried", "d"),
+    "GrpoGroup": ("group size", "d"),
+    "BestOf": ("best of", "d"),
+    "BestOfAccuracy": ("best of most", ".1%"),
+    "KTwoBias": ("C29: k2_relative_bias", ".0%"),
+    "KOneSpread": ("C29: k1_over_k3_std", ".2f"),
+    "KThreeCosine": ("C29: k3_gradient_cosine", ".2f"),
+    "KlRepeats": ("KL repeats", "d"),
+}
+"""What the paper quotes of the `results`, for `tidy.macros`."""
 
 
-def _camel(axis: str) -> str:
-    return "".join(word.title() for word in axis.split("_"))
+# ---- answers and tables
+
+_READ = {"greedy": "greedily", "temperature 0.6": "at temperature 0.6", "temperature 1": "at temperature 1"}
+
+
+def answers(run: SimpleNamespace, values: Results) -> dict[str, str]:
+    """Return question -> answer in one sentence or two, with estimates, intervals and n.
+
+    values: the `results`. A question whose claim was not judged has no answer.
+    """
+    told = {"Does ES learn?": f"On test problems ES - base is {_gains(run, values)}."}
+    leads = {
+        words: values.get(f"C2b: GRPO - ES, validation problems {d} at equal forward flops")
+        for d, words in _READ.items()
+    }
+    if leads := {words: lead for words, lead in leads.items() if lead}:
+        head = _sided(leads.values(), "It is ahead", "It is behind", "Neither is ahead under every decoding")
+        named = ", ".join(f"{lead.format()} {words}" for words, lead in leads.items())
+        told["Does tuned GRPO match it?"] = (
+            f"{head}. At equal forward FLOPs GRPO - ES is {named}, in points of validation accuracy "
+            f"(n = {min(lead.n for lead in leads.values())})."
+        )
+    if all(f"lead at equal {axis}, greedy" in values for axis in AXES):
+        told["Does the answer depend on the budget?"] = _axes_in_words(values)
+    lead = values["sft - es, greedy"]
+    sft, es = ({d: f"{100 * values[f'{group}, {d}'].value:.1f}" for d in DECODINGS} for group in ("sft", "es"))
+    told["Would something simpler do?"] = (
+        f"Fine-tuning once on the base's own right answers, with {values['es over sft, completions']:.0f} times fewer "
+        f"completions than ES, reaches {sft['greedy']} % greedily and {sft['t1']} % at temperature 1; ES reaches "
+        f"{es['greedy']} and {es['t1']} %. Filtered fine-tuning - ES is {lead.format()} points greedily "
+        f"(n = {values['seeds of sft']} and {values['seeds of es']}; it describes and decides nothing)."
+    )
+    if change := values.get(_CLAIMED["DrGrpoEffect"]):
+        within = (
+            "the whole interval lies" if max(-change.low, change.high) < run.margin else "the interval is not wholly"
+        )
+        told["Do the details of GRPO matter?"] = (
+            f"Dr.GRPO - GRPO is {change.format()} points of greedy test accuracy: {within} within "
+            f"{100 * run.margin:g} points (n = {change.n})."
+        )
+    greedy, sampled = (values.get(_CLAIMED[f"GreedyFitness{what}"]) for what in ("Effect", "Sampled"))
+    if greedy and sampled:
+        told["Should ES be rewarded for greedy or for sampled answers?"] = (
+            f"Greedy - sampled fitness is {greedy.format()} points of test accuracy when the trained model answers "
+            f"greedily, and {sampled.format()} points when it samples at temperature 1 (n = {greedy.n})."
+        )
+    if bias := values.get("C29: k2_relative_bias"):
+        spread, cosine = values["C29: k1_over_k3_std"], values["C29: k3_gradient_cosine"]
+        told["Does the choice of KL estimator matter?"] = (
+            f"On average k2 is off by {bias.format()} % of the true KL, the standard deviation of k1 is "
+            f"{spread.format(False, 2)} times that of k3, and the gradient of k3 has a cosine of "
+            f"{cosine.format(False, 3)} with the gradient of the KL (n = {bias.n})."
+        )
+    return told
+
+
+def _gains(run: SimpleNamespace, values: Results) -> str:
+    """The gain of tuned ES over each base under each decoding, in words."""
+    said = []
+    for decoding, words in (("greedy", "greedily"), ("t1", "at temperature 1")):
+        names = {base: f"es_elsewhere on {base}" for base in run.bases} | {run.bases[0]: "es"}
+        gains = {base: values[f"gain of {name}, {decoding}"] for base, name in names.items()}
+        said.append(", ".join(f"{gain.format()} on {base} (n = {gain.n})" for base, gain in gains.items()))
+        said[-1] += f" points {words}"
+    return ", and ".join(said)
+
+
+def _sided(intervals: Iterable[Interval], above: str, below: str, neither: str) -> str:
+    """Return the word for where all intervals lie: above zero, below it, or neither."""
+    intervals = list(intervals)
+    return above if all(i.low > 0 for i in intervals) else below if all(i.high < 0 for i in intervals) else neither
+
+
+def _axes_in_words(values: Results) -> str:
+    """GRPO - ES on each axis, greedily; and beside it an ES that is ahead of the tuned one at few completions."""
+    leads = {axis: values[f"lead at equal {axis}, greedy"] for axis in AXES}
+    size = "The size of the difference does, its sign does not."
+    head = _sided(leads.values(), size, size, "Even the sign of the difference does.")
+    named = ", ".join(f"{lead.format()} at equal {AXES[axis].words}" for axis, lead in leads.items())
+    told = f"{head} In points of greedy validation accuracy GRPO - ES is {named} "
+    told += f"(90 % intervals, n = {values['seeds of es']})."
+    if lead := values.get("larger alpha, lead"):
+        told += f" The tuned step of ES suits long runs: with alpha {values['larger alpha']:g} ES is {lead.format()} "
+        told += f"points behind at equal completions (95 %, n = {values['larger alpha, seeds']})."
+    return told
+
+
+def median_text(median: Interval) -> str:
+    """Return a Kaplan-Meier median and its interval in words, three digits."""
+    value, low, high = ("never" if np.isinf(x) else f"{x:.3g}" for x in (median.value, median.low, median.high))
+    return value if np.isnan(median.low) else f"{value} [{low}, {high}]"
+
+
+# ---- figures, each of a tidy frame
+
+
+def draw_curves(points: DataFrame, untrained: Mapping[str, float]) -> Figure:
+    """Draw validation accuracy against four budgets, forward FLOPs large, the other axes small below them.
+
+    Args:
+        points: `curve_points`.
+        untrained: decoding -> accuracy of the base, %.
+    """
+    small = [axis for axis in AXES if axis != "forward_flops"]
+    rows = [[d for d in DECODINGS for _ in range(3)], [axis for axis in small for _ in range(2)]]
+    fig, axes = plt.subplot_mosaic(rows, figsize=(style.PAGE, 4.6), height_ratios=[1.5, 1], sharey=True)
+    for decoding in DECODINGS:
+        _draw_budget(axes[decoding], points, untrained, "forward_flops", decoding)
+        axes[decoding].set_title(f"{'greedy decoding' if decoding == 'greedy' else style.DECODINGS[decoding].label}")
+        axes[decoding].set_xlabel("forward FLOPs spent on training")
+        for axis in small:
+            _draw_budget(axes[axis], points[points["group"].isin(ARMS)], untrained, axis, decoding)
+            axes[axis].set_xlabel(AXES[axis].words)
+    for left in ("greedy", small[0]):
+        axes[left].set_ylabel("validation accuracy, %")
+    style.legend(fig, points[points["group"].isin(ARMS)].groupby("group")["n"].first().to_dict() | {"base": None})
+    return fig
+
+
+def _draw_budget(ax: Axes, points: DataFrame, untrained: Mapping[str, float], axis: str, decoding: str) -> None:
+    """Draw all curves of one decoding against one budget, single runs thin, and the untrained base."""
+    for (group, _), part in points[points["decoding"] == decoding].groupby(["group", "run"]):
+        arm, thin = group.removesuffix("_long"), {"lw": 0.6, "marker": None, "alpha": 0.8}
+        ax.plot(part[axis], part["mean"], **style.line(arm, decoding) | (thin if group == "grpo_long" else {}))
+        style.band(ax, part[axis], part["low"], part["high"], style.ARMS[arm].color)
+    ax.axhline(untrained[decoding], lw=0.8, color=style.ARMS["base"].color, ls=style.DECODINGS[decoding].linestyle)
+    ax.set_xscale("log")
+
+
+_STEP_SIZES = {"es": ("alpha", "sigma"), "grpo": ("learning_rate", "beta")}
+"""Arm -> the setting on the horizontal axis of its map, its step size, and the one on the vertical axis."""
+
+
+def draw_sweep(sweep: DataFrame) -> Figure:
+    """Draw the scores of both sweeps as maps, the tuned setting framed, and the expected best of k settings.
+
+    sweep: `sweep_points`. In a map the step size grows to the right.
+    """
+    import seaborn
+
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15), width_ratios=[1.2, 1.2, 1.0])
+    limits = {"vmin": 100 * sweep["score"].min(), "vmax": 100 * sweep["score"].max() + 1}
+    for ax, (arm, (across, up)) in zip(axes, _STEP_SIZES.items(), strict=False):
+        tried = sweep[sweep["arm"] == arm]
+        grid = 100 * tried.pivot(index=up, columns=across, values="score")
+        tuned = grid.columns.get_loc(tried[across].iloc[0]), grid.index.get_loc(tried[up].iloc[0])
+        words = grid.map("{:.1f}".format)
+        words.iloc[tuned[1], tuned[0]] += "\ntuned"
+        names = [np.format_float_positional(x, trim="-") for x in grid.columns]
+        shown = {"annot": words, "fmt": "", "annot_kws": {"fontsize": 7.5}, "xticklabels": names, **limits}
+        seaborn.heatmap(grid, cmap="Greys", cbar=False, ax=ax, **shown)
+        frame = {"fill": False, "lw": 2.5, "color": style.ARMS[arm].color, "clip_on": False, "zorder": 5}
+        ax.add_patch(plt.Rectangle(tuned, 1, 1, **frame))
+        ax.set(xlabel=SETTINGS[across], ylabel=SETTINGS[up], title=f"{style.ARMS[arm].label}: validation accuracy, %")
+        ax.tick_params(axis="y", rotation=0)
+        ax.invert_yaxis()
+    for arm, part in sweep.groupby("arm", sort=False):
+        look = style.line(arm) | {"label": style.ARMS[arm].label}
+        axes[2].plot(part["settings tried"], 100 * part["expected maximum"], **look)
+    axes[2].set(xlabel="settings tried, k", ylabel="validation accuracy, %", title="expected best of k settings")
+    axes[2].set_xticks(range(1, sweep["settings tried"].max() + 1, 2))
+    axes[2].legend()
+    return fig
+
+
+def draw_temperatures(points: DataFrame) -> Figure:
+    """Draw test accuracy on one base against the temperature: ES and GRPO with their bands, other arms thin.
+
+    points: of `by_temperature`. Groups of an arm that another group has, too, are left to the table.
+    """
+    fig, ax = plt.subplots(figsize=(style.COLUMN, 3.4))
+    here = points[points["group"].isin(list(style.ARMS))]
+    for group, part in here.groupby("group", sort=False):
+        strong = {"lw": 1.8, "zorder": 3} if group in ARMS else {"lw": 0.8, "ms": 2.6, "zorder": 2}
+        look = style.line(group) | {"label": style.ARMS[group].label, "markevery": 1} | strong
+        ax.plot(part["temperature"], part["accuracy"], **look)
+        if group in ARMS:
+            style.band(ax, part["temperature"], part["low"], part["high"], style.ARMS[group].color)
+    ax.set(xlabel="temperature (0: greedy)", ylabel="test accuracy, %", ylim=(0, None), xlim=(-0.03, 1.03))
+    ax.set_xticks(sorted(here["temperature"].unique()))
+    fig.legend(loc="outside lower center", ncols=2, fontsize=6.5)
+    return fig
+
+
+def draw_estimators(frame: DataFrame) -> Figure:
+    """Draw `kl_frame`: bias, spread and direction of the gradient of each estimator."""
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15))
+    for name, part in frame.groupby("estimator"):
+        look, at, bias = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"], part["bias / KL"]
+        ends = 100 * np.array([[b.value - b.low, b.high - b.value] for b in bias]).T
+        axes[0].errorbar(at, [100 * b.value for b in bias], ends, capsize=2, **look)
+        for level, fill in (("token", {}), ("sequence", {"mfc": "white"})):
+            for ax, measure in zip(axes[1:], ("std / KL", "cosine"), strict=True):
+                ax.plot(at, part[f"{measure}, {level}"], **look | fill | {"label": None})
+    for text, face in (("tokens", "black"), ("sequences", "white")):
+        axes[1].plot([], [], "o", color="black", mfc=face, label=text)
+    words = ("bias, % of the KL", "standard deviation / KL", "cosine with the KL's gradient")
+    for ax, text in zip(axes, words, strict=True):
+        ax.set(xscale="log", xlabel="exact KL, nats per token", ylabel=text)
+    axes[0].set_yscale("symlog", linthresh=10)
+    axes[0].axhline(0, lw=0.6, color="black")
+    axes[1].set_yscale("log")
+    for ax in axes[:2]:
+        ax.yaxis.set_major_formatter("{x:g}")
+    fig.legend(loc="outside lower center", ncols=5)
+    return fig

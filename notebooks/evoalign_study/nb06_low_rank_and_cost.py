@@ -1,19 +1,30 @@
-"""Notebook 06, low rank and cost: its presets and its groups of runs."""
+"""Notebook 06, low rank and cost: presets, groups of runs, results, and answers, tables and figures made of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from pandas import DataFrame
+
 from evoalign_lib import arms, footprint, tiny
-from evoalign_study import loading
+from evoalign_lib.analysis import curves, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study import loading, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.memory import SIZES, memory_specs, storage_specs
 from evoalign_study.kinds.scaling import MACHINES, PUBLISHED, measured_spec, simulated_spec
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.loading import Group, Groups, Records, of_runs, own_settings
+from evoalign_study.loading import DECODINGS, Group, Groups, Records, of_runs, own_settings
+from evoalign_study.measures.base import label
+from evoalign_study.records import Record, accuracy_matrix
+from evoalign_study.tidy import ENDS, Results, curve_band
 
 NOTEBOOK = "06_low_rank_and_cost"
 CLAIMS = ("C12", "C13", "C14", "C15b", "C15c", "C16", "C32")
@@ -129,7 +140,7 @@ def presets(model: str = "") -> dict[str, dict[str, Any]]:
     return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
 
 
-def groups(run: SimpleNamespace, of: Records) -> Groups:
+def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the runs by name. Each arm, and each rank, comes after the sweep that chooses its settings.
 
     "processes" is timed: load it by itself.
@@ -140,7 +151,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         return sweep_specs(arm, run.bases[0], own, run.scale, loading.swept_choices(run, arms.get(arm).sweep))
 
     def train(arm: str, seeds: int, after: str, **changes: Any) -> Group:
-        choices = loading.ranked_choices(run, arms.get(arm).sweep, of.get(after))
+        choices = loading.ranked_choices(run, arms.get(arm).sweep, records.get(after))
         settings = own_settings(run, _like(arm)) | choices[0]
         return Group(arm, run.bases, seeds, settings, [changes], after=loading.chosen_by(after, choices))
 
@@ -226,6 +237,9 @@ def _like(arm: str) -> str:
     return {"es": "es", "cma": "essa", "gradient": "grpo"}[arms.get(arm).family]
 
 
+# ---- groups of records
+
+
 def shown(run: SimpleNamespace) -> list[str]:
     """Return the groups whose runs are compared: full rank, each rank of the noise, ESSA and GRPO."""
     return ["es", *(f"rank {rank}" for rank in run.ranks), f"adapter {run.essa_lora_rank}", "grpo"]
@@ -233,16 +247,28 @@ def shown(run: SimpleNamespace) -> list[str]:
 
 def adapted(run: SimpleNamespace) -> list[str]:
     """Return the groups that train an adapter of one rank: ESSA, and ES and GRPO from each start."""
-    return [
-        f"adapter {run.essa_lora_rank}",
-        *(f"{arm}, start={start}" for arm in OVER_ADAPTERS for start in run.starts),
-    ]
+    others = [f"{arm}, start={start}" for arm in OVER_ADAPTERS for start in run.starts]
+    return [f"adapter {run.essa_lora_rank}", *others]
+
+
+def compared(run: SimpleNamespace) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the pairs of groups whose difference is shown: of noise, and of what is trained over an adapter."""
+    first, own = f"rank {run.ranks[0]}", f"as full rank, rank {run.ranks[0]}"
+    noise = [(f"rank {rank}", "es") for rank in run.ranks] + [(own, "es"), (own, first)]
+    over = [(group, adapted(run)[0]) for group in adapted(run) if group.endswith("warm")]
+    return noise, over + [(group, "grpo") for group in adapted(run) if group.startswith("grpo_lora")]
+
+
+def decodings(run: SimpleNamespace) -> list[str]:
+    """Return the decodings under which the searches are measured, by their key in the records."""
+    return ["greedy", *(label(t) for t in run.temperatures), "t1"]
 
 
 def dimension(record: Mapping[str, Any]) -> int:
     """Return how many singular values a run of ESSA searches: of two matrices for each of four projections a layer.
 
-    Raises KeyError for a run over no adapter.
+    Raises:
+        KeyError: for a run over no adapter.
     """
     spec = record["spec"]
     if spec["base"] in tiny.SHIPPED:  # read here: transformers takes seconds to be imported
@@ -253,3 +279,514 @@ def dimension(record: Mapping[str, Any]) -> int:
 
         layers = AutoConfig.from_pretrained(spec["base"]).num_hidden_layers
     return layers * 4 * 2 * int(round(spec["lora_rank"] * spec["leading_share"], 9))
+
+
+def moved(records: Records, group: str) -> int:
+    """Return the parameters that a group moves; of an adapter that TRL trains `d` is the size of the merged model."""
+    first = records[group][0]
+    rank = first["spec"].get("lora_rank")
+    if rank is None or arms.get(first["spec"]["arm"]).family != "gradient":
+        return first["d"]
+    searched = [run for run, *_ in records.values() if run["spec"].get("arm") in ("essa", "es_lora")]
+    return next(run["d"] for run in searched if run["spec"].get("lora_rank") == rank)
+
+
+def name(records: Records, group: str) -> str:
+    """Return what a group of runs is called in tables and legends."""
+    spec = records[group][0]["spec"]
+    words = style.ARMS[spec["arm"]].label.split(", ")
+    own = [word for word in words[1:] if word not in ("low rank", "LoRA")]
+    if "rank" in spec:
+        own.insert(0, f"rank {spec['rank']}")
+    elif "lora_rank" in spec:
+        start = [] if words[0] == "ESSA" else ["warm" if "warm_rows" in spec else "cold"]
+        own[:0] = [f"adapter of rank {spec['lora_rank']}", *start]
+    elif words == ["ES"]:
+        own = ["full rank"]
+    if "as full rank" in group:
+        own.append("full rank's settings")
+    return ", ".join([words[0], *own])
+
+
+# ---- tidy frames
+
+AXES = {
+    "completions": (1e3, "completions, thousands", "after {} thousand completions"),
+    "forward_flops": (1e12, "forward FLOPs, 1e12", "after {}e12 forward FLOPs"),
+    "core_seconds": (1.0, "core-seconds", "after {} core-seconds"),
+}
+"""The axes of budget: the unit of tables, the head of a column, and what stands above scores at equal budgets."""
+
+
+def curve_points(records: Records, groups: Sequence[str], axis: str) -> DataFrame:
+    """Return validation accuracy along training: a row per group, decoding and point, without the first.
+
+    Columns: the axis (mean over seeds); mean, low and high of accuracy, %; group, decoding, n.
+    """
+    cells = [(group, decoding) for group in groups for decoding in DECODINGS]
+    bands = [curve_band(records[g], [axis], d).assign(group=g, decoding=d).iloc[1:] for g, d in cells]
+    return pd.concat(bands, ignore_index=True)[[axis, "mean", "low", "high", "group", "decoding", "n"]]
+
+
+def target(records: Records, run: SimpleNamespace, share: float = 0.95) -> float:
+    """Return a share of the best mean greedy validation accuracy at the end, over populations."""
+    return share * max(_greedy(records[f"population {N}"], -1).mean() for N in run.populations)
+
+
+def _greedy(runs: Sequence[Record], point: int) -> np.ndarray:
+    """Return greedy validation accuracy at a point of the curve, (runs,)."""
+    return np.array([r["curve"]["validation_greedy"][point] for r in runs])
+
+
+def population_points(records: Records, run: SimpleNamespace) -> DataFrame:
+    """Return a row per run of ESSA: population, seed, completions to the `target` (or all), reached, at the end (%)."""
+    aim, rows = target(records, run), []
+    for r in (r for N in run.populations for r in records[f"population {N}"]):
+        accuracy, row = r["curve"]["validation_greedy"], {"population": r["spec"]["population_size"]}
+        row["seed"] = r["spec"]["seed"]
+        row["completions"] = curves.spent_until(r["curve"]["completions"], accuracy, aim)
+        rows.append(row | {"reached": max(accuracy) >= aim, "at the end": 100 * accuracy[-1]})
+    return DataFrame(rows)
+
+
+LESS = ("es", "es_kahan", "es_inplace", "es_low_rank", "es_lora", "essa")
+MORE = ("grpo", "grpo_reference", "grpo_mixed", "grpo_lora", "grpo_adam8bit", "grpo_adam8bit_bfloat16")
+"""Methods whose ratio of memory is given: MORE over LESS."""
+
+
+def memory_bytes(records: Sequence[Record]) -> DataFrame:
+    """Return what the formula gives for published models on a GPU: method (of LESS and MORE), size, d, components."""
+    found = {record["spec"]["method"]: record["published"] for record in records}
+    return DataFrame(
+        [
+            {"method": method, "size": size, "d": at["d"], **{c: at["bytes"].get(c, 0) for c in footprint.COMPONENTS}}
+            for method in (*LESS, *MORE)
+            for size, at in found.get(method, {}).items()
+        ]
+    )
+
+
+SPEEDS = ["kind", "what", "GPUs", "speed-up", "low", "high"]
+"""Columns of `speed_points` that a figure draws."""
+LABELS = {"es": "ES, weights of their own", "es_adapters": "ES, adapters", "grpo": "GRPO"}
+"""Key of `MACHINES` -> name in tables and legends: how ES holds its members, or GRPO."""
+_WHOSE = {"tiny": "tiny base, stretched", "released": "released, 7 B, stretched"}
+"""Whose lengths are simulated -> name in the figure."""
+
+
+def speed_points(records: Sequence[Record], lengths: str) -> DataFrame:
+    """Return speed-ups over GPUs: of simulated steps, over draws of the lengths, and of published times.
+
+    Published times begin at 8 or 16 GPUs; their first point is put on the ideal line.
+
+    Args:
+        records: of kind "scaling".
+        lengths: whose are simulated.
+
+    Returns:
+        kind, what, GPUs, speed-up, low and high; of simulated steps also draws, seconds of a step, and stragglers, the
+        share of time that equal lengths would save.
+    """
+    rows = []
+    for record in records:
+        if not record.get("simulation") or "fitted" in record or record["spec"]["lengths"] != lengths:
+            continue
+        seconds = np.array(record["total"])
+        for i, n in enumerate(record["gpus"]):
+            each = seconds[:, 0] / seconds[:, i]
+            row = {"kind": "simulated", "what": record["spec"]["what"], "GPUs": n, "speed-up": each.mean()}
+            row |= {"low": each.min(), "high": each.max(), "draws": len(each), "seconds": seconds[:, i].mean()}
+            rows.append(row | {"stragglers": max(0.0, record["stragglers"][i])})
+    for what, published in PUBLISHED.items():
+        first = published.gpus[0] * published.minutes[0]
+        times = zip(published.gpus, published.minutes, strict=True)
+        rows += [{"kind": "published", "what": what, "GPUs": n, "speed-up": first / minutes} for n, minutes in times]
+    return DataFrame(rows)
+
+
+# ---- results, and what the paper quotes of them
+
+_RESAMPLES = 2000
+
+
+def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any], lengths: str) -> Results:
+    """Return what the notebook found, read-only, by name; accuracies are shares.
+
+    "GROUP, DECODING" is test accuracy and "gain of" it the difference from the base; "start", "end" and "search adds"
+    are greedy validation accuracy. Beside these: the pairs of groups that are `compared`, scores at equal budgets,
+    ratios of memory by the formula, speed-ups, and the intervals of verdicts as "CLAIM: label".
+
+    Args:
+        run: parameters and settings.
+        records: of every group.
+        verdicts: claim -> its verdict.
+        lengths: whose are simulated.
+    """
+    values: dict[str, Interval | float] = {
+        f"{claim}: {words}": interval for claim, each in verdicts.items() for words, interval in each.intervals.items()
+    }
+    searched = {g: r for g, r in records.items() if r and "curve" in r[0] and not g.startswith("sweep")}
+    tested = {group: runs for group, runs in (records | searched).items() if group == "base" or group in searched}
+    for group in [group for group in searched if group.startswith("precision")]:
+        tested[f"{group} over float32"] = [record | {"test": record["over_loaded"]} for record in searched[group]]
+    for group, runs in tested.items():
+        for d in decodings(run):
+            if all(f"{d}_bits" in r.get("test", {}) or f"{d}_counts" in r.get("test", {}) for r in runs):
+                values[f"{group}, {d}"] = stats.crossed_bootstrap(accuracy_matrix(runs, d), n_resamples=_RESAMPLES)
+                if d in DECODINGS and group in searched:
+                    values[f"gain of {group}, {d}"] = _difference(records, group, "base", d)
+    for group, runs in searched.items():
+        start, end = _greedy(runs, 0), _greedy(runs, -1)
+        values |= {f"start of {group}": start.mean(), f"end of {group}": _mean(end)}
+        values[f"search adds to {group}"] = _mean(end - start)
+    for (one, other), d in ((pair, d) for pairs in compared(run) for pair in pairs for d in DECODINGS):
+        values[f"{one} - {other}, {d}"] = _difference(records, one, other, d)
+    values |= _at_equal_budgets(records, [*shown(run), *adapted(run)[1:]])
+    values["target"] = target(records, run)
+    values |= {"searches": len(points := population_points(records, run)), "missed": int((~points["reached"]).sum())}
+    memory = memory_bytes(records["memory"])
+    whole = (
+        memory[list(footprint.COMPONENTS)].sum(axis=1).set_axis(pd.MultiIndex.from_frame(memory[["method", "size"]]))
+    )
+    pairs = [(more, less) for more in MORE for less in LESS if more in whole and less in whole]
+    for (more, less), size in ((pair, size) for pair in pairs for size in memory["size"].unique()):
+        values[f"{more} over {less}, {size}"] = whole[more, size] / whole[less, size]
+    steps = speed_points(records["scaling"], lengths).query("kind == 'simulated'")
+    values |= {
+        f"{r.what} on {r.GPUs}, {c}": getattr(r, c) for r in steps.itertuples() for c in ("seconds", "stragglers")
+    }
+    for what, each in steps.groupby("what", sort=False):
+        values[f"{what}, speed-up"] = each["speed-up"].iloc[-1]
+        values[f"{what}, GPUs to half"] = each["GPUs"][each["speed-up"] / each["GPUs"] >= 0.5].max()
+    values |= {"GPUs": steps["GPUs"].max(), "draws": int(steps["draws"].max())}
+    for what, published in PUBLISHED.items():
+        values[f"{what}, times faster"] = published.minutes[0] / published.minutes[-1]
+        values[f"{what}, times the GPUs"] = published.gpus[-1] / published.gpus[0]
+    return MappingProxyType(values)
+
+
+def _mean(scores: np.ndarray) -> Interval:
+    return stats.bootstrap_mean(scores, n_resamples=_RESAMPLES)
+
+
+def _difference(records: Records, one: str, other: str, decoding: str) -> Interval:
+    """Return test accuracy of a group - that of another, over seeds and problems."""
+    after, before = (accuracy_matrix(records[group], decoding) for group in (one, other))
+    return stats.crossed_bootstrap(after, before[0] if other == "base" else before, n_resamples=_RESAMPLES)
+
+
+def _at_equal_budgets(records: Records, groups: Sequence[str]) -> Results:
+    """Return greedy validation accuracy of each group after what the cheapest run of all spent, on each axis.
+
+    Curves are read over the logarithm of the budget, of which a warm start is part. A group is left out where a warm
+    start alone costs more, or what was done up to the first measurement.
+    """
+    values = {}
+    for axis in AXES:
+        budget = min(r["curve"][axis][-1] for group in groups for r in records[group])
+        values[f"equal {axis}"] = budget
+        for group in groups:
+            lines = [(r["curve"][axis], r["curve"]["validation_greedy"]) for r in records[group]]
+            if all(next(spent for spent in line if spent) <= budget for line, _ in lines):
+                reached = [curves.score_at(line, accuracy, budget) for line, accuracy in lines]
+                values[f"{group} at equal {axis}"] = _mean(np.array(reached))
+    return values
+
+
+MACROS = {
+    "CostOptimum": ("C12: optimum above 96", ".0f", *ENDS),
+    "CostRankFour": ("C13: ESSA rank 4 - ESSA rank 32, test greedy", ".1%", *ENDS),
+    "CostInteger": ("C14: ESSA int8 - ESSA float32, test greedy", ".1%", "value"),
+    "CostFour": ("C14: ESSA int4 - ESSA float32, test greedy", ".1%", "value"),
+    "CostEssaBehind": ("C15c: ESSA - GRPO with LoRA, validation greedy at equal completions", ".1%", *ENDS),
+    "CostMemoryFull": ("C16: grpo over es at 7B, above 5", ".1f", "value"),
+    "CostMemoryAdapter": ("C16: grpo lora over es at 7B, above 5", ".2f", "value"),
+    "CostLowRank": ("C32: ES with low rank - ES full, test greedy", ".1%", *ENDS),
+}
+"""What the paper quotes of the `results`, for `tidy.macros`: intervals of verdicts."""
+
+
+# ---- answers
+
+QUESTIONS = {
+    "Does noise of rank 1 reach what noise of full rank reaches?": "C32",
+    "Which population does ESSA need?": "C12",
+    "Are moderate ranks of the adapter best?": "C13",
+    "Does ESSA lose by a base in 8 or 4 bits?": "C14",
+    "Does ESSA get further than GRPO over the same adapter from the same start?": "C15c",
+    "Does ES need 5 to 8 times less memory?": "C16",
+}
+"""Question of the notebook -> the claim whose verdict answers it."""
+ONLY_LOCAL = "only the local engine has bases of another precision"
+
+
+def percent(values: Results, group: str, decoding: str = "greedy") -> str:
+    """Return test accuracy of a group in percent, as text."""
+    return f"{100 * values[f'{group}, {decoding}'].value:.1f}"
+
+
+def answers(run: SimpleNamespace, records: Records, values: Results, verdicts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the questions of the notebook with their answers, from the `results` and the verdicts."""
+
+    def both(names: Mapping[str, str], between: str = ", ") -> str:
+        """Accuracy of groups greedily and at temperature 1; names: group -> what it is called."""
+        each = [
+            f"{words}: {percent(values, group)} and {percent(values, group, 't1')} %" for group, words in names.items()
+        ]
+        return f"greedily and at temperature 1: {between.join(each)}."
+
+    first, essa = f"rank {run.ranks[0]}", "Test accuracy after ESSA, "
+    full, low, own = (f"{percent(values, g)} %" for g in ("es", first, f"as full rank, {first}"))
+    seeds = {group: len(records[group]) for group in ("es", first, f"as full rank, {first}")}
+    told = {
+        "C32": (
+            f"Greedily {full} ({name(records, 'es')}, {seeds['es']} seeds) and {low} ({name(records, first)}, "
+            f"{seeds[first]} seeds), from {percent(values, 'base')} %; with the settings that full rank was tuned to "
+            f"{own} ({seeds[f'as full rank, {first}']} seeds)."
+        ),
+        "C12": verdicts["C12"].text,
+        "C13": essa + both({f"adapter {rank}": f"rank {rank}" for rank in run.adapter_ranks}),
+        "C14": f"Not run: {ONLY_LOCAL}.",
+        "C15c": "Test accuracy at the end, " + both({g: name(records, g) for g in adapted(run)}, "; "),
+        "C16": _memory_in_words(values),
+    }
+    if least := values.get("C12: optimum above 96"):
+        told["C12"] = (
+            f"By the fitted quadratic {least.format(percent=False, digits=0)} candidates get to "
+            f"{100 * values['target']:.1f} % with the fewest completions; {values['missed']} of {values['searches']} "
+            "runs never get there."
+        )
+    if precisions(run):
+        told["C14"] = essa + both({f"precision={precision}": precision for precision in precisions(run)})
+    judged = {question: f"{claim} {verdicts[claim].verdict}. {told[claim]}" for question, claim in QUESTIONS.items()}
+    return judged | _scaling_in_words(values)
+
+
+def _memory_in_words(values: Results, size: str = "7B") -> str:
+    """For a model, how many times the bytes of ES three methods of GRPO take, and of two ways to spare them."""
+    told = []
+    for less in ("es", "es_inplace", "es_lora"):
+        keys = {more: f"{more} over {less}, {size}" for more in ("grpo", "grpo_adam8bit", "grpo_lora")}
+        each = [f"{values[key]:.2g} ({footprint.METHODS[more].label})" for more, key in keys.items() if key in values]
+        told += [f"{footprint.METHODS[less].label}: {', '.join(each)}"] if each else []
+    return f"By the formula at {size}, bytes of gradient training over those of {'; '.join(told)}."
+
+
+def _scaling_in_words(values: Results) -> dict[str, str]:
+    last, linear, waiting = values["GPUs"], [], []
+    for what, words in LABELS.items():
+        first, end = (f"{values[f'{what} on {n}, seconds']:.3g} s" for n in (1, last))
+        linear.append(
+            f"{words}: {values[f'{what}, speed-up']:.1f} times ({first}, then {end}), half the ideal or more up to "
+            f"{values[f'{what}, GPUs to half']}"
+        )
+        one, many = (f"{100 * values[f'{what} on {n}, stragglers']:.0f} %" for n in (1, last))
+        waiting.append(f"{words} {one} of its time on one GPU and {many} on {last}")
+    told = []
+    for what, published in PUBLISHED.items():
+        faster, more = values[f"{what}, times faster"], values[f"{what}, times the GPUs"]
+        times = f"{faster:.1f} times faster with {more:.0f} times the GPUs ({100 * faster / more:.0f} %)"
+        told.append(f"{published.what}: {times}")
+    return {
+        "Does a step of ES scale almost linearly over GPUs, by the simulation?": (
+            f"Simulated, over {values['draws']} draws of the lengths, {last} GPUs are faster than one so much: "
+            f"{'; '.join(linear)}. A step that wastes more on one GPU has the higher speed-up: compare the seconds."
+        ),
+        "What do stragglers cost?": f"At equal lengths the same step would save: {'; '.join(waiting)}.",
+        "What do the published times say?": (
+            f"{'; '.join(told)}. These are times to an accuracy, single runs, two points each."
+        ),
+    }
+
+
+# ---- tables that several sections show
+
+
+def ends_table(records: Records, values: Results, groups: Sequence[str]) -> DataFrame:
+    """Return test accuracy of each group and its gain over the base, under two decodings, as text."""
+    rows = [{"arm": "base"} | {f"{look.label}, %": percent(values, "base", d) for d, look in style.DECODINGS.items()}]
+    for group in groups:
+        row = {"arm": name(records, group)}
+        for d, look in style.DECODINGS.items():
+            row[f"{look.label}, %"] = percent(values, group, d)
+            row[f"gain, {look.label} [95 %]"] = values[f"gain of {group}, {d}"].format()
+        rows.append(row | {"seeds": str(len(records[group]))})
+    return DataFrame(rows).fillna("")
+
+
+def differences_table(records: Records, values: Results, pairs: Sequence[tuple[str, str]]) -> DataFrame:
+    """Return test accuracy of groups - that of others, under two decodings, as text."""
+    rows = []
+    for one, other in pairs:
+        row = {"arms": f"{name(records, one)} - {name(records, other)}"}
+        for d, look in style.DECODINGS.items():
+            row[f"{look.label}, points [95 %]"] = values[f"{one} - {other}, {d}"].format()
+        rows.append(row | {"seeds": f"{len(records[one])}, {len(records[other])}"})
+    return DataFrame(rows)
+
+
+def settings_table(records: Records, groups: Sequence[str]) -> DataFrame:
+    """Return the tuned settings of each group."""
+    names = ("sigma", "alpha", "leading_share", "learning_rate", "beta")
+    specs = {name(records, group): records[group][0]["spec"] for group in groups}
+    tuned = {arm: ", ".join(f"{key} {spec[key]:g}" for key in names if key in spec) for arm, spec in specs.items()}
+    return DataFrame(tuned.items(), columns=["arm", "setting"])
+
+
+# ---- figures, each of a tidy frame
+
+
+def draw_curves(points: DataFrame, records: Records) -> Figure:
+    """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding.
+
+    A cold start is dashed, and so is the second rank of the noise; the third is dotted.
+
+    Args:
+        points: `curve_points`.
+        records: of the groups in it, and of the base.
+    """
+    axis, groups = points.columns[0], list(points["group"].unique())
+    ranks = sorted({rank for group in groups if (rank := records[group][0]["spec"].get("rank"))})
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.0), sharey=True)
+    for (group, decoding), part in points.groupby(["group", "decoding"], sort=False):
+        ax, spec = axes[DECODINGS.index(decoding)], records[group][0]["spec"]
+        cold = spec["arm"] in OVER_ADAPTERS and "warm_rows" not in spec
+        nth = ranks.index(spec["rank"]) if "rank" in spec else int(cold)
+        look = {
+            "label": f"{name(records, group)} (n = {part['n'].iloc[0]})",
+            "ms": 4,
+            "ls": ("-", "--", ":", "-.")[nth % 4],
+        }
+        look |= {"mfc": "white"} if nth else {}
+        ax.plot(
+            part[axis], part["mean"], **{k: v for k, v in style.line(spec["arm"]).items() if k != "linestyle"} | look
+        )
+        style.band(ax, part[axis], part["low"], part["high"], style.ARMS[spec["arm"]].color)
+    for ax, (decoding, look) in zip(axes, style.DECODINGS.items(), strict=True):
+        start = records["base"][0]["validation"]["greedy" if decoding == "greedy" else "pass@1"]
+        ax.axhline(100 * start, lw=0.8, color=style.ARMS["base"].color)
+        ax.set(xscale="log", title=look.label, xlabel=axis.replace("_", " ").replace("flops", "FLOPs"))
+    axes[0].set_ylabel("validation accuracy, %")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    return fig
+
+
+def draw_populations(points: DataFrame, aim: float) -> Figure:
+    """Draw completions to the target, a share, and accuracy at the end by population. points: `population_points`."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8))
+    look, sizes = style.ARMS["essa"], points["population"].unique()
+    for reached, part in points.groupby("reached"):
+        spread = 2.0 ** style.jitter(len(part), 0.12) * part["population"]
+        face = look.color if reached else "none"
+        left.scatter(spread, part["completions"], s=14, facecolors=face, edgecolors=look.color, lw=0.8)
+    x = np.linspace(*np.log2(sizes[[0, -1]]), 60)
+    fitted = np.polyfit(np.log2(points["population"].astype(float)), np.log2(points["completions"]), 2)
+    left.plot(2**x, 2 ** np.polyval(fitted, x), color=look.color, lw=1.2)
+    needed = [part.to_numpy() for _, part in points.groupby("population")["completions"]]
+    left.axvline(curves.minimum(sizes.astype(float), needed), color="0.5", lw=0.8, ls=":")
+    spread = 2.0 ** style.jitter(len(points), 0.12) * points["population"]
+    right.scatter(spread, points["at the end"], s=14, color=look.color, lw=0)
+    means = points.groupby("population")["at the end"].mean()
+    right.plot(means.index, means, color=look.color, lw=1.2)
+    left.set(yscale="log", ylabel=f"completions to {100 * aim:.1f} %")
+    right.set_ylabel("validation accuracy at the end, %")
+    for ax in (left, right):
+        ax.set(xscale="log", xlabel="population")
+        ax.set_xticks(sizes, [str(N) for N in sizes])
+        ax.minorticks_off()
+    return fig
+
+
+_LOOKS: dict[str, tuple[str, str]] = {
+    "weights": ("#1B1B1B", ""),
+    "working copy": ("#4F4F4F", ""),
+    "master": ("#858585", ""),
+    "compensation": ("#B9B9B9", ""),
+    "rollout copy": ("#4F4F4F", "//"),
+    "reference model": ("#858585", "//"),
+    "adapter": ("#B9B9B9", "//"),
+    "gradients": ("#7A3B0C", ""),
+    "moments": ("#C98A57", ""),
+    "saved activations": ("#EBCDB2", ""),
+    "logits": ("#EBCDB2", "//"),
+    "KV cache": ("#C5D6E3", ""),
+    "noise or factors": ("#7FA3BD", ""),
+    "search": ("#7FA3BD", "//"),
+    "temporaries": ("white", "//"),
+}
+"""Component -> colour and hatch: greys are weights, browns what gradients need, blues what members need."""
+
+
+def bytes_a_parameter(memory: DataFrame, size: str = "7B") -> DataFrame:
+    """Return bytes a parameter of each method for a model, a column for each component that any has.
+
+    memory: `memory_bytes`. size: a key of `kinds.memory.PUBLISHED`.
+    """
+    at = memory[memory["size"] == size].set_index("method")
+    frame = at[list(footprint.COMPONENTS)].div(at["d"], axis=0)
+    return frame.loc[:, frame.any()].rename(index=lambda method: footprint.METHODS[method].label)
+
+
+def draw_bars(data: DataFrame, size: str = "7B") -> Figure:
+    """Draw the bytes a parameter of each method on a GPU, by component. data: `bytes_a_parameter`."""
+    drawn = [component for component in _LOOKS if component in data]
+    fig, ax = plt.subplots(figsize=(style.PAGE, 0.9 + 0.24 * len(data)))
+    colors = [_LOOKS[component][0] for component in drawn]
+    data[drawn].plot.barh(stacked=True, ax=ax, width=0.7, color=colors, legend=False, linewidth=0.4)
+    for bars, component in zip(ax.containers, drawn, strict=True):
+        color, hatch = _LOOKS[component]
+        for bar in bars:
+            bar.set(hatch=hatch, edgecolor="white" if color != "white" else "#555555")
+    totals = data.sum(axis=1)
+    ax.bar_label(ax.containers[-1], [f"{total:.1f}" for total in totals], padding=3, fontsize=6.5)
+    ax.invert_yaxis()
+    ax.set(xlabel=f"bytes a parameter, {size}", ylabel="", xlim=(0, 1.06 * totals.max()))
+    ax.grid(axis="y", visible=False)
+    fig.legend(loc="outside lower center", ncols=5)
+    return fig
+
+
+_MARKS = {"essa_v1": "s", "essa_v3": "D", "grpo_v3": "v"}
+
+
+def draw_speed_ups(points: DataFrame, lengths: str) -> Figure:
+    """Draw speed-up and efficiency over the number of GPUs: simulated steps with the range of draws, published times.
+
+    points: `speed_points`. lengths: whose are simulated.
+    """
+    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
+
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
+    gpus = np.sort(points["GPUs"][points["kind"] == "simulated"].unique())
+    for ax, share in zip(axes, (np.ones_like(gpus), gpus), strict=True):
+        ax.plot(gpus, gpus / share, color="black", lw=0.8, ls=":", label="ideal")
+    for (kind, what), part in points.groupby(["kind", "what"], sort=False):
+        arm = style.ARMS["grpo" if what.startswith("grpo") else "es"]
+        if kind == "simulated":
+            look = {"marker": arm.marker, "label": LABELS[what], "ls": "--" if what == "es_adapters" else "-"}
+            look |= {"mfc": "white"} if what == "es_adapters" else {}
+        else:
+            look = {
+                "ls": "",
+                "marker": _MARKS[what],
+                "mfc": "none",
+                "ms": 5,
+                "label": f"published: {PUBLISHED[what].what}",
+            }
+        for ax, share in zip(axes, (1, part["GPUs"]), strict=True):
+            ax.plot(part["GPUs"], part["speed-up"] / share, color=arm.color, **look)
+            if kind == "simulated":
+                style.band(ax, part["GPUs"], part["low"] / share, part["high"] / share, arm.color)
+    ticks = {"major_locator": FixedLocator(gpus[::2].tolist()), "major_formatter": ScalarFormatter()}
+    for ax in axes:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set(**ticks)
+        ax.set_xlabel("GPUs")
+    axes[0].set_yscale("log", base=2)
+    axes[0].yaxis.set(**ticks, minor_locator=NullLocator())
+    axes[0].set(ylabel="speed-up", title="times faster than one GPU")
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+    axes[1].set(ylabel="efficiency, %", title="speed-up / GPUs", ylim=(0, None))
+    fig.suptitle(f"Simulation of a training step; lengths: {_WHOSE[lengths]}", fontsize=8)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=4, fontsize=6.5)
+    return fig

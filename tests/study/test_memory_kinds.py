@@ -6,7 +6,6 @@ import torch
 from evoalign_study import sweep
 from evoalign_study.kinds.memory import storage_specs
 from evoalign_study.memory_profile import Allocations, resident
-from evoalign_study.views import low_rank_and_cost as view
 
 SETTINGS = {
     "max_completion_length": 16, "steps": 3, "prompts_per_step": 4, "population_size": 4, "sigma": 0.03, "alpha": 0.01,
@@ -36,9 +35,6 @@ def test_models_moments_and_ledgers_are_counted(records):
         else:
             assert 0 <= kept["master"] - 4 * d < 4_000 and 0 < record["packed"] < kept["ledger"]
     assert records["es"]["start"] == 0 < records["essa"]["start"] == records["essa"]["bytes"]["model"]
-    table = view.storage_table(list(records.values())).set_index("arm")
-    assert list(table["sent a step, kB"]) == ["0.048", "none", "282", "3.6"]
-    assert list(table["run as ledger, kB"])[2:] == ["none", "none"] and float(table["run as ledger, kB"].iloc[0]) < 5
 
 
 def test_a_ledger_grows_by_its_steps_and_members_and_not_by_the_model(records):

@@ -7,9 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from evoalign_study import loading, parameters, paths, style, sweep
+from evoalign_study import loading, parameters, paths, sweep
 from evoalign_study import nb01_es_countdown as es_countdown
 from evoalign_study import nb02_grpo_countdown as grpo_countdown
 from evoalign_study import nb03_conciseness as conciseness
@@ -18,8 +17,6 @@ from evoalign_study import nb05_stability as stability
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import read_records, record_files, spec_hash
-from matplotlib import pyplot as plt
-from matplotlib.colors import to_hex
 
 from evoalign_lib import tiny
 from tests.helpers import random_model, tokenizer
@@ -183,115 +180,7 @@ def generated(notebook):
     return json.loads((paths.GENERATED / f"numbers_{notebook}.json").read_text(encoding="utf-8"))
 
 
-def test_numbers_of_notebook_01():
-    run, of = run_of(es_countdown), loaded(es_countdown).records
-    numbers = es_countdown.numbers(run, of) | es_countdown.ledger_numbers(run, *of["ledger"])
-    assert quoted(numbers | es_countdown.audit_numbers(run, of["audit"])) == generated("01_es_countdown")
-
-
-def test_numbers_of_notebook_02(committed_records, committed_verdicts):
-    run, of = run_of(grpo_countdown), loaded(grpo_countdown).records
-    decided = {v.id: v.intervals for v in committed_verdicts if v.id in ("C30", "C31")}
-    cases = [(what, decoding) for what in grpo_countdown.EFFECTS for decoding in loading.DECODINGS]
-    effects = {case: grpo_countdown.effect(of, *case, "A0") for case in cases}
-    numbers = grpo_countdown.numbers(run, of, grpo_countdown.pilot(committed_records), effects, decided)
-    assert quoted(numbers | grpo_countdown.kl_numbers(run, of["kl"])) == generated("02_grpo_countdown")
-
-
-def test_the_kind_of_measurement_that_a_notebook_did_not_make_has_no_numbers(model_folder):
-    of = loaded(es_countdown).records
-    elsewhere = run_of(es_countdown, scale="full", model=model_folder)
-    assert es_countdown.audit_numbers(elsewhere, of["audit"]) == {}
-    of = loaded(grpo_countdown).records
-    assert grpo_countdown.kl_numbers(run_of(grpo_countdown, scale="full", model=model_folder), of["kl"]) == {}
-    none_there = [r for r in of["kl"] if r["spec"]["sigma"] != 0.01]
-    assert grpo_countdown.kl_numbers(run_of(grpo_countdown), none_there) == {}
-
-
 # ---- what notebooks say and draw
-
-
-def drawn_points(ax):
-    """The offsets of all dots of a panel."""
-    return np.concatenate([dots.get_offsets() for dots in ax.collections])
-
-
-def test_the_answers_of_notebook_01_have_the_numbers_of_its_tables():
-    run, of = run_of(es_countdown), loaded(es_countdown).records
-    answers = es_countdown.answers(run, of)
-    table = es_countdown.accuracy_rows(run, of)
-    numbers = quoted(es_countdown.numbers(run, of))
-    learns, needs, thirty, seeds, arithmetic = answers.values()
-    assert all(len(question) < 60 and question.endswith("?") for question in answers)
-    assert f"by {numbers['EsGainMean']} [{numbers['EsGainLow']}, {numbers['EsGainHigh']}] points" in learns
-    greedy = table[(table["decoding"] == "greedy") & (table["base"] == "A0")].set_index("arm")["gain, points [95 %]"]
-    assert greedy["ES"] in needs and greedy["ES, shuffled fitness"] in needs
-    parts = es_countdown.parts_rows(of["estimator"]).iloc[0]
-    assert f"by {parts['along g, points']} points" in thirty and f"by {parts['across g, points']}." in thirty
-    ledger = quoted(es_countdown.ledger_numbers(run, *of["ledger"]))
-    assert f"takes {ledger['LedgerKilobytes']} kB" in seeds and "by at most 0;" in seeds
-    audit = quoted(es_countdown.audit_numbers(run, of["audit"]))
-    assert all(audit[f"AuditPath{case}"] in arithmetic for case in ("Inplace", "InplacePublished", "MasterPublished"))
-    assert "(mean of 3 bases, n = 8 seeds of each)" in learns
-    one = SimpleNamespace(**vars(run) | {"bases": ["A0"]})  # as in the quickstart
-    assert "(base A0, n = 8 seeds)" in es_countdown.answers(one, of)["Does ES learn Countdown?"]
-    assert es_countdown.models_in_words(one) == "Tiny base A0, trained from scratch"
-    without = es_countdown.answers(run, of | {"es_shuffled": []})
-    assert set(answers) - set(without) == {"Does the gain need the reward?"}
-    still = [r | {"path": {"cosine": [1.0, None]}} for r in of["audit"]]  # populations that were all tied
-    assert set(answers) - set(es_countdown.answers(run, of | {"audit": still})) == {"What does released arithmetic do?"}
-    fig, data = es_countdown.figure_arithmetic(of | {"audit": still})
-    assert [text.get_text() for text in fig.axes[1].texts] == ["not defined"] * 6 and data["path"].isna().all()
-    plt.close(fig)
-
-
-def test_the_figures_of_notebook_01_draw_their_data():
-    run, of = run_of(es_countdown), loaded(es_countdown).records
-    fig, data = es_countdown.figure_gain(run, of)
-    for ax, decoding in zip(fig.axes, loading.DECODINGS, strict=True):
-        runs = data[(data["decoding"] == decoding) & (data["arm"] != "base")]
-        assert sorted(drawn_points(ax)[:, 1]) == pytest.approx(sorted(runs["accuracy"])) and len(runs) == 32
-    of_a0 = data[(data["base"] == "A0") & (data["arm"] == "es") & (data["decoding"] == "greedy")]["accuracy"]
-    after, before = es_countdown.accuracies(of, "es", "A0", "greedy")
-    assert of_a0.mean() == pytest.approx(100 * after.mean())
-    lines = [line.get_ydata()[0] for line in fig.axes[0].lines if line.get_color() == style.ARMS["base"].color]
-    assert lines[0] == pytest.approx(100 * before.mean()) and len(lines) == 3
-    plt.close(fig)
-
-    fig, data = es_countdown.figure_curves(run, of)
-    drawn = [line for line in fig.axes[0].lines if len(line.get_xdata()) > 2]
-    assert {(line.get_color(), line.get_linestyle()) for line in drawn} == {
-        (style.ARMS[arm].color, style.STROKES[decoding].linestyle)
-        for arm in ("es", "es_shuffled")
-        for decoding in loading.DECODINGS
-    }
-    own = data[(data["base"] == "A0") & (data["arm"] == "es") & (data["decoding"] == "greedy")]
-    assert drawn[0].get_ydata() == pytest.approx(100 * own["mean"].to_numpy()) and set(own["n"]) == {8}
-    plt.close(fig)
-
-
-def test_the_figures_of_single_steps_and_arithmetics_draw_their_data():
-    of = loaded(es_countdown).records
-    fig, data = es_countdown.figure_estimator(of["estimator"])
-    assert data.equals(es_countdown.single_steps(of["estimator"])) and set(data["repeats"]) == {16}
-    greedy = data[(data["fitness"] == "greedy") & (data["targets"] == "not the sum")]
-    for field, part in (("greedy_gain_full", "full"), ("greedy_gain_orthogonal", "orthogonal")):
-        look = style.PARTS[part]
-        drawn = [line for line in fig.axes[2].lines if line.get_color() == look.color]
-        (line,) = [line for line in drawn if line.get_marker() == look.marker]  # the others are caps of intervals
-        assert line.get_ydata() == pytest.approx(100 * greedy[field].to_numpy())
-    one = es_countdown._step_at(of["estimator"], 30, "expected", "not the sum")
-    assert es_countdown.times_longer(one) == pytest.approx(np.tan(np.arccos(one["cosine"])))
-    plt.close(fig)
-
-    fig, data = es_countdown.figure_arithmetic(of)
-    means = data.groupby("row")["path"].mean()
-    assert [bar.get_width() for bar in fig.axes[1].patches] == pytest.approx(list(means)) and len(data) == 24
-    looks = [style.ARITHMETICS[case[:2]] for case in es_countdown.ARITHMETICS]
-    assert [to_hex(bar.get_facecolor()).upper() for bar in fig.axes[1].patches] == [look.color for look in looks]
-    assert [label.get_text().split(",")[0] for label in fig.axes[0].get_yticklabels()][0] == looks[0].label
-    assert len(fig.axes[2].patches) == 3 and data["gain"].notna().sum() == 12  # without rewards there is no gain
-    plt.close(fig)
 
 
 # ---- the loader
