@@ -93,8 +93,8 @@ def run_sections(
 def merge(path: Path, device: str, kind: str, results: dict, replace: bool = False) -> None:
     """Write a benchmark's sections into the file; what other devices and the other benchmark wrote stays.
 
-    Beside it, with the suffix .sha256, its SHA-256 is written, by which `python -m evoalign_study verify` finds what was
-    edited.
+    Beside it, with the suffix .sha256, its SHA-256 is written, by which `python -m evoalign_study verify` finds what
+    was edited.
 
     Args:
         path: JSON file: device -> kind -> section -> what was measured.
