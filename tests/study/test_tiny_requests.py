@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 import pytest
-from evoalign_study import measures
 from evoalign_study.measures import safety
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from evoalign_lib import tiny
+from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.reward_models import RewardModel
 from evoalign_lib.tiny import dialogues, scorers
 from evoalign_lib.tiny.dialogues import Annotators, Request
@@ -143,5 +143,10 @@ def test_a_scorer_is_trained_as_it_was_shipped(tmp_path):
 
 
 def test_the_base_knows_its_requests_and_has_room():
-    found = measures.get("safety").describe(*tiny.load("C0"), "C")
+    model, tok = tiny.load("C0")
+
+    def engine_of(rows, tokens):
+        return LocalEngine(model, tok, None, {"asked": Prompts(rows, tok)}, max_completion_length=tokens)
+
+    found = tiny.describe(engine_of, tok, "C")
     assert 0.0 < found["reward greedy"] < 0.4 and found["helpful greedy"] > 0.6 and found["harm greedy"] > 0.2
