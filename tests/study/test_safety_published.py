@@ -239,7 +239,8 @@ def found(external_data):
         specs["responses", "Beaver-V3"] | {"resamples": 200},
     ]
     return [
-        {"spec": spec, "spec_hash": records.spec_hash(spec), "status": "finished"} | kind.run_judgments(spec) for spec in chosen
+        {"spec": spec, "spec_hash": records.spec_hash(spec), "status": "finished"} | kind.run_judgments(spec)
+        for spec in chosen
     ]
 
 
