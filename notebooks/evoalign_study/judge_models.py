@@ -212,7 +212,7 @@ def _check_read(loaded: Sequence[Model], settings: Mapping[str, Any]) -> None:
     for name in (*_OF_LOADED, *(f"{role}_text" for role in (*SIDES, "held_out"))):
         if settings.get(name) and name not in read and settings[name] != "cpu":
             raise ValueError(
-                f"{name}={settings[name]!r}: no model that the run loads reads it, since servers have settings of "
+                f"{name.replace('held_out', 'judge')}={settings[name]!r}: no model that the run loads reads it, since servers have settings of "
                 "their own. Leave it out."
             )
 
