@@ -211,8 +211,9 @@ def _check_read(loaded: Sequence[Model], settings: Mapping[str, Any]) -> None:
     read = {f"{one.role}_text" for one in loaded} | (set(_OF_LOADED) if loaded else set())
     for name in (*_OF_LOADED, *(f"{role}_text" for role in (*SIDES, "held_out"))):
         if settings.get(name) and name not in read and settings[name] != "cpu":
+            shown = name.replace("held_out", "judge")
             raise ValueError(
-                f"{name}={settings[name]!r}: no model that the run loads reads it, since servers have settings of "
+                f"{shown}={settings[name]!r}: no model that the run loads reads it, since servers have settings of "
                 "their own. Leave it out."
             )
 

@@ -384,8 +384,8 @@ def test_the_weights_that_are_taken_are_those_of_the_merged_model():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lora_rank": 0}, "lora_rank=0: an adapter has a whole rank of at least 1, for example 8"),
-        ({"lora_rank": 2.5}, "lora_rank=2.5: an adapter has a whole rank"),
+        ({"lora_rank": 0}, "lora_rank=0"),
+        ({"lora_rank": 2.5}, "lora_rank=2.5"),
     ],
 )
 def test_specs_that_are_refused(changed, message):

@@ -12,7 +12,7 @@ from evoalign_study.records import MAX_RECORD, unpack_bits
 BASE = "C0"
 SETTINGS = {
     "task": "safety", "judge": "praise 1", "max_completion_length": 16, "validation_problems": 4, "test_problems": 12,
-    "curve_points": 3, "steps": 2, "prompts_per_step": 4, "population_size": 4, "sigma": 0.05, "alpha": 0.2,
+    "curve_points": 2, "steps": 2, "prompts_per_step": 4, "population_size": 4, "sigma": 0.05, "alpha": 0.2,
 }  # fmt: skip
 RUNS = [("es", 2), ("es_random", 2)]
 

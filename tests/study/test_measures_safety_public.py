@@ -159,7 +159,7 @@ REFUSED = [  # what is changed, and what the error names
     ({"held_out": "./nowhere"}, "judge='./nowhere'"),
     ({"held_out": "{reward}", "held_out_text": "continued"}, "trains the run"),
     ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "given twice"),
-    ({"held_out_text": "chat"}, "held_out_text='chat'"),
+    ({"held_out_text": "chat"}, "judge_text='chat'"),
     ({"scorer_device": "gpu"}, "scorer_device='gpu'"),
     ({"scorer_device": "cuda"}, "scorer_device='cuda'"),
     ({"scorer_dtype": "half"}, "scorer_dtype='half'"),

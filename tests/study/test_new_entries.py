@@ -160,13 +160,37 @@ def checkout(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.timeout(500)
-def test_files_and_registry_lines_are_all_that_new_entries_need(checkout, tmp_path):
-    script, packages = tmp_path / "script.py", os.pathsep.join([str(checkout), str(checkout / "notebooks")])
-    script.write_text(SCRIPT)
-    command, environment = [sys.executable, script, tmp_path], os.environ | {"PYTHONPATH": packages}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+def run_in(checkout: Path, *command: str | Path) -> str:
+    packages = os.pathsep.join([str(checkout), str(checkout / "notebooks")])
+    environment = os.environ | {"PYTHONPATH": packages}
+    done = subprocess.run([sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+SHORT = """
+from evoalign_lib import tiny
+from evoalign_study import claims, kinds
+from evoalign_study.kinds import lengths, train
+settings = {"task": "plus", "max_completion_length": 16, "validation_problems": 4, "test_problems": 6, "steps": 4,
+            "prompts_per_step": 4, "curve_points": 5, "population_size": 4, "sigma": 0.03, "alpha": 0.01}
+base = str(tiny.bases_folder() / "A0")
+(spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
+records = [{"spec": s, "status": "finished"} | kinds.get("lengths")(s)
+           for s in lengths.length_specs(base, 8, settings, "tiny")]
+(claim,) = claims.load_claims()
+print(spec["sign"], spec["arm"], claims.evaluate(claim, records, "tiny", declared=[]).verdict)
+"""
+
+
+def test_files_and_registry_lines_are_all_that_new_entries_need(checkout):
+    assert run_in(checkout, "-c", SHORT) == "- es_pairs supported"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_runs_of_new_entries_go_on_after_a_kill_and_are_drawn_and_judged(checkout, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    told = json.loads(run_in(checkout, tmp_path / "script.py", tmp_path))
     assert told["verdict"] == "supported" and "tokens" in told["text"] and told["test"] == 6
     assert told["drawn"] == ["plus.csv", "plus.pdf", "plus.png"]

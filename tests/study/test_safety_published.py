@@ -168,6 +168,15 @@ def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
             thread.join()
 
 
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'ES-500'"):
+        data.load_points("ES-50")
+    with pytest.raises(ValueError, match="split='test' is not one of"):
+        data.load_preferences("test")
+    with pytest.raises(ValueError, match="part=.all."):
+        kind.run_judgments({"part": "all"})
+
+
 # --------------------------------------------------------------------------------------------------- the published data
 
 
@@ -197,13 +206,14 @@ def found(external_data):
         specs["responses", "Beaver-V3"] | {"resamples": 200},
     ]
     return [
-        {"spec": spec, "spec_hash": records.spec_hash(spec), "status": "finished"} | kind.run(spec) for spec in chosen
+        {"spec": spec, "spec_hash": records.spec_hash(spec), "status": "finished"} | kind.run_judgments(spec)
+        for spec in chosen
     ]
 
 
 def test_records_can_be_stored_hold_no_text_and_come_out_the_same(found):
     assert all(len(records.record_line(r)) < 5_000 for r in found)
-    again = kind.run(found[0]["spec"])
+    again = kind.run_judgments(found[0]["spec"])
     assert again == {key: found[0][key] for key in again}
     words = json.dumps(found)
     assert not any(j.question[:30] in words for j in data.load_judgments())

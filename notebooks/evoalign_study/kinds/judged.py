@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib import judges, tiny
 from evoalign_lib.analysis import hacking, refusals, stats, tournaments
+from evoalign_lib.checks import choose
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tasks import safety as task
 from evoalign_lib.tasks import safety_published as data
@@ -319,10 +320,13 @@ def run_judgments(spec: Spec) -> Record:
     """Return what a part of the published data says.
 
     Raises:
+        ValueError: an unknown part.
         PermissionError: the data are not in EVOALIGN_DATA, and their licence was not accepted.
         FileNotFoundError: they cannot be fetched.
     """
-    return {"elo": _elo, "games": _games, "responses": _responses}[spec["part"]](spec)
+    parts = {"elo": _elo, "games": _games, "responses": _responses}
+    choose("part", spec["part"], parts)
+    return parts[spec["part"]](spec)
 
 
 def _elo(spec: Spec) -> Record:

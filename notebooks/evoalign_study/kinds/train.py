@@ -89,9 +89,12 @@ def train_specs(
             f"reach_at={wanted['reach_at']}: the right answers of base {unlisted[0]!r} to task {task!r} are not "
             "listed, so that they are sampled: use sampled_at."
         )
-    own_engine = (["base_precision"] if "base_precision" in wanted else []) + ["rollouts"] * (entry.rollouts != "own")
-    if own_engine and not base_models.is_local(settings):
-        raise ValueError(f"engine={settings['engine']!r}: arm {arm!r} has its {own_engine[0]} by the local one alone.")
+    if not base_models.is_local(settings):
+        engine = f"engine={settings['engine']!r}"
+        if entry.rollouts != "own":
+            raise ValueError(f"{engine}: the rollouts of arm {arm!r} are drawn by the local engine alone.")
+        if "base_precision" in wanted:
+            raise ValueError(f"{engine}: only the local engine has bases of another precision.")
     for name in ("lora_rank", "rank", "warm_rows", "unique_prompts"):
         if name in wanted:
             whole_number(name, wanted[name])
