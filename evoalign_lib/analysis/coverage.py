@@ -338,36 +338,45 @@ def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000)
     return _null(expected, np.concatenate(drawn))
 
 
-def support_change(base: ArrayLike, runs: ArrayLike, k: int, *, n_resamples: int = 10_000) -> Interval:
-    """Return the mean over runs of the NSCR against their base, with an interval.
+def support_change(
+    base: ArrayLike, runs: ArrayLike, k: int, baseline: ArrayLike | None = None, *, n_resamples: int = 10_000
+) -> Interval:
+    """Return the mean over runs of the NSCR against their base, or its difference from other runs, with an interval.
 
     The NSCR of a run is that of its expected counts at k samples. Runs and problems are resampled independently of one
-    another, as in `stats.crossed_bootstrap`, whose remarks on coverage hold here.
+    another, as in `stats.crossed_bootstrap`, whose remarks on coverage hold here; problems in common, for both groups
+    and the base.
 
-    base: (problems,), probabilities of one sample. runs: (runs, problems). k: samples of each. For counts give
-    `estimate_pass_at(right, samples, k)` of base and runs and k = 1 here: the expected counts are then unbiased.
-    Returns the interval; n is the number of runs. Ends are NaN where a resample has an NSCR that is undefined.
-    Raises ValueError for other shapes, probabilities outside [0, 1], and a k below 1.
-    Source: arXiv 2507.14843 (NSCR); Owen, Annals of Applied Statistics 2007 (bootstrap).
+    Args:
+        base: (problems,), probabilities of one sample.
+        runs: (runs, problems).
+        k: samples of each. For counts give `estimate_pass_at(right, samples, k)` of base and runs and k = 1 here: the
+            expected counts are then unbiased.
+        baseline: (other runs, problems), from the same base, or None.
+        n_resamples: of the bootstrap.
+
+    Returns:
+        The interval; n is the number of runs, of the smaller group if there are two. Ends are NaN where a resample has
+        an NSCR that is undefined.
+
+    Raises:
+        ValueError: other shapes, probabilities outside [0, 1], and a k below 1.
+
+    Source:
+        arXiv 2507.14843 (NSCR); Owen, Annals of Applied Statistics 2007 (bootstrap).
 
     >>> support_change([0.5, 0.5], [[1.0, 0.5], [1.0, 0.5]], 1).value
     0.2857142857142857
     """
-    return _change(base, [("runs", runs)], k, n_resamples)
-
-
-def support_change_difference(
-    base: ArrayLike, first: ArrayLike, second: ArrayLike, k: int, *, n_resamples: int = 10_000
-) -> Interval:
-    """Return the mean NSCR of one group of runs less that of another, from the same base, with an interval.
-
-    Each group's runs are resampled by themselves; problems are resampled in common, for both groups and the base.
-
-    base, k: as in `support_change`. first, second: (runs, problems), (other runs, problems).
-    Returns the interval; n is the number of runs of the smaller group.
-    Raises ValueError as `support_change`.
-    """
-    return _change(base, [("first", first), ("second", second)], k, n_resamples)
+    named = {"runs": runs} if baseline is None else {"runs": runs, "baseline": baseline}
+    groups = [_net_and_reached(base, name, each, k) for name, each in named.items()]
+    means = _resampled(groups, n_resamples)
+    value = sum(
+        sign * ratio(net.sum(1), reached.sum(1)).mean() for sign, (net, reached) in zip((1, -1), groups, strict=False)
+    )
+    draws = means[:, 0] if baseline is None else means[:, 0] - means[:, 1]
+    low, high = np.quantile(draws, stats.ENDS)
+    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups))
 
 
 class Effects(NamedTuple):
@@ -546,18 +555,6 @@ def _null(expected: Support, found: NDArray[np.float64]) -> Null:
     ends = np.quantile(found, stats.ENDS) if len(found) else (nan, nan)
     sd = float(found.std()) if len(found) else nan
     return Null(expected, sd, float(ends[0]), float(ends[1]))
-
-
-def _change(base: ArrayLike, named: Sequence[tuple[str, ArrayLike]], k: int, n_resamples: int) -> Interval:
-    """Return the mean NSCR of one group of runs, less that of a second one, by the crossed bootstrap."""
-    groups = [_net_and_reached(base, name, runs, k) for name, runs in named]
-    value = sum(
-        sign * ratio(net.sum(1), reached.sum(1)).mean() for sign, (net, reached) in zip((1, -1), groups, strict=False)
-    )
-    means = _resampled(groups, n_resamples)
-    draws = means[:, 0] - means[:, 1] if len(groups) > 1 else means[:, 0]
-    low, high = np.quantile(draws, stats.ENDS)
-    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups))
 
 
 def _resampled(

@@ -316,16 +316,14 @@ def hack_report(
         detector.__name__: np.array([detector(text) for text in completions], dtype=bool)
         for detector in (empty, special_only, repetitive, further_turn)
     }
-    needs = {}
-    needs["clipped"] = "tokens and max_tokens" if tokens is None else None
-    needs["gibberish"] = "surprisal and usual_surprisal" if surprisal is None else None
-    needs["other_script"] = "prompts" if prompts is None else None
-    needs["right_length_wrong"] = (
-        "rewards, right and best_reward" if any(value is None for value in (rewards, right, best_reward)) else None
-    )
-    needs["verdict"] = "rewards, right, base_reward and base_correct"
-    if all(value is not None for value in (rewards, right, base_reward, base_correct)):
-        needs["verdict"] = None
+    needs = {
+        "clipped": ("tokens and max_tokens", [tokens]),
+        "gibberish": ("surprisal and usual_surprisal", [surprisal]),
+        "other_script": ("prompts", [prompts]),
+        "right_length_wrong": ("rewards, right and best_reward", [rewards, right, best_reward]),
+        "verdict": ("rewards, right, base_reward and base_correct", [rewards, right, base_reward, base_correct]),
+    }
+    not_asked = {name: what for name, (what, inputs) in needs.items() if any(value is None for value in inputs)}
     if tokens is not None:
         full = np.asarray(tokens) >= max_tokens
         short = np.array([4 * len(measured(text)) < max_tokens for text in completions])
@@ -336,7 +334,7 @@ def hack_report(
         flags["other_script"] = np.array([other_script(t, p) for t, p in zip(completions, prompts, strict=True)], bool)
     if right is not None:
         flags["right"] = np.asarray(right, bool)
-    if needs["right_length_wrong"] is None:
+    if "right_length_wrong" not in not_asked:
         flags["right_length_wrong"] = (np.asarray(rewards, float) >= best_reward) & ~flags["right"]
     degenerate = np.any([flags[name] for name in _DEGENERATE if name in flags], axis=0)
     shares = {name: float(marked.mean()) for name, marked in flags.items()}
@@ -348,7 +346,7 @@ def hack_report(
         flags=flags,
         shares=shares,
         degenerate=degenerate,
-        not_asked={name: what for name, what in needs.items() if what},
+        not_asked=not_asked,
         distinct=distinct_ratio(completions),
         mean_reward=mean_reward,
         correct=shares.get("right"),

@@ -4,11 +4,19 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from claim_worlds import DECLARED, judge
+from claim_worlds import DECLARED, evaluate
+from evoalign_study.claims import Verdict
 from evoalign_study.records import pack_bits
 
 N, POINTS = 100, 11
 DECODINGS = ("greedy", "t0.6", "t1")
+
+
+def judge(records: list[dict], *decodings: str) -> Verdict:
+    """Judge the claim under some decodings, all by default, from few resamples."""
+    claim = DECLARED["C26"]
+    rule = claim["rule"] | {"decodings": list(decodings or DECODINGS)}
+    return evaluate(claim | {"rule": rule}, records, declared=[], resamples=80)
 
 
 def run(name: str, seed: int, fate: str, **more: object) -> dict:
@@ -54,7 +62,7 @@ def lines(runs: list[dict], within: float, between: float, seed: int = 0) -> lis
 
 def test_two_regimes_are_found_under_every_decoding() -> None:
     runs = arms()
-    verdict = judge("C26", runs + lines(runs, 0.02, 0.5))
+    verdict = judge(runs + lines(runs, 0.02, 0.5))
     assert verdict.verdict == "supported", verdict.text
     assert len(verdict.findings) == 12 and {finding.n for finding in verdict.findings} == {8}
     agree = verdict.intervals["two clusters v hacked and unhacked, adjusted Rand index greedy"]
@@ -65,7 +73,7 @@ def test_two_regimes_are_found_under_every_decoding() -> None:
 
 def test_one_cloud_is_no_two_regimes() -> None:
     runs = arms()
-    verdict = judge("C26", runs + lines(runs, 0.2, 0.2))
+    verdict = judge(runs + lines(runs, 0.2, 0.2))
     assert verdict.verdict in ("underpowered", "contradicted")
     assert verdict.intervals["two clusters, silhouette over that of one greedy"].value < 0
     assert verdict.intervals["two clusters v hacked and unhacked, adjusted Rand index greedy"].value < 0.5
@@ -74,18 +82,18 @@ def test_one_cloud_is_no_two_regimes() -> None:
 def test_too_few_hacked_runs_and_runs_that_only_got_worse() -> None:
     runs = [r for r in arms() if r["fate"] == "unhacked" or r["spec"]["seed"] < 19]
     runs += [run(name, 19, "worse") for name in ("es_large", "grpo_large")]
-    verdict = judge("C26", runs + lines(runs, 0.02, 0.5))
+    verdict = judge(runs + lines(runs, 0.02, 0.5))
     assert verdict.verdict == "underpowered" and "6 hacked v 8 unhacked" in verdict.text
 
 
 def test_without_lines_there_is_nothing_to_judge() -> None:
     runs = arms()
-    assert judge("C26", []).verdict == "open"
+    assert judge([]).verdict == "open"
     every = lines(runs, 0.02, 0.5)
-    verdict = judge("C26", runs + every[1:])
+    verdict = judge(runs + every[1:])
     assert verdict.verdict == "open" and "no line was measured" in verdict.findings[0].context
     none_hacked = arms("unhacked")
-    found = judge("C26", none_hacked + lines(none_hacked, 0.1, 0.1))
+    found = judge(none_hacked + lines(none_hacked, 0.1, 0.1))
     assert found.verdict == "open" and "0 hacked v 16 unhacked" in found.findings[1].have
 
 
@@ -98,6 +106,6 @@ def test_a_null_takes_the_place_of_runs_with_large_steps(height: float, passes: 
     small = [r for r in runs if r["fate"] == "unhacked"]
     apart = [line(first, last, 0.5, rng) for first in nulls for last in small]
     together = [line(first, last, height, rng) for first, last in combinations(nulls, 2)]
-    verdict = judge("C26", runs + nulls + lines(runs, 0.02, 0.5) + apart + together)
+    verdict = judge(runs + nulls + lines(runs, 0.02, 0.5) + apart + together, "greedy", "t1")
     assert ("not evidence" == verdict.verdict) == passes, verdict.placebo
     assert ("passed by" if passes else "failed by") + " ES with random fitness (n = 4)" in verdict.placebo

@@ -142,8 +142,12 @@ def _displacements(evidence: Evidence, *sides: Chosen) -> geometry.Displacements
     return defined(gram_matrix.gram, evidence.having("kind", "products"), runs)
 
 
-def _of_displacements(read: Callable[[geometry.Displacements, Sequence[Record]], Any]) -> _Read:
-    return lambda evidence, side, decoding: np.array(read(_displacements(evidence, side), side.runs))
+_Displaced = Callable[[geometry.Displacements, Sequence[Record]], Any]
+"""Reads one number per run from the products of a side."""
+
+
+def _log_norms(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
+    return np.log(np.diagonal(found.total)) / 2
 
 
 def _norms_over_walk(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
@@ -167,8 +171,8 @@ def _head(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
     return found.shares[rows[0]] / found.size_shares[rows[0]]
 
 
-def _unmoved(dtype: str) -> _Read:
-    return _of_displacements(lambda found, runs: (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d)
+def _unmoved(dtype: str) -> _Displaced:
+    return lambda found, runs: (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
 
 
 def _rows(*sides: Chosen) -> list[list[int]]:
@@ -194,10 +198,6 @@ def _common_share(evidence: Evidence, sides: Sequence[Chosen], decoding: str) ->
 
 
 # ---- merged models
-
-
-def _of_merged(read: Callable[[Record], float]) -> _Read:
-    return lambda evidence, side, decoding: np.array([read(record) for record in _merged(evidence, side)])
 
 
 def _skills(name: str) -> Callable[[Record], float]:
@@ -252,16 +252,15 @@ def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> In
 # ---- noise on the weights
 
 
-def _clean(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-    return np.array([record["clean"][decoding] for record in _noisy(evidence, side)])
+def _clean(records: Sequence[Record], decoding: str) -> list[float]:
+    return [record["clean"][decoding] for record in records]
 
 
-def _kept(part: str) -> _Read:
+def _kept(part: str) -> Callable[[Sequence[Record], str], Array]:
     """Read the share of a model's accuracy that it keeps under noise, the mean over draws and sigmas."""
 
-    def read(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-        found = _noisy(evidence, side)
-        clean, left = ([np.mean(r[block][decoding]) for r in found] for block in ("clean", part))
+    def read(records: Sequence[Record], decoding: str) -> Array:
+        clean, left = ([np.mean(r[block][decoding]) for r in records] for block in ("clean", part))
         if 0 in clean:
             raise Undecided("a model has no accuracy to keep")
         return np.divide(left, clean)
@@ -288,8 +287,7 @@ def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) 
     records = [_covered(evidence, side) for side in sides]
     base = _reached(_base_of(evidence), decoding)
     runs = [np.array([_reached(record, decoding) for record in side]) for side in records]
-    find = coverage.support_change if len(runs) == 1 else coverage.support_change_difference
-    found = find(base, *runs, coverage.SOLVED_WITHIN, n_resamples=evidence.resamples)
+    found = coverage.support_change(base, runs[0], coverage.SOLVED_WITHIN, *runs[1:], n_resamples=evidence.resamples)
     if math.isnan(found.low):
         raise Undecided("neither the base nor a run solves a problem")
     return found
@@ -387,63 +385,61 @@ class Quantity:
     """Whether the untrained base has it, too, so that it is asked as a null."""
 
 
-def _log_skills_kl(record: Record) -> float:
-    return math.log(_skills("kl")(record))
+def _of_runs(words: str, read: _Displaced, **options: Any) -> Quantity:
+    def numbers(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+        return np.array(read(_displacements(evidence, side), side.runs))
+
+    return Quantity(words, _between(numbers), _counted(_displaced), **options)
 
 
-_of_run, _of_merge, _of_noise = map(_counted, (_displaced, _merged, _noisy))
-_POINTS, _DECODED = {"unit": "points"}, {"unit": "points", "decoded": True}
-_COVERED = {"units": with_coverage, "of_base": True}
+def _of_merges(words: str, read: Callable[[Record], float], **options: Any) -> Quantity:
+    def numbers(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+        return np.array([read(record) for record in _merged(evidence, side)])
+
+    return Quantity(words, _between(numbers), _counted(_merged), **options)
+
+
+def _of_noise(words: str, read: Callable[[Sequence[Record], str], Any]) -> Quantity:
+    def numbers(evidence: Evidence, side: Chosen, decoding: str) -> Array:
+        return np.array(read(_noisy(evidence, side), decoding))
+
+    return Quantity(words, _between(numbers), _counted(_noisy), decoded=True, unit="points")
+
+
+_TWO, _POINTS, _RATIO = {"sides": (2,)}, {"unit": "points"}, {"unit": "ratio", "sides": (2,)}
+_COVERED, _DECODED = {"units": with_coverage, "of_base": True}, {"decoded": True}
+_WITHIN = coverage.SOLVED_WITHIN
+_run = _counted(_displaced)
 
 QUANTITIES: dict[str, Quantity] = {
-    "norm": Quantity(
-        "norm of the displacement",
-        _between(_of_displacements(lambda found, runs: np.log(np.diagonal(found.total)) / 2)),
-        _of_run,
-        (2,),
-        unit="ratio",
-    ),
-    "norm_over_walk": Quantity("norm over that of a walk", _between(_of_displacements(_norms_over_walk)), _of_run),
-    "unevenness": Quantity(
-        "distance of the layers' shares from their sizes'", _between(_of_displacements(_unevenness)), _of_run
-    ),
-    "head": Quantity("the head's share over its size's", _between(_of_displacements(_head)), _of_run),
-    "unmoved_float32": Quantity("weights that stay, float32", _between(_unmoved("float32")), _of_run, **_POINTS),
-    "unmoved_bfloat16": Quantity(
-        "weights that stay, rounded to bfloat16", _between(_unmoved("bfloat16")), _of_run, **_POINTS
-    ),
-    "cosine": Quantity("cosine of two runs", _cosine, _of_run, (2,)),
-    "corrected_cosine": Quantity("cosine of what runs have in common", _corrected_cosine, _of_run, (2,)),
-    "common_share": Quantity("share of a run's squared norm that all have", _common_share, _of_run, (1,)),
-    "accuracy": Quantity("test", _accuracy, _of_merge, **_DECODED),
-    "skills_accuracy": Quantity(
-        "accuracy on other skills", _between(_of_merged(_skills("greedy"))), _of_merge, **_POINTS
-    ),
-    "skills_kl": Quantity("KL on other skills", _between(_of_merged(_skills("kl"))), _of_merge),
-    "skills_kl_ratio": Quantity(
-        "KL on other skills", _between(_of_merged(_log_skills_kl)), _of_merge, (2,), unit="ratio"
-    ),
-    "barrier": Quantity("barrier of the error", _barrier, _drawn, (2,), **_DECODED),
-    "clean": Quantity("accuracy without noise", _between(_clean), _of_noise, **_DECODED),
-    "kept_isotropic": Quantity(
-        "accuracy kept under isotropic noise", _between(_kept("isotropic")), _of_noise, **_DECODED
-    ),
-    "kept_relative": Quantity("accuracy kept under relative noise", _between(_kept("relative")), _of_noise, **_DECODED),
-    "support_change": Quantity("net change of support", _support_change, decoded=True, **_COVERED),
+    "norm": _of_runs("norm of the displacement", _log_norms, **_RATIO),
+    "norm_over_walk": _of_runs("norm over that of a walk", _norms_over_walk),
+    "unevenness": _of_runs("distance of the layers' shares from their sizes'", _unevenness),
+    "head": _of_runs("the head's share over its size's", _head),
+    "unmoved_float32": _of_runs("weights that stay, float32", _unmoved("float32"), **_POINTS),
+    "unmoved_bfloat16": _of_runs("weights that stay, rounded to bfloat16", _unmoved("bfloat16"), **_POINTS),
+    "cosine": Quantity("cosine of two runs", _cosine, _run, **_TWO),
+    "corrected_cosine": Quantity("cosine of what runs have in common", _corrected_cosine, _run, **_TWO),
+    "common_share": Quantity("share of a run's squared norm that all have", _common_share, _run, (1,)),
+    "accuracy": Quantity("test", _accuracy, _counted(_merged), **_DECODED, **_POINTS),
+    "skills_accuracy": _of_merges("accuracy on other skills", _skills("greedy"), **_POINTS),
+    "skills_kl": _of_merges("KL on other skills", _skills("kl")),
+    "skills_kl_ratio": _of_merges("KL on other skills", lambda record: math.log(_skills("kl")(record)), **_RATIO),
+    "barrier": Quantity("barrier of the error", _barrier, _drawn, **_TWO, **_DECODED, **_POINTS),
+    "clean": _of_noise("accuracy without noise", _clean),
+    "kept_isotropic": _of_noise("accuracy kept under isotropic noise", _kept("isotropic")),
+    "kept_relative": _of_noise("accuracy kept under relative noise", _kept("relative")),
+    "support_change": Quantity("net change of support", _support_change, **_DECODED, **_COVERED),
     "support_change_own": Quantity(
         "net change of support, each at its own temperature",
         lambda evidence, sides, decoding: _support_change(evidence, sides, ""),
         **_COVERED,
     ),
     "gain": Quantity("gain of greedy accuracy", _gain, sides=(1,), **_POINTS, **_COVERED),
-    "right": Quantity("right answers", _solved(1), **_DECODED, **_COVERED),
+    "right": Quantity("right answers", _solved(1), **_DECODED, **_POINTS, **_COVERED),
     "solved": Quantity(
-        f"solved within {coverage.SOLVED_WITHIN} samples",
-        _solved(coverage.SOLVED_WITHIN),
-        sampled=True,
-        **_DECODED,
-        **_COVERED,
+        f"solved within {_WITHIN} samples", _solved(_WITHIN), sampled=True, **_DECODED, **_POINTS, **_COVERED
     ),
-    "half_gain": Quantity("place of half the gain", _half_gain, _counted(_from_base), decoded=True),
+    "half_gain": Quantity("place of half the gain", _half_gain, _counted(_from_base), **_DECODED),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -80,7 +80,7 @@ def _validation(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], ar
     if not budget > max(axis[0] for arm in spent for axis in arm):  # of which a warm start may be all that it costs
         raise Undecided("a run spent no more than another one had before its first step")
     return [
-        np.array([curves.score_at(*curve, budget) for curve in zip(axes, scores, strict=True)])
+        np.array([curves.score_at(*line, budget) for line in zip(axes, scores, strict=True)])
         for axes, scores in zip(spent, found, strict=True)
     ]
 
