@@ -1,10 +1,15 @@
 """Sphinx's settings of the site. Nothing is fetched, neither when it is built nor when a page is viewed.
 
-`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` reads what was built.
+`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` reads what was built. Docstrings are in
+Google style or plain prose, with words in single backticks and lists.
 """
 
+import importlib
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
@@ -12,7 +17,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 project = "EvoAlign"
 author = "EvoAlign authors"
 language = "en"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "mathml", "docstrings"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 
 # Notebooks are shown as committed.
 nb_execution_mode = "off"
@@ -22,14 +27,15 @@ myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "dollarmath"
 myst_dmath_double_inline = True
 myst_heading_anchors = 4
 
+napoleon_use_ivar = True  # fields have descriptions of their own
 smartquotes = False  # quotes in docstrings are those of Python
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "ignore-module-all": True}
+autodoc_default_options = {"members": True, "ignore-module-all": True, "no-value": True}
 autodoc_typehints_format = "short"
 # Shown by these names, not by what they stand for.
-_NAMES = ("ArrayLike", "Record", "Records", "Spec", "Claim", "RewardFunction", "Groups", "Memory")
+_NAMES = ("ArrayLike", "RewardFunction")
 autodoc_type_aliases = {name: name for name in _NAMES}
 # A bare name in a type that two modules have: the link may lead to either.
 suppress_warnings = ["ref.python"]
@@ -58,3 +64,49 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
+
+
+_ITEM = r"(?:-|\d+\.) "
+
+
+def _plain_prose(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Make plain prose reStructuredText: its signs escaped, words in backticks code, lists set apart."""
+    text = re.sub(r"^( +[\w*, ]+,)\n +", r"\1 ", "\n".join(lines), flags=re.M)  # names of arguments on two lines
+    joined = 1
+    while joined:  # an item on one line leaves nothing to indent
+        text, joined = re.subn(rf"^(\s*{_ITEM}.*)\n +(?!{_ITEM})(?=\S)", r"\1 ", text, flags=re.M)
+    text = re.sub(rf"^(?!{_ITEM})(\S.*)\n(?={_ITEM})", r"\1\n\n", text, flags=re.M)
+    text = re.sub(rf"^({_ITEM}.*)\n(?!{_ITEM})(?=\S)", r"\1\n\n", text, flags=re.M)
+    blocks = text.split("\n\n")
+    lines[:] = "\n\n".join(b if b.lstrip().startswith(">>>") else _escaped(b) for b in blocks).split("\n")
+
+
+def _escaped(text: str) -> str:
+    parts = re.split(r"`+([^`]+)`+", text)
+    parts[::2] = [re.sub(r"[\\*|]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    parts[1::2] = [f"``{part}``" for part in parts[1::2]]
+    for n in range(1, len(parts), 2):  # an empty sign between code and the letters that touch it
+        parts[n - 1] += "\\ " if parts[n - 1][-1:].isalnum() else ""
+        parts[n + 1] = ("\\ " if parts[n + 1][:1].isalnum() else "") + parts[n + 1]
+    return "".join(parts)
+
+
+def _signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str | None, ...]:
+    """Show the names in `autodoc_type_aliases` within types, too, and a default made at each call as ..."""
+    shown = (text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, result))
+    return tuple(text and text.replace("<factory>", "...") for text in shown)
+
+
+def setup(app: Any) -> None:
+    """Have docstrings escaped before napoleon makes sections of them, and the library imported before Sphinx forks."""
+    app.connect("autodoc-process-docstring", _plain_prose, priority=400)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("env-before-read-docs", _import_first)
+
+
+def _import_first(app: Any, env: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if name.startswith("api/"):
+            importlib.import_module(name.removeprefix("api/"))

@@ -36,14 +36,8 @@ BESIDE = {
     "07_solution_coverage": "The [solve explorer](../explorer.md) shows every test problem, which model solves it, and "
     "what the models wrote.",
 }
-# The groups of the reference, by the first part of a module's name; the library has what no other group has.
-GROUPS = {
-    "Library": (),
-    "Analysis": ("analysis",),
-    "Study": ("study",),
-    "Claims": ("claims",),
-    "Artefacts and command": ("artifacts", "comparison", "style", "cli"),
-}
+# The groups of the reference, by the first part of a module's name; the library has what the other has not.
+GROUPS = {"Library": (), "Analysis": ("analysis",)}
 
 
 class Figure(NamedTuple):
@@ -142,7 +136,7 @@ def claims() -> tuple[dict[str, Any], ...]:
     with open(ROOT / "paper/generated/claims.csv", encoding="utf-8", newline="") as file:
         verdicts = {row["claim"]: row for row in csv.DictReader(file)}
     if [claim["id"] for claim in declared] != list(verdicts):
-        raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run python -m evoalign_study verify --write")
+        raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run `evoalign_study verify --write`")
     judged = {name: row | {"n": int(row["n"]), "hash": row["rule"]} for name, row in verdicts.items()}
     return tuple(judged[claim["id"]] | claim for claim in declared)
 
@@ -370,30 +364,10 @@ _INCLUDES: dict[str, Callable[[str], str]] = {
 def _module_page(name: str) -> str:
     below = [m for m in modules() if m.rpartition(".")[0] == name]
     lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: {name}", "```", ""]
-    if offered := _offered(name):
-        lines += ["Its names: " + ", ".join(f"{{py:obj}}`{word} <{full}>`" for word, full in offered.items()) + ".", ""]
     if below:
         rows = [(f"[{_short(module)}]({module}.md)", _summary(module)) for module in below]
         lines += ["## Modules", "", _table(("module", "what it has"), rows), ""]
     return "\n".join(lines)
-
-
-def _offered(name: str) -> dict[str, str]:
-    """Return what a package takes from its modules and offers as its own: name -> full name."""
-    tree = _tree(name)
-    public = {
-        word
-        for node in tree.body
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
-        for word in ast.literal_eval(node.value)
-    }
-    imported = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    return {word: imported[word] for word in sorted(public & imported.keys())}
 
 
 def _summary(name: str) -> str:
@@ -504,5 +478,5 @@ def _localised(folder: Path, text: str, place: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python site/pages.py FOLDER")
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
     write(Path(sys.argv[1]))

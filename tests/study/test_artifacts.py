@@ -19,17 +19,17 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-from evoalign_study import artifacts, execution, paths, style
+from evoalign_study import artifacts, cli, execution, paths, style
 from evoalign_study.artifacts import Store
 from evoalign_study.claims import evaluate_together, load_claims, rule_hash
-from evoalign_study.records import append_record, pack_bits, spec_hash
+from evoalign_study.records import append_record, spec_hash
 from evoalign_study.rendering import tex_escape
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
-from evoalign_lib import cli
+from evoalign_lib import drawing
 from evoalign_lib.engines import processes
 from tests.benchmarks.shared import merge
 
@@ -43,7 +43,7 @@ TABLE = pd.DataFrame({"arm": ["ES", "base_A0 & co"], "gain": [-1.25, 0.5], "n": 
 
 
 COPIED = {"paper/claims.yaml", "paper/claims.lock", "LOG.md"}
-NO_GIT = "no history of git here: paper/claims.lock was not compared with it"
+NO_GIT = "no history of git here: records and paper/claims.lock were not compared with it"
 
 
 @pytest.fixture
@@ -105,16 +105,6 @@ def test_table_text(repository: Path) -> None:
     assert csv == b"arm,gain,n,range\nES,-1.25,8,-3.0 to 1.0\nbase_A0 & co,0.5,1,\n"
 
 
-def test_what_records_are_about_stands_in_the_place_of_the_scale(repository: Path) -> None:
-    store = Store("01_toy", "tiny", RECORDS, fresh=False)
-    store.save_table(TABLE, "gain", "Gain.", {"gain": ".1f"}, of="published answers of another model")
-    store.save_figure(_figure(), "curves", TABLE, "Curves.", of="published answers of another model")
-    for name in ("gain", "curves"):
-        text = (repository / f"paper/generated/{name}.tex").read_text()
-        assert "(notebook 01, published answers of another model)" in text and "scale" not in text
-        assert _manifest(repository)["artefacts"][name]["records"]
-
-
 def test_floats_need_a_format_and_formats_a_column(repository: Path) -> None:
     store = Store("01_toy", "tiny", RECORDS, fresh=False)
     with pytest.raises(ValueError, match="'gain' holds floats"):
@@ -169,22 +159,10 @@ def test_numbers(repository: Path) -> None:
     assert {path.name: path.read_bytes() for path in generated.iterdir()} == written
 
 
-def test_many_numbers_at_once_are_what_they_are_one_by_one(repository: Path) -> None:
-    numbers = {"Gain": (0.0512, ".1%"), "Loss": (-0.0512, ".3f"), "Arm": ("ES", ""), "Runs": (16, "d")}
-    contents = []
-    for _ in range(2):
-        store = Store("01_toy", "full", RECORDS, fresh=False)
-        if not contents:
-            store.save_numbers(numbers)
-        else:
-            for name, (value, fmt) in numbers.items():
-                store.save_number(name, value, fmt)
-        generated = repository / "paper" / "generated"
-        contents.append({path.name: path.read_bytes() for path in generated.iterdir()})
-        shutil.rmtree(generated)
-    assert contents[0] == contents[1]
-    assert json.loads(contents[0]["numbers_01_toy_full.json"])["ArmFull"] == "ES"
-    assert set(json.loads(contents[0]["manifest.json"])["artefacts"]) == {"GainFull", "LossFull", "ArmFull", "RunsFull"}
+def test_numbers_of_full_scale_have_names_of_their_own(repository: Path) -> None:
+    Store("01_toy", "full", RECORDS, fresh=False).save_numbers({"Gain": (0.0512, ".1%"), "Arm": ("ES", "")})
+    texts = json.loads((repository / "paper/generated/numbers_01_toy_full.json").read_text())
+    assert texts == {"GainFull": "5.1%", "ArmFull": "ES"} and set(_manifest(repository)["artefacts"]) == set(texts)
 
 
 def _draw(store: Store) -> None:
@@ -380,70 +358,12 @@ def _run_verify(*arguments: str) -> tuple[int, list[str]]:
     return result.exit_code, result.output.splitlines()
 
 
-def test_verify(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    (repository / "README.md").write_text("Results\n<!-- claims -->\nold\n<!-- /claims -->\nend\n")
-    _write_notebook(repository, NOTEBOOK)
-    _store_toy_records(repository)
-    figures, generated = repository / "figures", repository / "paper" / "generated"
-
-    assert _run_verify("--write") == (0, [NO_GIT, "written"])
-    committed = {file: (repository / file).read_bytes() for file in _files(repository)}
-    claims = committed["paper/generated/claims.md"]
-    assert committed["README.md"] == b"Results\n<!-- claims -->\n" + claims + b"<!-- /claims -->\nend\n"
-    assert b"| C1 ES improves" in claims
-
-    drawn = repository / "elsewhere"
-    with monkeypatch.context() as patch:
-        patch.setenv("EVOALIGN_ARTIFACTS", str(drawn))
-        exec(NOTEBOOK.replace("../paper", str(repository / "paper")), {})
-    agree = ["all tables, numbers and plotted data agree with the committed records"]
-    assert _run_verify("--drawn", str(drawn)) == (0, [NO_GIT, *agree])
-    (drawn / "generated/gain.csv").write_text("seed\n7\n")
-    problem = "generated/gain.csv differs: line 2: committed '0', drawn '7'"
-    assert _run_verify("--drawn", str(drawn)) == (1, [problem, NO_GIT])
-    for wrong, message in (([str(drawn), "--write"], "leave --drawn out"), (["nowhere"], "make test draws all into")):
-        status, lines = _run_verify("--drawn", *wrong)
-        assert status == 2 and message in " ".join(" ".join(lines).split())
-    shutil.rmtree(drawn)
-    assert {file: (repository / file).read_bytes() for file in _files(repository)} == committed
-
-    (figures / "curves.csv").write_text("seed\n0\n1\n")
-    (figures / "curves.png").unlink()
-    (figures / "old.csv").write_text("seed\n")
-    (generated / "gain.tex").unlink()
-    (generated / "claims.csv").write_text((generated / "claims.csv").read_text().replace("E1,", "E9,"))
-    readme = (repository / "README.md").read_text()
-    (repository / "README.md").write_text(readme.replace("| claim |", "| claims |"))
-    manifest = _manifest(repository)
-    manifest["artefacts"]["gone"] = manifest["artefacts"].pop("Runs") | {"files": []}
-    (generated / "manifest.json").write_text(json.dumps(manifest))
-    damaged = {file: (repository / file).read_bytes() for file in _files(repository)}
-    status, problems = _run_verify()
-    assert status == 1
-    claims = next(problem for problem in problems if "claims.csv" in problem)
-    assert claims.startswith("generated/claims.csv differs: line 2: committed 'E9,")
-    assert sorted(problem for problem in problems if problem not in (claims, NO_GIT)) == [
-        "README.md, block claims, differs: line 1: committed '| claims | verdict |', drawn '| claim | verdict |'",
-        "figures/curves.csv differs: line 3: committed '1', drawn '0'",
-        "figures/curves.png is missing",
-        "figures/old.csv is extra: no notebook makes it",
-        "generated/gain.tex is missing",
-        "generated/numbers_01_toy.json is extra: no notebook makes it",
-        "generated/numbers_01_toy.tex is extra: no notebook makes it",
-        "manifest.json: Runs of 01_toy is missing",
-        "manifest.json: gone is extra, 01_toy no longer makes it",
-    ]
-    # a comparison leaves the repository as it was
-    assert {file: (repository / file).read_bytes() for file in _files(repository)} == damaged
-
-
 @pytest.fixture(scope="module")
 def agreed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository in which all agrees: notebook, records, figures, README and benchmark; `drawn` has it once more."""
     with pytest.MonkeyPatch.context() as patch:
         repository = _repository(tmp_path_factory.mktemp("agreed"), patch)
-        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'notebooks'}")
         (repository / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n")
         merge(repository / "paper/results/bench.json", "a device", "cpu", {"step": {"ratio": 3.5}})
         _write_notebook(repository, "import json", NOTEBOOK + "print('untagged')")
@@ -461,12 +381,14 @@ def agreeing(agreed: Path, repository: Path) -> Path:
     return shutil.copytree(agreed, repository, dirs_exist_ok=True)
 
 
+AGREE = "all tables, numbers and plotted data agree with the committed records"
+
+
 def _forged(repository: Path) -> list[str]:
-    """What `python -m evoalign_study verify` reports, in the order of its lines; it fails if there is anything to report."""
+    """What `verify` reports, in the order of its lines; it fails if there is anything to report."""
     status, lines = _run_verify("--drawn", str(repository / "drawn"))
-    agree = "all tables, numbers and plotted data agree with the committed records"
-    problems = [line for line in lines if line not in (NO_GIT, agree)]
-    assert status == bool(problems) and (agree in lines) == (not problems)
+    problems = [line for line in lines if line not in (NO_GIT, AGREE)]
+    assert status == bool(problems) and (AGREE in lines) == (not problems)
     return problems
 
 
@@ -476,34 +398,71 @@ def _edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-def test_verify_reports_a_forged_record(agreeing: Path) -> None:
-    """One whose results were made better, seal and all, so that it contradicts what it holds beside them."""
-    file = agreeing / "paper/results/01_toy/tiny.jsonl"
-    lines = file.read_text().splitlines()
-    edited = json.loads(lines[0])
-    edited["test"] = {"n": 4, "greedy": 0.5, "greedy_bits": pack_bits([1, 0, 0, 1])}
-    for greedy, found in ((0.5, []), (0.75, ["but by test.greedy_bits the mean of 4 results is 0.5"])):
-        edited["test"]["greedy"] = greedy
-        file.write_text(f"{json.dumps(edited, sort_keys=True, separators=(',', ':'))}\n{lines[1]}\n")
-        file.with_suffix(".seal").unlink()
-        assert CliRunner().invoke(cli.app, ["seal"]).output.startswith(f"{file}: 2 records sealed")
-        problems = [problem for problem in _forged(agreeing) if "test.greedy" in problem]
-        assert [problem.split(", ")[-1].split(":")[0] for problem in problems] == found
-    assert problems[0].startswith(f"{file}, line 1 (toy 0 0, spec ") and "restore it from git" in problems[0]
-    # without another seal it is the seal that does not match
-    edited["test"]["greedy"] = 1.0
-    file.write_text(f"{json.dumps(edited, sort_keys=True, separators=(',', ':'))}\n{lines[1]}\n")
-    assert any("is not the record that was sealed, it was edited" in problem for problem in _forged(agreeing))
+def _edited_manifest(repository: Path, change) -> None:
+    manifest = _manifest(repository)
+    change(manifest["artefacts"])
+    (repository / "paper/generated/manifest.json").write_text(json.dumps(manifest))
 
 
-def test_verify_of_packed_records(agreeing: Path) -> None:
-    file = agreeing / "paper/results/01_toy/tiny.jsonl"
-    assert CliRunner().invoke(cli.app, ["seal", "--pack", "01"]).output.endswith(f"{file}.gz: 2 records packed\n")
-    assert not file.exists() and _forged(agreeing) == []
-    packed = file.with_name("tiny.jsonl.gz")
-    packed.write_bytes(packed.read_bytes()[:-5])
-    found = [problem for problem in _forged(agreeing) if str(packed) in problem]
-    assert found and all(f"{packed} is damaged (" in problem for problem in found)
+STRAY = {"kind": "table", "notebook": "99_other", "scale": "tiny", "files": ["generated/best.csv"], "records": None}
+PICTURE = "figures/curves.png is not the picture that was drawn"
+BENCH = "bench.json does not have the SHA-256"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            lambda r: (r / "figures/curves.csv").write_text("seed\n0\n1\n"),
+            ["curves.csv differs: line 3"],
+        ),
+        (lambda r: (r / "figures/curves.png").unlink(), ["figures/curves.png is missing"]),
+        (lambda r: (r / "figures/curves.png").write_bytes(b"another"), [PICTURE]),
+        (lambda r: (r / "figures/old.csv").write_text("seed\n"), ["figures/old.csv is extra"]),
+        (lambda r: (r / "paper/generated/gain.tex").unlink(), ["generated/gain.tex is missing"]),
+        (
+            lambda r: _edit(r / "paper/generated/claims.csv", "E1,", "E9,"),
+            ["claims.csv differs: line 2"],
+        ),
+        (lambda r: _edit(r / "README.md", "| claim |", "| claims |"), ["README.md, block claims, differs: line 1"]),
+        (lambda r: (r / "README.md").write_text(2 * (r / "README.md").read_text()), ["more than one block"]),
+        (
+            lambda r: _edited_manifest(r, lambda entries: entries.update(gone=entries.pop("Runs") | {"files": []})),
+            ["json is extra", "tex is extra", "Runs of 01_toy is missing", "gone is extra"],
+        ),
+        (
+            lambda r: _edited_manifest(r, lambda entries: entries.update(best=STRAY)),
+            ["99_other at tiny, which has no records", "best names generated/best.csv, which is missing"],
+        ),
+        (lambda r: _edit(r / "paper/results/bench.json", "3.5", "5.5"), [BENCH]),
+        (lambda r: (r / "paper/results/bench.sha256").unlink(), [BENCH]),
+        (lambda r: _edit(r / "notebooks/01_toy.ipynb", "import json", "import json, os"), []),  # `stale` finds this
+        (lambda r: _edit(r / "notebooks/01_toy.ipynb", '"untagged\\n"', '"forged\\n"'), ["displays what"]),
+        (lambda r: _edit(r / "paper/results/01_toy/tiny.jsonl", '"cpu"', '"gpu"'), ["line 1 (toy", "differs in"]),
+    ],
+)
+def test_verify_names_what_was_changed(agreeing: Path, change, found: list[str]) -> None:
+    change(agreeing)
+    before = {file: (agreeing / file).read_bytes() for file in _files(agreeing)}
+    problems = _forged(agreeing)
+    assert len(problems) == len(found) if "line 1 (toy" not in found else problems
+    assert all(any(part in problem for problem in problems) for part in found[:1] + found[1:2] * (len(found) != 2))
+    assert {file: (agreeing / file).read_bytes() for file in _files(agreeing)} == before
+
+
+def test_verify_draws_anew(agreeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that a machine with other libraries has drawn is no forgery; what nobody has drawn is."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'notebooks'}")
+    assert _run_verify() == (0, [NO_GIT, AGREE])
+    _edit(agreeing / "paper/generated/gain.csv", "0", "7")
+    assert _run_verify() == (1, ["generated/gain.csv differs: line 2: committed '7', drawn '0'", NO_GIT])
+    assert _run_verify("--write") == (0, [NO_GIT, "written"]) and _forged(agreeing) == []
+    for name in ("curves.png", "curves.pdf"):
+        for folder in (agreeing, agreeing / "drawn"):
+            (folder / "figures" / name).write_bytes(b"another picture")
+    assert _forged(agreeing) == []
+    for wrong in ([str(agreeing / "drawn"), "--write"], ["nowhere"]):
+        assert _run_verify("--drawn", *wrong)[0] == 2
 
 
 def test_verify_reports_a_forged_lock(agreeing: Path) -> None:
@@ -516,7 +475,7 @@ def test_verify_reports_a_forged_lock(agreeing: Path) -> None:
     whole, rules = lock.read_text(), declared.read_text()
     old = next(line for line in whole.splitlines() if line.startswith("C1 "))
     _edit(lock, old + "\n", "")
-    assert _forged(agreeing)[0] == "claim C1 has a rule and no line in claims.lock: run python -m evoalign_study claims --lock"
+    assert _forged(agreeing)[0].startswith("claim C1 has a rule and no line")
     lock.write_text(whole)
     _edit(lock, old, "C1 by hand")
     assert _forged(agreeing)[0].startswith("claims.lock, line 7 is not 'id date hash'")
@@ -527,56 +486,6 @@ def test_verify_reports_a_forged_lock(agreeing: Path) -> None:
     _edit(lock, old.split()[2], changed)
     lost = f"claims.lock has lost the rule {old.split()[2][:12]} of claim C1, which its history has"
     assert any(problem.startswith(lost) for problem in _forged(agreeing))
-
-
-def test_verify_reports_a_second_block_of_claims_in_the_readme(agreeing: Path) -> None:
-    rows = (agreeing / "README.md").read_text()
-    (agreeing / "README.md").write_text(rows + rows.replace("open", "supported"))
-    assert _forged(agreeing) == ["README.md has more than one block <!-- claims -->: leave the first"]
-
-
-def test_verify_reports_an_entry_of_the_manifest_without_its_file(agreeing: Path) -> None:
-    manifest = agreeing / "paper/generated/manifest.json"
-    entry = {"kind": "table", "notebook": "99_other", "scale": "tiny", "files": ["generated/best.csv"], "records": None}
-    content = json.loads(manifest.read_text())
-    content["artefacts"]["best"] = entry
-    manifest.write_text(json.dumps(content))
-    assert _forged(agreeing) == [
-        "manifest.json: best is of 99_other at tiny, which has no records: delete it",
-        "manifest.json: best names generated/best.csv, which is missing: restore it from git",
-    ]
-
-
-def test_verify_reports_an_edited_benchmark(agreeing: Path) -> None:
-    bench = agreeing / "paper/results/bench.json"
-    kept = bench.with_suffix(".sha256")
-    edited = f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew"
-    _edit(bench, "3.5", "5.5")
-    assert _forged(agreeing) == [edited]
-    kept.unlink()
-    assert _forged(agreeing) == [edited]
-    merge(bench, "a device", "cpu", {"step": {"ratio": 4.5}})  # measured anew
-    assert _forged(agreeing) == []
-
-
-@pytest.mark.parametrize("name", ["curves.png", "curves.pdf"])
-def test_verify_reports_a_replaced_picture(agreeing: Path, name: str) -> None:
-    """Beside a CSV that is as it was; one that a machine with other libraries has drawn is no forgery."""
-    (agreeing / "figures" / name).write_bytes(b"another picture")
-    picture = "is not the picture that was drawn: restore it from git, or execute its notebook"
-    assert _forged(agreeing) == [f"figures/{name} {picture}"]
-    (agreeing / "drawn/figures" / name).write_bytes(b"another picture")
-    assert _forged(agreeing) == []
-
-
-def test_verify_reports_an_untagged_output_that_was_edited(agreeing: Path) -> None:
-    executed = agreeing / "notebooks/01_toy.ipynb"
-    _edit(executed, "import json", "import json, os")
-    assert _forged(agreeing) == []  # `execution.stale` finds this
-    _edit(executed, '"untagged\\n"', '"forged\\n"')
-    assert _forged(agreeing) == [
-        "notebooks/01_toy.ipynb displays what `python -m evoalign_study execute` did not write: restore it from git, or execute it"
-    ]
 
 
 def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() -> None:
@@ -594,7 +503,7 @@ def test_verify_reports_edited_records_first_and_draws_nothing_from_them(reposit
     file.write_text(lines.replace('"device":"cpu"', '"device":"gpu"', 1))
     drawing = artifacts.verify(["01_toy"])  # finds one problem after the other
     edited = next(drawing)
-    assert edited.startswith(f"{file}, line 1 (toy 0 0, spec ") and "it was edited" in edited
+    assert edited.startswith(f"{file}, line 1 (toy 0 0, spec ") and "was edited" in edited
     assert next(drawing) == "notebooks/01_toy.ipynb is missing, though it has committed records"
     drawing.close()
     _write_notebook(repository, "raise AssertionError('executed')")
@@ -603,21 +512,21 @@ def test_verify_reports_edited_records_first_and_draws_nothing_from_them(reposit
     file.write_text(lines.replace('"repeat":1', '"repeat":7'))
     (repository / "notebooks/01_toy.ipynb").unlink()
     *_, last = artifacts.verify(["01_toy"])
-    assert "line 2: the spec does not have the hash" in last
+    assert "line 2 was edited: its spec" in last
 
 
 def test_the_command_seals_what_a_killed_writer_or_a_merge_left(repository: Path) -> None:
     file = _store_toy_records(repository)
-    file.with_suffix(".seal").unlink()
+    file.with_suffix(".index").unlink()
     sealed = CliRunner().invoke(cli.app, ["seal"])
-    assert (sealed.exit_code, sealed.output) == (0, f"{file}: 2 records sealed\nevery record is sealed\n")
+    assert (sealed.exit_code, sealed.output) == (0, f"{file}: 2 records sealed\nevery record is in its index\n")
     file.write_text(file.read_text().replace('"device":"cpu"', '"device":"gpu"', 1))
     sealed = CliRunner().invoke(cli.app, ["seal"])
     assert sealed.exit_code == 1 and f"{file}, line 1 " in sealed.output and "2 records" not in sealed.output
 
 
 def test_verify_reports_a_notebook_that_fails(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'notebooks'}")
     (repository / "paper/results/01_toy").mkdir()
     (repository / "paper/results/01_toy/tiny.jsonl").write_text("")
     missing = "notebooks/01_toy.ipynb is missing, though it has committed records"
@@ -681,14 +590,14 @@ def test_verify_does_not_agree_with_nothing(repository: Path) -> None:
     assert "generated/claims.csv is missing" in problems
 
 
-@pytest.mark.parametrize("decodings", [("greedy", "t1"), ("greedy", "t0.6", "t1"), ("greedy",)])
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("decodings", [("greedy", "t0.6", "t1"), ("greedy",)])
+@pytest.mark.parametrize("count", [1, 6])
 @pytest.mark.parametrize("width", [style.COLUMN, style.PAGE])
 def test_the_legend_names_every_arm_and_decoding_within_the_figure(
     count: int, decodings: tuple[str, ...], width: float
 ) -> None:
     arms = dict(list({"es": 16, "grpo": 16, "base": None, "es_random": 8, "grpo_random": 8, "sft": 8}.items())[:count])
-    with matplotlib.rc_context(style._RC):
+    with matplotlib.rc_context(drawing._RC):
         figure = Figure(figsize=(width, 3))
         figure.add_subplot()
         style.legend(figure, arms, decodings)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -11,29 +12,29 @@ import nbformat
 import pytest
 from evoalign_study import artifacts, claims, execution, paths
 from evoalign_study.claims.verdicts import Verdict
+from evoalign_study.cli import app as study
+from typer import Typer
 from typer.testing import CliRunner
 
-from evoalign_lib import __version__, cli, comparison, tiny
+from evoalign_lib import __version__, comparison, tiny
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.cli import app as library
 
 
-def call(*arguments: object) -> tuple[int, str]:
+def call(*arguments: object, app: Typer | None = None) -> tuple[int, str]:
     """Exit code, and what is printed, in one line; no error is a traceback."""
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), env={"COLUMNS": "300"})
+    app = app or (study if arguments[0] in ("verify", "execute", "seal", "claims") else library)
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "300"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-def test_version():
-    assert call("--version") == (0, f"evoalign {__version__}")
-
-
-def test_the_package_is_the_command(tmp_path):
-    command = [sys.executable, "-m", "evoalign_lib"]
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=paths.ROOT)
-    assert (done.returncode, done.stdout) == (0, f"evoalign {__version__}\n"), done.stderr
-    done = subprocess.run([*command, "nothing"], capture_output=True, text=True, cwd=paths.ROOT)
-    assert done.returncode == 2 and "Usage: evoalign " in done.stderr
+@pytest.mark.parametrize(("package", "named"), [("evoalign_lib", "evoalign "), ("evoalign_study", "evoalign_study ")])
+def test_each_package_is_a_command(package, named):
+    done = subprocess.run([sys.executable, "-m", package, "nothing"], capture_output=True, text=True, cwd=paths.ROOT)
+    assert done.returncode == 2 and named in done.stderr
+    if package == "evoalign_lib":
+        assert call("--version", app=library) == (0, f"evoalign {__version__}")
 
 
 # ---- names in any spelling
@@ -89,18 +90,10 @@ def test_claims_as_json(judged):
 # ---- what users do wrong
 
 
-@pytest.mark.parametrize("arguments", [["verify"], ["execute", "01"], ["seal"], ["claims"], ["claims", "--lock"]])
-def test_what_needs_a_checkout(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "paper/results")
-    code, said = call(*arguments)
-    assert code == 2 and f"evoalign {arguments[0]} needs a checkout of the repository" in said and "clone it" in said
-
-
 def test_a_package_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "nbformat", None)
     code, said = call("execute", "01")
-    assert code == 1 and "nbformat" in said and "pip install 'evoalign[analysis,notebooks,judges]'" in said
+    assert code == 1 and "nbformat" in said and "pip install 'evoalign[analysis" in said
     monkeypatch.setitem(sys.modules, "seaborn", None)
     monkeypatch.setattr(comparison, "compare", lambda *arguments: pytest.fail("it would end without a figure"))
     code, said = call("compare", "A0", "A1", "A2", "--out", tmp_path)
@@ -168,40 +161,10 @@ def test_damaged_files_are_no_tracebacks(tmp_path):
         assert code == 1 and said, arguments
 
 
-# ---- dry runs
-
-CELLS = """from evoalign_study import parameters, sweep
-from evoalign_study import nb03_conciseness as study
-run = parameters.check_parameters(globals(), study.presets(model))
-parameters.announce(run, "01_toy")
-sweep.load_or_run([{"kind": "base", "scale": scale}], "01_toy", scale, dry_run=run.dry_run)
-"""
-
-
-@pytest.fixture
-def notebook(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))
-    literals = "scale, model, engine = 'tiny', '', 'local'\ngpus = seeds = 0\nforce = dry_run = False"
-    cells = [nbformat.v4.new_code_cell(literals, metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(CELLS)]
-    cells.append(nbformat.v4.new_code_cell("raise KeyError('nothing after it may run')"))
-    path = tmp_path / "01_toy.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"language_info": {"name": "python"}}), path)
-    return path
-
-
-def test_a_dry_run_is_no_failure(notebook, tmp_path):
-    out = tmp_path / "out.ipynb"
-    command = [sys.executable, "-m", "papermill", notebook, out, "-k", "python3", "--log-output"]
-    command += ["-p", "dry_run", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert "0 of 1 runs have records; to be run: base." in done.stderr  # the terminal
-    stopped, after = nbformat.read(out, as_version=4).cells[-2:]
-    assert "DryRun" not in done.stderr and stopped.execution_count and not after.execution_count
-
-
-def test_a_check_that_runs_nothing_names_what_is_missing(notebook, tmp_path):
-    content = nbformat.read(notebook, as_version=4)
-    content.cells[0].source = content.cells[0].source.replace("False", "True")
+def test_a_check_that_runs_nothing_names_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{paths.ROOT}{os.pathsep}{paths.NOTEBOOKS}")
+    cell = """from evoalign_study import sweep
+sweep.load_or_run([{"kind": "base", "scale": "tiny"}], "01_toy", "tiny", dry_run=True)"""
+    content = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     said = execution._run("01_toy", content, tmp_path, [], 100)
     assert said == "notebooks/01_toy.ipynb failed: DryRun: 0 of 1 runs have records; to be run: base."

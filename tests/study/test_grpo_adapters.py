@@ -170,7 +170,14 @@ def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
 
 
 @pytest.mark.parametrize(
-    ("arm", "own", "beta"), [("grpo", False, 0.04), ("grpo", True, 0.0), ("grpo", True, 0.04), ("rloo", True, 0.0)]
+    ("arm", "own", "beta"),
+    [
+        ("grpo", True, 0.04),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("grpo", False, 0.04), ("grpo", True, 0.0), ("rloo", True, 0.0))
+        ),
+    ],
 )
 def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm, own, beta):
     """With TRL's reference beside it, transformers alone would go on from the adapter of the start."""
@@ -344,6 +351,7 @@ def recorded():
     return sweep.run(spec_of(), "nb", "commit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"lora_rank": 2}])
 def test_rank_and_seed_decide_a_run(changed):
     assert sweep.run(spec_of(**changed), "nb", "commit")["digest"] != recorded()["digest"]

@@ -74,9 +74,7 @@ def test_the_text_says_the_verdicts_of_now(generated: Path, verdict: str) -> Non
     with (generated / "claims.csv").open(encoding="utf-8", newline="") as file:
         verdicts = {row["claim"]: row["verdict"] for row in csv.DictReader(file)}
     for claim in SAID[verdict].split():
-        assert re.search(rf"[cC]laims?[^.;:]*~{claim}\b", ALL), (
-            f"the text no longer names {claim}: take it from SAID"
-        )
+        assert re.search(rf"[cC]laims?[^.;:]*~{claim}\b", ALL), f"the text no longer names {claim}: take it from SAID"
         assert verdicts[claim] == verdict, f"rewrite what the paper and the README say of {claim}, and SAID"
 
 

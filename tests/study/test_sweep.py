@@ -201,7 +201,7 @@ def test_kinds_of_plain_tiny_models_refuse_what_they_would_ignore(changed, messa
 
 
 @needs_bases
-@pytest.mark.parametrize("arm", ["es", "grpo", "sft"])
+@pytest.mark.parametrize("arm", ["grpo", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("es", "sft"))])
 def test_training_thinks_as_long_as_the_spec_says(arm):
     """In the training set, where tokens are counted, and in the sets that measure, where formats are kept."""
     gradient = {"learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "prompts": 24, "batch_size": 8, "epochs": 1}
@@ -432,6 +432,7 @@ needs_avx2 = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_avx2
 def test_runs_of_the_local_engine_compute_with_avx2(tmp_path):
     """As the committed records were made, on a CPU with AVX-512, too; this process keeps what it has."""
