@@ -32,7 +32,7 @@ smartquotes = False  # quotes in docstrings are those of Python
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "ignore-module-all": True}
+autodoc_default_options = {"members": True, "ignore-module-all": True, "no-value": True}
 autodoc_typehints_format = "short"
 # Shown by these names, not by what they stand for.
 _NAMES = ("ArrayLike", "RewardFunction")
@@ -91,9 +91,18 @@ def _escaped(text: str) -> str:
     return "".join(parts)
 
 
+def _signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str | None, ...]:
+    """Show the names in `autodoc_type_aliases` within types, too, and a default made at each call as ..."""
+    shown = (text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, result))
+    return tuple(text and text.replace("<factory>", "...") for text in shown)
+
+
 def setup(app: Any) -> None:
     """Have docstrings escaped before napoleon makes sections of them, and the library imported before Sphinx forks."""
     app.connect("autodoc-process-docstring", _plain_prose, priority=400)
+    app.connect("autodoc-process-signature", _signature)
     app.connect("env-before-read-docs", _import_first)
 
 
