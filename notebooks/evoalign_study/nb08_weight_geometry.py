@@ -676,7 +676,8 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[Figure, DataF
         ax.set(xlabel="runs in the mean", xscale="log")
         ax.set_xticks(run.means["es"], map(str, run.means["es"]))
         ax.minorticks_off()
-        ax.set(**{} if what == "drift" else {"ylim": (0, None)})
+        if what != "drift":
+            ax.set(ylim=(0, None))
     axes[2].set(title="KL off the task", ylabel="nats per token", yscale="log")
     plots.key(fig, axes[0], 6, 6.5)
     return fig, points
