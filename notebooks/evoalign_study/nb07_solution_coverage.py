@@ -609,13 +609,13 @@ def figure_matched(run: SimpleNamespace, records: Records) -> tuple[Figure, Data
         for model in _CURVES
         for t in run.coverage_temperatures
     )
-    looks = {model: look | {"markevery": None, "ms": 3, "mfc": "white"} for model, look in _looks(run).items()}
-    filled = {
-        model: look | {"marker": look["marker"] or "o", "ms": 6, "label": None} for model, look in _looks(run).items()
-    }
+    looks = {model: look | {"markevery": None} for model, look in _looks(run).items()}
+    dots = {model: look | {"marker": look["marker"] or "o", "label": None} for model, look in looks.items()}
     fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
-    plots.lines(ax, points, "across", "value", "model", looks)
-    plots.lines(ax, points[points["temperature"] == 1], "across", "value", "model", filled)
+    open_ = {model: look | {"ms": 3, "mfc": "white"} for model, look in looks.items()}
+    plots.lines(ax, points, "across", "value", "model", open_)
+    hot = points[points["temperature"] == 1]
+    plots.lines(ax, hot, "across", "value", "model", {model: look | {"ms": 6} for model, look in dots.items()})
     ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
     plots.key(fig, ax, 5)
     return fig, points

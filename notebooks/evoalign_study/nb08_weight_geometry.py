@@ -521,7 +521,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {"longer": entries["es norm"] / entries["grpo norm"], "head": head_shares(records, "grpo").mean()}
     for arm in ("es", "es_random"):
         ratios = over_walk(records, arm)
-        entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
+        entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else Interval(np.nan, np.nan, np.nan, 0)
     entries |= {f"{arm} stays": stats.bootstrap_mean(stay(records, arm)) for arm in VARIATIONS}
     cosines = {pair: corrected(records, *pair) for pair in product(("es", "es_sampled"), _CLIMBS.values())}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
@@ -585,7 +585,7 @@ MACROS = {
 def answers(run: SimpleNamespace, results: Results) -> dict[str, str]:
     """Return question -> one sentence with its number, interval and n."""
     walk, null = (
-        f"{{{arm} walk:.4f}} (n = {{{arm} walk.n}} runs)" if results[f"{arm} walk"] else "not defined (no run moved)"
+        f"{{{arm} walk:.4f}} (n = {{{arm} walk.n}} runs)" if results[f"{arm} walk"].n else "not defined (no run moved)"
         for arm in ("es", "es_random")
     )
     stays = ", ".join(
@@ -664,8 +664,8 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[Figure, DataF
     for ax, decoding in zip(axes, ("greedy", "t1"), strict=False):
         base = 100 * float(np.mean(records["base"][0]["test"][decoding]))
         ax.axhline(base, color=style.ARMS["base"].color, lw=1, label=style.ARMS["base"].label)
-        ax.set(title=f"test accuracy, {style.STROKES[decoding].label}", ylabel="%", ylim=(0, None))
-    for ax, (_, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
+        ax.set(title=f"test accuracy, {style.STROKES[decoding].label}", ylabel="%")
+    for ax, (what, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
         for arm, each in panel.groupby("arm", sort=False):
             look = plots.look("es", mfc="white", ls=":", label=f"{label('es')}, one run as short")
             look = look | {"ms": 5} if arm == short else plots.look(arm, ms=4)
@@ -675,6 +675,8 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[Figure, DataF
         ax.set(xlabel="runs in the mean", xscale="log")
         ax.set_xticks(run.means["es"], map(str, run.means["es"]))
         ax.minorticks_off()
+        if what != "drift":
+            ax.set(ylim=(0, None))
     axes[2].set(title="KL off the task", ylabel="nats per token", yscale="log")
     plots.key(fig, axes[0], 6, 6.5)
     return fig, points
@@ -736,11 +738,12 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[Figure, Data
         for point in counted[arm]
     )
     cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
-    common = DataFrame(
+    told_apart = [
         {"panel": "in common", "pair": pair} | plots.ends(cosine)
         for pair, cosine in cosines.items()
         if not np.isnan(cosine.low)
-    )
+    ]
+    common = DataFrame(told_apart, columns=["panel", "pair", "value", "low", "high"])
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1, 1))
     for panel, arm, _ in lines:
         each = means[(means["panel"] == panel) & (means["pair"] == words[arm])]
@@ -754,7 +757,7 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[Figure, Data
     plots.whiskers(right, common, up=range(len(common)), fmt="o", color="black", ms=4, lw=1, capsize=2)
     right.axvline(0, **plots.NULL)
     right.axvline(1, **plots.NULL)
-    right.set_yticks(range(len(common)), common.get("pair", ()), fontsize=6)
+    right.set_yticks(range(len(common)), common["pair"], fontsize=6)
     right.set(xlabel="cosine", title="of what runs have in common")
     right.grid(axis="y", visible=False)
     return fig, concat([means, common])

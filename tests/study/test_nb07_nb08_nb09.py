@@ -102,7 +102,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_draws_its_data(name):
-    """Every value of the committed data stands in the figure."""
+    """Every value of the committed data stands in the figure, in sight."""
     study, draw = FIGURES[name]
     fig, plotted = getattr(study, f"figure_{draw}")(*loaded(nb07 if study is factors else study))
     assert csv_text(plotted) == (paths.FIGURES / f"{name}.csv").read_text(encoding="utf-8")
@@ -111,6 +111,10 @@ def test_a_figure_draws_its_data(name):
     marks += [dots.get_offsets() for ax in fig.axes for dots in ax.collections]
     drawn = np.concatenate([np.ravel(np.asarray(each, float)) for each in marks if len(each)], dtype=float)
     assert [value for value in values if not np.isclose(drawn, value, rtol=1e-9, atol=1e-12).any()] == []
+    for ax in fig.axes:
+        low, high = sorted(ax.get_ylim())
+        heights = [line.get_ydata() for line in ax.get_lines() if line.get_transform() == ax.transData]
+        assert all(low <= y <= high for each in heights for y in np.asarray(each, float))
     plt.close(fig)
 
 
