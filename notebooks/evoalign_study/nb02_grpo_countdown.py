@@ -208,14 +208,11 @@ def label_of(records: Records, group: str) -> str:
 
 
 class Axis(NamedTuple):
-    """A budget."""
+    """A budget: the unit of tables, its name in sentences and figures, and its name with the unit in tables."""
 
     unit: float
-    """In which tables give it."""
     words: str
-    """Name in sentences and figures."""
     head: str
-    """Name with its unit in tables."""
 
 
 AXES = {
@@ -479,17 +476,14 @@ def results(
     values["best of most"] = DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
     again = by_temperature(records).query("base == @here")
     values |= {f"{row.group}, t{row.temperature:g} again": row.accuracy / 100 for row in again.itertuples()}
-    values |= {
-        "settings tried": len(records["sweep es"]),
-        "group size": run.grpo_num_generations,
-        "best of": run.best_of,
-    }
+    values |= {"settings tried": len(records["sweep es"]), "group size": run.grpo_num_generations}
+    values["best of"] = run.best_of
     for d in DECODINGS:
         ends = {"equivalence": [r["curve"][f"validation_{d}"][-1] for r in before]}
         ends["difference"] = accuracy_matrix(before, d).mean(axis=1)
         values |= {f"pilot {test}, {d}": float(np.std(each, ddof=1)) for test, each in ends.items()}
-    if "C29" in decided:
-        values["KL repeats"] = decided["C29"]["k2_relative_bias"].n
+    if bias := values.get("C29: k2_relative_bias"):
+        values["KL repeats"] = bias.n
     return MappingProxyType(values)
 
 

@@ -754,8 +754,6 @@ def draw_speed_ups(points: DataFrame, lengths: str) -> Figure:
 
     points: `speed_points`. lengths: whose are simulated.
     """
-    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
-
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
     gpus = np.sort(points["GPUs"][points["kind"] == "simulated"].unique())
     for ax, share in zip(axes, (np.ones_like(gpus), gpus), strict=True):
@@ -777,15 +775,14 @@ def draw_speed_ups(points: DataFrame, lengths: str) -> Figure:
             ax.plot(part["GPUs"], part["speed-up"] / share, color=arm.color, **look)
             if kind == "simulated":
                 style.band(ax, part["GPUs"], part["low"] / share, part["high"] / share, arm.color)
-    ticks = {"major_locator": FixedLocator(gpus[::2].tolist()), "major_formatter": ScalarFormatter()}
     for ax in axes:
         ax.set_xscale("log", base=2)
-        ax.xaxis.set(**ticks)
+        ax.set_xticks(gpus[::2], gpus[::2])
         ax.set_xlabel("GPUs")
     axes[0].set_yscale("log", base=2)
-    axes[0].yaxis.set(**ticks, minor_locator=NullLocator())
+    axes[0].set_yticks(gpus[::2], gpus[::2])
     axes[0].set(ylabel="speed-up", title="times faster than one GPU")
-    axes[1].yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+    axes[1].yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}")
     axes[1].set(ylabel="efficiency, %", title="speed-up / GPUs", ylim=(0, None))
     fig.suptitle(f"Simulation of a training step; lengths: {_WHOSE[lengths]}", fontsize=8)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=4, fontsize=6.5)
