@@ -15,8 +15,7 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,7 @@ from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-import evoalign_lib
-from evoalign_lib import ledger, tiny
+from evoalign_lib import ledger
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
@@ -386,87 +384,6 @@ def delete_run(output_dir: str | os.PathLike[str]) -> None:
         if place.is_dir():
             shutil.rmtree(place)
     path.unlink()  # last: what a kill leaves is a run, to be deleted again
-
-
-# ---- the model card
-
-
-def card(
-    name: str,
-    base: str | None,
-    dataset: str | None,
-    tags: Sequence[str],
-    settings: Mapping[str, Any],
-    run: ledger.Ledger | None,
-    digest: str,
-    rewards: Sequence[str],
-) -> str:
-    """Return the text of a model card, in Markdown.
-
-    Args:
-        name: of the model.
-        base: name or folder of the model that the run started from; None: it has none.
-        dataset: its name on the Hub.
-        tags: besides those of the method.
-        settings: of the run.
-        run: its ledger; None: no step is recorded.
-        digest: of the weights.
-        rewards: names of the reward functions.
-    """
-    from huggingface_hub import ModelCardData
-
-    on_hub = base is not None and not os.path.isdir(base) and base not in tiny.SHIPPED
-    data = ModelCardData(
-        base_model=base if on_hub else None,
-        datasets=dataset,
-        library_name="transformers",
-        model_name=name,
-        tags=["evoalign", "evolution-strategies", *tags],
-    )
-    rows = [f"| {key} | `{value}` |" for key, value in settings.items()]
-    steps = "no step is recorded"
-    if run is not None:
-        steps = f"`{ledger.NAME}`: {len(run.steps)} steps; hash of its last line `{run.tips[-1]}`"
-    parts = [
-        f"---\n{data.to_yaml()}\n---\n\n# {name}",
-        f"{f'`{base}`' if base else 'A model'}, trained by an Evolution Strategy with EvoAlign "
-        f"{evoalign_lib.__version__} (commit {_commit()}) on the reward {', '.join(f'`{r}`' for r in rewards)}"
-        f"{f' and the data set `{dataset}`' if dataset else ''}.",
-        "\n".join(
-            [
-                "## Where the weights come from",
-                "",
-                f"- Ledger: {steps}.",
-                f"- SHA-256 of the weights, in float32: `{digest}`.",
-                "",
-                "From ledger and base, the weights of any step can be computed again, bit for bit:",
-                "",
-                "```",
-                f"evoalign replay {ledger.NAME} --out model",
-                "```",
-            ]
-        ),
-        "\n".join(["## Settings", "", "| setting | value |", "| --- | --- |", *rows]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _commit() -> str:
-    """Return the commit of this checkout, with "+" where the package has changed since; "unknown" outside git."""
-
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", check=True).stdout.strip()
-
-    if not (root / ".git").exists():  # a folder above it may belong to another project
-        return "unknown"
-    try:
-        changed = git("status", "--porcelain", "--", Path(__file__).parent.name)
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 # ---- the best weights

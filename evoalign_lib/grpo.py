@@ -89,7 +89,7 @@ import numpy as np
 
 from evoalign_lib import arms, models
 from evoalign_lib._model_checks import check_plain
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import RewardFunction, Rewards, state_metrics
 
@@ -240,14 +240,11 @@ def config(
         raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
     counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_completion_length": max_completion_length}
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count!r} must be at least 1.")
-    if num_generations < 2:
-        raise ValueError(f"num_generations={num_generations}: a group needs at least 2 completions to compare.")
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate={learning_rate!r} must be positive, for example 1e-6.")
-    if not beta >= 0:
-        raise ValueError(f"beta={beta!r} must not be negative; 0 leaves the KL penalty out.")
+        whole_number(name, count)
+    whole_number("num_generations", num_generations, 2, why="completions of a group are compared")
+    for name, value, fits in (("learning_rate", learning_rate, learning_rate > 0), ("beta", beta, beta >= 0)):
+        if not fits:
+            raise ValueError(f"{name}={value!r}: the learning rate must be positive, beta 0 (no KL penalty) or more.")
     maths = dict(ARMS[arm])
     if scale_rewards is not None:
         check_scale(arm, scale_rewards)
