@@ -47,7 +47,7 @@ class Arm:
     rollouts: Literal["own", "perturbed", "unperturbed"] = "own"
     """Which model writes what it is trained on: the one that its family has by itself; "perturbed", copies with noise
     on their weights, as the members of ES are, for a gradient or fine-tuning; "unperturbed", the model itself, for ES,
-    whose members are then judged by importance weights (`study.rollouts`)."""
+    whose members are then judged by importance weights (`evoalign_study.rollouts`)."""
 
 
 _PERTURBED = ("sigma",)

@@ -9,7 +9,7 @@ fitness and s over a population. The step alpha/N sum_n z_n eps_n then has step 
 
 d being the number of weights and both brackets close to 1 (the first within 1/sqrt(2N), since s / |g| is standard
 normal). The cosine is small at every N that is used; what the rest of the step does is a matter of measurement:
-`decompose` splits the step, and `study.kinds.estimator` measures the reward along both parts.
+`decompose` splits the step, and `evoalign_study.kinds.exact` measures the reward along both parts.
 
 Greedy decoding, which ES uses for its fitness, climbs an objective of its own: the greedy reward is a step function of
 the weights, and the population smooths it over sigma. Nothing says that its gradient is g.
