@@ -1,8 +1,8 @@
 """Bytes of memory, by component, of a step of each method at its peak: a formula of a model's shape.
 
 A peak is the larger of a method's phases: generating and, for gradients, going backward or moving the weights. Counted
-are tensors and arrays that a method keeps, and what a pass over the model has beside them. Notebook 06 holds the formula
-against real steps on a CPU, where transformers generates; with `gpus` it counts what differs there:
+are tensors and arrays that a method keeps, and what a pass over the model has beside them. Notebook 06 holds it against
+real steps on a CPU, where transformers generates; with `gpus` it counts what differs there:
 
 1. vLLM generates. Its cache has a row of full length for each completion and stays, its temporaries are not counted,
    and a method of gradients has a copy of the weights for it in the model's dtype (TRL's "colocate").
