@@ -92,11 +92,11 @@ def test_a_record_describes_its_ledger(folder):
     assert hashlib.sha256(master.tobytes()).hexdigest().startswith(one["digest"])
     assert sorted(contents(folder)) == [
         f"results/nb/ledgers/{one['spec_hash']}.jsonl.gz",
-        "results/nb/tiny.jsonl",
         "results/nb/tiny.index",
+        "results/nb/tiny.jsonl",
         f"run/results/ledgers/{one['spec_hash']}.jsonl.gz",
-        "run/results/tiny.jsonl",
         "run/results/tiny.index",
+        "run/results/tiny.jsonl",
     ]
     assert seal_problems(folder / "results/nb/tiny.jsonl") == seal_problems(folder / "run/results/tiny.jsonl") == []
 

@@ -522,12 +522,13 @@ def test_a_forced_reproduction_goes_on_after_a_kill_and_begins_anew_after_its_en
     """The Makefile's own rule; the commands that it calls only note whether there were records."""
     for name in ("notebooks", "paper", "bin", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("notebooks/01_a.ipynb", "pyproject.toml", "constraints.txt", ".venv/.installed"):
+    installed = ("pyproject.toml", "notebooks/pyproject.toml", "constraints.txt", ".venv/.installed")
+    for name in ("notebooks/01_a.ipynb", *installed):
         (tmp_path / name).touch()
     shutil.copy(paths.ROOT / "Makefile", tmp_path)
     for name, text in (
         (".venv/bin/papermill", NOTEBOOK),
-        (".venv/bin/evoalign", "#!/bin/sh"),
+        (".venv/bin/python", "#!/bin/sh"),
         ("bin/latexmk", "#!/bin/sh"),
     ):
         (tmp_path / name).write_text(text)
