@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -107,16 +107,18 @@ def html_table(cells: DataFrame, caption: str) -> str:
     """
     # Jupyter aligns cells right and to the middle by a sheet of its own, which only a style overrides; GitHub aligns
     # them left and strips styles, so that right needs the attribute. Both on every cell are most of a notebook's bytes.
-    long = any(len(cell) > _LONG for row in cells.itertuples(index=False) for cell in row)
-    # without quotes and spaces, which a notebook's JSON doubles
-    top = ";vertical-align:top" if long else ""
-    left, right = f"style=text-align:left{top}", "align=right" + (f" style={top[1:]}" if long else "")
-    how = [right if _numeric(cells[c]) else left for c in cells]
-    head = "".join(f"<th {attributes}>{_breakable(name)}</th>" for name, attributes in zip(cells, how, strict=True))
-    rows = [
-        "".join(f"<td {attributes}>{_breakable(cell)}</td>" for cell, attributes in zip(row, how, strict=True))
-        for row in cells.itertuples(index=False)
-    ]
+    # Without quotes and spaces, which a notebook's JSON doubles.
+    numeric = [_numeric(cells[column]) for column in cells]
+
+    def line(row: Iterable[str], tag: str, top: bool) -> str:
+        left, right = "style=text-align:left", "align=right"
+        if top:
+            left, right = f"{left};vertical-align:top", f"{right} style=vertical-align:top"
+        kinds = [right if number else left for number in numeric]
+        return "".join(f"<{tag} {how}>{_breakable(cell)}</{tag}>" for cell, how in zip(row, kinds, strict=True))
+
+    head = line(cells, "th", False)
+    rows = [line(row, "td", any(len(cell) > _LONG for cell in row)) for row in cells.itertuples(index=False)]
     # a table of two narrow columns would break its caption after every other word
     lines = ["<table>", f'<caption style="text-align: left; min-width: 36em">{escape(caption)}</caption>']
     lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]

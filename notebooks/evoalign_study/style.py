@@ -93,7 +93,7 @@ FITNESS: dict[str, Look] = {
 LOOKS = (ARITHMETICS, KL_ESTIMATORS, PARTS, FITNESS)
 """Every table of looks. What is new gets a table here, in a hue of its own."""
 
-SCREEN_DPI = 160
+SCREEN_DPI = 150
 """Resolution of the pictures in notebooks, pixels per inch."""
 
 FURTHEST = 12

@@ -215,7 +215,7 @@ def test_sizes():
 # ---- the rules find what breaks them
 
 
-def picture(color, dpi=160, name=""):
+def picture(color, dpi=150, name=""):
     drawn = BytesIO()
     Image.new("RGB", (20, 20), color).save(drawn, "png", dpi=(dpi, dpi))
     about = {"evoalign": {"artefact": name}} if name else {}
@@ -279,4 +279,4 @@ def test_pictures_in_other_colours_are_found(monkeypatch, tmp_path):
     assert wrong_colours(with_outputs(picture("#0072B2", name="gain"))) == [
         "gain: (0, 158, 115) is not in the notebook"
     ]
-    assert wrong_colours(with_outputs(picture("#0B9E73", dpi=96, name="gain"))) == ["gain: under 160 pixels per inch"]
+    assert wrong_colours(with_outputs(picture("#0B9E73", dpi=96, name="gain"))) == ["gain: under 150 pixels per inch"]
