@@ -47,8 +47,9 @@ def test_the_conda_environment_installs_what_pyproject_says() -> None:
     *conda, pip = environment["dependencies"]
     (python,) = [d.removeprefix("python=") for d in conda if d.startswith("python=")]
     assert python in SpecifierSet(PROJECT["requires-python"]) and "pip" in conda
-    constraint, package = pip["pip"]
+    constraint, package, study = pip["pip"]
     extras = re.fullmatch(r"-e \.\[([a-z,]+)\]", package)
+    assert study == "-e notebooks"
     assert constraint == "-c constraints.txt" and extras and set(extras[1].split(",")) == set(EXTRAS)
     assert yaml.safe_load((paths.ROOT / "CITATION.cff").read_text())["version"] == evoalign_lib.__version__
 
