@@ -230,7 +230,7 @@ class TestTasks:
         for engine in engines:
             engine.add_prompts("late", ROWS[:3])
         assert engines[0].generate("late") == engines[1].generate("late")
-        with pytest.raises(RuntimeError, match="'later' come too late: add them before the actors start"):
+        with pytest.raises(RuntimeError, match="'later' come too late"):
             engines[1].add_prompts("later", ROWS)
 
     @pytest.mark.parametrize("sampling", [None, (77, 3)])
