@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from evoalign_study import nb06_low_rank_and_cost as low_rank_and_cost
 from evoalign_study import paths
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
@@ -43,6 +42,8 @@ def test_notebook_01_at_full_scale(folder, external_data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_notebook_06_at_full_scale(folder, external_data, tmp_path):
+    from evoalign_study import nb06_low_rank_and_cost as low_rank_and_cost  # which draws, with packages of an extra
+
     faulthandler.cancel_dump_traceback_later()  # it ends every test after 5 minutes; this one's own limit is above
     sizes = {name: value for name, value in low_rank_and_cost.SMOKE.items() if name not in ("bases", "steps")}
     sizes |= {"max_completion_length": 12, "populations": [4], "micro_batch": 4, "gpus": 1}
