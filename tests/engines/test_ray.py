@@ -414,7 +414,6 @@ def killer(engine: RayEngine, killed: list[str], stop: threading.Event) -> None:
                 killed.append("starting" if place is None else "working")
 
 
-@pytest.mark.timeout(600)  # each actor that is killed starts anew, and imports all
 def test_chaos(tmp_path, capsys):
     settings = {"max_steps": 25, "population_size": 8}
     whole, tested = trainer(tmp_path / "whole", **settings), on_ray(tmp_path / "run", slow_reward, **settings)
