@@ -14,9 +14,14 @@ import torch
 from tqdm import tqdm
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use, 1 where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
 def default_workers() -> int:
     """Return one single-thread worker per core that this process may use (1 where processes cannot be forked)."""
-    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
+    return cores() if sys.platform.startswith("linux") else 1
 
 
 def world_size() -> int:
