@@ -163,15 +163,7 @@ class Scorer:
         options: how completions are decoded.
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        eos_ids: Sequence[int],
-        max_completion_length: int,
-        options: Options = PLAIN,
-    ):
+    def __init__(self, tokenizer, rewards, prompts, eos_ids, max_completion_length: int, options: Options = PLAIN):
         self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
         self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
         self.options = options
@@ -209,15 +201,12 @@ class Scorer:
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
         """Return completions as texts without special tokens, each with its ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # one call into the tokenizers library instead of a Python loop over rows
-            texts = backend.decode_batch(raw, skip_special_tokens=True)
-        else:
-            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
+        # one call into the tokenizers library instead of a Python loop over rows
+        decode = self.tokenizer.batch_decode if backend is None else backend.decode_batch
+        texts = decode(raw, skip_special_tokens=True)
         return list(zip(texts, raw, strict=True))
 
-    def scored(
-        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
-    ) -> Evaluation:
+    def scored(self, index: int, name: str, indices, completions: list, trainer_state, started: float) -> Evaluation:
         """Score a member's completions of rows of the prompts.
 
         Args:
@@ -249,14 +238,7 @@ class Decoding(Scorer):
         """Return what draws a sample of the weights themselves, (rows, ...)."""
         return self._numbers(seed, rows, draw)
 
-    def _decode(
-        self,
-        name: str,
-        rows: np.ndarray,
-        numbers: np.ndarray | None,
-        temperature: float,
-        member: tuple[Member, float] | None = None,
-    ) -> list[tuple[str, list[int]]]:
+    def _decode(self, name, rows, numbers, temperature, member=None) -> list[tuple[str, list[int]]]:
         """Return completions of rows of the prompts, (text, ids) each.
 
         Args:
@@ -312,14 +294,10 @@ class Engine(Decoding):
         prompts: name -> prompts (for example "train" and "eval").
         max_completion_length: new tokens at most.
         options: how completions are decoded.
-        threads: of this process, which share an update of its weights.
-        precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
-            become views of the engine's weights.
-        distribution: of the noise (see `evoalign_lib.noise`).
-        anchor_decay: share of the way from the start that each update takes back first; 0: off.
-        rank: of the noise of matrices; 0: full rank.
-        weights: of the run, if they exist already; then threads, precision, distribution, anchor_decay and rank are
-            theirs.
+        weights: of the run, if they exist already; then all below are theirs.
+        **law: of `open_weights`: precision ("master", "kahan" or "inplace"; in the last two the model's parameters
+            become views of the engine's weights), distribution and rank of the noise, anchor_decay, and threads of this
+            process that share an update of its weights.
 
     Raises:
         ValueError: an unknown precision or distribution, an anchor_decay or rank that is refused, a model that is not
@@ -340,12 +318,8 @@ class Engine(Decoding):
         *,
         max_completion_length: int,
         options: Options = PLAIN,
-        threads: int = 1,
-        precision: str = "master",
-        distribution: str = "gaussian",
-        anchor_decay: float = 0.0,
-        rank: int = 0,
         weights: Weights | None = None,
+        **law: Any,
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
         self.model = model
@@ -353,9 +327,7 @@ class Engine(Decoding):
         for name, each in prompts.items():
             check_prompts(model, name, each, max_completion_length)
         self.layout = layout_of(model)
-        self.weights = weights or open_weights(
-            model, self.layout, precision, distribution, True, threads=threads, anchor_decay=anchor_decay, rank=rank
-        )
+        self.weights = weights or open_weights(model, self.layout, bind=True, **law)
 
     @property
     def master(self) -> np.ndarray:

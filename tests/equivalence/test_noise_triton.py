@@ -263,10 +263,10 @@ def compiled(kernel, pointers: dict[str, str], distribution: int, shape: dict, *
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-PERTURB = {"target": "*bf16", "master": "*fp32", "table": "*i64", "tensor_of_tile": "*i32"}
+PERTURB = {"target": "*bf16", "master": "*fp32", "table": "*i64", "of_tile": "*i32"}
 PERTURB |= {"key": "*i64", "scale": "*fp32"}
-UPDATE = {"master": "*fp32", "table": "*i64", "tensor_of_tile": "*i32", "keys": "*i64"}
-UPDATE |= {"coefficients": "*fp32", "members": "*i32"}
+UPDATE = {"master": "*fp32", "table": "*i64", "of_tile": "*i32", "keys": "*i64"}
+UPDATE |= {"coefs": "*fp32", "members": "*i32"}
 RANK = {"root": "fp32", "rank": "i32"}
 TILE = {"ROWS": _noise_triton.TILE_ROWS, "COLS": _noise_triton.TILE_COLS}
 
