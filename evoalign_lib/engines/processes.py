@@ -79,22 +79,14 @@ def end_with(process: int) -> None:
     Args:
         process: process id, of the parent or of any other process of the user's on this machine.
     """
-    if os.getppid() == process:
-
-        def gone() -> bool:
-            return os.getppid() != process
-    else:  # its id may be given to another process; a file descriptor stands for this one alone
-        try:
-            opened = select.poll()
-            opened.register(os.pidfd_open(process), select.POLLIN)
-        except ProcessLookupError:
-            os._exit(1)
-
-        def gone() -> bool:
-            return bool(opened.poll(0))
+    parent = os.getppid() == process
+    try:  # an id may be given to another process; a file descriptor stands for this one alone
+        watched = None if parent else os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
 
     def watch() -> None:
-        while not gone():
+        while os.getppid() == process if parent else not select.select([watched], [], [], 0)[0]:
             time.sleep(0.5)
         os._exit(1)
 

@@ -288,16 +288,6 @@ def test_update_equals_the_reference(n, distribution):
         assert (bits(reordered) != bits(expected)).any()
 
 
-def test_update_rounds_after_every_member():
-    master, (keys, coefficients) = master_weights(), members(3)
-    total = np.float32(0)
-    for key, coefficient in zip(keys, coefficients, strict=True):
-        total = total + coefficient * noise.noise_vector(LAYOUT, int(key))
-    expected = np.where(np.isin(np.arange(LAYOUT.size), LAYOUT.padding), master, master + total)
-    noise.update(master, LAYOUT, keys, coefficients)
-    assert (bits(master) == bits(expected)).all()
-
-
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_members_with_coefficient_zero_change_no_bit(zero):
     # The reference adds c * eps for every member, zeros of both signs included; the fast path skips these members.
