@@ -230,6 +230,16 @@ class Scorer:
 class Decoding(Scorer):
     """Evaluates members and generates for rows of the prompts, in whichever process, given what decodes them."""
 
+    _noise: Any = None  # on the weights themselves, where not this process makes it
+
+    @contextmanager
+    def _with_noise(self, noise: Any) -> Iterator[None]:
+        self._noise = noise
+        try:
+            yield
+        finally:
+            self._noise = None
+
     def _numbers(self, key: int, rows: np.ndarray, sample: int) -> np.ndarray:
         """Return what draws a sample of each row, (rows, ...), the same for all members."""
         raise NotImplementedError

@@ -30,7 +30,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -113,7 +113,6 @@ class RayEngine(Engine):
             "load": dict(load or {}) | {"dtype": model.dtype},
             "local": alike if gpus else own | alike | {"decoder": self._alike.decoder},
         }
-        self._noise: tuple[int, float] | None = None
         self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
         self._cluster: _Cluster | None = None
 
@@ -146,13 +145,8 @@ class RayEngine(Engine):
 
         return in_chunks(rows, size, samples, serve)
 
-    @contextmanager
     def perturbed(self, key, sigma):
-        self._noise = int(key), float(sigma)
-        try:
-            yield
-        finally:
-            self._noise = None
+        return self._with_noise((int(key), float(sigma)))
 
     @property
     def started(self):

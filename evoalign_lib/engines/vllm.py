@@ -35,7 +35,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -329,16 +329,10 @@ class VLLMDecoding(Decoding):
     """Evaluates members and generates with a `generator`, in whichever process."""
 
     generator: Generator
-    _noise: tuple[Member, float] = ()  # on the weights themselves: a member and sigma
 
-    @contextmanager
-    def perturbed(self, key: int, sigma: float) -> Iterator[None]:
+    def perturbed(self, key: int, sigma: float) -> AbstractContextManager[None]:
         """Do what `Engine.perturbed` does, where the generator is."""
-        self._noise = Member(key), sigma
-        try:
-            yield
-        finally:
-            self._noise = ()
+        return self._with_noise((Member(key), sigma))
 
     def _numbers(self, key, rows, sample):
         return np.array([sample_seed(key, int(row), sample) for row in rows], np.int64)
@@ -353,7 +347,7 @@ class VLLMDecoding(Decoding):
 
     def _write(self, member: tuple[Member, float] | None) -> None:
         """Write the weights that decode next: a member's, or None: the weights themselves."""
-        self.generator.write(*self._noise if member is None else member)
+        self.generator.write(*(member or self._noise or ()))
 
     def _decode(self, name, rows, numbers, temperature, member=None, adapters=None):
         """Write the weights and decode; adapters: of each row, written already. See `Decoding._decode`."""
