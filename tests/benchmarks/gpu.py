@@ -4,10 +4,10 @@ Models have the shapes of Qwen2.5 and random weights, so that nothing is downloa
 with what it is compared with, the first round discarded; minimum and median are kept. A section that fails records its
 error and the others go on. Results are printed and merged into a JSON file under the device's name.
 
-Sections: `device`; `equality` of the GPU's bits with the CPU's; `perturb`, a member's weights from the master; `update`
-of the master by N members; `memory`, bytes a parameter. "public" are statements that released codes share: randn in the
-parameter's dtype, a multiplication, an addition, for one tensor after the other. What an iteration costs beside vLLM,
-`tests.benchmarks.scaling --gpus` measures.
+Sections: `device`; `perturb`, a member's weights from the master; `update` of the master by N members; `memory`, bytes
+a parameter. "public" are statements that released codes share: randn in the parameter's dtype, a multiplication, an
+addition, for one tensor after the other. `tests/equivalence/test_noise_triton.py` shows on the same GPU that the bits
+are those of a CPU, and `tests.benchmarks.scaling --gpus` measures what an iteration with vLLM takes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Plan:
     models: tuple[str, ...]
     repeats: int
     members: int  # of a measured update: the cost is linear in them
-    equality: int  # elements of the largest tensor compared with the CPU
 
 
 class Model:
@@ -90,43 +89,6 @@ def device_section(plan: Plan) -> dict:
         query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"]
         clocks = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
         found |= {"cuda": torch.version.cuda, "clocks": clocks}
-    return found
-
-
-def differing(one: np.ndarray, other: np.ndarray) -> int:
-    return int((one.view(np.uint32) != other.view(np.uint32)).sum())
-
-
-def equality_section(plan: Plan) -> dict:
-    """Bits of the GPU against numba's, which the unit tests hold equal to the reference's and to known answers."""
-    found: dict[str, Any] = {}
-    part, side = plan.equality // 64, int(plan.equality**0.5)
-    mixed = [(part // 1024 + 1, 1024), (part // 2050 + 1, 2050), (part + 3,), (7, 3, 5, 11), (part // 5 + 1, 5)]
-    for law in noise.DISTRIBUTIONS:
-        shapes = [*mixed, (side, side)] if law == "gaussian" else mixed
-        pairs = [
-            [noise.normals(7, i, shape, distribution=law, backend=backend) for backend in ("triton", "numba")]
-            for i, shape in enumerate(shapes)
-        ]
-        found[law] = {"compared": sum(a.size for a, _ in pairs), "differing": sum(differing(*pair) for pair in pairs)}
-    model = Model(plan.models[0], plan.device)
-    weights = noise.device_weights(model.pieces)
-    layout = noise.Layout.from_shapes((name, tuple(tensor.shape)) for tensor, name in model.pieces)
-    master, (_, keys, coefficients) = weights.master.cpu().numpy().copy(), population(3)
-    working = np.empty_like(master)
-    weights.update(keys, coefficients)
-    noise.update(master, layout, keys, coefficients)
-    weights.perturb(int(keys[0]), SIGMA)
-    noise.perturb(working, master, layout, int(keys[0]), SIGMA)
-    views = [torch.from_numpy(view).bfloat16() for view in layout.views(working).values()]
-    found["model"] = {
-        "name": plan.models[0],
-        "master_differing": differing(weights.master.cpu().numpy(), master),
-        "working_differing": sum(
-            int((tensor.cpu().view(torch.int16) != view.view(torch.int16)).sum())
-            for tensor, view in zip(model.tensors, views, strict=True)
-        ),
-    }
     return found
 
 
@@ -213,7 +175,6 @@ def memory_section(plan: Plan) -> dict:
 
 SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "device": device_section,
-    "equality": equality_section,
     "perturb": perturb_section,
     "update": update_section,
     "memory": memory_section,
@@ -232,10 +193,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out = options.out or (None if options.toy else paths.RESULTS / "bench.json")
     if options.toy:
-        plan = Plan("cpu", ("toy",), repeats=1, members=1, equality=1 << 12)
+        plan = Plan("cpu", ("toy",), repeats=1, members=1)
         name = "toy (CPU, Triton's interpreter)"
     elif torch.cuda.is_available():
-        plan = Plan("cuda", tuple(options.models), options.repeats, options.members, equality=1 << 28)
+        plan = Plan("cuda", tuple(options.models), options.repeats, options.members)
         name = torch.cuda.get_device_name(0)
     else:
         print("This benchmark needs a GPU that torch sees; --toy shows on a CPU that it runs.", file=sys.stderr)
