@@ -6,7 +6,7 @@ import pytest
 from evoalign_study.kinds import memory
 from evoalign_study.kinds.memory import PUBLISHED, PUBLISHED_WORK, SIZES, memory_specs
 from helpers import QWEN, qwen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib import footprint
@@ -50,6 +50,7 @@ def test_an_adapter_has_the_parameters_that_peft_gives_it():
     assert {name for name in SIZES if shape(memory.build(name)[0].config).d < 5e6} == set(SIZES)
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(METHODS)), st.sampled_from(sorted(QWEN)), st.integers(1, 64), st.integers(1, 2048))
 @pytest.mark.parametrize("gpus", [False, True])
 def test_more_work_never_takes_less(gpus, method, size, rows, new):

@@ -143,7 +143,9 @@ def test_logits_that_are_not_finite_draw_as_in_transformers():
 # ---- runs
 
 
-@pytest.mark.parametrize(("arm", "changed"), [("grpo", {"beta": 0.04}), ("dapo", {"micro_batch": 4})])
+@pytest.mark.parametrize(
+    ("arm", "changed"), [("grpo", {"beta": 0.04}), pytest.param("dapo", {"micro_batch": 4}, marks=pytest.mark.slow)]
+)
 def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, changed):
     """Where no token is a near-tie, as here; its logs and its budget are the same, too."""
     ends = []
@@ -158,6 +160,7 @@ def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, change
     assert first == second and len(first) == 3 and ours == theirs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole, _ = built(tmp_path, "loop", **saving)
@@ -192,6 +195,7 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_record_says_who_decoded_and_is_otherwise_the_same():
     (spec,) = train_specs("grpo", ["A0"], [0], RUN, "smoke")
     plain, loop = (sweep.run(spec | more, "nb", "commit") for more in ({}, {"decoder": "loop"}))
