@@ -351,15 +351,7 @@ class Engine(Decoding):
         """Batch plan of training, on which floating-point results depend."""
         raise NotImplementedError
 
-    def evaluate(
-        self,
-        members: Sequence[Member],
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> list[Evaluation]:
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None) -> list[Evaluation]:
         """Evaluate a population; every member decodes its prompts under one perturbation.
 
         Args:
@@ -378,15 +370,7 @@ class Engine(Decoding):
         """
         raise NotImplementedError
 
-    def generate(
-        self,
-        name: str,
-        indices: np.ndarray | None = None,
-        *,
-        samples: int = 0,
-        seed: int = 0,
-        temperature: float = 1.0,
-    ) -> list[list[tuple[str, list[int]]]]:
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0) -> list[list[tuple[str, list[int]]]]:
         """Return completions of the weights themselves.
 
         Args:
