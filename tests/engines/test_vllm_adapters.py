@@ -1,14 +1,9 @@
 """Adapters on one engine of vLLM, many in a batch, beside transformers with PEFT: the same tokens and the same runs."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from helpers import tokenizer
-from small_models import LENGTH, ROWS, SETTINGS, count_letters, engine, members, model, move
+from small_models import LENGTH, LORA, ROWS, SETTINGS, adapted, count_letters, engine, members, model, move
 from transformers import AutoModelForCausalLM
 
 from evoalign_lib import ledger
@@ -21,17 +16,6 @@ from evoalign_lib.quantisation import quantise
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 peft = pytest.importorskip("peft")
-torch = pytest.importorskip("torch")
-
-# Layers that vLLM joins (q and v, gate) and single ones, ranks that differ and are none of vLLM's, a scaling.
-LORA = {"r": 3, "lora_alpha": 7, "rank_pattern": {"down_proj": 5}, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-LORA |= {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
-
-
-def adapted(**changed):
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        return peft.get_peft_model(model(), peft.LoraConfig(**LORA | changed))
 
 
 @pytest.fixture(scope="module")
@@ -154,31 +138,3 @@ def test_a_run_that_stopped_goes_on_as_the_local_engine_had_run(pair, kind, conf
     whole = run(kind, config, tmp_path / "whole", folder, decoder="generate", **law)
     run(kind, config, tmp_path / "run", folder, **on_vllm | save | law | {"max_steps": 2})
     assert run(kind, config, tmp_path / "run", folder, resume=True, **on_vllm | save | law) == whole
-
-
-RANKS = """
-import sys
-sys.path[:0] = sys.argv[1:]
-if __name__ == "__main__":  # vLLM's processes import this file, too
-    import numpy as np
-    import test_vllm_adapters as here
-    from small_models import engine, members
-    settings = {"max_loras": 2} | here.SETTINGS
-    ours = engine(here.AdapterEngine, here.adapted(), settings=settings, tensor_parallel=2)
-    theirs = engine(here.LocalEngine, here.adapted())
-    assert ours.generate("train") == theirs.generate("train")
-    found = [[e.scored.rewards.tolist() for e in one.evaluate(members(2), 0.1, "train", np.arange(6))]
-             for one in (ours, theirs)]
-    ours.close()
-    assert found[0] == found[1]
-"""
-
-
-def test_two_ranks_share_a_base_and_its_adapters(tmp_path):
-    (tmp_path / "driver.py").write_text(RANKS)
-    here = Path(__file__).parent
-    command = [sys.executable, str(tmp_path / "driver.py"), str(here.parent.parent), str(here.parent), str(here)]
-    # as a user's process has it: an engine of one GPU, in a test before, let vLLM work in the process itself
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -195,13 +195,22 @@ sys.path[:0] = sys.argv[1:]
 if __name__ == "__main__":  # vLLM's processes import this file, too; on a CPU they must not find numba loaded
     import numpy as np
     from evoalign_lib.engines.local import LocalEngine
-    from small_models import engine, members, model, move
+    from evoalign_lib.engines.vllm import AdapterEngine
+    from small_models import SETTINGS, adapted, engine, members, model, move
+
+    def alike(both):
+        assert both[0].generate("train") == both[1].generate("train")
+        found = [one.evaluate(members(1), 0.05, "train", np.arange(6)) for one in both]
+        assert [e.scored.rewards.tolist() for e in found[0]] == [e.scored.rewards.tolist() for e in found[1]]
+
+    settings = {"settings": {"max_loras": 2} | SETTINGS, "tensor_parallel": 2}
+    over_adapters = engine(AdapterEngine, adapted(), **settings), engine(LocalEngine, adapted())
+    alike(over_adapters)
+    over_adapters[0].close()
     shape = {"num_attention_heads": 4, "num_key_value_heads": 1}  # one head of keys on both ranks
     both = engine(model=model(**shape), tensor_parallel=2), engine(LocalEngine, model=model(**shape))
-    assert both[0].generate("train") == both[1].generate("train")
+    alike(both)
     assert len(both[0].generator.proof()) == 2
-    found = [one.evaluate(members(1), 0.05, "train", np.arange(6)) for one in both]
-    assert [e.scored.rewards.tolist() for e in found[0]] == [e.scored.rewards.tolist() for e in found[1]]
     move(both)
     both[0].check()
     assert both[0].generate("train") == both[1].generate("train")
