@@ -19,8 +19,7 @@ import torch
 
 from evoalign_lib import _noise_cpu
 from evoalign_lib._anchor import TensorAnchor
-from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
-from evoalign_lib._noise_host import MasterOnDevice
+from evoalign_lib._noise_host import MasterOnDevice, check_members, signed_sigma, unsigned
 
 try:
     import triton
@@ -50,9 +49,8 @@ _L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(tl.con
 _ROUNDS = tl.constexpr(_noise_cpu.ROUNDS)
 _M0, _M1, _W0, _W1 = (tl.constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
 _LOG, _SIN, _COS = (tl.constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
-_LN2, _ROUNDER, _SCALE = (
-    tl.constexpr(float(n)) for n in (_noise_cpu.LN2, _noise_cpu.ROUNDER, _noise_cpu.BYTE_SUM_SCALE)
-)
+_NUMBERS = _noise_cpu.LN2, _noise_cpu.ROUNDER, _noise_cpu.BYTE_SUM_SCALE
+_LN2, _ROUNDER, _SCALE = (tl.constexpr(float(n)) for n in _NUMBERS)
 _MEAN = tl.constexpr(_noise_cpu.BYTE_SUM_MEAN)
 _SQRT_HALF_BITS = tl.constexpr(int(_noise_cpu.SQRT_HALF_BITS))
 _2_22, _2_24, _2_25 = tl.constexpr(2.0**-22), tl.constexpr(2.0**-24), tl.constexpr(2.0**-25)
@@ -144,14 +142,14 @@ def _cast(x, like: tl.constexpr):
 
 
 @triton.jit
-def _place(table, tensor_of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
+def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
     """Find this program's tile.
 
     Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); where its weights lie in
     the master and in the working tensor, int64 (BLOCK, 4); and which of them exist.
     """
     tile = tl.program_id(0)
-    entry = table + tl.load(tensor_of_tile + tile).to(tl.int64) * _WIDTH
+    entry = table + tl.load(of_tile + tile).to(tl.int64) * _WIDTH
     inside = tl.arange(0, BLOCK).to(tl.uint32)
     begin = (tile - tl.load(entry + _FIRST_TILE)).to(tl.uint32) * BLOCK
     # Divisions of 32 bits are cheap enough, those of 64 bits are not: no tensor has 2**32 quads.
@@ -179,18 +177,10 @@ def _place(table, tensor_of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _perturb_kernel(
-    target,
-    master,
-    table,
-    tensor_of_tile,
-    key,
-    scale,
-    KIND: tl.constexpr,
-    LINEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    target, master, table, of_tile, key, scale, KIND: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr
 ):
     """target = cast(master + scale * eps), rounded after each operation."""
-    c0, c1, c2, c3, source, sink, exists = _place(table, tensor_of_tile, LINEAR, BLOCK)
+    c0, c1, c2, c3, source, sink, exists = _place(table, of_tile, LINEAR, BLOCK)
     z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(key), KIND)
     s = tl.load(scale)
     noise = _columns(s * z0, s * z1, s * z2, s * z3, BLOCK)
@@ -200,45 +190,35 @@ def _perturb_kernel(
 
 @triton.jit
 def _update_kernel(
-    master,
-    table,
-    tensor_of_tile,
-    keys,
-    coefficients,
-    members,
-    KIND: tl.constexpr,
-    LINEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    master, table, of_tile, keys, coefs, members, KIND: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr
 ):
     """master = master + (0 + c_0 eps_0 + c_1 eps_1 + ...), rounded after each operation."""
-    c0, c1, c2, c3, source, _, exists = _place(table, tensor_of_tile, LINEAR, BLOCK)
+    c0, c1, c2, c3, source, _, exists = _place(table, of_tile, LINEAR, BLOCK)
     t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for m in range(tl.load(members)):
         z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(keys + m), KIND)
-        s = tl.load(coefficients + m)
+        s = tl.load(coefs + m)
         t0, t1, t2, t3 = t0 + s * z0, t1 + s * z1, t2 + s * z2, t3 + s * z3
     weights = tl.load(master + source, exists, 0.0)
     tl.store(master + source, weights + _columns(t0, t1, t2, t3, BLOCK), exists)
 
 
 @triton.jit
-def _low_rank_place(table, tensor_of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _low_rank_place(table, of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Find this program's tile of a tensor with low-rank noise.
 
     Returns the quads of its rows, (ROWS / 4,), and columns, (COLS / 4,), uint32; the parameter id; where its weights
     lie in the master and in the working tensor, int64 (ROWS, COLS); and which of them exist.
     """
     tile = tl.program_id(0)
-    entry = table + tl.load(tensor_of_tile + tile).to(tl.int64) * _WIDTH
+    entry = table + tl.load(of_tile + tile).to(tl.int64) * _WIDTH
     place, across = (tile - tl.load(entry + _L_FIRST_TILE)).to(tl.int32), tl.load(entry + _L_ACROSS).to(tl.int32)
     down, right = place // across, place % across
-    row_quads = tl.load(entry + _L_ROW_QUAD).to(tl.uint32) + (down * (ROWS // 4) + tl.arange(0, ROWS // 4)).to(
-        tl.uint32
-    )
-    col_quads = tl.load(entry + _L_COL_QUAD).to(tl.uint32) + (right * (COLS // 4) + tl.arange(0, COLS // 4)).to(
-        tl.uint32
-    )
+    row_quads = (down * (ROWS // 4) + tl.arange(0, ROWS // 4)).to(tl.uint32)
+    row_quads = tl.load(entry + _L_ROW_QUAD).to(tl.uint32) + row_quads
+    col_quads = (right * (COLS // 4) + tl.arange(0, COLS // 4)).to(tl.uint32)
+    col_quads = tl.load(entry + _L_COL_QUAD).to(tl.uint32) + col_quads
     row = (down.to(tl.int64) * ROWS - tl.load(entry + _L_ROW_LEAD) + tl.arange(0, ROWS))[:, None]
     col = (right.to(tl.int64) * COLS - tl.load(entry + _L_COL_LEAD) + tl.arange(0, COLS))[None, :]
     cols = tl.load(entry + _L_COLS)
@@ -272,20 +252,10 @@ def _product(
 
 @triton.jit
 def _low_rank_perturb_kernel(
-    target,
-    master,
-    table,
-    tensor_of_tile,
-    key,
-    scale,
-    root,
-    rank,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    target, master, table, of_tile, key, scale, root, rank, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """target = cast(master + scale * E), rounded after each operation."""
-    row_quads, col_quads, param_id, source, sink, exists = _low_rank_place(table, tensor_of_tile, ROWS, COLS)
+    row_quads, col_quads, param_id, source, sink, exists = _low_rank_place(table, of_tile, ROWS, COLS)
     noise = tl.load(scale) * _product(row_quads, col_quads, param_id, tl.load(key), root, rank, KIND, ROWS, COLS)
     weights = tl.load(master + source, exists, 0.0)
     tl.store(target + sink, _cast(weights + noise, target.dtype.element_ty), exists)
@@ -293,24 +263,14 @@ def _low_rank_perturb_kernel(
 
 @triton.jit
 def _low_rank_update_kernel(
-    master,
-    table,
-    tensor_of_tile,
-    keys,
-    coefficients,
-    members,
-    root,
-    rank,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    master, table, of_tile, keys, coefs, members, root, rank, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """master = master + (0 + c_0 E_0 + c_1 E_1 + ...), rounded after each operation."""
-    row_quads, col_quads, param_id, source, _, exists = _low_rank_place(table, tensor_of_tile, ROWS, COLS)
+    row_quads, col_quads, param_id, source, _, exists = _low_rank_place(table, of_tile, ROWS, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for m in range(tl.load(members)):
         noise = _product(row_quads, col_quads, param_id, tl.load(keys + m), root, rank, KIND, ROWS, COLS)
-        total = total + tl.load(coefficients + m) * noise
+        total = total + tl.load(coefs + m) * noise
     weights = tl.load(master + source, exists, 0.0)
     tl.store(master + source, weights + total, exists)
 
@@ -325,7 +285,7 @@ class _Launch(NamedTuple):
     linear: bool
     low_rank: bool  # then the table has the columns _L_...
     table: torch.Tensor  # int64 (tensors, _WIDTH)
-    tensor_of_tile: torch.Tensor  # int32 (tiles,)
+    of_tile: torch.Tensor  # int32 (tiles,)
 
 
 class DeviceWeights(MasterOnDevice):
@@ -362,7 +322,7 @@ class DeviceWeights(MasterOnDevice):
         super().__init__(matrices, kind, anchor)
         self.most_members, self._rank = most_members, max(ranks, default=0)
         low = [rank > 0 for rank in ranks] or [False] * len(self._matrices)
-        self._launches = self._plan(windows, stream, low) + self._plan_low_rank(windows, low)
+        self._launches = self._plan(windows, stream, low)
         # What the kernels read at fixed addresses: one member, and a population.
         self._key = torch.zeros(1, dtype=torch.int64, device=device)
         self._scale = torch.zeros(1, dtype=torch.float32, device=device)
@@ -394,16 +354,8 @@ class DeviceWeights(MasterOnDevice):
         """Launch `perturb` alone, which can be captured in a CUDA graph and replayed after each `set_member`."""
         for launch, grid, options in self._each_launch():
             kernel, *law = (_low_rank_perturb_kernel, *self._low_rank_law) if launch.low_rank else (_perturb_kernel,)
-            kernel[grid](
-                launch.target,
-                self.master,
-                launch.table,
-                launch.tensor_of_tile,
-                self._key,
-                self._scale,
-                *law,
-                **options,
-            )
+            where = launch.target, self.master, launch.table, launch.of_tile
+            kernel[grid](*where, self._key, self._scale, *law, **options)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
@@ -439,16 +391,8 @@ class DeviceWeights(MasterOnDevice):
                 self._anchor.decay(self.views())
         for launch, grid, options in self._each_launch():
             kernel, *law = (_low_rank_update_kernel, *self._low_rank_law) if launch.low_rank else (_update_kernel,)
-            kernel[grid](
-                self.master,
-                launch.table,
-                launch.tensor_of_tile,
-                self._keys,
-                self._coefficients,
-                self._members,
-                *law,
-                **options,
-            )
+            where = self.master, launch.table, launch.of_tile
+            kernel[grid](*where, self._keys, self._coefficients, self._members, *law, **options)
 
     def _each_launch(self) -> Iterator[tuple[_Launch, tuple[int], dict[str, int]]]:
         """Go over the launches with their grids and options, on the device of the weights."""
@@ -458,66 +402,44 @@ class DeviceWeights(MasterOnDevice):
             for launch in self._launches:
                 shape = {"BLOCK": TILE, "LINEAR": launch.linear}
                 shape = {"ROWS": TILE_ROWS, "COLS": TILE_COLS} if launch.low_rank else shape
-                yield launch, (len(launch.tensor_of_tile),), common | shape
+                yield launch, (len(launch.of_tile),), common | shape
 
     @property
     def _low_rank_law(self) -> tuple[float, int]:
         """1 / sqrt(rank), a number that float32 holds, and the rank."""
         return float(_noise_cpu.root(self._rank)), self._rank
 
-    def _plan_low_rank(self, windows: Sequence[tuple[int, int, int]], low: Sequence[bool]) -> list[_Launch]:
-        rows_of: dict[tuple, list[list[int]]] = {}
-        targets: dict[tuple, torch.Tensor] = {}
-        for matrix, offset, (param_id, row0, col0) in self._placed(windows, low, True):
-            rows, cols = matrix.shape
-            down, across = -(-((row0 & 3) + rows) // TILE_ROWS), -(-((col0 & 3) + cols) // TILE_COLS)
-            _check_size(matrix, down * across, 1 << 31)
-            place = _place_of(matrix, targets.setdefault((matrix.dtype, False), matrix))
-            row = [param_id, row0 >> 2, row0 & 3, rows, col0 >> 2, col0 & 3, cols, across, down * across, offset, place]
-            rows_of.setdefault((matrix.dtype, False), []).append([*row, matrix.stride(0)])
-        return self._launches_of(rows_of, targets, lambda table: table[:, _L_FIRST_TILE.value], is_low=True)
-
     def _plan(self, windows: Sequence[tuple[int, int, int]], stream: int, low: Sequence[bool]) -> list[_Launch]:
-        rows_of: dict[tuple, list[list[int]]] = {}
-        targets: dict[tuple, torch.Tensor] = {}
-        for matrix, offset, (param_id, row0, col0) in self._placed(windows, low, False):
-            rows, cols = matrix.shape
-            first_quad, lead = col0 >> 2, col0 & 3
-            row_quads = ((col0 + cols + 3) >> 2) - first_quad
-            _check_size(matrix, rows * row_quads + TILE, 1 << 32)
+        """Return launches over all tensors that have elements, one for each dtype, way to lie and kind of noise."""
+        groups: dict[tuple[torch.dtype, bool, bool], tuple[torch.Tensor, list, list]] = {}
+        for matrix, offset, (param_id, row0, col0), is_low in zip(
+            self._matrices, self._offsets, windows, low, strict=True
+        ):
+            (rows, cols), quad, lead = matrix.shape, col0 >> 2, col0 & 3
+            across = -(-(lead + cols) // TILE_COLS) if is_low else ((col0 + cols + 3) >> 2) - quad
+            size = -(-((row0 & 3) + rows) // TILE_ROWS) * across if is_low else rows * across
+            if size >= (1 << 31 if is_low else (1 << 32) - TILE):
+                shape = tuple(matrix.shape)
+                raise ValueError(f"a tensor of {shape} has too many elements for one launch; cut it in pieces")
             in_fours = all(n % 4 == 0 for n in (lead, cols, matrix.data_ptr() // matrix.element_size()))
-            group = matrix.dtype, in_fours and matrix.is_contiguous()
-            place = _place_of(matrix, targets.setdefault(group, matrix))
-            row = [param_id, stream, row0, first_quad, lead, cols, row_quads, rows * row_quads, 0, offset, place]
-            rows_of.setdefault(group, []).append([*row, matrix.stride(0)])
-        return self._launches_of(rows_of, targets, lambda table: -(-table[:, _QUADS.value] // TILE), is_low=False)
-
-    def _placed(self, windows, low, wanted: bool) -> Iterator[tuple[torch.Tensor, int, tuple[int, int, int]]]:
-        """Go over the tensors with noise of low rank, or the others: tensor, place in the master, window."""
-        for matrix, offset, window, is_low in zip(self._matrices, self._offsets, windows, low, strict=True):
-            if is_low == wanted and matrix.numel():
-                yield matrix, offset, window
-
-    def _launches_of(self, rows_of, targets, tiles_of, is_low: bool) -> list[_Launch]:
-        """Return launches from the rows of their tables by (dtype, linear), given how many tiles each row has."""
+            linear = not is_low and in_fours and matrix.is_contiguous()
+            if not matrix.numel():
+                continue
+            target, entries, tiles = groups.setdefault((matrix.dtype, linear, is_low), (matrix, [], []))
+            # where it begins, in elements from the group's first
+            place = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
+            first, end = sum(tiles), [offset, place, matrix.stride(0)]
+            if is_low:
+                entries.append([param_id, row0 >> 2, row0 & 3, rows, quad, lead, cols, across, first, *end])
+            else:
+                entries.append([param_id, stream, row0, quad, lead, cols, across, size, first, *end])
+            tiles.append(size if is_low else -(-size // TILE))
         launches, device = [], self.master.device
-        for group, rows in rows_of.items():
-            table = torch.tensor(rows, dtype=torch.int64)
-            tiles = tiles_of(table).clone()
-            table[:, _FIRST_TILE.value] = tiles.cumsum(0) - tiles  # the same column in both kinds of table
-            tensor_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), tiles)
-            launches.append(_Launch(targets[group], group[1], is_low, table.to(device), tensor_of_tile.to(device)))
+        for (_, linear, is_low), (target, entries, tiles) in groups.items():
+            table = torch.tensor(entries, dtype=torch.int64, device=device)
+            of_tile = torch.repeat_interleave(torch.arange(len(tiles), dtype=torch.int32), torch.tensor(tiles))
+            launches.append(_Launch(target, linear, is_low, table, of_tile.to(device)))
         return launches
-
-
-def _check_size(matrix: torch.Tensor, found: int, most: int) -> None:
-    if found >= most:
-        raise ValueError(f"a tensor of {tuple(matrix.shape)} has too many elements for one launch; cut it in pieces")
-
-
-def _place_of(matrix: torch.Tensor, target: torch.Tensor) -> int:
-    """Return where a tensor begins, counted in elements from another one of its dtype."""
-    return (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
 
 
 def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:

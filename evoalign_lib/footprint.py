@@ -22,7 +22,7 @@ Gradients are there when a backward pass begins, as with several micro-batches a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evoalign_lib.engines.memory import Shape, kv_bytes
 
@@ -85,23 +85,30 @@ class Method:
     gradients: bool
     dtype: str
     """of the weights that products read: "float32", or "bfloat16" """
-    adapter: bool = False
+    kept: Mapping[str, int]
+    """component -> bytes a parameter of the model that stay from step to step"""
+    adapter: Mapping[str, int] = field(default_factory=dict)
+    """the same a parameter of the adapter, where the method trains one"""
 
 
+_FROZEN, _MEMBERS = {"weights": 2}, {"adapter": 4, "master": 4, "working copy": 4}
+_MIXED = {"weights": 2, "gradients": 2, "moments": 8, "master": 4}
 METHODS: dict[str, Method] = {
-    "es": Method("ES, float32 master", False, "bfloat16"),
-    "es_kahan": Method("ES, compensated pair", False, "bfloat16"),
-    "es_inplace": Method("ES, in place", False, "bfloat16"),
-    "es_loop": Method("ES, this project's CPU engine", False, "float32"),
-    "es_low_rank": Method("ES, low-rank members in a batch", False, "float32"),
-    "es_lora": Method("ES over LoRA", False, "bfloat16", adapter=True),
-    "essa": Method("ESSA", False, "bfloat16", adapter=True),
-    "grpo": Method("GRPO", True, "float32"),
-    "grpo_reference": Method("GRPO, reference model", True, "float32"),
-    "grpo_mixed": Method("GRPO, bfloat16 and master", True, "bfloat16"),
-    "grpo_adam8bit": Method("GRPO, 8-bit Adam", True, "float32"),
-    "grpo_adam8bit_bfloat16": Method("GRPO, 8-bit Adam, bfloat16", True, "bfloat16"),
-    "grpo_lora": Method("GRPO over LoRA", True, "bfloat16", adapter=True),
+    "es": Method("ES, float32 master", False, "bfloat16", {"working copy": 2, "master": 4}),
+    "es_kahan": Method("ES, compensated pair", False, "bfloat16", {"weights": 2, "compensation": 2}),
+    "es_inplace": Method("ES, in place", False, "bfloat16", _FROZEN),
+    "es_loop": Method(
+        "ES, this project's CPU engine", False, "float32", {"weights": 4, "master": 4, "working copy": 4}
+    ),
+    "es_low_rank": Method("ES, low-rank members in a batch", False, "float32", {"master": 4}),
+    "es_lora": Method("ES over LoRA", False, "bfloat16", _FROZEN, _MEMBERS),
+    "essa": Method("ESSA", False, "bfloat16", _FROZEN, _MEMBERS),
+    "grpo": Method("GRPO", True, "float32", TRAINED),
+    "grpo_reference": Method("GRPO, reference model", True, "float32", TRAINED | {"reference model": 4}),
+    "grpo_mixed": Method("GRPO, bfloat16 and master", True, "bfloat16", _MIXED),
+    "grpo_adam8bit": Method("GRPO, 8-bit Adam", True, "float32", {"weights": 4, "gradients": 4}),
+    "grpo_adam8bit_bfloat16": Method("GRPO, 8-bit Adam, bfloat16", True, "bfloat16", {"weights": 2, "gradients": 2}),
+    "grpo_lora": Method("GRPO over LoRA", True, "bfloat16", _FROZEN, {"adapter": 4, "gradients": 4, "moments": 8}),
 }
 """Name -> method. The master of "es" lies beside weights in bfloat16, as on GPUs; "grpo" is trained as this project
 trains it, "grpo_mixed" as clusters do."""
@@ -166,32 +173,11 @@ def _largest(model: Shape) -> int:
 # ---- what stays
 
 
-_FULL = {
-    "es": {"working copy": 2, "master": 4},
-    "es_kahan": {"weights": 2, "compensation": 2},
-    "es_inplace": {"weights": 2},
-    "es_loop": {"weights": 4, "master": 4, "working copy": 4},
-    "es_low_rank": {"master": 4},
-    "grpo": TRAINED,
-    "grpo_reference": TRAINED | {"reference model": 4},
-    "grpo_mixed": {"weights": 2, "gradients": 2, "moments": 8, "master": 4},
-    "grpo_adam8bit": {"weights": 4, "gradients": 4},
-    "grpo_adam8bit_bfloat16": {"weights": 2, "gradients": 2},
-} | dict.fromkeys(("es_lora", "essa", "grpo_lora"), {"weights": 2})
-"""method -> component -> bytes a parameter of the model"""
-_ADAPTED = {
-    "es_lora": {"adapter": 4, "master": 4, "working copy": 4},
-    "essa": {"adapter": 4, "master": 4, "working copy": 4},
-    "grpo_lora": {"adapter": 4, "gradients": 4, "moments": 8},
-}
-"""the same a parameter of the adapter"""
-
-
 def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
     """Return what a method keeps from step to step."""
     d, adapter = model.d, adapter_parameters(model)
-    kept = {name: width * d for name, width in _FULL[method].items()}
-    kept |= {name: width * adapter for name, width in _ADAPTED.get(method, {}).items()}
+    kept = {name: width * d for name, width in METHODS[method].kept.items()}
+    kept |= {name: width * adapter for name, width in METHODS[method].adapter.items()}
     if method.startswith("grpo_adam8bit"):
         sizes = [*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)]
         kept["moments"] = 2 * sum(_in_eight_bits(n, _width(method)) for n in sizes)

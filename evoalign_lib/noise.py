@@ -49,15 +49,17 @@ import numpy as np
 
 from evoalign_lib import _noise_cpu
 from evoalign_lib._anchor import TensorAnchor, check_decay
-from evoalign_lib._noise_checks import check_members, signed_sigma, unsigned
 from evoalign_lib._noise_host import (
     Entry,
     HostWeights,
     add_noise,
     add_products,
+    check_members,
     factors_of,
     read_only,
     rows_of_members,
+    signed_sigma,
+    unsigned,
 )
 from evoalign_lib.checks import choose
 
@@ -232,9 +234,8 @@ def normals(
         window = np.empty((r1 - r0, c1 - c0), np.float32)
         table = (*(np.array([number], np.int64) for number in (0, *window.shape)), ids)
         nothing = np.full(window.size, _noise_cpu.NOTHING)
-        add_noise(
-            kind, window.reshape(-1), nothing, _noise_cpu.NOTHING, key, np.ones(1, np.float32), table, (r0, c0), stream
-        )
+        flat, one = window.reshape(-1), np.ones(1, np.float32)
+        add_noise(kind, flat, nothing, _noise_cpu.NOTHING, key, one, table, (r0, c0), stream)
     else:
         from evoalign_lib import _noise_triton
 
@@ -372,9 +373,8 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return rows and columns of a tensor as the noise law sees it."""
     n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     if not (0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34):
-        raise ValueError(
-            f"shape {tuple(shape)} is {n_rows} x {n_cols}; the noise law holds 2**32 rows of 2**34 columns"
-        )
+        size = f"{n_rows} x {n_cols}"
+        raise ValueError(f"shape {tuple(shape)} is {size}; the noise law holds 2**32 rows of 2**34 columns")
     return n_rows, n_cols
 
 
@@ -383,9 +383,8 @@ def _window(name: str, window: tuple[int, int] | None, length: int, shape: Seque
         return 0, length
     start, stop = (operator.index(end) for end in window)
     if not 0 <= start <= stop <= length:
-        raise ValueError(
-            f"{name}=({start}, {stop}) is no range within 0 to {length}, the {name} of shape {tuple(shape)}"
-        )
+        where = f"0 to {length}, the {name} of shape {tuple(shape)}"
+        raise ValueError(f"{name}=({start}, {stop}) is no range within {where}")
     return start, stop
 
 
@@ -623,7 +622,6 @@ def device_weights(
     import torch
 
     rank = check_rank(rank)
-
     pieces = [Piece(*piece) for piece in pieces]
     if not pieces:
         raise ValueError("device_weights needs at least one tensor, got none")

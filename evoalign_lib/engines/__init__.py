@@ -74,22 +74,22 @@ def open_engine(
         check_nothing_frozen(model, engine)
         if "max_loras" in (engine_kwargs or {}):
             raise ValueError("engine_kwargs: max_loras has no effect on a model without adapter. Remove it.")
-    common |= {"folder": folder, "tensor_parallel": tensor_parallel, "settings": engine_kwargs}
+    on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the very files that the model was loaded from
         files = load or {}
         if "subfolder" in files:
             raise ValueError("model_init_kwargs: vLLM loads no subfolder; download it and give it as the model.")
-        common["settings"] = {_OF_VLLM[k]: v for k, v in files.items() if k in _OF_VLLM} | dict(engine_kwargs or {})
+        on_gpus["settings"] = {_OF_VLLM[k]: v for k, v in files.items() if k in _OF_VLLM} | dict(engine_kwargs or {})
     if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm
 
-        if adapted:
-            return vllm.AdapterEngine(model, tokenizer, rewards, prompts, weights=weights, **common)
-        return vllm.VLLMEngine(model, tokenizer, rewards, prompts, **common)
+        kind, own = (vllm.AdapterEngine, {"weights": weights}) if adapted else (vllm.VLLMEngine, {})
+        return kind(model, tokenizer, rewards, prompts, folder=folder, **own, **on_gpus, **common)
     from evoalign_lib.engines import ray
 
-    common |= {"chunk_rows": chunk_rows, "decoder": decoder, "load": load, "workers": workers, "gpus": gpus}
-    return ray.RayEngine(model, tokenizer, rewards, prompts, **common)
+    own = on_gpus if gpus else {"chunk_rows": chunk_rows, "decoder": decoder}
+    where = {"workers": workers, "gpus": gpus, "folder": folder, "load": load}
+    return ray.RayEngine(model, tokenizer, rewards, prompts, **where, **own, **common)
 
 
 def check_gpus(gpus: int, tensor_parallel: int) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -168,30 +168,44 @@ def part_of(tensor: Tensor, segment: Segment) -> Tensor:
 class WorkerExtension:
     """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
 
-    def evoalign_open(
-        self, distribution: str, most_members: int, anchor_decay: float = 0.0, rank: int = 0
-    ) -> list[tuple] | str:
-        """Make the segment map and a float32 master; return the segments, or the message of `NotMapped`.
+    def evoalign_open(self, most_members: int, law: Mapping[str, Any] | None) -> str | None:
+        """Make the segment map and, with a law of `noise.device_weights`, a float32 master.
 
-        An exception from another process would arrive without its type.
+        Returns:
+            None, or the message of `NotMapped`: an exception from another process would arrive without its type.
         """
         try:
-            return self._evoalign_open(distribution, most_members, anchor_decay, rank)
+            self.evoalign_parts = list(self._evoalign_parts())
         except NotMapped as error:
             return str(error)
+        if law is not None:
+            pieces = [
+                noise.Piece(part, segment.name, segment.row0, segment.col0, vector)
+                for segment, part, vector in self.evoalign_parts
+            ]
+            self.evoalign_weights = noise.device_weights(pieces, most_members=most_members, **law)
+        return None
 
-    def _evoalign_open(self, distribution: str, most_members: int, anchor_decay: float, rank: int) -> list[tuple]:
+    def _evoalign_parts(self) -> Iterator[tuple[Segment, Tensor, bool]]:
+        """Go over the segments of what vLLM decodes with: where it is, its matrix, and whether it is of a vector.
+
+        Layers that can have an adapter hold the base's own in `base_layer`.
+        """
         model = self.model_runner.model
-        packed, pieces, found = getattr(model, "packed_modules_mapping", {}), [], []
-        layers = dict(model.named_modules())
+        packed, layers = getattr(model, "packed_modules_mapping", {}), dict(model.named_modules())
         for name, parameter in model.named_parameters():
-            for segment in segments_of(layers[name.rpartition(".")[0]], name, parameter, packed):
-                part = part_of(parameter.data, segment)
-                place = segment.row0, segment.col0
-                pieces.append(noise.Piece(part, segment.name, *place, vector=parameter.ndim < 2))
-                found.append(tuple(segment))
-        self.evoalign_weights = noise.device_weights(pieces, distribution, most_members, anchor_decay, rank)
-        return found
+            layer, plain = layers[name.rpartition(".")[0]], name.replace(".base_layer.", ".")
+            for segment in segments_of(layer, plain, parameter, packed):
+                yield segment, part_of(parameter.data, segment), parameter.ndim < 2
+
+    def evoalign_proof(self) -> list[tuple[tuple, str]]:
+        """Return each segment and the SHA-256 of its numbers: of the master, or without one of what decodes."""
+        weights = getattr(self, "evoalign_weights", None)
+        tensors = [part for _, part, _ in self.evoalign_parts] if weights is None else weights.views()
+        return [
+            (tuple(segment), precision.matrix_digest(tensor))
+            for (segment, _, _), tensor in zip(self.evoalign_parts, tensors, strict=True)
+        ]
 
     def evoalign_perturb(self, key: int, sigma: float, sign: int) -> None:
         """Write a member's weights; see `DeviceWeights.perturb`."""
@@ -231,26 +245,6 @@ class WorkerExtension:
         manager.add_adapter(LoRAModel(number, max(layer.rank for layer in found.values()), found))
         manager.activate_adapter(number)
         return None
-
-    def evoalign_base_digests(self) -> list[tuple[tuple, str]] | str:
-        """Return each segment of what vLLM decodes with below adapters, and its SHA-256; or the message of `NotMapped`.
-
-        Layers that can have an adapter hold the base's own in `base_layer`.
-        """
-        model = self.model_runner.model
-        packed, layers, found = getattr(model, "packed_modules_mapping", {}), dict(model.named_modules()), []
-        try:
-            for name, parameter in model.named_parameters():
-                layer, plain = layers[name.rpartition(".")[0]], name.replace(".base_layer.", ".")
-                for segment in segments_of(layer, plain, parameter, packed):
-                    found.append((tuple(segment), precision.matrix_digest(part_of(parameter.data, segment))))
-        except NotMapped as error:
-            return str(error)
-        return found
-
-    def evoalign_digests(self) -> list[str]:
-        """Return the SHA-256 of the master of each segment, in the order of `evoalign_open`."""
-        return [precision.matrix_digest(view) for view in self.evoalign_weights.views()]
 
 
 def end_with_driver() -> None:

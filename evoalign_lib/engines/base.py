@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,28 +75,26 @@ class Prompts:
         if isinstance(rows, Mapping):
             raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: give one split, a list of rows.")
         rows = list(rows)
+        if not rows:
+            raise ValueError("the data set is empty: give at least one row with a 'prompt'.")
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {i} of the data set is {row!r:.200}: give mappings with a 'prompt'.")
-        if not rows:
-            raise ValueError("the data set is empty: give at least one row with a 'prompt'.")
-        names = set(rows[0])
-        for i, row in enumerate(rows):
-            if "prompt" not in row:
-                raise ValueError(f"row {i} of the data set has no 'prompt', only {sorted(row)}.")
-            if set(row) != names:
-                raise ValueError(f"row {i} of the data set has the columns {sorted(row)}, row 0 has {sorted(names)}.")
-        if taken := sorted(names & set(ARGUMENTS)):
+            if "prompt" not in row or row.keys() != rows[0].keys():
+                columns = f"{sorted(row)}, row 0 has {sorted(rows[0])}"
+                raise ValueError(
+                    f"row {i} of the data set has the columns {columns}: give all the same, with 'prompt'."
+                )
+        if taken := sorted(rows[0].keys() & set(ARGUMENTS)):
             raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: give it another name.")
-        self.prompts = [row["prompt"] for row in rows]
-        self.conversational = not isinstance(self.prompts[0], str)
-        for i, prompt in enumerate(self.prompts):
+        texts = self.prompts = [row["prompt"] for row in rows]
+        self.conversational = not isinstance(texts[0], str)
+        for i, prompt in enumerate(texts):
             if not isinstance(prompt, list if self.conversational else str):
                 raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: give strings everywhere, or message lists.")
-        texts = self.prompts
         if self.conversational:
-            how = dict(template or {})
-            texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True, **how) for p in texts]
+            how = {"tokenize": False, "add_generation_prompt": True} | dict(template or {})
+            texts = [tokenizer.apply_chat_template(p, **how) for p in texts]
         elif template:
             raise ValueError(
                 f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, which no template "
@@ -106,10 +104,10 @@ class Prompts:
         # a rendered chat template has its special tokens already; any other text gets those that the tokenizer adds
         rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         ids = tokenizer(texts, add_special_tokens=not rendered, padding=False)["input_ids"]
-        for i, row in enumerate(ids):
-            if not row:
-                raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
         self.lengths = np.array([len(row) for row in ids])
+        if not self.lengths.all():
+            i = int(self.lengths.argmin())
+            raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
         # what all prompts begin with; the shortest keeps its last token for itself
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
         self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
@@ -165,15 +163,7 @@ class Scorer:
         options: how completions are decoded.
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        eos_ids: Sequence[int],
-        max_completion_length: int,
-        options: Options = PLAIN,
-    ):
+    def __init__(self, tokenizer, rewards, prompts, eos_ids, max_completion_length: int, options: Options = PLAIN):
         self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
         self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
         self.options = options
@@ -211,15 +201,12 @@ class Scorer:
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
         """Return completions as texts without special tokens, each with its ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # one call into the tokenizers library instead of a Python loop over rows
-            texts = backend.decode_batch(raw, skip_special_tokens=True)
-        else:
-            texts = self.tokenizer.batch_decode(raw, skip_special_tokens=True)
+        # one call into the tokenizers library instead of a Python loop over rows
+        decode = self.tokenizer.batch_decode if backend is None else backend.decode_batch
+        texts = decode(raw, skip_special_tokens=True)
         return list(zip(texts, raw, strict=True))
 
-    def scored(
-        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
-    ) -> Evaluation:
+    def scored(self, index: int, name: str, indices, completions: list, trainer_state, started: float) -> Evaluation:
         """Score a member's completions of rows of the prompts.
 
         Args:
@@ -240,7 +227,69 @@ class Scorer:
         return Evaluation(scored, lengths, clipped, time.process_time() - started)
 
 
-class Engine(Scorer):
+class Decoding(Scorer):
+    """Evaluates members and generates for rows of the prompts, in whichever process, given what decodes them."""
+
+    _noise: Any = None  # on the weights themselves, where not this process makes it
+
+    @contextmanager
+    def _with_noise(self, noise: Any) -> Iterator[None]:
+        self._noise = noise
+        try:
+            yield
+        finally:
+            self._noise = None
+
+    def _numbers(self, key: int, rows: np.ndarray, sample: int) -> np.ndarray:
+        """Return what draws a sample of each row, (rows, ...), the same for all members."""
+        raise NotImplementedError
+
+    def _seeded(self, name: str, rows: np.ndarray, seed: int, draw: int) -> np.ndarray:
+        """Return what draws a sample of the weights themselves, (rows, ...)."""
+        return self._numbers(seed, rows, draw)
+
+    def _decode(self, name, rows, numbers, temperature, member=None) -> list[tuple[str, list[int]]]:
+        """Return completions of rows of the prompts, (text, ids) each.
+
+        Args:
+            name: which prompts.
+            rows: of them.
+            numbers: what draws them; None: greedy decoding.
+            temperature: of the samples.
+            member: whose weights decode, and sigma; None: the weights themselves.
+        """
+        raise NotImplementedError
+
+    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
+        """Evaluate one member in this process; index: its own, for errors; the rest as for `Engine.evaluate`."""
+        started = time.process_time()
+        rows, numbers = self._drawn(np.asarray(indices), sampling)
+        completions = self._decode(name, rows, numbers, self.options.temperature, (member, sigma))
+        return self.scored(index, name, rows, completions, trainer_state, started)
+
+    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list[tuple[str, list[int]]]:
+        """Return completions of the weights themselves, (text, ids) each, in this process.
+
+        Args:
+            name: which prompts.
+            indices: rows of them.
+            seed: of the samples.
+            draw: which sample of each prompt; None: greedy decoding.
+            temperature: of the samples, above 0.
+        """
+        numbers = None if draw is None else self._seeded(name, indices, seed, draw)
+        return self._decode(name, indices, numbers, temperature)
+
+    def _drawn(self, rows: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the rows of a member's prompts, each once a sample, and what draws these; None for greedy."""
+        if sampling is None:
+            return rows, None
+        key, samples = sampling
+        numbers = np.stack([self._numbers(key, rows, sample) for sample in range(samples)], 1)
+        return np.repeat(rows, samples), numbers.reshape(-1, *numbers.shape[2:])
+
+
+class Engine(Decoding):
     """What every engine has: prompts, a model with its tokenizer, and the weights of the run in this process.
 
     Whoever generates, this process holds the weights of the run, too, and moves them with every update: their digest
@@ -255,14 +304,10 @@ class Engine(Scorer):
         prompts: name -> prompts (for example "train" and "eval").
         max_completion_length: new tokens at most.
         options: how completions are decoded.
-        threads: of this process, which share an update of its weights.
-        precision: "master", "kahan" or "inplace" (see `evoalign_lib.precision`); in the last two the model's parameters
-            become views of the engine's weights.
-        distribution: of the noise (see `evoalign_lib.noise`).
-        anchor_decay: share of the way from the start that each update takes back first; 0: off.
-        rank: of the noise of matrices; 0: full rank.
-        weights: of the run, if they exist already; then threads, precision, distribution, anchor_decay and rank are
-            theirs.
+        weights: of the run, if they exist already; then all below are theirs.
+        **law: of `open_weights`: precision ("master", "kahan" or "inplace"; in the last two the model's parameters
+            become views of the engine's weights), distribution and rank of the noise, anchor_decay, and threads of this
+            process that share an update of its weights.
 
     Raises:
         ValueError: an unknown precision or distribution, an anchor_decay or rank that is refused, a model that is not
@@ -283,12 +328,8 @@ class Engine(Scorer):
         *,
         max_completion_length: int,
         options: Options = PLAIN,
-        threads: int = 1,
-        precision: str = "master",
-        distribution: str = "gaussian",
-        anchor_decay: float = 0.0,
-        rank: int = 0,
         weights: Weights | None = None,
+        **law: Any,
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
         self.model = model
@@ -296,9 +337,7 @@ class Engine(Scorer):
         for name, each in prompts.items():
             check_prompts(model, name, each, max_completion_length)
         self.layout = layout_of(model)
-        self.weights = weights or open_weights(
-            model, self.layout, precision, distribution, True, threads=threads, anchor_decay=anchor_decay, rank=rank
-        )
+        self.weights = weights or open_weights(model, self.layout, bind=True, **law)
 
     @property
     def master(self) -> np.ndarray:
@@ -312,15 +351,7 @@ class Engine(Scorer):
         """Batch plan of training, on which floating-point results depend."""
         raise NotImplementedError
 
-    def evaluate(
-        self,
-        members: Sequence[Member],
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
-    ) -> list[Evaluation]:
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None) -> list[Evaluation]:
         """Evaluate a population; every member decodes its prompts under one perturbation.
 
         Args:
@@ -339,15 +370,7 @@ class Engine(Scorer):
         """
         raise NotImplementedError
 
-    def generate(
-        self,
-        name: str,
-        indices: np.ndarray | None = None,
-        *,
-        samples: int = 0,
-        seed: int = 0,
-        temperature: float = 1.0,
-    ) -> list[list[tuple[str, list[int]]]]:
+    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0) -> list[list[tuple[str, list[int]]]]:
         """Return completions of the weights themselves.
 
         Args:
@@ -380,15 +403,26 @@ class Engine(Scorer):
         finally:
             self.master[:] = centre
 
+    def _weights_of(self, member: tuple[Member, float] | None) -> AbstractContextManager:
+        """Give the flat weights of a member, with sigma, while the context lasts; None: the weights themselves."""
+        if member is None:
+            return nullcontext(self.weights.flat)
+        (key, sign), sigma = member
+        return self.weights.member(key, sigma, sign)
+
     @property
     def started(self) -> bool:
         """Whether other processes, or vLLM, were started and know the prompts of that time."""
         return False
 
     def _rows(self, name: str, indices: np.ndarray | None, temperature: float) -> np.ndarray:
-        """Return the rows of prompts that `generate` is asked for. Raises ValueError as `generate`."""
+        """Return the rows of prompts that `generate` is asked for; it raises what that does."""
         check_temperature(temperature)
         return np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+
+    def longest(self) -> int:
+        """Return the most tokens that a prompt has with its completion."""
+        return max(p.width for p in self.prompts.values()) + self.max_completion_length
 
     def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add a set of prompts for `generate`, before the first call that starts other processes.

@@ -39,19 +39,18 @@ def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int) -
         the population (0 where it is tied).
     """
     best, worst = int(np.argmax(fitness)), int(np.argmin(fitness))
-    deviation = float(np.std(fitness))
-    found: Table = {}
-    members = [best] if best == worst else [best, worst]
-    names = list(dict.fromkeys(name for member in members for name in evaluations[member].scored.table))
-    for member in members:
-        table = evaluations[member].scored.table
+    tables = {member: evaluations[member].scored.table for member in dict.fromkeys((best, worst))}
+    names = list(dict.fromkeys(name for table in tables.values() for name in table))
+    mean, deviation = float(np.mean(fitness)), float(np.std(fitness))
+    joined: Table = {}
+    for member, table in tables.items():
         rows = len(table["prompt"])
-        advantage = (float(fitness[member]) - float(np.mean(fitness))) / deviation if deviation else 0.0
+        advantage = (float(fitness[member]) - mean) / deviation if deviation else 0.0
         part = {"step": [step] * rows, "member": [member] * rows}
-        part |= {name: table.get(name, [None] * rows) for name in names}
-        for name, values in (part | {"advantage": [advantage] * rows}).items():
-            found.setdefault(name, []).extend(values)
-    return found
+        part |= {name: table.get(name, [None] * rows) for name in names} | {"advantage": [advantage] * rows}
+        for name, values in part.items():
+            joined.setdefault(name, []).extend(values)
+    return joined
 
 
 def sample(table: Table, n: int | None, rng: np.random.Generator) -> Table:

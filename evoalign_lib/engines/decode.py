@@ -42,18 +42,16 @@ _JOINED = {
 
 def supports(config) -> str | None:
     """Return None if the loop can decode a model of this configuration, else why not."""
-    if config.model_type not in _MODEL_TYPES:
-        return f"model_type {config.model_type!r} is not one of {sorted(_MODEL_TYPES)}"
-    if config.hidden_act != "silu":
-        return f"hidden_act {config.hidden_act!r} is not 'silu'"
-    if getattr(config, "use_sliding_window", False):
-        return "sliding-window attention is on"
-    if getattr(config, "mlp_bias", False):
-        return "its feed-forward layers have biases"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
-        return f"rope_type {rope['rope_type']!r} is not 'default'"
-    return None
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    activation = getattr(config, "hidden_act", None)
+    reasons = {
+        f"model_type {config.model_type!r} is not one of {sorted(_MODEL_TYPES)}": config.model_type not in _MODEL_TYPES,
+        f"hidden_act {activation!r} is not 'silu'": activation != "silu",
+        "sliding-window attention is on": getattr(config, "use_sliding_window", False),
+        "its feed-forward layers have biases": getattr(config, "mlp_bias", False),
+        f"rope_type {rope!r} is not 'default'": rope != "default",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -247,14 +245,10 @@ class Decoder:
         hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), owners, pads, p)
         for t in range(max_new_tokens):
             logits = self._products["head"](hidden, owners[active.numpy()])
-            if uniforms is not None and temperature != 1:
-                logits = logits / temperature
             if uniforms is not None:
-                logits = kept(logits, top_k, top_p)
-            if multinomial:
-                token = _drawn(logits, active, rows)
-            else:
-                token = self._choose(logits, None if uniforms is None else uniforms[active, t])
+                logits = kept(logits if temperature == 1 else logits / temperature, top_k, top_p)
+            drawn = None if uniforms is None else uniforms[active, t]
+            token = _drawn(logits, active, rows) if multinomial else self._choose(logits, drawn)
             token[finished] = self.pad_id
             out[active, t] = token
             finished |= torch.isin(token, self.eos_ids)
@@ -275,17 +269,7 @@ class Decoder:
         shape = self.config.num_hidden_layers, rows, self.kv_heads, columns, self.head_dim
         return torch.empty(shape), torch.empty(shape)
 
-    def _compute(
-        self,
-        ids: Tensor,
-        length: int,
-        cache: tuple[Tensor, Tensor],
-        turns: tuple[np.ndarray, np.ndarray],
-        slots: np.ndarray,
-        owners: np.ndarray,
-        pads: np.ndarray,
-        first: int,
-    ) -> Tensor:
+    def _compute(self, ids: Tensor, length: int, cache, turns, slots, owners, pads, first: int) -> Tensor:
         """Go through the layers with new tokens.
 
         Args:

@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -37,12 +36,11 @@ from evoalign_lib import noise
 from evoalign_lib._adapters import base_of, dense, not_dense, quantisation_of
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
-from evoalign_lib.engines.base import Engine, Evaluation, Options, Prompts, in_chunks
+from evoalign_lib.engines.base import Engine, Options, Prompts, in_chunks
 from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
-from evoalign_lib.rewards import Rewards
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
@@ -75,18 +73,7 @@ class LocalEngine(Engine):
             workers without a master, or what `Engine` raises.
     """
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        chunk_rows: int = 256,
-        workers: int = 1,
-        decoder: str = "auto",
-        **common: Any,
-    ):
+    def __init__(self, model, tokenizer, rewards, prompts, *, chunk_rows=256, workers=1, decoder="auto", **common: Any):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
         choose("decoder", decoder, DECODERS)
@@ -110,16 +97,15 @@ class LocalEngine(Engine):
         if self._dequantised:
             logger.info("The base is quantised: the loop multiplies by the float32 weights that its codes stand for.")
         with one_thread():
-            self._drop_rows = self.decoder == "loop" and rows_are_exact(
-                model.config, self._views(self.weights.flat), chunk_rows
-            )
-        if self.decoder == "loop" and not self._drop_rows:
+            loop = self.decoder == "loop"
+            self._drop_rows = loop and rows_are_exact(model.config, self._views(self.weights.flat), chunk_rows)
+        if loop and not self._drop_rows:
             logger.info(  # no warning: it takes time and changes no result
                 "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
                 "computed to the end of their batch."
             )
         # beside a rounded copy factors that are not rounded would be other members
-        self._joins = self.weights.rank > 0 and self.decoder == "loop" and self._whole and model.dtype == torch.float32
+        self._joins = self.weights.rank > 0 and loop and self._whole and model.dtype == torch.float32
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
@@ -185,18 +171,14 @@ class LocalEngine(Engine):
             with one_thread():  # as the workers have: products may be split otherwise among several
                 return [_in_worker(self._id, *task) for task in tasks]
         if self._pool is None:
-            context = multiprocessing.get_context("fork")
-            self._pool = ProcessPoolExecutor(
-                self.workers, mp_context=context, initializer=_start_worker, initargs=(os.getpid(),)
-            )
+            fork = multiprocessing.get_context("fork")
+            self._pool = ProcessPoolExecutor(self.workers, fork, _start_worker, (os.getpid(),))
             weakref.finalize(self, self._pool.shutdown, wait=False)  # at the latest before the interpreter ends
-        futures = []
         try:
             with warnings.catch_warnings(), interrupts_wait():  # the first task forks the workers: never half of them
                 # Python 3.12 warns of forking a process with threads; the workers only compute and never touch them
                 warnings.simplefilter("ignore", DeprecationWarning)
-                for task in tasks:
-                    futures.append(self._pool.submit(_in_worker, self._id, *task))
+                futures = [self._pool.submit(_in_worker, self._id, *task) for task in tasks]
             for future in as_completed(futures):
                 future.result()  # raises the first failure at once, whichever worker's it is
         except BrokenProcessPool as error:
@@ -212,24 +194,14 @@ class LocalEngine(Engine):
 
     # ---- work on one member, in a worker or here
 
-    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
-        """Evaluate one member in this process; index: its own, for errors, and the rest as for `evaluate`."""
-        started = time.process_time()
-        indices, uniforms = self._drawn(indices, sampling)
-        with self.weights.member(member.key, sigma, member.sign) as weights:
-            ids = self._decode(weights, name, indices, uniforms, self.options.temperature)
-        return self.scored(index, name, indices, self.completions(self.until_end(ids)), trainer_state, started)
-
-    def evaluate_together(
-        self, first, members, together, sigma, name, indices, trainer_state=None, sampling=None
-    ) -> list[Evaluation]:
+    def evaluate_together(self, first, members, together, sigma, name, indices, trainer_state=None, sampling=None):
         """Evaluate members of low rank in one batch, in this process.
 
         Args:
             first: index of the first of them, for errors.
             members: at most `together`.
             together: members whose rows the batch has; where they are fewer, the last one's are repeated.
-            sigma, name, indices, trainer_state, sampling: as for `evaluate`.
+            sigma, name, indices, trainer_state, sampling: as for `evaluate`, as is the result.
         """
         started = time.process_time()
         indices, uniforms = self._drawn(indices, sampling)
@@ -239,123 +211,79 @@ class LocalEngine(Engine):
         uniforms = None if uniforms is None else np.tile(uniforms, (together, 1))
         decoder = self._decoder(weights.flat, name, population)
         ids = self._chunk(decoder, name, np.tile(indices, together), uniforms, self.options.temperature, owners)
-        found = []
+        evaluations = []
         for i, own in enumerate(np.split(ids.numpy()[: rows * len(members)], len(members))):
             completions = self.completions(self.until_end(own))
-            found.append(self.scored(first + i, name, indices, completions, trainer_state, started))
-            started = time.process_time()
-        # the first one's time has the decoding of all
-        seconds = sum(evaluation.core_seconds for evaluation in found) / len(found)
-        return [replace(evaluation, core_seconds=seconds) for evaluation in found]
+            evaluations.append(self.scored(first + i, name, indices, completions, trainer_state, started))
+        seconds = (time.process_time() - started) / len(members)
+        return [replace(evaluation, core_seconds=seconds) for evaluation in evaluations]
 
-    def _drawn(self, indices: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the rows of a member's prompts, each once a sample, and their random numbers, None for greedy."""
-        if sampling is None:
-            return indices, None
-        key, samples = sampling
-        drawn = [noise.uniforms(key, indices, self.max_completion_length, sample) for sample in range(samples)]
-        return np.repeat(indices, samples), np.stack(drawn, 1).reshape(-1, self.max_completion_length)
+    def _numbers(self, key, rows, sample):
+        return noise.uniforms(key, rows, self.max_completion_length, sample)
 
-    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list:
-        """Return completions of the weights themselves, (text, ids) each, in this process.
+    def _seeded(self, name, rows, seed, draw):
+        rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
+        return rng.random((len(self.prompts[name]), self.max_completion_length), dtype=np.float32)[rows]
 
-        Args:
-            name: which prompts.
-            indices: rows of them.
-            seed: of the samples.
-            draw: which sample of each prompt; None: greedy decoding.
-            temperature: of the samples, above 0.
-        """
-        uniforms = None
-        if draw is not None:
-            rng = np.random.default_rng(np.random.SeedSequence([seed, draw]))
-            uniforms = rng.random((len(self.prompts[name]), self.max_completion_length), dtype=np.float32)[indices]
-        return self.completions(self.until_end(self._decode(self.weights.flat, name, indices, uniforms, temperature)))
+    # ---- decoding
+
+    def _decode(self, name, rows, numbers, temperature, member=None):
+        """Decode with the weights in chunks; see `Decoding._decode`."""
+        with self._weights_of(member) as weights:
+            decoder = self._decoder(weights, name) if self.decoder == "loop" else None
+            if decoder is None:
+                copy_to(self.model, self.layout, weights)
+            out = []
+            for start in range(0, len(rows), self.chunk_rows):
+                # a short last chunk is filled up with its last row, so that every product has the planned shape
+                size = self.chunk_rows if len(rows) > self.chunk_rows else len(rows)
+                chunk = np.minimum(np.arange(start, start + size), len(rows) - 1)
+                new = self._chunk(decoder, name, rows[chunk], None if numbers is None else numbers[chunk], temperature)
+                out.append(new[: len(rows) - start].numpy())
+        return self.completions(self.until_end(np.concatenate(out)))
 
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
         """Return all weights by name: rounded to the model's dtype, in the dtype in which the loop multiplies."""
+        dtype = product_dtype(self.model.dtype)
         if self._whole:
-            flat = torch.as_tensor(weights).to(self.model.dtype).to(product_dtype(self.model.dtype))
-            return self.layout.views(flat)
+            return self.layout.views(torch.as_tensor(weights).to(self.model.dtype).to(dtype))
         copy_to(self.model, self.layout, weights)
-        return {
-            name: t.to(self.model.dtype).to(product_dtype(self.model.dtype)) for name, t in dense(self.model).items()
-        }
-
-    def _decode(
-        self,
-        weights: np.ndarray | Tensor,
-        name: str,
-        indices: np.ndarray,
-        uniforms: np.ndarray | None,
-        temperature: float = 1.0,
-    ):
-        """Decode rows of the prompts with flat weights; return ids, (rows, max_completion_length)."""
-        rows = len(indices)
-        decoder = self._decoder(weights, name) if self.decoder == "loop" else None
-        if decoder is None:
-            copy_to(self.model, self.layout, weights)
-        out = []
-        for start in range(0, rows, self.chunk_rows):
-            chunk = np.arange(start, start + self.chunk_rows)
-            # a short last chunk is filled up with its last row, so that every product has the planned shape
-            chunk = np.minimum(chunk, rows - 1) if rows > self.chunk_rows else np.arange(rows)
-            new = self._chunk(decoder, name, indices[chunk], None if uniforms is None else uniforms[chunk], temperature)
-            out.append(new[: min(self.chunk_rows, rows - start)].numpy())
-        return np.concatenate(out)
+        return {name: t.to(self.model.dtype).to(dtype) for name, t in dense(self.model).items()}
 
     def _decoder(self, weights: np.ndarray | Tensor, name: str, population: Population | None = None) -> Decoder:
-        return Decoder(
-            self.model.config,
-            self._views(weights),
-            self.eos_ids,
-            self.tokenizer.pad_token_id,
-            torch.from_numpy(self.prompts[name].prefix),
-            self._drop_rows,
-            population,
-        )
+        views, prefix = self._views(weights), torch.from_numpy(self.prompts[name].prefix)
+        pad, drop = self.tokenizer.pad_token_id, self._drop_rows
+        return Decoder(self.model.config, views, self.eos_ids, pad, prefix, drop, population)
 
-    def _chunk(
-        self,
-        decoder: Decoder | None,
-        name: str,
-        indices: np.ndarray,
-        uniforms: np.ndarray | None,
-        temperature: float,
-        owners: np.ndarray | None = None,
-    ) -> Tensor:
+    def _chunk(self, decoder: Decoder | None, name, indices, uniforms, temperature, owners=None) -> Tensor:
         """Decode rows of the prompts at once, with transformers if there is no decoder."""
-        prompts = self.prompts[name]
+        prompts, options = self.prompts[name], self.options
         ids, mask = (torch.from_numpy(a[indices]) for a in (prompts.ids, prompts.mask))
         u = None if uniforms is None else torch.from_numpy(uniforms)
         if decoder is None:
             return self._transformers_generate(ids, mask, u, temperature)
-        drawn = {"top_k": self.options.top_k, "top_p": self.options.top_p}
-        stopped = self.just_stopped if self.options.stop_strings else None
-        most = self.max_completion_length
-        return decoder.generate(ids, mask, most, u, temperature, **drawn, stopped=stopped, owners=owners)
+        drawn = {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
+        stopped = self.just_stopped if options.stop_strings else None
+        return decoder.generate(ids, mask, self.max_completion_length, u, **drawn, stopped=stopped, owners=owners)
 
     @torch.inference_mode()
     def _transformers_generate(self, ids, mask, uniforms, temperature):
-        from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-        class _Invert(LogitsProcessor):
-            """Samples by inversion of the distribution function with given numbers, as the loop does."""
+        options, width = self.options, ids.shape[1]
 
-            def __call__(self, input_ids, scores):
-                scores = scores.float() if temperature == 1 else scores.float() / temperature
-                cumulative = kept(scores, options.top_k, options.top_p).softmax(-1).cumsum(-1)
-                u = uniforms[:, input_ids.shape[1] - ids.shape[1], None] * cumulative[:, -1:]
-                token = (cumulative <= u).sum(-1).clamp_(max=scores.shape[-1] - 1)
-                return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+        def invert(input_ids: Tensor, scores: Tensor) -> Tensor:
+            """Sample by inversion of the distribution function with given numbers, as the loop does."""
+            scores = scores.float() if temperature == 1 else scores.float() / temperature
+            cumulative = kept(scores, options.top_k, options.top_p).softmax(-1).cumsum(-1)
+            u = uniforms[:, input_ids.shape[1] - width, None] * cumulative[:, -1:]
+            token = (cumulative <= u).sum(-1).clamp_(max=scores.shape[-1] - 1)
+            return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
-        class _Stop(StoppingCriteria):
-            """Ends rows at a stop string of their completion; what the prompt holds does not count."""
+        def stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            """End rows at a stop string of their completion; what the prompt holds does not count."""
+            return torch.tensor(self.just_stopped(input_ids[:, width:].tolist()), device=input_ids.device)
 
-            def __call__(self, input_ids, scores, **_):
-                return torch.tensor(stopped(input_ids[:, ids.shape[1] :].tolist()), device=input_ids.device)
-
-        options, stopped = self.options, self.just_stopped
         settings = GenerationConfig(
             **dict(options.generation_kwargs or {}),
             do_sample=False,
@@ -364,7 +292,6 @@ class LocalEngine(Engine):
             eos_token_id=self.eos_ids,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        processors = LogitsProcessorList([] if uniforms is None else [_Invert()])
         # generate() fills what the settings leave open from the model's own, such as a ban on repeated n-grams
         network = base_of(self.model)
         own = network.generation_config
@@ -374,14 +301,13 @@ class LocalEngine(Engine):
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=settings,
-                logits_processor=processors,
-                stopping_criteria=[_Stop()] if options.stop_strings else None,
-            )[:, ids.shape[1] :]
+                logits_processor=LogitsProcessorList([] if uniforms is None else [invert]),
+                stopping_criteria=StoppingCriteriaList([stop] if options.stop_strings else []),
+            )[:, width:]
         finally:
             network.generation_config = own
-        out = torch.full((len(ids), self.max_completion_length), self.tokenizer.pad_token_id)
-        out[:, : new.shape[1]] = new
-        return out
+        missing = self.max_completion_length - new.shape[1]
+        return torch.nn.functional.pad(new, (0, missing), value=self.tokenizer.pad_token_id)
 
 
 def _why_no_loop(model: Any, options: Options) -> str | None:

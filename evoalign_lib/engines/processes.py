@@ -14,9 +14,14 @@ import torch
 from tqdm import tqdm
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use, 1 where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
 def default_workers() -> int:
     """Return one single-thread worker per core that this process may use (1 where processes cannot be forked)."""
-    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
+    return cores() if sys.platform.startswith("linux") else 1
 
 
 def world_size() -> int:
@@ -74,22 +79,14 @@ def end_with(process: int) -> None:
     Args:
         process: process id, of the parent or of any other process of the user's on this machine.
     """
-    if os.getppid() == process:
-
-        def gone() -> bool:
-            return os.getppid() != process
-    else:  # its id may be given to another process; a file descriptor stands for this one alone
-        try:
-            opened = select.poll()
-            opened.register(os.pidfd_open(process), select.POLLIN)
-        except ProcessLookupError:
-            os._exit(1)
-
-        def gone() -> bool:
-            return bool(opened.poll(0))
+    parent = os.getppid() == process
+    try:  # an id may be given to another process; a file descriptor stands for this one alone
+        watched = None if parent else os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
 
     def watch() -> None:
-        while not gone():
+        while os.getppid() == process if parent else not select.select([watched], [], [], 0)[0]:
             time.sleep(0.5)
         os._exit(1)
 

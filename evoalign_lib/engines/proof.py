@@ -16,32 +16,32 @@ class WrongWeights(RuntimeError):
     """A generator does not hold the weights of the run; the message names what differs."""
 
 
-def prove(
-    layout: noise.Layout, master: np.ndarray, segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
-) -> None:
-    """Compare the masters of vLLM's workers with the run's, byte for byte: layout, master; the rest as `compare`."""
+Proof = Sequence[Sequence[tuple[tuple, str]]]
+"""by rank of vLLM's: its segments, each with the SHA-256 of its numbers, row by row"""
+
+
+def prove(layout: noise.Layout, master: np.ndarray, proof: Proof) -> None:
+    """Compare the masters of vLLM's workers with the run's, byte for byte; the errors are those of `compare`."""
     shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
     views = {name: torch.from_numpy(view).reshape(shapes[name]) for name, view in layout.views(master).items()}
-    compare(views, segments, digests)
+    compare(views, proof)
 
 
-def compare(
-    matrices: Mapping[str, torch.Tensor], segments: Sequence[Sequence[Segment]], digests: Sequence[Sequence[str]]
-) -> None:
-    """Compare the weights of vLLM's workers with a model's, byte for byte, by their digests.
+def compare(views: Mapping[str, torch.Tensor], proof: Proof) -> None:
+    """Compare the weights of vLLM's workers with a model's, byte for byte.
 
     Args:
-        matrices: the model's, by name; a vector is one row.
-        segments: by rank, where its tensors come from.
-        digests: by rank, for each of them: SHA-256 of its numbers, row by row.
+        views: the model's matrices, by name; a vector is one row.
+        proof: of the workers.
 
     Raises:
         WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
             of a parameter.
     """
-    views, held = matrices, {name: np.zeros(matrix.shape, bool) for name, matrix in matrices.items()}
-    for rank, (places, found) in enumerate(zip(segments, digests, strict=True)):
-        for segment, digest in zip(places, found, strict=True):
+    held = {name: np.zeros(matrix.shape, bool) for name, matrix in views.items()}
+    for rank, segments in enumerate(proof):
+        for place, digest in segments:
+            segment = Segment(*place)
             where = f"vLLM's rank {rank}, {segment.name!r}"
             if segment.name not in views:
                 raise WrongWeights(f"{where}: the model has no parameter of this name, so its weights cannot be held.")

@@ -30,7 +30,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,13 +39,11 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import PLAIN, Engine, Prompts, in_chunks
+from evoalign_lib.engines.base import Engine, in_chunks
 from evoalign_lib.engines.local import LocalEngine
-from evoalign_lib.engines.memory import held_parameters
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.proof import WrongWeights, prove
-from evoalign_lib.engines.vllm import Decoding, Generator, VLLMEngine
-from evoalign_lib.rewards import Rewards
+from evoalign_lib.engines.vllm import Generator, VLLMDecoding, VLLMEngine
 from evoalign_lib.update_rules import Member
 
 logger = logging.getLogger(__name__)
@@ -59,6 +57,7 @@ MOST_DEATHS = 3
 OBJECT_STORE = 100 << 20
 """bytes of the object store of a cluster that is started here, beside those for a model object"""
 
+_OF_ACTORS = ("chunk_rows", "decoder", "tensor_parallel", "settings")
 _NEW = "a process that has not answered yet"
 
 
@@ -70,13 +69,11 @@ class RayEngine(Engine):
             picklable (functions of a notebook are).
         workers: actors, without GPUs; None: one for each core of the cluster.
         gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
-        chunk_rows, decoder: of `LocalEngine`, without GPUs.
         folder: where the model was loaded from, a folder that each machine has or a name on the Hub; None: the model
             itself is sent to every actor, and a copy of it stays here.
         load: the arguments of from_pretrained it was loaded with.
-        tensor_parallel: GPUs of one machine that share a copy of the model.
-        settings: further arguments of `vllm.LLM`.
-        **common: max_completion_length, options, distribution, anchor_decay and rank of `Engine`.
+        **alike: without GPUs chunk_rows and decoder of `LocalEngine`, with GPUs tensor_parallel and settings of
+            `VLLMEngine`; max_completion_length, options, distribution, anchor_decay and rank of `Engine`.
 
     The cluster is that of `ray.init()` if it was called, else the one that RAY_ADDRESS names, else one of this machine
     alone, which ends with the engine. The first call that generates joins it and starts the actors.
@@ -88,33 +85,20 @@ class RayEngine(Engine):
 
     workers = 0
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        workers: int | None = None,
-        gpus: int = 0,
-        chunk_rows: int = 256,
-        decoder: str = "auto",
-        folder: str | None = None,
-        load: Mapping[str, Any] | None = None,
-        tensor_parallel: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        **common: Any,
-    ):
+    def __init__(self, model, tokenizer, rewards, prompts, *, workers=None, gpus=0, folder=None, load=None, **alike):
         _ray()
+        own = {name: alike.pop(name) for name in _OF_ACTORS if name in alike}
+        common = model, tokenizer, rewards, prompts
+        self.gpus, self.chunk_rows = gpus, own.get("chunk_rows", 256)
+        self.tensor_parallel = own.get("tensor_parallel", 1)
+        if self.tensor_parallel > 1:  # an actor holds all the GPUs: other actors, which vLLM would take, get none
+            own["settings"] = {"distributed_executor_backend": "mp"} | dict(own.get("settings") or {})
         # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
         if gpus:
-            alike = {"folder": folder or "never opened", "tensor_parallel": tensor_parallel, "settings": settings}
-            self._alike: Engine = VLLMEngine(model, tokenizer, rewards, prompts, **alike, **common)
+            self._alike = VLLMEngine(*common, folder=folder or "never opened", **own, **alike)
         else:
-            alike = {"chunk_rows": chunk_rows, "decoder": decoder, "workers": default_workers()}
-            self._alike = LocalEngine(model, tokenizer, rewards, prompts, **alike, **common)
-        super().__init__(model, tokenizer, rewards, prompts, **common | {"weights": self._alike.weights})
-        self.gpus, self.tensor_parallel, self.chunk_rows = gpus, tensor_parallel, chunk_rows
+            self._alike = LocalEngine(*common, workers=default_workers(), **own, **alike)
+        super().__init__(*common, **alike | {"weights": self._alike.weights})
         self.places: list[Place] = []
         """of the actors; empty before they start"""
         self.most_active: int | None = None
@@ -122,21 +106,13 @@ class RayEngine(Engine):
         self.sent_bytes, self.received_bytes = 0, 0
         """serialised size of all messages to and from actors after their start"""
         self.repairs = {"actors/restarted": 0, "actors/behind": 0, "actors/rebuilt": 0}
-        self._wanted_actors = gpus // tensor_parallel if gpus else workers
+        self._wanted_actors = gpus // self.tensor_parallel if gpus else workers
         self._once = {
             "model": None if folder else copy.deepcopy(model),  # its parameters move with the run, actors begin anew
             "folder": folder,
             "load": dict(load or {}) | {"dtype": model.dtype},
-            "eos_ids": self.eos_ids,
-            "parameters": held_parameters(model.config, self.layout.d, tensor_parallel),
-            "common": common,
-            "chunk_rows": chunk_rows,
-            "decoder": None if gpus else self._alike.decoder,
-            "gpus": gpus,
-            "tensor_parallel": tensor_parallel,
-            "settings": dict(settings or {}),
+            "local": alike if gpus else own | alike | {"decoder": self._alike.decoder},
         }
-        self._noise: tuple[int, float] | None = None
         self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
         self._cluster: _Cluster | None = None
 
@@ -151,9 +127,8 @@ class RayEngine(Engine):
         step = getattr(trainer_state, "global_step", None)
         where = "" if step is None else f" of step {step}"
         rest = sigma, name, np.asarray(indices), trainer_state, sampling
-        return self._serve(
-            [_Task("evaluate", (i, *member, *rest), f"member {i}{where}") for i, member in enumerate(members)]
-        )
+        tasks = [_Task("evaluate", (i, *member, *rest), f"member {i}{where}") for i, member in enumerate(members)]
+        return self._serve(tasks)
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
         rows = self._rows(name, indices, temperature)
@@ -161,22 +136,17 @@ class RayEngine(Engine):
         # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
         size = math.ceil(len(rows) / len(self.places)) if self.gpus else self.chunk_rows
 
-        def task(chunk, draw):
-            label = f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
-            return _Task("generate", (self._noise, name, chunk, seed, draw, temperature), label)
-
         def serve(parts):
-            return self._serve([task(*part) for part in parts])
+            tasks = []
+            for chunk, draw in parts:
+                label = f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
+                tasks.append(_Task("generate", (self._noise, name, chunk, seed, draw, temperature), label))
+            return self._serve(tasks)
 
         return in_chunks(rows, size, samples, serve)
 
-    @contextmanager
     def perturbed(self, key, sigma):
-        self._noise = int(key), float(sigma)
-        try:
-            yield
-        finally:
-            self._noise = None
+        return self._with_noise((int(key), float(sigma)))
 
     @property
     def started(self):
@@ -220,11 +190,10 @@ class RayEngine(Engine):
             return
         self._cluster = cluster = _Cluster(self._wanted_actors, self.tensor_parallel if self.gpus else 0, self._size)
         weakref.finalize(self, cluster.leave).atexit = False  # when the interpreter ends, Ray ends everything itself
-        once = self._once | {
-            "tokenizer": self.tokenizer,
-            "rewards": self.rewards,
-            "prompts": self.prompts,
-        }
+        once = self._once | {"scoring": (self.tokenizer, self.rewards, self.prompts)}
+        if self.gpus:
+            once |= {"end": (self.eos_ids, self.max_completion_length, self.options)}
+            once |= {"vllm": self._alike.loading(self.longest())}
         try:
             self._sent_once = _ray().put(once)
         except TypeError as error:
@@ -345,12 +314,8 @@ class RayEngine(Engine):
             ) from error
         self._fail(place, place.end)
         self.repairs["actors/restarted"] += 1
-        logger.warning(
-            "actor %d died, %s. A new process takes its place and replays %d updates.",
-            place.number,
-            place.end,
-            len(self._updates),
-        )
+        said = "actor %d died, %s. A new process takes its place and replays %d updates."
+        logger.warning(said, place.number, place.end, len(self._updates))
         self._launch(place)
 
     def _behind(self, place: Place, applied: int) -> None:
@@ -378,15 +343,14 @@ class RayEngine(Engine):
                 self._catch_up(place, answer.applied)
             return
         place.process, proof = answer.result
+        wrong = None
         if self.gpus:
             try:
-                prove(self.layout, self.master, *proof)
-                wrong = None
+                prove(self.layout, self.master, proof)
             except WrongWeights as error:
                 wrong = str(error)
-        else:
-            own = precision.digest(self.layout, self.master)
-            wrong = None if proof == own else f"their digest is {proof:.16}..., that of the run is {own:.16}..."
+        elif proof != (own := precision.digest(self.layout, self.master)):
+            wrong = f"their digest is {proof:.16}..., that of the run is {own:.16}..."
         if wrong is None:
             place.proved, place.behind, place.failures = True, False, 0
             return
@@ -455,7 +419,7 @@ class _Actor:
     """What runs in a process of the cluster: an engine and the number of updates that its weights have."""
 
     def __init__(self, once: dict[str, Any]):
-        self.engine = _Replica(once) if once["gpus"] else _local_engine(once)
+        self.engine = _Replica(once) if "vllm" in once else _local_engine(once)
         self.applied, self.seconds = 0, 0.0
 
     def update(self, first: int, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -472,7 +436,7 @@ class _Actor:
         if isinstance(self.engine, LocalEngine):
             found = precision.digest(self.engine.layout, self.engine.master)
         else:
-            found = self.engine.generator.segments, self.engine.generator.digests()
+            found = self.engine.generator.proof()
         return self._answer(lambda: (f"process {os.getpid()} on {socket.gethostname()}", found))
 
     def evaluate(self, applied: int, index: int, key: int, sign: int, *rest: Any) -> _Answer:
@@ -493,35 +457,24 @@ class _Actor:
 
 def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
     torch.set_num_threads(1)
-    model, tokenizer = once["model"], once["tokenizer"]
+    model, (tokenizer, rewards, prompts) = once["model"], once["scoring"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
-    own = {name: once[name] for name in ("chunk_rows", "decoder")}
-    return LocalEngine(model, tokenizer, once["rewards"], once["prompts"], **own, **once["common"])
+    return LocalEngine(model, tokenizer, rewards, prompts, **once["local"])
 
 
-class _Replica(Decoding):
+class _Replica(VLLMDecoding):
     """vLLM with the prompts and rewards of the run; only its workers hold weights."""
 
     def __init__(self, once: Mapping[str, Any]):
-        common = once["common"]
-        scoring = (once[name] for name in ("tokenizer", "rewards", "prompts", "eos_ids"))
-        super().__init__(*scoring, common["max_completion_length"], common.get("options", PLAIN))
-        settings = once["settings"]
-        if once["tensor_parallel"] > 1:  # the actor holds all the GPUs: other actors, which vLLM would take, get none
-            settings = {"distributed_executor_backend": "mp"} | settings
-        longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
+        super().__init__(*once["scoring"], *once["end"])
+        arguments, held = once["vllm"]
         with tempfile.TemporaryDirectory() as made:
             if (folder := once["folder"]) is None:
                 folder = made
                 once["model"].save_pretrained(folder)
-            law = {name: common[name] for name in ("distribution", "anchor_decay", "rank") if name in common}
-            law |= {"tensor_parallel": once["tensor_parallel"], "settings": settings}
-            self.generator = Generator(folder, once["load"]["dtype"], self.eos_ids, longest, once["parameters"], **law)
-
-    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the weights."""
-        self.generator.update(keys, coefficients)
+            self.generator = Generator(folder, *arguments, **held)
+        self.update = self.generator.update
 
 
 # ---- the cluster
@@ -569,18 +522,10 @@ class _Cluster:
         ray = _ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        options = {"num_cpus": 1, "num_gpus": self._bundle.get("GPU", 0)}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, number)
         # a dead actor stays dead: Ray would restart it with the starting weights, unknown to the driver
-        handle = (
-            ray.remote(_Actor)
-            .options(
-                num_cpus=1,
-                num_gpus=self._bundle.get("GPU", 0),
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
-            )
-            .remote(*arguments)
-        )
+        handle = ray.remote(_Actor).options(**options, max_restarts=0, max_task_retries=0).remote(*arguments)
         self._actors.append(handle)
         return handle
 

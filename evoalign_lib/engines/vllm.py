@@ -34,8 +34,8 @@ import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,10 @@ import torch
 from evoalign_lib import checks
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
-from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, Segment, prepare
-from evoalign_lib.engines.base import PLAIN, Engine, Evaluation, Options, Prompts, Scorer
+from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, prepare
+from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation, Options
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
 from evoalign_lib.engines.proof import WrongWeights, compare, prove
-from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
 EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
@@ -72,14 +71,9 @@ def import_vllm(in_process: bool = True) -> Any:
     Raises:
         ImportError: vLLM is not installed; the message says how.
     """
-    chosen = dict(_ENVIRONMENT)
-    if in_process:
-        chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    else:  # this process may have touched the GPU, which a forked one could not use
-        chosen["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if not torch.cuda.is_available():
-        chosen |= _ON_CPU
-    for name, value in chosen.items():
+    # other processes are not forked: this one may have touched the GPU, which they could not use then
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    for name, value in (_ENVIRONMENT | own | ({} if torch.cuda.is_available() else _ON_CPU)).items():
         os.environ.setdefault(name, value)
     try:
         import vllm
@@ -113,13 +107,10 @@ class Generator:
         max_model_len: tokens of a prompt and its completion at most.
         parameters: held by one rank (`memory.held_parameters`): on a GPU room is left for their master, 4 bytes each,
             which vLLM does not know about.
-        distribution: of the noise.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
-        master: whether workers hold a master; without one there is only `generate`.
-        anchor_decay: of `Engine`; above 0 each worker keeps its starting weights, too, in dtype, and room is left for
-            them.
-        rank: of `Engine`.
+        law: distribution, anchor_decay and rank of `Engine`, where they are not its defaults; with anchor_decay each
+            worker keeps its starting weights, too, in dtype, and room is left for them. None: workers hold no master.
         adapter: of those that it decodes with (`put_adapters`) the highest rank, one of `memory.LORA_RANKS`, and the
             last parts of the names of their layers; None: it decodes with none.
 
@@ -129,7 +120,7 @@ class Generator:
         RuntimeError: this process has a vLLM engine already.
     """
 
-    _alive: weakref.ref[Generator] | None = None
+    _alive: Callable[[], Generator | None] = staticmethod(lambda: None)  # that of this process, if any
     llm: Any = None
 
     def __init__(
@@ -139,20 +130,16 @@ class Generator:
         eos_ids: Sequence[int],
         max_model_len: int,
         parameters: float,
-        distribution: str = "gaussian",
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
-        master: bool = True,
-        anchor_decay: float = 0.0,
-        rank: int = 0,
+        law: Mapping[str, Any] | None = None,
         adapter: tuple[int, list[str]] | None = None,
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
 
         prepare()
-        self.device = current_platform.device_type
-        self.eos_ids, self.tensor_parallel = list(eos_ids), tensor_parallel
+        on_cpu = current_platform.is_cpu()
         stated = {
             "model": folder,
             "dtype": str(dtype).removeprefix("torch."),
@@ -168,11 +155,11 @@ class Generator:
         }
         if adapter is not None:
             stated |= dict(zip(_OF_ADAPTERS, (True, *adapter), strict=True))
-        if self.device == "cpu":  # a prompt computed in parts would need a random generator that can go back
+        if on_cpu:  # a prompt computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
             gc.collect()
-            if Generator._alive is not None and (other := Generator._alive()) is not None and other.llm is not None:
+            if (other := Generator._alive()) is not None and other.llm is not None:
                 raise RuntimeError(
                     "a vLLM engine works in this process already, and what ends one ends both: call close() of the "
                     "first engine (trainer.engine.close()), or use another process."
@@ -181,11 +168,12 @@ class Generator:
         given = dict(settings or {})
         if taken := sorted(stated.keys() & given.keys()):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
-        if self.device != "cpu":
+        if not on_cpu:
             given.setdefault("max_num_seqs", 256)  # as plans have it; vLLM's own number depends on the device
-        if self.device != "cpu" and "gpu_memory_utilization" not in given:
-            total = current_platform.get_device_total_memory()
-            given["gpu_memory_utilization"] = room_beside_master(total, parameters, dtype.itemsize * bool(anchor_decay))
+            start = dtype.itemsize * bool(law and law.get("anchor_decay"))
+            if "gpu_memory_utilization" not in given:
+                total = current_platform.get_device_total_memory()
+                given["gpu_memory_utilization"] = room_beside_master(total, parameters, start)
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM seeds them anew
         try:
             if tensor_parallel > 1:
@@ -196,32 +184,32 @@ class Generator:
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
             torch.set_rng_state(states[2])
-        if not master:
-            return
-        try:
-            opened = self.llm.collective_rpc("evoalign_open", args=(distribution, MOST_MEMBERS, anchor_decay, rank))
-            for refusal in opened:
-                if isinstance(refusal, str):
-                    raise NotMapped(refusal)
-        except BaseException:
-            self.close()
-            raise
-        self.segments = [[Segment(*segment) for segment in rank] for rank in opened]
-        """by rank: where its tensors come from"""
+        if law is not None or adapter is not None:
+            try:
+                self._call("open", MOST_MEMBERS, law)
+            except BaseException:
+                self.close()
+                raise
 
-    def perturb(self, member: Member, sigma: float) -> None:
-        """Write a member's weights."""
-        self.llm.collective_rpc("evoalign_perturb", args=(int(member.key), float(sigma), int(member.sign)))
-        self._forget()
+    def _call(self, method: str, *arguments: Any) -> list:
+        """Call a method of all workers; return what they answer, by rank."""
+        answers = self.llm.collective_rpc(f"evoalign_{method}", args=arguments)
+        for refusal in answers:
+            if isinstance(refusal, str):
+                raise NotMapped(refusal)
+        return answers
 
-    def restore(self) -> None:
-        """Write the weights themselves."""
-        self.llm.collective_rpc("evoalign_restore")
+    def write(self, member: Member | None = None, sigma: float = 0.0) -> None:
+        """Write a member's weights, or with none the weights themselves."""
+        if member is None:
+            self._call("restore")
+        else:
+            self._call("perturb", int(member.key), float(sigma), int(member.sign))
         self._forget()
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the masters, as `Weights.update`; the working copies follow with the next `perturb` or `restore`."""
-        self.llm.collective_rpc("evoalign_update", args=([int(k) for k in keys], [float(c) for c in coefficients]))
+        """Move the masters, as `Weights.update`; the working copies follow with the next `write`."""
+        self._call("update", [int(k) for k in keys], [float(c) for c in coefficients])
 
     def put_adapters(self, adapters: Mapping[int, Layers]) -> None:
         """Give vLLM adapters, number -> layers, each in the place of the one that had its number before.
@@ -230,41 +218,12 @@ class Generator:
             NotMapped: a layer that vLLM gives no adapter.
         """
         for number, layers in adapters.items():
-            for refusal in self.llm.collective_rpc("evoalign_put_adapter", args=(number, layers)):
-                if refusal:
-                    raise NotMapped(refusal)
+            self._call("put_adapter", number, layers)
         self._forget()
 
-    def base_digests(self) -> tuple[list[list[Segment]], list[list[str]]]:
-        """Return by rank where the tensors that vLLM decodes with come from, and the SHA-256 of each.
-
-        Raises:
-            NotMapped: a tensor that has no place in the segment map.
-        """
-        segments, digests = [], []
-        for found in self.llm.collective_rpc("evoalign_base_digests"):
-            if isinstance(found, str):
-                raise NotMapped(found)
-            segments.append([Segment(*segment) for segment, _ in found])
-            digests.append([digest for _, digest in found])
-        return segments, digests
-
-    def digests(self) -> list[list[str]]:
-        """Return by rank the SHA-256 of the float32 master of each of its segments."""
-        return self.llm.collective_rpc("evoalign_digests")
-
-    def generate(self, ids: Sequence[Sequence[int]], max_new_tokens: int, *how: Any, **named: Any) -> list:
-        """Decode prompts with the weights that were written last.
-
-        Args:
-            ids: token ids of each prompt, without padding.
-            max_new_tokens: new tokens per completion, at most.
-            *how, **named: seeds, temperature, options and adapters of `decode`.
-
-        Returns:
-            Token ids of each completion, with the end token where there is one.
-        """
-        return decode(self.llm, self.eos_ids, ids, max_new_tokens, *how, **named)
+    def proof(self) -> list[list[tuple[tuple, str]]]:
+        """Return by rank its segments, each with the SHA-256 of its numbers: masters, or without them the base."""
+        return self._call("proof")
 
     def close(self) -> None:
         """End vLLM and its worker processes, and leave the GPU."""
@@ -310,7 +269,7 @@ def decode(
         eos_ids: token ids that end a completion.
         ids: token ids of each prompt, without padding.
         max_new_tokens: new tokens per completion, at most.
-        seeds: None for greedy decoding; else one seed per row, which is sampled.
+        seeds: None for greedy decoding; else the seed of each row, which is sampled.
         temperature: of the samples, above 0.
         options: top_k and top_p of the samples, and generation_kwargs. Stop strings are for the caller.
         adapters: the number of each row's adapter (`Generator.put_adapters`); None: no row has one.
@@ -332,16 +291,15 @@ def decode(
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
         common |= {"top_p": options.top_p, "top_k": options.top_k}
-        how = [SamplingParams(temperature=temperature, seed=seed, **common) for seed in seeds]
+        how = [SamplingParams(temperature=temperature, seed=int(seed), **common) for seed in seeds]
     prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
     requests = None
     if adapters is not None:
         from vllm.lora.request import LoRARequest
 
         # vLLM has them already; it would look for one that it has lost in a folder that is not there
-        requests = [
-            LoRARequest(f"adapter {n}", n, "nowhere: evoalign_put_adapter put it into memory") for n in adapters
-        ]
+        nowhere = "nowhere: evoalign_put_adapter put it into memory"
+        requests = [LoRARequest(f"adapter {n}", n, nowhere) for n in adapters]
     found = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
     return [list(done.outputs[0].token_ids) for done in found]
 
@@ -356,15 +314,6 @@ def _end(holder: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _drawn(indices: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, list[int] | None]:
-    """Return the rows of a member's prompts, each once a sample, and their seeds, None for greedy."""
-    if sampling is None:
-        return indices, None
-    key, samples = sampling
-    rows = np.repeat(indices, samples)
-    return rows, [sample_seed(key, int(row), i % samples) for i, row in enumerate(rows)]
-
-
 def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, Any]:
     """Return the batch plan of an engine that decodes with vLLM."""
     return {
@@ -376,61 +325,44 @@ def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, An
     }
 
 
-class Decoding(Scorer):
+class VLLMDecoding(Decoding):
     """Evaluates members and generates with a `generator`, in whichever process."""
 
     generator: Generator
-    _noise: tuple[Member, float] | None = None
 
-    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
-        """Evaluate one member; index: its own, for errors; the rest as for `Engine.evaluate`."""
-        started = time.process_time()
-        rows, seeds = _drawn(np.asarray(indices), sampling)
-        self.generator.perturb(member, sigma)
-        completions = self._decode(name, rows, seeds, self.options.temperature)
-        return self.scored(index, name, rows, completions, trainer_state, started)
-
-    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list:
-        """Return completions of the weights themselves, (text, ids) each.
-
-        Args:
-            name: which prompts.
-            indices: rows of them.
-            seed: of the samples.
-            draw: which sample of each prompt; None: greedy decoding.
-            temperature: of the samples, above 0.
-        """
-        seeds = None if draw is None else [sample_seed(seed, int(row), draw) for row in indices]
-        self._write_weights()
-        return self._decode(name, indices, seeds, temperature)
-
-    @contextmanager
-    def perturbed(self, key: int, sigma: float) -> Iterator[None]:
+    def perturbed(self, key: int, sigma: float) -> AbstractContextManager[None]:
         """Do what `Engine.perturbed` does, where the generator is."""
-        self._noise = Member(key), sigma
-        try:
-            yield
-        finally:
-            self._noise = None
+        return self._with_noise((Member(key), sigma))
 
-    def _write_weights(self) -> None:
-        if self._noise is None:
-            self.generator.restore()
-        else:
-            self.generator.perturb(*self._noise)
+    def _numbers(self, key, rows, sample):
+        return np.array([sample_seed(key, int(row), sample) for row in rows], np.int64)
 
-    def _decode(
-        self, name: str, rows: np.ndarray, seeds: Sequence[int] | None, temperature: float = 1.0
-    ) -> list[tuple[str, list[int]]]:
+    def _all_rows(self, name: str, rows: np.ndarray, samples: int, seed: int, temperature: float) -> list[list]:
+        """Return what `Engine.generate` does, all samples at once: the larger vLLM's batches, the better."""
+        if not samples:
+            return [self._decode(name, rows, None, temperature)]
+        seeds = np.concatenate([self._seeded(name, rows, seed, draw) for draw in range(samples)])
+        done = self._decode(name, np.tile(rows, samples), seeds, temperature)
+        return [done[draw * len(rows) : (draw + 1) * len(rows)] for draw in range(samples)]
+
+    def _write(self, member: tuple[Member, float] | None) -> None:
+        """Write the weights that decode next: a member's, or None: the weights themselves."""
+        self.generator.write(*(member or self._noise or ()))
+
+    def _decode(self, name, rows, numbers, temperature, member=None, adapters=None):
+        """Write the weights and decode; adapters: of each row, written already. See `Decoding._decode`."""
+        if adapters is None:
+            self._write(member)
         prompts = self.prompts[name]
         ids = [prompts.ids[row, prompts.width - prompts.lengths[row] :].tolist() for row in rows]
-        return self.completions(self.until_stop(self._tokens(ids, seeds, temperature)))
+        return self.completions(self.until_stop(self._tokens(ids, numbers, temperature, adapters)))
 
-    def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int] | None, temperature: float) -> list[list[int]]:
-        return self.generator.generate(ids, self.max_completion_length, seeds, temperature, self.options)
+    def _tokens(self, ids, seeds, temperature, adapters):
+        how = seeds, temperature, self.options, adapters
+        return decode(self.generator.llm, self.eos_ids, ids, self.max_completion_length, *how)
 
 
-class VLLMEngine(Decoding, Engine):
+class VLLMEngine(VLLMDecoding, Engine):
     """A population on a vLLM engine of this process.
 
     Args:
@@ -445,25 +377,10 @@ class VLLMEngine(Decoding, Engine):
     The first call that generates starts vLLM.
     """
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        folder: str | None = None,
-        tensor_parallel: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        anchor_decay: float = 0.0,
-        **common: Any,
-    ):
+    def __init__(self, model, tokenizer, rewards, prompts, *, folder=None, tensor_parallel=1, settings=None, **common):
         _check_temperature(common.get("options", PLAIN).temperature)
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        common |= {"threads": threads, "anchor_decay": anchor_decay}
-        super().__init__(model, tokenizer, rewards, prompts, **common)
-        self.folder, self.anchor_decay = folder, anchor_decay
-        self._made = None
+        super().__init__(model, tokenizer, rewards, prompts, **common | {"threads": processes.cores()})
+        self.folder, self._anchor_decay = folder, common.get("anchor_decay", 0.0)
         if folder is None:  # now: the object's weights move with the run
             self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
             self.folder = self._made.name
@@ -485,23 +402,32 @@ class VLLMEngine(Decoding, Engine):
             WrongWeights: it does not; the message names the parameter.
         """
         if self._generator is None:
-            longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            self._generator = self._start(longest)
+            arguments, held = self.loading(self.longest())
+            generator = Generator(self.folder, *arguments, **held)
+            try:
+                for update in self._updates:
+                    generator.update(*update)
+                self._prove(generator)
+            except BaseException:
+                generator.close()
+                raise
+            self._generator = generator
         return self._generator
 
-    def _start(self, longest: int) -> Generator:
+    def loading(self, longest: int) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of `Generator` after the folder, and those that are named."""
+        parameters, held = self._held()
+        return (self.model.dtype, self.eos_ids, longest, parameters, self.tensor_parallel, self.settings), held
+
+    def _held(self) -> tuple[float, dict[str, Any]]:
+        """Return the parameters of which a rank holds a master, and what a `Generator` holds."""
         held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
-        common = self.model.dtype, self.eos_ids, longest, held, self.weights.distribution
-        law = {"anchor_decay": self.anchor_decay, "rank": self.weights.rank}
-        generator = Generator(self.folder, *common, self.tensor_parallel, self.settings, **law)
-        try:
-            for update in self._updates:
-                generator.update(*update)
-            prove(self.layout, self.master, generator.segments, generator.digests())
-        except BaseException:
-            generator.close()
-            raise
-        return generator
+        weights = self.weights
+        law = {"distribution": weights.distribution, "anchor_decay": self._anchor_decay, "rank": weights.rank}
+        return held, {"law": law}
+
+    def _prove(self, generator: Generator) -> None:
+        prove(self.layout, self.master, generator.proof())
 
     def _save_model(self, folder: str) -> None:
         self.model.save_pretrained(folder)
@@ -512,15 +438,8 @@ class VLLMEngine(Decoding, Engine):
             return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        rows = self._rows(name, indices, temperature)
         with self._ended_by_interrupts():
-            if not samples:
-                return [self.generate_rows(name, rows)]
-            # all draws at once: vLLM makes batches of its own, the larger the better, and each row has its seed
-            seeds = [sample_seed(seed, int(row), draw) for draw in range(samples) for row in rows]
-            self._write_weights()
-            found = self._decode(name, np.tile(rows, samples), seeds, temperature)
-        return [found[draw * len(rows) : (draw + 1) * len(rows)] for draw in range(samples)]
+            return self._all_rows(name, self._rows(name, indices, temperature), samples, seed, temperature)
 
     @contextmanager
     def _ended_by_interrupts(self) -> Iterator[None]:
@@ -541,9 +460,9 @@ class VLLMEngine(Decoding, Engine):
         return self._generator is not None
 
     def put_prompts(self, name, prompts):
-        longest = max(p.width for p in self.prompts.values())
+        longest = self.longest()
         super().put_prompts(name, prompts)
-        if prompts.width > longest:  # vLLM has room for the longest that it was started with
+        if self.longest() > longest:  # vLLM has room for the longest that it was started with
             self.close()
 
     def update(self, keys, coefficients):
@@ -559,7 +478,7 @@ class VLLMEngine(Decoding, Engine):
 
     def check(self):
         if self._generator is not None:
-            prove(self.layout, self.master, self._generator.segments, self._generator.digests())
+            self._prove(self._generator)
 
     def close(self):
         if self._generator is not None:
@@ -595,70 +514,56 @@ class AdapterEngine(VLLMEngine):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
         super().__init__(model, tokenizer, rewards, prompts, settings=given, **settings)
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._numbers: np.ndarray | None = None  # of the adapters of the rows that are decoded; None: all have 1
 
     @property
     def plan(self):
         return super().plan | {"max_loras": self.settings["max_loras"]}
 
-    def _start(self, longest: int) -> Generator:
-        """Start vLLM, and prove that its base is the one that the adapter was made over."""
-        rest = self.tensor_parallel, self.settings
-        common = self.model.dtype, self.eos_ids, longest, 0, self.weights.distribution
-        adapter = self._rank, sorted({name.rpartition(".")[2] for name in self._layers})
-        generator = Generator(self.folder, *common, *rest, master=False, adapter=adapter)
-        try:
-            compare(self._base(), *generator.base_digests())
-        except BaseException:
-            generator.close()
-            raise
-        return generator
+    def _held(self):
+        return 0, {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
+
+    def _prove(self, generator):
+        """Prove that vLLM's base is the one that the adapter was made over."""
+        compare(self._base(), generator.proof())
 
     def _base(self) -> dict[str, torch.Tensor]:
         """Return the base's parameters as matrices, by the names of the model without adapter."""
-        found = {}
-        for name, parameter in base_of(self.model).named_parameters():
-            if ".lora_" not in name:
-                value = parameter.detach()
-                found[name.replace(".base_layer.", ".")] = value.reshape(1, -1) if value.ndim < 2 else value.flatten(1)
-        return found
+        parameters = _without_adapter(base_of(self.model).named_parameters())
+        values = {name: parameter.detach() for name, parameter in parameters.items()}
+        return {name: value[None] if value.ndim < 2 else value.flatten(1) for name, value in values.items()}
 
     def _save_model(self, folder: str) -> None:
         base = base_of(self.model)
-        own = {name.replace(".base_layer.", "."): value for name, value in base.state_dict().items()}
-        base.save_pretrained(folder, state_dict={name: value for name, value in own.items() if ".lora_" not in name})
+        base.save_pretrained(folder, state_dict=_without_adapter(base.state_dict().items()))
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         found: list[Evaluation] = []
-        indices = np.asarray(indices)
-        each = np.broadcast_to(indices, (len(members), indices.shape[-1]))
+        each = np.broadcast_to(indices, (len(members), np.shape(indices)[-1]))
+        size = self.settings["max_loras"]
         with self._ended_by_interrupts():
-            for first in range(0, len(members), self.settings["max_loras"]):
-                part = range(first, min(first + self.settings["max_loras"], len(members)))
-                started, adapters = time.process_time(), {}
-                for number, i in enumerate(part, 1):
-                    with self.weights.member(members[i].key, sigma, members[i].sign) as flat:
+            for first in range(0, len(members), size):
+                started, part = time.process_time(), members[first : first + size]
+                adapters = {}
+                for number, (key, sign) in enumerate(part, 1):
+                    with self.weights.member(key, sigma, sign) as flat:
                         adapters[number] = self._adapter(flat)
                 self.generator.put_adapters(adapters)
                 # one row after the other: a row's samples have the numbers 0, 1, ... whichever member it is of
-                rows, seeds = _drawn(each[first : first + len(part)].reshape(-1), sampling)
-                size = len(rows) // len(part)
-                self._numbers = np.repeat(list(adapters), size)
-                done = self._decode(name, rows, seeds, self.options.temperature)
-                for own, i in zip(range(0, len(rows), size), part, strict=True):
-                    where = slice(own, own + size)
-                    found.append(self.scored(i, name, rows[where], done[where], trainer_state, started))
+                rows, seeds = self._drawn(each[first : first + len(part)].reshape(-1), sampling)
+                numbers = np.repeat(list(adapters), len(rows) // len(part)).tolist()
+                done = self._decode(name, rows, seeds, self.options.temperature, adapters=numbers)
+                for i, own in enumerate(np.split(np.arange(len(rows)), len(part)), first):
+                    completions = done[own[0] : own[-1] + 1]
+                    found.append(self.scored(i, name, rows[own], completions, trainer_state, started))
                     started = time.process_time()  # the first member has the time of their common batch
         return found
 
-    def _write_weights(self) -> None:
-        self.generator.put_adapters({1: self._adapter(self.weights.flat)})
-        self._numbers = None
+    def _write(self, member):
+        with self._weights_of(member) as flat:
+            self.generator.put_adapters({1: self._adapter(flat)})
 
-    def _tokens(self, ids, seeds, temperature):
-        numbers = np.ones(len(ids), int) if self._numbers is None else self._numbers
-        how = seeds, temperature, self.options
-        return self.generator.generate(ids, self.max_completion_length, *how, adapters=numbers.tolist())
+    def _tokens(self, ids, seeds, temperature, adapters):
+        return super()._tokens(ids, seeds, temperature, adapters or [1] * len(ids))
 
     def _adapter(self, flat: np.ndarray) -> Layers:
         """Return an adapter as vLLM's workers take it; flat: its weights, (layout.size,) float32."""
@@ -682,7 +587,12 @@ class AdapterEngine(VLLMEngine):
         """Do nothing: vLLM holds no weights of the run from one call to the next."""
 
 
-class PushedEngine(Decoding, Engine):
+def _without_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a base, by the names of the model without adapter."""
+    return {name.replace(".base_layer.", "."): value for name, value in named if ".lora_" not in name}
+
+
+class PushedEngine(VLLMDecoding, Engine):
     """Decodes with weights that other code trains and that are pushed into a vLLM engine before each call.
 
     In a launch of several processes each makes every call, decodes its part of the rows, and gets all completions.
@@ -711,27 +621,23 @@ class PushedEngine(Decoding, Engine):
         return _plan(self.model.dtype, 1, exact=False)
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        rows = self._rows(name, indices, temperature)
-        size, seeds = len(rows), None
-        if samples:
-            rows = np.tile(rows, samples)
-            seeds = [sample_seed(seed, int(row), i // size) for i, row in enumerate(rows)]
-        self._push()
-        n, mine = processes.world_size(), processes.rank()
-        own = np.arange(mine, len(rows), n)
-        found = self._decode(name, rows[own], seeds and [seeds[i] for i in own], temperature)
-        if n > 1:
-            from accelerate.utils import gather_object
+        return self._all_rows(name, self._rows(name, indices, temperature), samples, seed, temperature)
 
-            pairs = gather_object(list(zip(own.tolist(), found, strict=True)))
-            found = [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
-        return [found[i : i + size] for i in range(0, len(found), size)]
+    def _decode(self, name, rows, numbers, temperature, member=None):
+        n, own = processes.world_size(), np.arange(processes.rank(), len(rows), processes.world_size())
+        done = super()._decode(name, rows[own], None if numbers is None else numbers[own], temperature)
+        if n == 1:
+            return done
+        from accelerate.utils import gather_object
 
-    def _push(self) -> None:
+        pairs = gather_object(list(zip(own.tolist(), done, strict=True)))
+        return [completion for _, completion in sorted(pairs, key=lambda pair: pair[0])]
+
+    def _write(self, member):
+        """Push the weights into vLLM."""
         if self.llm is None:
-            longest = max(p.width for p in self.prompts.values()) + self.max_completion_length
-            common = self.folder, self.model.dtype, self.eos_ids, longest, 0
-            self._own = Generator(*common, settings=self.settings, master=False)
+            load = self.folder, self.model.dtype, self.eos_ids, self.longest(), 0
+            self._own = Generator(*load, settings=self.settings)
             self.llm = self._own.llm
         if self.llm.llm_engine.model_config.dtype != self.model.dtype:
             raise WrongWeights(
@@ -749,7 +655,7 @@ class PushedEngine(Decoding, Engine):
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, since requests are still running.")
 
-    def _tokens(self, ids, seeds, temperature):
+    def _tokens(self, ids, seeds, temperature, adapters):
         return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds, temperature) if ids else []
 
     def close(self):

@@ -23,11 +23,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +40,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -50,9 +54,9 @@ from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from evoalign_lib.update_rules import Member
-from tests.benchmarks.shared import measure, merge, public_perturb, run_sections
+from tests.benchmarks.shared import measure, merge, population, public_perturb, run_sections, show
 
-SIGMA, ALPHA = 1e-2, 5e-3  # about those of the tiny runs; the cost depends on neither
+SIGMA = 1e-2  # about that of the tiny runs; the cost does not depend on it
 # Sizes of A0's architecture: what differs from its configuration.
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 MODELS: dict[str, dict[str, int]] = {
@@ -75,12 +79,8 @@ class Plan:
     quick_repeats: int = 15  # of what takes milliseconds
     accounted: tuple[str, int] = ("1M", 200)  # the cell whose share of generation has a target
     memory: str = "20M"  # large enough for its weights to stand out
-    modes: tuple[tuple[str, str], ...] = (
-        ("master", "float32"),
-        ("master", "bfloat16"),
-        ("kahan", "bfloat16"),
-        ("inplace", "bfloat16"),
-    )  # precision mode and the model's dtype
+    # precision mode and the model's dtype
+    modes: tuple[str, ...] = ("master float32", "master bfloat16", "kahan bfloat16", "inplace bfloat16")
     low_rank: tuple[tuple[int, int], ...] = ((1, 256), (128, 6))  # prompts a member, and members
     low_rank_models: tuple[str, ...] = ("1M", "4M")
     ranks: tuple[int, ...] = (1, 4, 16)
@@ -92,13 +92,13 @@ class Plan:
         return min(3, self.repeats) if (model, rows) == ("4M", 200) else self.repeats
 
 
-_ONCE: dict[str, Any] = {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4, "default_threads": False}
 _SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,), "accounted": ("0.14M", 9), "memory": "4M"}
-_FEW: dict[str, Any] = {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,)}
-QUICK = Plan(modes=(("master", "float32"),), **_ONCE, **_SMALL, **_FEW)
+_SMALL |= {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4, "default_threads": False}
+_SMALL |= {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,), "modes": ("master float32",)}
+QUICK = Plan(**_SMALL)
 
 
-# Models, prompts, members
+# Models, prompts
 
 
 @lru_cache(maxsize=1)
@@ -110,18 +110,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of its own, so that nobody's changes are another's."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    shipped, _ = base()
-    settings = dict(MODELS[name])
+    shipped, settings = base()[0], MODELS[name]
     layers = settings.get("num_hidden_layers", shipped.config.num_hidden_layers)
     config = Qwen2Config(**shipped.config.to_dict() | settings | {"layer_types": ["full_attention"] * layers})
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = Qwen2ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
     if not settings:
         model.load_state_dict(shipped.state_dict())
     return model
@@ -137,28 +131,32 @@ def prompts(n: int) -> Prompts:
     return Prompts(countdown.dataset(tiny.problems("train", n), tokenizer), tokenizer)
 
 
-def population(n: int) -> tuple[list[Member], np.ndarray, np.ndarray]:
-    """Members, and the keys and coefficients of their update."""
-    root = noise.run_key("benchmark", 0)
-    keys = np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
-    z = np.random.default_rng(0).standard_normal(n)
-    return [Member(int(key)) for key in keys], keys, (ALPHA / n * z).astype(np.float32)
-
-
 def engine_of(model: Any, rows: int, plan: Plan, reward: Callable = countdown.reward, **settings: Any) -> LocalEngine:
-    _, tokenizer = base()
-    chosen = {"train": prompts(rows)}
-    return LocalEngine(model, tokenizer, Rewards(reward), chosen, max_completion_length=plan.new, **settings)
+    chosen, settings = {"train": prompts(rows)}, {"max_completion_length": plan.new} | settings
+    return LocalEngine(model, base()[1], Rewards(reward), chosen, **settings)
+
+
+# Results
 
 
 def target(what: str, value: float, least: float | None = None, most: float | None = None) -> dict[str, Any]:
     met = (least is None or value >= least) and (most is None or value <= most)
     bound = f"at least {least}" if least is not None else f"at most {most}"
-    return {"what": what, "value": round(value, 4), "target": bound, "met": bool(met)}
+    return {"what": what, "value": round(float(value), 4), "target": bound, "met": bool(met)}
 
 
-def ratios(times: dict[str, dict[str, float]], slow: str, fast: str) -> dict[str, float]:
-    return {k: times[slow][f"seconds_{k}"] / times[fast][f"seconds_{k}"] for k in ("min", "median")}
+def seconds(times: dict[str, dict[str, float]], case: str) -> np.ndarray:
+    """(2,) of a case: minimum and median."""
+    return np.array([times[case]["seconds_min"], times[case]["seconds_median"]])
+
+
+def pairs(**numbers: np.ndarray) -> dict[str, float]:
+    """Numbers of a cell of which there are a minimum and a median, which is stored beside it."""
+    return {
+        name + suffix: float(n)
+        for name, pair in numbers.items()
+        for suffix, n in zip(("", "_median"), pair, strict=True)
+    }
 
 
 # Sections
@@ -168,11 +166,8 @@ def device_section(plan: Plan) -> dict:
     import numba
     import transformers
 
-    try:
-        describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-        commit = subprocess.run(describe, cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
+    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=paths.ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "cpu": cpu_name(),
         "cores": default_workers(),
@@ -180,23 +175,16 @@ def device_section(plan: Plan) -> dict:
         "torch_default_threads": default_threads(),
         "load_average_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numba": numba.__version__,
-        "numpy": np.__version__,
-        "commit": commit,
+        **{module.__name__: module.__version__ for module in (torch, transformers, numba, np)},
+        "commit": commit or "unknown",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
 def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    said = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", said.read_text(), re.M) if said.exists() else []
+    return [*names, platform.processor() or platform.machine()][0]
 
 
 def device_name() -> str:
@@ -245,7 +233,7 @@ class Passes:
     def update(self, part: tuple[int, int] = (0, 1)) -> None:
         noise.update(self.master, self.layout, self.keys, self.coefficients, part)
 
-    def public(self) -> None:
+    def public_perturb(self) -> None:
         for i in range(len(self.members)):
             public_perturb(self.tensors, i, SIGMA)
             public_perturb(self.tensors, i, SIGMA, subtract=True)
@@ -260,43 +248,30 @@ def noise_section(plan: Plan) -> dict:
     cells: dict[str, dict] = {}
     targets = []
     with ThreadPoolExecutor(2) as pool:
-        for name in plan.models:
-            for dtype in (torch.float32, torch.bfloat16):
-                passes = Passes(name, dtype, plan)
-                cases: dict[str, Callable] = {
-                    "public": passes.public,
-                    "perturb": passes.perturb,
-                    "public_update": passes.public_update,
-                    "update": passes.update,
-                }
-                if two := dtype == torch.float32 and default_workers() > 1:
-                    halves = passes.members[0::2], passes.members[1::2]
-                    cases["perturb_on_two"] = lambda p=passes, halves=halves: list(pool.map(p.perturb, halves, (0, 1)))
-                    cases["update_on_two"] = lambda p=passes: list(pool.map(p.update, [(0, 2), (1, 2)]))
-                times = measure(plan.quick_repeats, cases)
-                d = passes.layout.d
-                rate = {case: plan.members * d / seen["seconds_min"] / 1e6 for case, seen in times.items()}
-                perturb, update = ratios(times, "public", "perturb"), ratios(times, "public_update", "update")
-                cell = f"{name} {str(dtype).removeprefix('torch.')}"
-                cells[cell] = {
-                    "parameters": d,
-                    "perturb_restore_public": rate["public"],
-                    "perturb_restore_ours": rate["perturb"],
-                    "ratio": perturb["min"],
-                    "ratio_median": perturb["median"],
-                    "update_public": rate["public_update"],
-                    "update_ours": rate["update"],
-                    "update_ratio": update["min"],
-                    "update_ratio_median": update["median"],
-                }
-                targets += [
-                    target(f"perturb and restore, {cell}: times the public rate", perturb["min"], least=9),
-                    target(f"update, {cell}: times the public rate", update["min"], least=5),
-                ]
-                for what in ("perturb", "update") if two else ():
-                    gain = ratios(times, what, f"{what}_on_two")
-                    cells[cell] |= {f"{what}_second_core": gain["min"], f"{what}_second_core_median": gain["median"]}
-                    targets.append(target(f"{what}, {cell}: gain of the second core", gain["min"], least=1.8))
+        for name, dtype in itertools.product(plan.models, (torch.float32, torch.bfloat16)):
+            passes = Passes(name, dtype, plan)
+            cases = {case: getattr(passes, case) for case in ("public_perturb", "perturb", "public_update", "update")}
+            if two := dtype == torch.float32 and default_workers() > 1:
+                halves = passes.members[0::2], passes.members[1::2]
+                cases["perturb_on_two"] = lambda p=passes, halves=halves: list(pool.map(p.perturb, halves, (0, 1)))
+                cases["update_on_two"] = lambda p=passes: list(pool.map(p.update, [(0, 2), (1, 2)]))
+            times = measure(plan.quick_repeats, cases)
+            cell, d = f"{name} {str(dtype).removeprefix('torch.')}", passes.layout.d
+            cells[cell] = {"parameters": d}
+            for what, said, prefix, least in (
+                ("perturb", "perturb and restore", "", 9),
+                ("update", "update", "update_", 5),
+            ):
+                for who, case in (("public", f"public_{what}"), ("ours", what)):
+                    rate = plan.members * d / times[case]["seconds_min"] / 1e6
+                    cells[cell][f"{said.replace(' and ', '_')}_{who}"] = rate
+                ratio = seconds(times, f"public_{what}") / seconds(times, what)
+                cells[cell] |= pairs(**{f"{prefix}ratio": ratio})
+                targets.append(target(f"{said}, {cell}: times the public rate", ratio[0], least=least))
+                if two:
+                    gain = seconds(times, what) / seconds(times, f"{what}_on_two")
+                    cells[cell] |= pairs(**{f"{what}_second_core": gain})
+                    targets.append(target(f"{what}, {cell}: gain of the second core", gain[0], least=1.8))
     return {
         "about": "rates in Mparam/s a member; a public update is one such pass a member; ours for bfloat16 perturbs "
         "the float32 master and rounds; two cores are two threads, as the kernels do not hold Python's lock",
@@ -316,7 +291,6 @@ class Plain:
         self.model, self.tensors, self.prompts = model, parameters_of(model), prompts(rows)
         self.plan, (_, self.tokenizer) = plan, base()
         self.ids, self.mask = torch.from_numpy(self.prompts.ids), torch.from_numpy(self.prompts.mask)
-        self.coefficients = population(plan.members)[2].tolist()
 
     def generate(self, **changed: Any) -> torch.Tensor:
         """New token ids, (rows, at most plan.new)."""
@@ -330,7 +304,7 @@ class Plain:
             texts = self.tokenizer.batch_decode(self.generate(), skip_special_tokens=True)
             countdown.reward(self.prompts.prompts, texts, **self.prompts.columns)
             public_perturb(self.tensors, i, SIGMA, subtract=True)
-        for i, coefficient in enumerate(self.coefficients):
+        for i, coefficient in enumerate(population(self.plan.members)[2].tolist()):
             public_perturb(self.tensors, i, coefficient)
 
 
@@ -338,67 +312,55 @@ def same_tokens(plain: Plain, plan: Plan) -> float:
     """Share of prompts whose greedy tokens are the same in both arms, for the plain arm's first member."""
     before = [tensor.clone() for tensor in plain.tensors]
     public_perturb(plain.tensors, 0, SIGMA)
-    engine = engine_of(plain.model, len(plain.prompts), plan)
-    (ours,) = engine.generate("train")
+    (ours,) = engine_of(plain.model, len(plain.prompts), plan).generate("train")
     new = plain.generate().tolist()
     for tensor, was in zip(plain.tensors, before, strict=True):
         tensor.copy_(was)
     pad = plain.tokenizer.pad_token_id
     agree = [raw == row[: len(raw)] and set(row[len(raw) :]) <= {pad} for (_, raw), row in zip(ours, new, strict=True)]
-    return sum(agree) / len(agree)
+    return float(np.mean(agree))
+
+
+class Ours:
+    """An iteration with LocalEngine."""
+
+    def __init__(self, model: Any, rows: int, plan: Plan, members: int | None = None, **settings: Any):
+        self.population = population(plan.members if members is None else members)
+        self.engine, self.rows = engine_of(model, rows, plan, **settings), rows
+
+    def __call__(self) -> None:
+        members, keys, coefficients = self.population
+        self.evaluations = self.engine.evaluate(members, SIGMA, "train", np.arange(self.rows))
+        self.engine.update(keys, coefficients)
 
 
 def iteration_section(plan: Plan) -> dict:
     """Evaluate a population and move the weights: LocalEngine with a worker a core, against the plain script."""
     cells, account, targets = {}, {}, []
-    members, keys, coefficients = population(plan.members)
     many = default_threads()
-    for name in plan.models:
-        for rows in plan.rows:
-            cell, repeats = f"{name}, {rows} prompts", plan.repeats_of(name, rows)
-            plain, other = Plain(build(name), rows, plan), Plain(build(name), rows, plan)
-            agreement = same_tokens(plain, plan)
-            engine = engine_of(build(name), rows, plan, workers=default_workers())
-            alone = engine_of(build(name), rows, plan)
-            lengths: list[np.ndarray] = []
-
-            def ours(engine=engine, rows=rows, lengths=lengths) -> None:
-                evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
-                engine.update(keys, coefficients)
-                lengths[:] = [evaluation.lengths for evaluation in evaluations]
-
-            def with_default_threads(other=other) -> None:
-                with threads(many):
-                    other()
-
-            cases = {"ours": ours, "plain": plain, "one_worker": partial(ours, alone)}
-            if plan.default_threads:
-                cases["default"] = with_default_threads
-            try:
-                times = measure(repeats, cases, fewer={"default": 1})
-            finally:
-                engine.close()
-            one = ratios(times, "plain", "ours")
-            cells[cell] = {
-                "ours_s": times["ours"]["seconds_min"],
-                "ours_s_median": times["ours"]["seconds_median"],
-                "plain_s": times["plain"]["seconds_min"],
-                "plain_s_median": times["plain"]["seconds_median"],
-                "ratio": one["min"],
-                "ratio_median": one["median"],
-                "tokens_a_completion": float(np.mean(lengths)),
-                "same_tokens": agreement,
-                "repeats": repeats,
-            }
-            if plan.default_threads:
-                cells[cell]["ratio_default_threads"] = ratios(times, "default", "ours")["min"]
-            account[cell] = {
-                "ratio with one worker": ratios(times, "plain", "one_worker")["min"],
-                f"gain of {engine.workers} workers": ratios(times, "one_worker", "ours")["min"],
-            }
-            least = 3 if rows > 16 else 5
-            targets.append(target(f"iteration, {cell}: times the plain script", one["min"], least=least))
-            targets.append(target(f"tokens, {cell}: share equal in both arms", agreement, least=1))
+    for name, rows in itertools.product(plan.models, plan.rows):
+        cell, repeats = f"{name}, {rows} prompts", plan.repeats_of(name, rows)
+        plain, other = Plain(build(name), rows, plan), Plain(build(name), rows, plan)
+        agreement = same_tokens(plain, plan)
+        ours, alone = Ours(build(name), rows, plan, workers=default_workers()), Ours(build(name), rows, plan)
+        cases: dict[str, Callable] = {"ours": ours, "plain": plain, "one_worker": alone}
+        if plan.default_threads:
+            cases["default"] = threads(many)(other)
+        with contextlib.closing(ours.engine):
+            times = measure(repeats, cases, fewer={"default": 1})
+        each = {case: seconds(times, case) for case in cases}
+        ratio = each["plain"] / each["ours"]
+        lengths = np.mean([evaluation.lengths for evaluation in ours.evaluations])
+        cells[cell] = pairs(ours_s=each["ours"], plain_s=each["plain"], ratio=ratio)
+        cells[cell] |= {"tokens_a_completion": float(lengths), "same_tokens": agreement, "repeats": repeats}
+        if plan.default_threads:
+            cells[cell]["ratio_default_threads"] = each["default"][0] / each["ours"][0]
+        account[cell] = {
+            "ratio with one worker": each["plain"][0] / each["one_worker"][0],
+            f"gain of {ours.engine.workers} workers": each["one_worker"][0] / each["ours"][0],
+        }
+        targets.append(target(f"iteration, {cell}: times the plain script", ratio[0], least=3 if rows > 16 else 5))
+        targets.append(target(f"tokens, {cell}: share equal in both arms", agreement, least=1))
     return {
         "about": f"{plan.members} members, at most {plan.new} new tokens; the plain script at torch's default of "
         f"{many} threads is many times slower where others use the cores, so it is measured in one round only",
@@ -411,45 +373,28 @@ def iteration_section(plan: Plan) -> dict:
 def low_rank_section(plan: Plan) -> dict:
     """Evaluate a population and move the weights: low-rank members in batches, against full-rank members."""
     cells, targets = {}, []
-    for name in plan.low_rank_models:
-        for rows, n in plan.low_rank:
-            indices, cases, sizes, engines = np.arange(rows), {}, {}, []
-            for rank in (0, *plan.ranks):
-                # as many batches as workers, where one batch has room for all members
-                chunk = 256 if rank == 0 else min(256, max(4 * rows, -(-n // default_workers()) * rows))
-                engine = engine_of(build(name), rows, plan, rank=rank, workers=default_workers(), chunk_rows=chunk)
-                size = n if rank else min(n, plan.own_members)
-                members, keys, coefficients = population(size)
-
-                def iteration(engine=engine, members=members, update=(keys, coefficients), indices=indices) -> None:
-                    engine.evaluate(members, SIGMA, "train", indices)
-                    engine.update(*update)
-
-                cases[f"rank {rank}" if rank else "full rank"] = iteration
-                sizes[f"rank {rank}" if rank else "full rank"] = size
-                engines.append(engine)
-            try:
-                times = measure(min(3, plan.repeats), cases)
-            finally:
-                for engine in engines:
-                    engine.close()
-            rates = {
-                kind: {case: sizes[case] * rows / times[case][f"seconds_{kind}"] for case in cases}
-                for kind in ("min", "median")
-            }
-            cell = f"{name}, {n} members of {rows} prompts"
-            cells[cell] = {f"completions_a_second, {case}": rate for case, rate in rates["min"].items()}
-            for kind, suffix in (("min", ""), ("median", "_median")):
-                found = rates[kind]
-                cells[cell] |= {f"ratio{suffix}, {c}": found[c] / found["full rank"] for c in found if c != "full rank"}
-            agreement = same_members(name, rows, min(n, 16), plan)
-            cells[cell]["same_tokens"] = agreement
-            first = plan.ranks[0]
-            least = {1: 4.0, 128: 1.0}.get(rows)
-            if least and name in Plan.low_rank_models:
-                ratio = cells[cell][f"ratio, rank {first}"]
-                targets.append(target(f"rank {first}, {cell}: times full rank", ratio, least=least))
-            targets.append(target(f"tokens, {cell}: share equal to those of own matrices", agreement, least=1))
+    for name, (rows, n) in itertools.product(plan.low_rank_models, plan.low_rank):
+        # as many batches as workers, where one batch has room for all members
+        together, cases = min(256, max(4 * rows, -(-n // default_workers()) * rows)), {}
+        for rank in (0, *plan.ranks):
+            own = {"members": n, "chunk_rows": together} if rank else {"members": min(n, plan.own_members)}
+            case = f"rank {rank}" if rank else "full rank"
+            cases[case] = Ours(build(name), rows, plan, rank=rank, workers=default_workers(), **own)
+        with contextlib.ExitStack() as stack:
+            for ours in cases.values():
+                stack.enter_context(contextlib.closing(ours.engine))
+            times = measure(min(3, plan.repeats), cases)
+        rates = {case: len(ours.evaluations) * rows / seconds(times, case) for case, ours in cases.items()}
+        cell = f"{name}, {n} members of {rows} prompts"
+        ratios = {case: rate / rates["full rank"] for case, rate in rates.items() if case != "full rank"}
+        cells[cell] = {f"completions_a_second, {case}": float(rate[0]) for case, rate in rates.items()}
+        cells[cell] |= {f"ratio, {case}": float(ratio[0]) for case, ratio in ratios.items()}
+        cells[cell] |= {f"ratio_median, {case}": float(ratio[1]) for case, ratio in ratios.items()}
+        cells[cell]["same_tokens"] = agreement = same_members(name, rows, min(n, 16), plan)
+        first, least = f"rank {plan.ranks[0]}", {1: 4.0, 128: 1.0}.get(rows)
+        if least and name in Plan.low_rank_models:
+            targets.append(target(f"{first}, {cell}: times full rank", ratios[first][0], least=least))
+        targets.append(target(f"tokens, {cell}: share equal to those of own matrices", agreement, least=1))
     return {
         "about": f"at most {plan.new} new tokens, one worker a core; full-rank members are at most {plan.own_members}, "
         "since each takes as long as any other; members of low rank that share no chunk have matrices of their own",
@@ -460,18 +405,15 @@ def low_rank_section(plan: Plan) -> dict:
 
 def same_members(name: str, rows: int, n: int, plan: Plan) -> float:
     """Share of completions that low-rank members write in a batch as with matrices of their own."""
-    members, _, _ = population(n)
-    seen: list[list] = []
-    for chunk in (256, rows):  # room for many, and for one
-        tokens: list = []
+    seen: list[list] = [[], []]
+    for tokens, chunk in zip(seen, (256, rows), strict=True):  # room for many, and for one
 
         def reward(prompts, completions, numbers, target, completion_ids, tokens=tokens, **columns):
             tokens += completion_ids
             return countdown.reward(prompts, completions, numbers, target, **columns)
 
         engine = engine_of(build(name), rows, plan, reward, rank=plan.ranks[0], chunk_rows=chunk)
-        engine.evaluate(members, SIGMA, "train", np.arange(rows))
-        seen.append(tokens)
+        engine.evaluate(population(n)[0], SIGMA, "train", np.arange(rows))
     return float(np.mean([a == b for a, b in zip(*seen, strict=True)]))
 
 
@@ -487,75 +429,68 @@ def accounted(reward: Callable) -> Iterator[tuple[Callable, Any, Any]]:
         The reward function to use instead, the seconds and the calls, shared arrays in the order of PARTS.
     """
     context = multiprocessing.get_context("fork")
-    seconds, calls = context.Array("d", len(PARTS)), context.Array("q", len(PARTS))
+    spent, calls = context.Array("d", len(PARTS)), context.Array("q", len(PARTS))
 
     def counting(part: str, function: Callable) -> Callable:
         i = PARTS.index(part)
 
+        @functools.wraps(function)
         def timed(*arguments: Any, **named: Any) -> Any:
             start = time.process_time()
             result = function(*arguments, **named)
-            spent = time.process_time() - start
-            with seconds.get_lock():
-                seconds[i] += spent
+            with spent.get_lock():
+                spent[i] += time.process_time() - start
                 calls[i] += 1
             return result
 
         return timed
 
-    def scoring(prompts, completions, numbers, target, **columns):
-        return timed_reward(prompts, completions, numbers, target, **columns)
-
-    timed_reward = counting("reward", reward)
-    perturb, generate = noise.perturb, Decoder.generate
-    noise.perturb, Decoder.generate = counting("perturb", perturb), counting("generate", generate)
-    try:
-        yield scoring, seconds, calls
-    finally:
-        noise.perturb, Decoder.generate = perturb, generate
+    with (
+        mock.patch.object(noise, "perturb", counting("perturb", noise.perturb)),
+        mock.patch.object(Decoder, "generate", counting("generate", Decoder.generate)),
+    ):
+        yield counting("reward", reward), spent, calls
 
 
 def account_section(plan: Plan) -> dict:
     """Core-seconds of an iteration by part; prompts are tokenised once a run, before it."""
     cells, targets = {}, []
     members, keys, coefficients = population(plan.members)
-    for name in plan.models:
-        for rows in plan.rows:
-            with accounted(countdown.reward) as (reward, seconds, calls):
-                engine = engine_of(build(name), rows, plan, reward, workers=default_workers())
-                rounds = []
-                for _ in range(plan.repeats_of(name, rows) + 1):
-                    seconds[:], calls[:] = [0.0] * len(PARTS), [0] * len(PARTS)
-                    wall, parent = time.perf_counter(), time.process_time()
-                    evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
-                    evaluated, parent = time.perf_counter() - wall, time.process_time() - parent
-                    start = time.process_time()
-                    engine.update(keys, coefficients)
-                    update = time.process_time() - start
-                    wall = time.perf_counter() - wall
-                    if min(calls[:]) < plan.members:
-                        raise RuntimeError(f"the parts were called {calls[:]} times for {plan.members} members")
-                    inside = sum(evaluation.core_seconds for evaluation in evaluations)
-                    parts = dict(zip(PARTS, seconds[:], strict=True))
-                    parts["detokenise and the rest"] = inside - sum(parts.values())
-                    # with one worker the members' work is the parent's own
-                    parts["pool"] = max(0.0, parent - (inside if engine.workers == 1 else 0.0))
-                    parts["update"] = update
-                    waiting = engine.workers * evaluated - inside + (engine.workers - 1) * (wall - evaluated)
-                    rounds.append((sum(parts.values()), parts, waiting / (engine.workers * wall)))
-                engine.close()
-            total, parts, _ = min(rounds[1:], key=lambda r: r[0])
-            shares = [1 - r[1]["generate"] / r[0] for r in rounds[1:]]
-            cell = f"{name}, {rows} prompts"
-            cells[cell] = {
-                "core_seconds": total,
-                "not_generation": (share := 1 - parts["generate"] / total),
-                "not_generation_median": float(np.median(shares)),
-                **{part: value / total for part, value in parts.items()},
-                "cores_waiting": min(r[2] for r in rounds[1:]),
-            }
-            if (name, rows) == plan.accounted:
-                targets.append(target(f"iteration, {cell}: share that is not generation", share, most=0.03))
+    for name, rows in itertools.product(plan.models, plan.rows):
+        with accounted(countdown.reward) as (reward, spent, calls):
+            engine = engine_of(build(name), rows, plan, reward, workers=default_workers())
+            rounds = []
+            for _ in range(plan.repeats_of(name, rows) + 1):
+                spent[:], calls[:] = [0.0] * len(PARTS), [0] * len(PARTS)
+                wall, parent = time.perf_counter(), time.process_time()
+                evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
+                evaluated, parent = time.perf_counter() - wall, time.process_time() - parent
+                update = time.process_time()
+                engine.update(keys, coefficients)
+                update = time.process_time() - update
+                wall = time.perf_counter() - wall
+                if min(calls[:]) < plan.members:
+                    raise RuntimeError(f"the parts were called {calls[:]} times for {plan.members} members")
+                inside = sum(evaluation.core_seconds for evaluation in evaluations)
+                parts = dict(zip(PARTS, spent[:], strict=True))
+                parts["detokenise and the rest"] = inside - sum(parts.values())
+                # with one worker the members' work is the parent's own
+                parts["pool"] = max(0.0, parent - (inside if engine.workers == 1 else 0.0))
+                parts["update"] = update
+                waiting = engine.workers * evaluated - inside + (engine.workers - 1) * (wall - evaluated)
+                rounds.append((sum(parts.values()), parts, waiting / (engine.workers * wall)))
+            engine.close()
+        total, parts, _ = min(rounds[1:], key=lambda r: r[0])
+        share, cell = 1 - parts["generate"] / total, f"{name}, {rows} prompts"
+        cells[cell] = {
+            "core_seconds": total,
+            "not_generation": share,
+            "not_generation_median": float(np.median([1 - r[1]["generate"] / r[0] for r in rounds[1:]])),
+            **{part: value / total for part, value in parts.items()},
+            "cores_waiting": min(r[2] for r in rounds[1:]),
+        }
+        if (name, rows) == plan.accounted:
+            targets.append(target(f"iteration, {cell}: share that is not generation", share, most=0.03))
     return {
         "about": "shares of the CPU time of parent and workers, of the round that took least; 'pool' is the parent's "
         "share of an evaluation; 'cores_waiting' is the share of cores x wall time in which a worker computes nothing: "
@@ -568,47 +503,32 @@ def account_section(plan: Plan) -> dict:
 def step_section(plan: Plan) -> dict:
     """A decoding step of the loop against the best single matrix products of its shapes."""
     cells, account, targets = {}, {}, []
-    for name in plan.models:
-        model = build(name)
+    for name, rows in itertools.product(plan.models, plan.rows):
+        model, chosen = build(name), prompts(rows)
         weights = {n: p.detach() for n, p in model.named_parameters()}
-        for rows in plan.rows:
-            chosen = prompts(rows)
-            ids, mask = torch.from_numpy(chosen.ids), torch.from_numpy(chosen.mask)
-            nobody = [model.config.vocab_size]  # no token ends a completion, so that every step is a full one
-            decoder = Decoder(model.config, weights, nobody, model.config.pad_token_id)
-            plain = Plain(model, rows, plan)
-            cases: dict[str, Callable] = {}
-            for n in (1, plan.new):
-                cases[f"{n}"] = partial(decoder.generate, ids, mask, n)
-                cases[f"plain {n}"] = partial(plain.generate, max_new_tokens=n, eos_token_id=nobody)
-            products = products_of(model, rows, chosen.width + plan.new // 2)
-            flat = {f"{kind}: {how}": call for kind, ways in products.items() for how, call in ways.items()}
-            with torch.inference_mode():
-                rare = {f"plain {n}": plan.repeats_of(name, rows) for n in (1, plan.new)}
-                times = measure(plan.quick_repeats, cases | flat, fewer=rare)
-            first = times["1"]
-            step, plain_step = (
-                {k: (times[f"{arm}{plan.new}"][k] - times[f"{arm}1"][k]) / (plan.new - 1) for k in first}
-                for arm in ("", "plain ")
-            )
-            best = {kind: min(ways, key=lambda how, kind=kind: times[f"{kind}: {how}"]["seconds_min"])
-                    for kind, ways in products.items()}  # fmt: skip
-            cost = {k: {kind: times[f"{kind}: {how}"][k] for kind, how in best.items()} for k in first}
-            floor = {k: sum(cost[k].values()) for k in first}
-            cell = f"{name}, {rows} rows"
-            cells[cell] = {
-                "step_ms": 1e3 * step["seconds_min"],
-                "step_ms_median": 1e3 * step["seconds_median"],
-                "floor_ms": 1e3 * floor["seconds_min"],
-                "floor_ms_median": 1e3 * floor["seconds_median"],
-                "ratio": step["seconds_min"] / floor["seconds_min"],
-                "ratio_median": step["seconds_median"] / floor["seconds_median"],
-                "prompt_and_first_token_ms": 1e3 * first["seconds_min"],
-                "plain_step_ms": 1e3 * plain_step["seconds_min"],
-                "plain_prompt_and_first_token_ms": 1e3 * times["plain 1"]["seconds_min"],
-            }
-            account[cell] = {f"floor: {kind} ({best[kind]}), ms": 1e3 * s for kind, s in cost["seconds_min"].items()}
-            targets.append(target(f"decoding step, {cell}: times its floor", cells[cell]["ratio"], most=2))
+        nobody = [model.config.vocab_size]  # no token ends a completion, so that every step is a full one
+        decoder = Decoder(model.config, weights, nobody, model.config.pad_token_id)
+        plain, cases = Plain(model, rows, plan), {}
+        for n in (1, plan.new):
+            cases[f"{n}"] = partial(decoder.generate, plain.ids, plain.mask, n)
+            cases[f"plain {n}"] = partial(plain.generate, max_new_tokens=n, eos_token_id=nobody)
+        products = products_of(model, rows, chosen.width + plan.new // 2)
+        flat = {f"{kind}: {how}": call for kind, ways in products.items() for how, call in ways.items()}
+        with torch.inference_mode():
+            rare = {f"plain {n}": plan.repeats_of(name, rows) for n in (1, plan.new)}
+            times = measure(plan.quick_repeats, cases | flat, fewer=rare)
+        ms = {case: 1e3 * seconds(times, case) for case in times}
+        step, plain_step = ((ms[f"{who}{plan.new}"] - ms[f"{who}1"]) / (plan.new - 1) for who in ("", "plain "))
+        cost = {kind: min((ms[f"{kind}: {how}"][0], how) for how in ways) for kind, ways in products.items()}
+        floor = sum(ms[f"{kind}: {how}"] for kind, (_, how) in cost.items())
+        cell = f"{name}, {rows} rows"
+        cells[cell] = pairs(step_ms=step, floor_ms=floor, ratio=step / floor) | {
+            "prompt_and_first_token_ms": float(ms["1"][0]),
+            "plain_step_ms": float(plain_step[0]),
+            "plain_prompt_and_first_token_ms": float(ms["plain 1"][0]),
+        }
+        account[cell] = {f"floor: {kind} ({how}), ms": float(least) for kind, (least, how) in cost.items()}
+        targets.append(target(f"decoding step, {cell}: times its floor", cells[cell]["ratio"], most=2))
     return {
         "about": f"mean step of {plan.new} tokens after {prompts(plan.rows[-1]).width} of the prompt",
         "cells": cells,
@@ -625,15 +545,10 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
         rows: of the batch.
         length: keys and values a row, this step's included.
     """
-    config = model.config
+    config, numbers = model.config, partial(torch.randn, generator=torch.Generator().manual_seed(0))
     h, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    kv_heads, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-    head = h // config.num_attention_heads
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
+    kv_heads = config.num_key_value_heads
+    group, head = config.num_attention_heads // kv_heads, h // config.num_attention_heads
     found: dict[str, dict[str, Callable]] = {}
     for kind, out, into, n in (
         ("qkv", h + 2 * kv_heads * head, h, layers),
@@ -649,10 +564,9 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
             "x W, transposed once": lambda x=x, matrices=transposed: [x @ m for m in matrices],
             "W x": lambda x=x_columns, matrices=matrices: [m @ x for m in matrices],
         }
-    q = numbers(rows, kv_heads, group, head)
+    q, p = numbers(rows, kv_heads, group, head), numbers(rows, kv_heads, group, length)
     keys, values = ([numbers(rows, kv_heads, length, head) for _ in range(layers)] for _ in range(2))
     keys_columns = [k.transpose(2, 3).contiguous() for k in keys]
-    p = numbers(rows, kv_heads, group, length)
 
     def both(products: list[torch.Tensor]) -> list[torch.Tensor]:
         return [p @ v for v in values] + products
@@ -669,19 +583,13 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
 def memory_section(plan: Plan) -> dict:
     """Peak bytes a parameter of each precision mode, each in a process of its own."""
     cells, errors = {}, []
-    for precision, dtype in plan.modes:
-        cell = f"{precision}, a {dtype} model"
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):  # before a process is started for it
-            errors.append(f"{cell}: torch has no dtype {dtype!r}")
-            continue
-        command = [
-            sys.executable,
-            "-c",
-            f"from tests.benchmarks import cpu; cpu.memory_child{plan.memory, precision, dtype}",
-        ]
-        # Large tensors come from the system and return to it, whatever the process allocated before.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    # Large tensors come from the system and return to it, whatever the process allocated before.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    for precision, dtype in map(str.split, plan.modes):
+        code = f"from tests.benchmarks import cpu; cpu.memory_child{plan.memory, precision, dtype}"
+        command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=paths.ROOT, env=environment, capture_output=True, text=True)
+        cell = f"{precision}, a {dtype} model"
         if done.returncode:
             errors.append(f"{cell}: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
         else:
@@ -698,40 +606,30 @@ def memory_section(plan: Plan) -> dict:
 def memory_child(name: str, precision: str, dtype: str) -> None:
     """Print the memory of one mode as JSON; runs alone in a process."""
     torch.set_num_threads(1)
-    kind = getattr(torch, dtype)
-    # the default needs no keyword
-    settings = {} if precision == "master" else {"precision": precision}
-    plan, (members, keys, coefficients) = Plan(new=1), population(2)
+    kind, plan, (members, keys, coefficients) = getattr(torch, dtype), Plan(new=1), population(2)
 
-    def work(model: Any) -> LocalEngine:
-        engine = engine_of(model, 1, plan, **settings)
-        resident.append(status("VmRSS"))
+    def work(model: Any) -> int:
+        """Return the memory with the engine at rest, before it works."""
+        engine = engine_of(model, 1, plan, precision=precision)
+        at_rest = status("VmRSS")
         engine.evaluate(members, SIGMA, "train", np.arange(1))
         engine.update(keys, coefficients)
-        return engine
+        return at_rest
 
-    resident: list[int] = []
     work(build("0.14M", kind))  # what is loaded and compiled once is no weight's
     gc.collect()
-    resident.clear()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
     model = build(name, kind)
-    d = sum(tensor.numel() for tensor in parameters_of(model))
-    built = status("VmRSS")
+    d, built = sum(tensor.numel() for tensor in parameters_of(model)), status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    work(model)
-    peak = status("VmHWM")
-    used = {"model": built, "engine_at_rest": resident[0], "peak": peak}
+    used = {"model": built, "engine_at_rest": work(model), "peak": status("VmHWM")}
     print(json.dumps({"parameters": d} | {what: (bytes_ - before) / d for what, bytes_ in used.items()}))
 
 
 def status(field: str) -> int:
-    """A line of this process's /proc/self/status, bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}: this section needs Linux")
+    """A line of this process's /proc/self/status, bytes; on Linux."""
+    return 1024 * int(re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)[1])
 
 
 SECTIONS: dict[str, Callable[[Plan], dict]] = {
@@ -745,51 +643,20 @@ SECTIONS: dict[str, Callable[[Plan], dict]] = {
 }
 
 
-# Report
-
-
-def show(name: str, found: dict) -> None:
-    """Print a section: its numbers as a table, its targets, the account of what limits it."""
-    print(f"\n== {name} ({found['section_seconds']} s)")
-    if "error" in found:
-        print(f"FAILED: {found['error']}")
-    for key, value in found.items():
-        if key not in ("about", "cells", "targets", "account", "error", "section_seconds"):
-            print(f"{key}: {value}")
-    if "about" in found:
-        print(found["about"])
-    for cell, row in found.get("cells", {}).items():
-        print(f"  {cell}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
-    for entry in found.get("targets", []):
-        verdict = "met" if entry["met"] else "MISSED"
-        print(f"  {verdict:6} {entry['what']}: {entry['value']:.4g} (target {entry['target']})")
-    for key, value in found.get("account", {}).items():
-        inside = ", ".join(f"{k} {v:.3g}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"  account of {key}: {inside if isinstance(inside, str) else f'{inside:.3g}'}")
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.cpu", description=__doc__.split("\n")[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="the smallest cells once, not stored: shows that all runs")
     parser.add_argument("--out", type=Path, help="JSON file to merge into (default: paper/results/bench.json)")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = arguments(argv)
-    plan = QUICK if options.quick else Plan()
+    options = parser.parse_args(argv)
+    plan, whole = QUICK if options.quick else Plan(), set(options.sections) == set(SECTIONS)
     out = options.out or (None if options.quick else paths.RESULTS / "bench.json")
-
-    whole = set(options.sections) == set(SECTIONS)
-
-    def store(results: dict) -> None:
-        if out is not None:
-            merge(out, device_name(), "cpu", results, replace=whole)
-
     with threads(1):
-        results = run_sections({name: partial(SECTIONS[name], plan) for name in options.sections}, show, store)
-    return int(any("error" in found for found in results.values()))
+        return run_sections(
+            {name: partial(SECTIONS[name], plan) for name in options.sections},
+            show,
+            lambda results: out and merge(out, device_name(), "cpu", results, replace=whole),
+        )
 
 
 if __name__ == "__main__":

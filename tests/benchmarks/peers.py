@@ -61,13 +61,11 @@ def now() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-class Ours:
+class Ours(cpu.Ours):
     """LocalEngine with one worker, its default decoder and members of full rank."""
 
     def __init__(self, model: str, plan: cpu.Plan):
-        self.rows, self.new = plan.rows[0], plan.new
-        self.members, self.keys, self.coefficients = cpu.population(plan.members)
-        self.engine = cpu.engine_of(cpu.build(model), self.rows, plan)
+        super().__init__(cpu.build(model), plan.rows[0], plan)
         self.engine.eos_ids = [-1]  # no token
 
     def greedy(self) -> list[list[int]]:
@@ -77,33 +75,26 @@ class Ours:
     def step(self) -> np.ndarray:
         """(2,) seconds of one step, as TIMES."""
         start = now()
-        evaluations = self.engine.evaluate(self.members, cpu.SIGMA, "train", np.arange(self.rows))
-        self.engine.update(self.keys, self.coefficients)
-        seconds = now() - start
-        if not all((evaluation.lengths == self.new).all() for evaluation in evaluations):
-            raise RuntimeError(f"a completion of ours has not {self.new} tokens: the arms do not do the same work.")
+        self()
+        seconds, most = now() - start, self.engine.max_completion_length
+        if not all((evaluation.lengths == most).all() for evaluation in self.evaluations):
+            raise RuntimeError(f"a completion of ours has not {most} tokens: the arms do not do the same work.")
         return seconds
 
 
-class Peer:
+class Peer(cpu.Plain):
     """A model that transformers decodes, which keeps what it generated."""
 
     def __init__(self, model: str, plan: cpu.Plan):
-        self.plan, self.prompts, (_, self.tokenizer) = plan, cpu.prompts(plan.rows[0]), cpu.base()
-        self.model, self.made = cpu.build(model), []
+        super().__init__(cpu.build(model), plan.rows[0], plan)
         self.model.generation_config.eos_token_id = None
-        generate = self.model.generate
+        self.made, generate = [], self.model.generate
 
         def kept(*inputs: Any, **settings: Any) -> torch.Tensor:
             self.made.append(generate(*inputs, **settings))
             return self.made[-1]
 
         self.model.generate = kept
-
-    def generate(self) -> torch.Tensor:
-        """Ids of prompts and greedy completions, (prompts, width + new)."""
-        ids, mask = torch.from_numpy(self.prompts.ids), torch.from_numpy(self.prompts.mask)
-        return self.model.generate(ids, attention_mask=mask, max_new_tokens=self.plan.new, do_sample=False)
 
     def greedy(self) -> list[list[int]]:
         """As `Ours.greedy`."""
@@ -117,11 +108,11 @@ class Peer:
             RuntimeError: other prompts, or another number of members, prompts or tokens.
         """
         made, self.made = self.made, []
-        width, prompts = self.prompts.width, torch.from_numpy(self.prompts.ids)
-        shapes = [tuple(ids.shape) for ids in made]
-        if shapes != [(len(prompts), width + self.plan.new)] * members:
-            raise RuntimeError(f"generated {shapes}, not {members} times {(len(prompts), width + self.plan.new)}.")
-        if not all(torch.equal(ids[:, :width], prompts) for ids in made):
+        rows, width = self.ids.shape
+        shapes, expected = [tuple(ids.shape) for ids in made], (rows, width + self.plan.new)
+        if shapes != [expected] * members:
+            raise RuntimeError(f"generated {shapes}, not {members} times {expected}.")
+        if not all(torch.equal(ids[:, :width], self.ids) for ids in made):
             raise RuntimeError("its tokenised prompts are not ours: the arms do not do the same work.")
         return [ids[:, width:] for ids in made]
 
@@ -202,7 +193,7 @@ class TorchEggroll(Peer):
         """As `Ours.step`."""
         start, rewards = now(), []
         for weights in self.es.prepare_population():
-            new = torch.func.functional_call(self.whole, weights, ())[:, self.prompts.width :]
+            new = torch.func.functional_call(self.whole, weights, ())
             texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
             rewards.append(np.mean(countdown.reward(self.prompts.prompts, texts, **self.prompts.columns)))
         self.es.apply_fitness_scores(torch.tensor(np.array(rewards, np.float32)))
@@ -252,14 +243,15 @@ def summary(seconds: Mapping[str, np.ndarray], tokens: Mapping[str, list[list[in
     """
     found: dict[str, dict[str, Any]] = {}
     for name, both in seconds.items():
-        same = [a == b for a, b in zip(tokens[name], tokens["ours"], strict=True)]
-        found[name] = {"same_tokens": sum(same) / len(same)}
+        found[name] = {
+            "same_tokens": float(np.mean([a == b for a, b in zip(tokens[name], tokens["ours"], strict=True)]))
+        }
         for kind, seen, ours in zip(TIMES, both.T, seconds["ours"].T, strict=True):
-            found[name][kind] = {"seconds": seen.tolist(), "completions_a_second": float(completions / np.median(seen))}
+            rate, ratios = float(completions / np.median(seen)), (seen / ours).tolist()
+            found[name][kind] = {"seconds": seen.tolist(), "completions_a_second": rate}
             if name != "ours":
-                ratios = seen / ours
-                found[name][kind] |= {"ratios": ratios.tolist(), "median": float(np.median(ratios))}
-                found[name][kind] |= {"range": [float(ratios.min()), float(ratios.max())]}
+                middle = {"median": float(np.median(ratios)), "range": [min(ratios), max(ratios)]}
+                found[name][kind] |= {"ratios": ratios} | middle
     return found
 
 
@@ -290,9 +282,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not options.folders:
         parser.error("name a peer's checkout: " + " or ".join(f"--{peer} FOLDER" for peer in PEERS))
     for peer, folder in options.folders.items():
-        for file in PEERS[peer].files:
-            if not (folder / file).is_file():
-                parser.error(f"--{peer} {folder}: it has no file {file}")
+        if missing := [file for file in PEERS[peer].files if not (folder / file).is_file()]:
+            parser.error(f"--{peer} {folder}: it has no file {missing[0]}")
     if options.members < 2 or options.members % 2 or options.repeats < 1:
         parser.error("--members must be an even number above 0, --repeats at least 1")
     if os.environ.get("OMP_NUM_THREADS") != "1":
@@ -314,8 +305,7 @@ def main(argv: list[str] | None = None) -> int:
             options.out.write_text(json.dumps(sizes | results, indent=1) + "\n")
 
     with cpu.threads(1):
-        results = run_sections(sections, show, store)
-    return int(any("error" in found for found in results.values()))
+        return run_sections(sections, show, store)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ For each number of actors:
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -34,8 +36,8 @@ from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.ray import RayEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
-from tests.benchmarks.cpu import SIGMA, base, build, device_name, population, threads
-from tests.benchmarks.shared import merge, run_sections
+from tests.benchmarks.cpu import SIGMA, base, build, device_name, threads
+from tests.benchmarks.shared import merge, population, run_sections, show
 
 
 def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) -> dict[str, float]:
@@ -65,54 +67,32 @@ def model_section(name: str, options: argparse.Namespace) -> dict:
     else:
         model, tokenizer = models.load(name, None, {"dtype": torch.bfloat16 if options.gpus else torch.float32})
         where = {"folder": name}
-    rows = countdown.dataset(tiny.problems("train", options.prompts), tokenizer)
     if options.gpus:
         where |= {"gpus": options.gpus, "tensor_parallel": options.tensor_parallel}
-        most = options.gpus // options.tensor_parallel
     else:
         where |= {"workers": options.workers}
-        most = options.workers
-    prompts = {"train": Prompts(rows, tokenizer)}
+    most = options.gpus // options.tensor_parallel or options.workers
+    prompts = {"train": Prompts(countdown.dataset(tiny.problems("train", options.prompts), tokenizer), tokenizer)}
     rewards = Rewards(countdown.reward)
-    engine = RayEngine(model, tokenizer, rewards, prompts, max_completion_length=options.new, **where)
     counts = sorted({*(2**i for i in range(most.bit_length())), most})
-    try:
+    seen: dict[int, list[dict]] = {n: [] for n in counts}
+    with closing(RayEngine(model, tokenizer, rewards, prompts, max_completion_length=options.new, **where)) as engine:
         start = time.perf_counter()
         engine.generate("train", np.arange(1))
         started = time.perf_counter() - start
-        seen: dict[int, list[dict]] = {n: [] for n in counts}
-        for _ in range(options.repeats + 1):
-            for n in counts:
-                seen[n].append(measure_step(engine, n, options))
-    finally:
-        engine.close()
-    best = {n: min(rows[1:], key=lambda row: row["seconds"]) for n, rows in seen.items()}
-    median = {n: statistics.median(row["seconds"] for row in rows[1:]) for n, rows in seen.items()}
+        for _, n in itertools.product(range(options.repeats + 1), counts):
+            seen[n].append(measure_step(engine, n, options))
+    cells = {n: min(rows[1:], key=lambda row: row["seconds"]) for n, rows in seen.items()}
+    for n, cell in cells.items():
+        cell["seconds_median"] = statistics.median(row["seconds"] for row in seen[n][1:])
+        cell["speed_up"] = cells[1]["seconds"] / cell["seconds"]
+        cell["speed_up_median"] = cells[1]["seconds_median"] / cell["seconds_median"]
+        cell["weights"] = sum(p.numel() * p.itemsize for p in model.parameters())
     return {
         "about": f"{options.members} members a step, {options.prompts} prompts, {options.new} tokens at most; the "
         f"first answer took {started:.1f} s, the load average is {os.getloadavg()[0]:.1f} on {default_workers()} cores",
-        "cells": {
-            f"{n} actors": best[n]
-            | {
-                "seconds_median": median[n],
-                "speed_up": best[1]["seconds"] / best[n]["seconds"],
-                "speed_up_median": median[1] / median[n],
-                "weights": sum(p.numel() * p.itemsize for p in model.parameters()),
-            }
-            for n in counts
-        },
+        "cells": {f"{n} actors": cell for n, cell in cells.items()},
     }
-
-
-def show(name: str, found: dict) -> None:
-    """Print a model's table."""
-    print(f"\n== {name} ({found['section_seconds']} s): {found.get('about', '')}")
-    if "error" in found:
-        print(f"FAILED: {found['error']}")
-    for i, (cell, row) in enumerate(found.get("cells", {}).items()):
-        if not i:
-            print(" " * 12 + "".join(f"{column:>16}" for column in row))
-        print(f"{cell:12}" + "".join(f"{value:16.4g}" for value in row.values()))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -139,12 +119,11 @@ def main(argv: list[str] | None = None) -> int:
     names = options.models if options.model is None else [options.model]
     kind = f"scaling over {options.gpus} GPUs" if options.gpus else "scaling over CPU actors"
     with threads(1):
-        results = run_sections(
+        return run_sections(
             {name: partial(model_section, name, options) for name in names},
             show,
             lambda results: merge(options.out, device_name(), kind, results),
         )
-    return int(any("error" in found for found in results.values()))
 
 
 if __name__ == "__main__":

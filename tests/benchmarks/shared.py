@@ -1,4 +1,4 @@
-"""What the benchmarks of CPU and GPU have in common; it needs torch alone."""
+"""What the benchmarks have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from evoalign_lib import noise
+from evoalign_lib.update_rules import Member
+
+ALPHA = 5e-3  # about that of the tiny runs; the cost does not depend on it
 
 
 def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, subtract: bool = False) -> None:
@@ -64,15 +70,26 @@ def measure(
     }
 
 
+def population(n: int) -> tuple[list[Member], np.ndarray, np.ndarray]:
+    """Members, and the keys and coefficients of their update."""
+    root = noise.run_key("benchmark", 0)
+    keys = np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
+    z = np.random.default_rng(0).standard_normal(n)
+    return [Member(int(key)) for key in keys], keys, (ALPHA / n * z).astype(np.float32)
+
+
 def run_sections(
     sections: Mapping[str, Callable[[], dict]], show: Callable[[str, dict], Any], store: Callable[[dict], Any]
-) -> dict[str, dict]:
+) -> int:
     """Run one section after the other; one that fails records its error, and the others go on.
 
     Args:
         sections: name -> a call that measures.
         show: gets name and result of each section.
         store: gets all results so far, after each section.
+
+    Returns:
+        0, or 1 if a section failed.
     """
     results: dict[str, dict] = {}
     for name, section in sections.items():
@@ -87,7 +104,24 @@ def run_sections(
         show(name, results[name])
         sys.stdout.flush()
         store(results)
-    return results
+    return int(any("error" in found for found in results.values()))
+
+
+def show(name: str, found: dict) -> None:
+    """Print a section: its numbers as a table, its targets, the account of what limits it."""
+    print(f"\n== {name} ({found['section_seconds']} s)")
+    if "error" in found:
+        print(f"FAILED: {found['error']}")
+    for key, value in found.items():
+        if key not in ("about", "cells", "targets", "account", "error", "section_seconds"):
+            print(f"{key}: {value}")
+    print(found.get("about", ""))
+    for what in ("cells", "account"):
+        for cell, row in found.get(what, {}).items():
+            print(f"  {cell}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    for entry in found.get("targets", []):
+        verdict = "met" if entry["met"] else "MISSED"
+        print(f"  {verdict:6} {entry['what']}: {entry['value']:.4g} (target {entry['target']})")
 
 
 def merge(path: Path, device: str, kind: str, results: dict, replace: bool = False) -> None:

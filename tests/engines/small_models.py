@@ -1,6 +1,7 @@
 """Models, prompts and engines that the tests of engines share."""
 
 import numpy as np
+import torch
 from helpers import PROMPTS, random_model, tokenizer
 
 from evoalign_lib import noise
@@ -19,6 +20,20 @@ def model(seed: int = 2, **config):
     """A model whose heads are wide enough for vLLM's attention on a CPU; biases, four heads on two of keys."""
     shape = {"hidden_size": 128, "intermediate_size": 160, "max_position_embeddings": 1024}
     return random_model(seed=seed, **shape | config)
+
+
+# Layers that vLLM joins (q and v, gate) and single ones, ranks that differ and are none of vLLM's, a scaling.
+LORA = {"r": 3, "lora_alpha": 7, "rank_pattern": {"down_proj": 5}, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+LORA |= {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+
+
+def adapted(**changed):
+    """The model with an adapter of random weights."""
+    import peft
+
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return peft.get_peft_model(model(), peft.LoraConfig(**LORA | changed))
 
 
 def count_letters(prompts, completions, **columns):

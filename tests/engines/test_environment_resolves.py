@@ -13,17 +13,6 @@ def test_the_packages_of_gpu_machines_have_a_solution():
     extras = [f"--extra={name}" for name in ("notebooks", "gpu", "cluster", "dev", "judges", "site")]
     platform = ["--python-version=3.12", "--python-platform=x86_64-unknown-linux-gnu"]
     command = [sys.executable, "-m", "uv", "pip", "compile", "-q", "--no-config", "-c", "constraints.txt"]
-    done = subprocess.run(
-        [*command, *platform, *extras, "pyproject.toml"], cwd=paths.ROOT, capture_output=True, text=True, timeout=300
-    )
+    command += [*platform, *extras, "pyproject.toml"]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = {
-        line.split("==")[0]: line.split("==")[1] for line in done.stdout.splitlines() if "==" in line and line[0] != " "
-    }
-    assert {name: found[name] for name in ("vllm", "ray", "trl", "torch", "transformers")} == {
-        "vllm": "0.31.0",
-        "ray": "2.60.0",
-        "trl": "1.16.0",
-        "torch": "2.13.0",
-        "transformers": "5.17.0",
-    }

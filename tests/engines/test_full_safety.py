@@ -52,14 +52,19 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
+def started(command: list, log: Path, settings: dict[str, str]) -> subprocess.Popen:
+    """A process in a session of its own, which writes into a file."""
+    command, environment = list(map(str, command)), os.environ | settings
+    with open(log, "ab") as file:
+        pipes = {"stdout": file, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+
 @contextlib.contextmanager
 def serving(command: list, url: str, log: Path):
-    """A server in a process of its own, once it answers."""
+    """A server, once it answers."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    with open(log, "wb") as file:
-        command, environment = list(map(str, command)), os.environ | settings
-        pipes = {"stdout": file, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    process = started(command, log, settings)
     try:
         while True:
             assert process.poll() is None, log.read_text()[-3000:]
@@ -114,14 +119,9 @@ def brought(place):
 def start(out: Path, given: dict, *groups: str) -> subprocess.Popen:
     """The driver of a notebook's groups, in a session of its own."""
     (out / "driver.py").write_text(DRIVER)
-    environment = os.environ | {
-        "EVOALIGN_RUN_DIR": str(out),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(paths.ROOT), str(paths.NOTEBOOKS)]),
-    }
-    command = [sys.executable, str(out / "driver.py"), json.dumps(given), *groups]
-    log = open(out / "log.txt", "ab")  # noqa: SIM115
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    path = os.pathsep.join([str(paths.ROOT), str(paths.NOTEBOOKS)])
+    settings = {"EVOALIGN_RUN_DIR": str(out), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return started([sys.executable, out / "driver.py", json.dumps(given), *groups], out / "log.txt", settings)
 
 
 def records(out: Path) -> dict[str, dict]:
@@ -149,19 +149,6 @@ def killed(process: subprocess.Popen, out: Path, middle) -> None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def lines(out: Path) -> int:
-    """Lines of the ledger of the run of ES, the header among them."""
-    return sum(len(path.read_bytes().splitlines()) for path in out.glob("training/*/ledger.jsonl"))
-
-
-def same(one: dict, other: dict) -> None:
-    for record in (one, other):
-        record.pop("starts", None), record.pop("scorers")
-        for said in record["held_out"]:
-            said.pop("errors")
-    assert one == other
 
 
 @pytest.mark.slow
@@ -195,10 +182,20 @@ def test_a_run_with_servers_is_killed_and_ends_with_the_same_record(brought, tmp
         assert first["plan"]["decoder"] == "vllm"
     else:
         assert first["curve"]["reward_greedy"][0] == found["base"]["test"]["greedy"]["reward"]
-    middle = (lambda: lines(broken) >= 4) if arm == "es" else (lambda: any(broken.glob("training/*/checkpoint-3")))
+    ledgers = "training/*/ledger.jsonl"  # of the run of ES, with a header
+
+    def middle() -> bool:
+        if arm == "es":
+            return sum(len(path.read_bytes().splitlines()) for path in broken.glob(ledgers)) >= 4
+        return any(broken.glob("training/*/checkpoint-3"))
+
     killed(start(broken, given, arm), broken, middle)
     assert not (broken / "results" / "full.jsonl").exists()
     ended(start(broken, given, arm), broken)
     second = records(broken)[arm]
     assert second["starts"] == 2
-    same(first, second)
+    for record in (first, second):
+        record.pop("starts", None), record.pop("scorers")
+        for said in record["held_out"]:
+            said.pop("errors")
+    assert first == second

@@ -54,10 +54,7 @@ def test_options_of_decoding_are_those_of_transformers(pair, monkeypatch):
     stop = next(text[3:5] for text in plain if len(text) > 8)
     ours, theirs = under(Options(stop_strings=(stop,)))
     assert ours == theirs != plain
-    assert all(
-        cut == text[: text.index(stop) + len(stop)] for cut, text in zip(ours, plain, strict=True) if stop in text
-    )
-    assert all(cut == text for cut, text in zip(ours, plain, strict=True) if stop not in text)
+    assert ours == [text[: text.index(stop) + len(stop)] if stop in text else text for text in plain]
 
     greedy = [float(sum(c.isalpha() for c in text)) for text in plain]
     for options in (Options(top_k=1), Options(top_p=1e-6)):
@@ -86,25 +83,22 @@ def test_updates_have_the_same_bits_and_the_next_tokens_are_equal(pair):
 
 
 def test_without_emptying_the_prefix_cache_members_would_be_wrong(pair, monkeypatch):
-    ours = pair[0]
-    expected = [e.scored.rewards.tolist() for e in pair[1].evaluate(members(2), 0.3, "train", np.arange(len(ROWS)))]
+    def rewards(one=pair[0]):
+        return [e.scored.rewards.tolist() for e in one.evaluate(members(2), 0.3, "train", np.arange(len(ROWS)))]
 
-    def rewards():
-        return [e.scored.rewards.tolist() for e in ours.evaluate(members(2), 0.3, "train", np.arange(len(ROWS)))]
-
+    expected = rewards(pair[1])
     assert rewards() == expected
     with monkeypatch.context() as patch:
-        patch.setattr(ours.generator, "_forget", lambda: None)
+        patch.setattr(pair[0].generator, "_forget", lambda: None)
         assert rewards() != expected
     assert rewards() == expected
-    monkeypatch.setattr(ours.generator.llm, "reset_prefix_cache", lambda: False)
+    monkeypatch.setattr(pair[0].generator.llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(RuntimeError, match="did not empty its prefix cache"):
         rewards()
 
 
 def test_noise_on_the_weights_is_there_for_a_while(pair):
-    before = pair[0].generate("train")
-    noisy = []
+    before, noisy = pair[0].generate("train"), []
     for one in pair:
         with one.perturbed(members(1)[0].key, 0.1):
             noisy.append(one.generate("train"))

@@ -76,10 +76,10 @@ def test_an_adapter_moves_over_codes_that_do_not(tmp_path, mode, decoder, search
     assert own(tested) == greedy(tested.model) != first
     # members write what transformers writes with their weights
     member = tested.ask(tested.state.global_step)[1]
+    written = tested.engine._decode("train", np.arange(len(ROWS)), None, 1.0, (member, 0.5))
     with tested.engine.weights.member(member.key, 0.5, member.sign) as flat:
-        written = tested.engine.until_end(tested.engine._decode(flat, "train", np.arange(len(ROWS)), None))
         copy_to(tested.model, tested.engine.layout, flat)
-        assert [list(ids) for ids in written] == greedy(tested.model)
+        assert [list(ids) for _, ids in written] == greedy(tested.model)
     head = json.loads((tmp_path / "run" / ledger.NAME).read_bytes().splitlines()[0])
     assert head["evoalign_ledger"] == (6 if search else 4)
     assert head["model"]["quantisation"] == _adapters.quantisation_of(model)

@@ -26,19 +26,9 @@ VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_t
 BACKENDS = ("numpy", "numba")
 KEY = member_key(run_key("test", 0), step=3, pair=1)
 # Rows of one vector, many vectors and broken vectors; more and fewer quads than one block of the kernel.
-SHAPES = [
-    ("embed", (300, 64)),
-    ("norm", (64,)),
-    ("odd", (33, 171)),
-    ("long", (5003,)),
-    ("scale", ()),
-    ("one", (1,)),
-    ("column", (37, 1)),
-    ("conv", (6, 3, 5)),
-    ("block", (16, 64)),
-    ("wide", (3, 2052)),
-]
-LAYOUT = Layout.from_shapes(SHAPES)
+SHAPES = {"embed": (300, 64), "norm": (64,), "odd": (33, 171), "long": (5003,), "scale": (), "one": (1,)}
+SHAPES |= {"column": (37, 1), "conv": (6, 3, 5), "block": (16, 64), "wide": (3, 2052)}
+LAYOUT = Layout.from_shapes(SHAPES.items())
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -62,20 +52,24 @@ def members(n: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
+def drawn(case: dict, backend: str) -> np.ndarray:
+    """The numbers of a known answer."""
+    given = {name: case[name] for name in ("rows", "cols", "stream", "distribution") if name in case}
+    return normals(int(case["key"], 16), int(case["param_id"], 16), case["shape"], backend=backend, **given)
+
+
 # Known answers
 
 
-@pytest.mark.parametrize("case", VECTORS["philox"], ids=lambda case: case["words"])
-def test_philox_known_answers(case):
-    k0, k1 = words(case["key"])
-    assert (philox4x32(words(case["counter"]), (k0, k1)) == words(case["words"])).all()
-
-
-@pytest.mark.parametrize("case", VECTORS["keys"], ids=lambda case: case["member_key"])
-def test_keys_known_answers(case):
-    run = run_key(case["arm"], case["seed"])
-    assert f"{run:016x}" == case["run_key"]
-    assert f"{member_key(run, case['step'], case['pair']):016x}" == case["member_key"]
+def test_known_answers_of_words_keys_and_ids():
+    for case in VECTORS["philox"]:
+        assert (philox4x32(words(case["counter"]), tuple(words(case["key"]))) == words(case["words"])).all()
+    for case in VECTORS["keys"]:
+        run = run_key(case["arm"], case["seed"])
+        member = member_key(run, case["step"], case["pair"])
+        assert (f"{run:016x}", f"{member:016x}") == (case["run_key"], case["member_key"])
+    ids = noise.parameter_ids(VECTORS["parameter_ids"])
+    assert {name: f"{number:08x}" for name, number in ids.items()} == VECTORS["parameter_ids"]
 
 
 def test_key_bytes_are_those_documented():
@@ -85,27 +79,11 @@ def test_key_bytes_are_those_documented():
     assert member_key(run_key("es", 0x0107), step=5, pair=0x0102) == int.from_bytes(member, "little")
 
 
-def test_parameter_ids_known_answers():
-    assert {name: f"{number:08x}" for name, number in noise.parameter_ids(VECTORS["parameter_ids"]).items()} == (
-        VECTORS["parameter_ids"]
-    )
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", VECTORS["normals"] + VECTORS["alternatives"], ids=lambda case: case["about"])
 def test_normals_known_answers(case, backend):
-    z = normals(
-        int(case["key"], 16),
-        int(case["param_id"], 16),
-        case["shape"],
-        rows=case["rows"],
-        cols=case["cols"],
-        stream=case["stream"],
-        distribution=case.get("distribution", "gaussian"),
-        backend=backend,
-    )
-    assert z.dtype == np.float32
-    assert z.shape == tuple(case["shape"]) or z.ndim == 2
+    z = drawn(case, backend)
+    assert z.dtype == np.float32 and (z.shape == tuple(case["shape"]) or z.ndim == 2)
     assert (bits(z).ravel() == words(case["normals"])).all()
 
 
@@ -138,11 +116,9 @@ def number_by_the_text(distribution: str, key: int, param_id: int, row: int, col
 def test_numbers_are_those_of_the_text(distribution, error, backend):
     key, param_id, stream = KEY, parameter_id("odd"), 2
     z = normals(key, param_id, (33, 171), stream=stream, distribution=distribution, backend=backend)
-    exact = [
-        [number_by_the_text(distribution, key, param_id, row, column, stream) for column in range(171)]
-        for row in range(33)
-    ]
-    assert np.abs(z - np.array(exact)).max() <= error
+    at = [(row, column) for row in range(33) for column in range(171)]
+    exact = np.reshape([number_by_the_text(distribution, key, param_id, *place, stream) for place in at], (33, 171))
+    assert np.abs(z - exact).max() <= error
 
 
 def edge_words() -> tuple[np.ndarray, np.ndarray]:
@@ -196,14 +172,16 @@ def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, dat
     c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
     whole = normals(key, 9, shape, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
     law = {"distribution": distribution, "backend": backend}
-    window = normals(key, 9, shape, rows=(r0, r1), cols=(c0, c1), **law)
-    assert window.shape == (r1 - r0, c1 - c0)
-    assert (bits(window) == bits(whole[r0:r1, c0:c1])).all()
-    assert (bits(normals(key, 9, shape, rows=(r0, r1), **law)) == bits(whole[r0:r1])).all()
-    assert (bits(normals(key, 9, shape, cols=(c0, c1), **law)) == bits(whole[:, c0:c1])).all()
+    for rows, cols in (((r0, r1), (c0, c1)), ((r0, r1), None), (None, (c0, c1))):
+        expected = whole[slice(*rows or (None,)), slice(*cols or (None,))]
+        window = normals(key, 9, shape, rows=rows, cols=cols, **law)
+        assert window.shape == expected.shape and (bits(window) == bits(expected)).all()
 
 
-def test_no_fused_multiply_add_in_the_machine_code():
+@pytest.mark.parametrize(
+    "inner", [_noise_cpu._add_gaussian, pytest.param(_noise_cpu._add_byte_sum, marks=pytest.mark.slow)]
+)
+def test_no_fused_multiply_add_in_the_machine_code(inner):
     fused = re.compile(r"\b(vfn?m(?:add|sub)\w*|fmla|fmls|fn?m(?:add|sub))\b")
 
     @njit(fastmath={"contract"})
@@ -215,12 +193,10 @@ def test_no_fused_multiply_add_in_the_machine_code():
         pytest.skip("this CPU has no fused multiply-add, so no code for it can show one")
     # Compiled afresh, since numba does not show code from its cache. All multiplications of the kernel are in here.
     two, four, one = np.zeros((2, 16), np.uint32), np.zeros((4, 16), np.float32), np.uint32(1)
-    for inner in (_noise_cpu._add_gaussian, _noise_cpu._add_byte_sum):
-        loop = njit(error_model="numpy")(inner.py_func)
-        loop(four, two, 16, one, one, one, one, np.float32(1e-3))
-        assembly = "".join(loop.inspect_asm().values())
-        assert "mul" in assembly
-        assert not fused.findall(assembly)
+    loop = njit(error_model="numpy")(inner.py_func)
+    loop(four, two, 16, one, one, one, one, np.float32(1e-3))
+    assembly = "".join(loop.inspect_asm().values())
+    assert "mul" in assembly and not fused.findall(assembly)
 
 
 # Independence and distribution. The keys are fixed: a bound that holds once holds always.
@@ -267,22 +243,15 @@ def test_uniforms_by_hand():
         assert numbers == [(w >> 8) / 2**24 for w in words[:10]]
 
 
-def test_layout_places_tensors_on_multiples_of_16():
+def test_layout_places_tensors_on_multiples_of_16_and_a_vector_holds_their_noise():
     layout = Layout.from_shapes([("a", (3, 5)), ("b", ()), ("c", (2, 4, 2)), ("d", (17,))])
-    assert [(e.name, e.shape, e.rows, e.cols, e.offset) for e in layout.entries] == [
-        ("a", (3, 5), 3, 5, 0),
-        ("b", (), 1, 1, 16),
-        ("c", (2, 4, 2), 2, 8, 32),
-        ("d", (17,), 1, 17, 48),
-    ]
-    assert (layout.size, layout.d, len(layout.padding)) == (80, 15 + 1 + 16 + 17, 80 - 49)
+    expected = [("a", (3, 5), 3, 5, 0), ("b", (), 1, 1, 16), ("c", (2, 4, 2), 2, 8, 32), ("d", (17,), 1, 17, 48)]
+    assert [e[:5] for e in layout.entries] == expected
+    assert (layout.size, layout.d) == (80, 15 + 1 + 16 + 17)
     assert layout.padding.tolist() == [15, *range(17, 32), *range(65, 80)]
     offsets, rows, cols, ids = layout.table
     assert (offsets.tolist(), rows.tolist(), cols.tolist()) == ([0, 16, 32, 48], [3, 1, 2, 1], [5, 1, 8, 17])
     assert ids.tolist() == [parameter_id(name) for name in "abcd"] == [e.id for e in layout.entries]
-
-
-def test_noise_vector_holds_each_parameters_noise():
     vector = noise.noise_vector(LAYOUT, KEY)
     assert (bits(vector[LAYOUT.padding]) == 0).all()
     for name, view in LAYOUT.views(vector).items():
@@ -298,8 +267,7 @@ def test_perturb_equals_the_reference_and_leaves_the_master(sign, distribution):
     master = master_weights()
     before, out = master.copy(), np.full(LAYOUT.size, np.nan, np.float32)
     noise.perturb(out, master, LAYOUT, KEY, 1e-3, sign, distribution)
-    expected = reference_perturb(master, LAYOUT, KEY, 1e-3, sign, distribution)
-    assert (bits(out) == bits(expected)).all()
+    assert (bits(out) == bits(reference_perturb(master, LAYOUT, KEY, 1e-3, sign, distribution))).all()
     assert (bits(master) == bits(before)).all()
     by_hand = master + np.float32(sign * 1e-3) * noise.noise_vector(LAYOUT, KEY, distribution)
     by_hand[LAYOUT.padding] = master[LAYOUT.padding]
@@ -309,29 +277,16 @@ def test_perturb_equals_the_reference_and_leaves_the_master(sign, distribution):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("n", [0, 1, 2, 30])
 def test_update_equals_the_reference(n, distribution):
-    master, (keys, coefficients) = master_weights(), members(n)
-    expected = reference_update(master, LAYOUT, keys, coefficients, distribution)
-    before = master.copy()
+    before, (keys, coefficients) = master_weights(), members(n)
+    master, expected = before.copy(), reference_update(before, LAYOUT, keys, coefficients, distribution)
     noise.update(master, LAYOUT, keys, coefficients, distribution=distribution)
     assert (bits(master) == bits(expected)).all()
     assert (bits(master[LAYOUT.padding]) == bits(before[LAYOUT.padding])).all()
     assert (n == 0) == (master == before).all()
-
-
-def test_update_rounds_after_every_member_in_order():
-    keys, coefficients = members(3)
-    master, eps = master_weights(), [noise.noise_vector(LAYOUT, int(key)) for key in keys]
-    total = np.float32(0) + coefficients[0] * eps[0]
-    total = total + coefficients[1] * eps[1]
-    total = total + coefficients[2] * eps[2]
-    expected = master + total
-    expected[LAYOUT.padding] = master[LAYOUT.padding]
-    noise.update(master, LAYOUT, keys, coefficients)
-    assert (bits(master) == bits(expected)).all()
-    # The order is part of the law: another one gives other bits.
-    reordered = master_weights()
-    noise.update(reordered, LAYOUT, keys[::-1].copy(), coefficients[::-1].copy())
-    assert (bits(reordered) != bits(expected)).any()
+    if n > 2:  # the order is part of the law: another one gives other bits
+        reordered = before.copy()
+        noise.update(reordered, LAYOUT, keys[::-1].copy(), coefficients[::-1].copy(), distribution=distribution)
+        assert (bits(reordered) != bits(expected)).any()
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
@@ -362,8 +317,6 @@ def test_parts_of_an_update_add_up_to_the_whole(count):
 def test_colliding_names_are_refused():
     names = ["layers.69912.weight", "layers.83063.weight"]
     assert parameter_id(names[0]) == parameter_id(names[1])
-    with pytest.raises(ValueError, match=r"layers\.69912\.weight.*layers\.83063\.weight"):
-        noise.parameter_ids(["other", *names])
     with pytest.raises(ValueError, match=r"layers\.69912\.weight.*layers\.83063\.weight"):
         Layout.from_shapes([(name, (2,)) for name in names])
 

@@ -6,35 +6,24 @@ import pytest
 from tests.benchmarks import cpu, peers
 
 
-def refusal(capsys, *argv):
-    with pytest.raises(SystemExit, match="2"):
-        peers.arguments([str(a) for a in argv])
-    return capsys.readouterr().err
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capsys):
+    def refusal(*argv):
+        with pytest.raises(SystemExit, match="2"):
+            peers.arguments([str(a) for a in argv])
+        return capsys.readouterr().err
 
-
-def checkout(folder, peer, but=None):
-    for file in peers.PEERS[peer].files:
-        if file != but:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).touch()
-    return folder
-
-
-@pytest.mark.parametrize("peer,file", [(peer, file) for peer, kind in peers.PEERS.items() for file in kind.files])
-def test_a_checkout_without_a_file_is_named_with_it(peer, file, tmp_path, capsys):
-    error = refusal(capsys, f"--{peer}", checkout(tmp_path, peer, but=file))
-    assert str(tmp_path) in error and file in error and f"--{peer}" in error
-
-
-def test_arguments_that_cannot_be_measured_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder = checkout(tmp_path, "qiu")
-    assert peers.arguments(["--qiu", str(folder)]).folders == {"qiu": folder}
-    assert "--qiu FOLDER or --torcheggroll FOLDER" in refusal(capsys)
-    assert "even" in refusal(capsys, "--qiu", folder, "--members", 3)
-    assert "--repeats" in refusal(capsys, "--qiu", folder, "--repeats", 0)
+    for peer, kind in peers.PEERS.items():
+        for file in reversed(kind.files):  # a checkout lacks this file, and those before
+            assert f"--{peer} {tmp_path}" in (said := refusal(f"--{peer}", tmp_path)) and kind.files[0] in said
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+    given = "--qiu", tmp_path
+    assert peers.arguments(list(map(str, given))).folders == {"qiu": tmp_path}
+    assert "--qiu FOLDER or --torcheggroll FOLDER" in refusal()
+    assert "even" in refusal(*given, "--members", 3) and "--repeats" in refusal(*given, "--repeats", 0)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert "OMP_NUM_THREADS=1" in refusal(capsys, "--qiu", folder)
+    assert "OMP_NUM_THREADS=1" in refusal(*given)
 
 
 def test_both_decoders_make_the_same_tokens_and_none_ends_early():

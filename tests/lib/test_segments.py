@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
-from evoalign_lib.engines._vllm_worker import NotMapped, Segment, WorkerExtension, part_of, segments_of, shard
+from evoalign_lib.engines._vllm_worker import NotMapped, WorkerExtension, part_of, segments_of, shard
 from evoalign_lib.engines.vllm import WrongWeights, prove
 from evoalign_lib.precision import matrix_digest, open_weights
 
@@ -25,22 +25,12 @@ def layer(kind: str, **values):
 def shards(heads: int, kv_heads: int, ranks: int, intermediate: int, vocabulary: int):
     """A model's parameters, and what each rank of vLLM's would hold of them: (layer, name, tensor), by vLLM's rules."""
     generator = np.random.default_rng(0)
-    shapes = {
-        "model.embed_tokens.weight": (vocabulary, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "a.q_proj.weight": (heads * DIM, HIDDEN),
-        "a.k_proj.weight": (kv_heads * DIM, HIDDEN),
-        "a.v_proj.weight": (kv_heads * DIM, HIDDEN),
-        "a.q_proj.bias": (heads * DIM,),
-        "a.k_proj.bias": (kv_heads * DIM,),
-        "a.v_proj.bias": (kv_heads * DIM,),
-        "a.o_proj.weight": (HIDDEN, heads * DIM),
-        "a.o_proj.bias": (HIDDEN,),
-        "m.gate_proj.weight": (intermediate, HIDDEN),
-        "m.up_proj.weight": (intermediate, HIDDEN),
-        "m.down_proj.weight": (HIDDEN, intermediate),
-        "one.weight": (ranks * 3, HIDDEN),
-    }
+    shapes = {"model.embed_tokens.weight": (vocabulary, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for name, held in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        shapes |= {f"a.{name}_proj.weight": (held * DIM, HIDDEN), f"a.{name}_proj.bias": (held * DIM,)}
+    shapes |= {"a.o_proj.weight": (HIDDEN, heads * DIM), "a.o_proj.bias": (HIDDEN,), "one.weight": (ranks * 3, HIDDEN)}
+    shapes |= {f"m.{name}_proj.weight": (intermediate, HIDDEN) for name in ("gate", "up")}
+    shapes |= {"m.down_proj.weight": (HIDDEN, intermediate)}
     whole = {name: torch.from_numpy(generator.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
 
     def rows(name, rank, size):
@@ -63,31 +53,29 @@ def shards(heads: int, kv_heads: int, ranks: int, intermediate: int, vocabulary:
         for leaf in ("weight", "bias"):
             parts = [rows(f"a.q_proj.{leaf}", rank, ranks), *(rows(f"a.{n}_proj.{leaf}", *kv) for n in "kv")]
             own.append((qkv_layer, f"a.qkv_proj.{leaf}", torch.cat(parts)))
-        columns = {name: shard(whole[name].shape[1], rank, ranks) for name in ("a.o_proj.weight", "m.down_proj.weight")}
-        for name, (start, n) in columns.items():
+        for name in ("a.o_proj.weight", "m.down_proj.weight"):
+            start, n = shard(whole[name].shape[1], rank, ranks)
             row = layer("RowParallelLinear", input_size=whole[name].shape[1], **at)
             own.append((row, name, whole[name][:, start : start + n]))
         own.append((layer("RowParallelLinear", input_size=heads * DIM, **at), "a.o_proj.bias", whole["a.o_proj.bias"]))
         up = layer("MergedColumnParallelLinear", output_sizes=[intermediate, intermediate], **at)
-        own.append(
-            (up, "m.gate_up_proj.weight", torch.cat([rows(f"m.{n}_proj.weight", rank, ranks) for n in ("gate", "up")]))
-        )
-        own.append(
-            (layer("ColumnParallelLinear", output_size=ranks * 3, **at), "one.weight", rows("one.weight", rank, ranks))
-        )
+        joined = torch.cat([rows(f"m.{n}_proj.weight", rank, ranks) for n in ("gate", "up")])
+        own.append((up, "m.gate_up_proj.weight", joined))
+        one = layer("ColumnParallelLinear", output_size=ranks * 3, **at)
+        own.append((one, "one.weight", rows("one.weight", rank, ranks)))
         own.append((layer("RMSNorm"), "model.norm.weight", whole["model.norm.weight"]))
         found.append(own)
     return whole, found
 
 
 def opened(whole, ranks):
-    """Layout and master of the model; segments and digests of each rank, as the workers answer."""
+    """Layout and master of the model; and the proof of each rank, as the workers answer."""
     layout = noise.Layout.from_shapes((name, tuple(t.shape)) for name, t in whole.items())
     master = np.zeros(layout.size, np.float32)
     for name, view in layout.views(master).items():
         view[...] = whole[name].numpy()
     maps = [[(s, part_of(t, s)) for own, name, t in rank for s in segments_of(own, name, t, PACKED)] for rank in ranks]
-    return layout, master, [[s for s, _ in m] for m in maps], [[matrix_digest(part) for _, part in m] for m in maps]
+    return layout, master, [[(tuple(s), matrix_digest(part)) for s, part in m] for m in maps]
 
 
 @given(
@@ -104,20 +92,19 @@ def test_every_rank_holds_what_the_map_says_and_together_they_hold_all(kv_heads,
 
 def test_the_proof_names_what_differs():
     whole, found = shards(4, 2, 2, intermediate=12, vocabulary=20)
-    layout, master, segments, digests = opened(whole, found)
+    layout, master, proof = opened(whole, found)
     for changed in range(layout.size):
         entry = next((e for e in layout.entries if e.offset <= changed < e.offset + e.rows * e.cols), None)
         if entry is not None and changed % 37 == 0:
             other = master.copy()
             other[changed] += 1e-6
             with pytest.raises(WrongWeights, match=entry.name):
-                prove(layout, other, segments, digests)
-    for held in (segments, digests):
-        del held[1][[s.name for s in opened(whole, found)[2][1]].index("m.down_proj.weight")]
+                prove(layout, other, proof)
+    del proof[1][[segment[0] for segment, _ in proof[1]].index("m.down_proj.weight")]
     with pytest.raises(WrongWeights, match="'m.down_proj.weight': vLLM holds 50% of it"):
-        prove(layout, master, segments, digests)
+        prove(layout, master, proof)
     with pytest.raises(WrongWeights, match="no parameter of this name"):
-        prove(layout, master, [[Segment("lm_head.weight", 0, 0, 1, 1)]], [["0"]])
+        prove(layout, master, [[(("lm_head.weight", 0, 0, 1, 1), "0")]])
 
 
 @pytest.mark.parametrize(
@@ -143,11 +130,12 @@ def test_a_worker_decays_toward_what_it_has_loaded(dtype):
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(dtype)
     worker, weights = WorkerExtension(), open_weights(model, anchor_decay=0.25)
     worker.model_runner = SimpleNamespace(model=model)
-    names = [segment[0] for segment in worker.evoalign_open("gaussian", 4, 0.25)]
+    assert worker.evoalign_open(4, {"anchor_decay": 0.25}) is None
     for keys in ([1, 2], [], [3]):
         worker.evoalign_perturb(9, 0.1, 1)
         coefficients = np.linspace(-0.1, 0.2, len(keys), dtype=np.float32)
         worker.evoalign_update(keys, coefficients)
         weights.update(np.array(keys, np.uint64), coefficients)
         views = weights.layout.views(weights.flat)
-        assert worker.evoalign_digests() == [matrix_digest(torch.from_numpy(views[name])) for name in names]
+        for (name, *_), digest in worker.evoalign_proof():
+            assert digest == matrix_digest(torch.from_numpy(views[name])), name

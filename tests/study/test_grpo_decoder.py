@@ -6,13 +6,13 @@ import pytest
 import torch
 from evoalign_study import sweep
 from evoalign_study.kinds.train import train_specs
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, random_model, same_bits, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from evoalign_lib import _adapters, grpo, tiny
-from evoalign_lib.engines.decode import Decoder, _drawn
+from evoalign_lib.engines.decode import _drawn
 from evoalign_lib.essa import lora_config
 from evoalign_lib.tasks import countdown
 
@@ -43,26 +43,21 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 # ---- tokens
 
 
 def plain(model, tok, prompts, length, seed):
     """Completions by transformers' generate, as TRL calls it, and the random state afterwards."""
-    ids = [tok(p)["input_ids"] for p in prompts]
-    width = max(map(len, ids))
-    padded = torch.tensor([[tok.pad_token_id] * (width - len(row)) + row for row in ids])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    padded = tok(prompts, padding=True, padding_side="left", return_tensors="pt")
+    width = padded.input_ids.shape[1]
     config = GenerationConfig(
         max_new_tokens=length, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0,
         pad_token_id=tok.pad_token_id, eos_token_id=[tok.eos_token_id], remove_invalid_values=True,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        new = model.generate(input_ids=padded, attention_mask=mask, generation_config=config)[:, width:]
+        mask = padded.attention_mask
+        new = model.generate(padded.input_ids, attention_mask=mask, generation_config=config)[:, width:]
         after = torch.get_rng_state()
     ends = (new == tok.eos_token_id).int()
     lengths = torch.where(ends.any(1), ends.argmax(1) + 1, new.shape[1])
@@ -72,10 +67,9 @@ def plain(model, tok, prompts, length, seed):
 def by_loop(model, tok, prompts, length, seed, drop_rows=None):
     writer = grpo.LoopRollouts()
     writer.drop_rows = drop_rows
-    trainer = SimpleNamespace(
-        model=model, processing_class=tok, eos_token_ids=[tok.eos_token_id], max_completion_length=length,
-        accelerator=SimpleNamespace(unwrap_model=lambda m: m, device=torch.device("cpu")),
-    )  # fmt: skip
+    accelerator = SimpleNamespace(unwrap_model=lambda m: m, device=torch.device("cpu"))
+    trainer = SimpleNamespace(model=model, processing_class=tok, eos_token_ids=[tok.eos_token_id])
+    trainer.accelerator, trainer.max_completion_length = accelerator, length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         told = writer(prompts, trainer)
@@ -118,21 +112,6 @@ def test_an_adapter_is_decoded_merged():
     assert found == expected != plain(tiny.load("A0")[0], tok, prompts, 16, 0)[0] and torch.equal(after, ours)
 
 
-def test_logits_of_the_loop_are_those_of_transformers_but_for_their_last_digits():
-    """So that of two tokens which are almost equally near to be drawn the loop may take the other one."""
-    model, tok = tiny.load("A0")
-    first = torch.tensor([tok(rows(1)[0]["prompt"])["input_ids"]])
-    with torch.no_grad():
-        expected = model(first).logits[0, -1]
-    seen = []
-    decoder = Decoder(model.config, _adapters.dense(model), [tok.eos_token_id], tok.pad_token_id)
-    head = decoder._products["head"]
-    decoder._products["head"] = lambda x, owners: seen.append(head(x, owners)) or seen[-1]
-    decoder.generate(first, torch.ones_like(first), 1)
-    difference = (seen[0][0] - expected).abs().max()
-    assert 0 < difference < 1e-4
-
-
 @settings(deadline=None)
 @given(st.integers(2, 40), st.integers(2, 50), st.integers(0, 2**32 - 1), st.data())
 def test_what_a_row_draws_depends_on_itself_and_its_place_alone(n, vocabulary, seed, data):
@@ -164,7 +143,9 @@ def test_logits_that_are_not_finite_draw_as_in_transformers():
 # ---- runs
 
 
-@pytest.mark.parametrize(("arm", "changed"), [("grpo", {"beta": 0.04}), ("dapo", {"micro_batch": 4})])
+@pytest.mark.parametrize(
+    ("arm", "changed"), [("grpo", {"beta": 0.04}), pytest.param("dapo", {"micro_batch": 4}, marks=pytest.mark.slow)]
+)
 def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, changed):
     """Where no token is a near-tie, as here; its logs and its budget are the same, too."""
     ends = []
@@ -175,39 +156,34 @@ def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, change
         spent = {name: value for name, value in budget.spent(1000).items() if name != "core_seconds"}
         ends.append((weights(trainer.model), logged, spent))
     (one, first, ours), (two, second, theirs) = ends
-    assert same(one, two) and not same(one, weights(tiny.load("A0")[0]))
+    assert same_bits(one, two) and not same_bits(one, weights(tiny.load("A0")[0]))
     assert first == second and len(first) == 3 and ours == theirs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole, _ = built(tmp_path, "loop", **saving)
     whole.train()
     resumed, _ = built(tmp_path, "loop", **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert same(weights(resumed.model), weights(whole.model))
+    assert same_bits(weights(resumed.model), weights(whole.model))
 
 
-@pytest.mark.parametrize(
-    ("arm", "changed", "message"),
-    [
-        ("grpo", {"decoder": "fast"}, r"decoder='fast' is not one of"),
-        ("rloo", {"decoder": "loop"}, "decoder='loop': TRL's RLOO trainer takes no other's completions"),
-        ("grpo", {"decoder": "loop", "vllm": {}}, "decoder='loop': vLLM generates. Use decoder='generate'"),
-    ],
-)
-def test_settings_that_are_refused(arm, changed, message):
-    with pytest.raises(ValueError, match=message):
-        grpo.config(arm, output_dir="x", **SETTINGS | changed)
-
-
-def test_models_and_rollouts_that_are_refused(tmp_path):
+def test_settings_models_and_rollouts_that_are_refused(tmp_path):
+    for arm, changed, named in (
+        ("grpo", {"decoder": "fast"}, "decoder='fast'"),
+        ("rloo", {"decoder": "loop"}, "decoder='loop': TRL's RLOO"),
+        ("grpo", {"decoder": "loop", "vllm": {}}, "decoder='loop': vLLM"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            grpo.config(arm, output_dir="x", **SETTINGS | changed)
     with pytest.raises(ValueError, match="decoder='loop', and rollouts of others"):
         built(tmp_path, "loop", given={"rollouts": lambda prompts, trainer: {}})
     model = tiny.load("A0")[0]
     model.config.hidden_act = "gelu"
     trainer, _ = built(tmp_path, "loop", model=model)
-    with pytest.raises(ValueError, match="decoder='loop' does not cover this model: hidden_act 'gelu' is not 'silu'"):
+    with pytest.raises(ValueError, match="decoder='loop' does not cover this model: hidden_act 'gelu'"):
         trainer.train()
 
 
@@ -219,14 +195,9 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_record_says_who_decoded_and_is_otherwise_the_same():
     (spec,) = train_specs("grpo", ["A0"], [0], RUN, "smoke")
     plain, loop = (sweep.run(spec | more, "nb", "commit") for more in ({}, {"decoder": "loop"}))
     assert (plain["decoder"], loop["decoder"]) == ("generate", "loop") and plain["digest"] == loop["digest"]
     assert "decoder" not in plain["spec"] and plain["spec_hash"] != loop["spec_hash"]
-
-
-def test_a_run_of_the_loop_that_diverges_is_recorded():
-    (spec,) = train_specs("grpo", ["A0"], [0], RUN | {"learning_rate": 1e36}, "smoke")
-    record = sweep.run(spec | {"decoder": "loop"}, "nb", "commit")
-    assert record["diverged"] == 2 and record["budget"]["completions"] == 3 * 16
