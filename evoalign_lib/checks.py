@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
+from urllib.parse import urlsplit
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
@@ -51,6 +52,20 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
             return int(value)
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     raise ValueError(f"{name}={value!r} must be a whole number {bounds}{f': {why}' if why else ''}.")
+
+
+def address(name: str, url: str) -> str:
+    """Return the address of a server without a slash at its end; `name` is the setting's.
+
+    Raises:
+        ValueError: it is none, or holds a password or a query, which logs would show.
+    """
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query:
+        raise ValueError(f"{name} holds a password or a query: name a variable that holds the key as api_key_env.")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}={url!r} must be an address such as http://localhost:8000.")
+    return url.rstrip("/")
 
 
 def key_in(variable: str) -> str:
