@@ -79,9 +79,8 @@ def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     trains = [_scorer(side, str(settings.get(f"{side}_model") or ""), settings) for side in SIDES]
     names = [name.strip() for name in str(settings.get("held_out") or "").split(",") if name.strip()]
     held = [_judge(name, settings) for name in names]
-    weights = [_weights(one) for one in trains]
     for i, one in enumerate(held):
-        if _weights(one) in weights:
+        if _weights(one) in map(_weights, trains):
             raise ValueError(f"judge: {one.name!r} trains the run, and is held out of nothing: give another one.")
         if (one.digest, one.text) in [(other.digest, other.text) for other in held[:i]]:
             raise ValueError(f"judge: {one.name!r} is given twice.")
@@ -96,8 +95,7 @@ def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     for one in trains:
         wanted |= {f"{one.role}_model": one.name, f"{one.role}_digest": one.digest, f"{one.role}_at": one.at}
         wanted |= {f"{one.role}_text": one.text} if one.text else {}
-    if held:
-        wanted |= {f"held_out_{name}s": [getattr(one, name) for one in held] for name in _NAMES}
+    wanted |= {f"held_out_{name}s": [getattr(one, name) for one in held] for name in _NAMES if held}
     if any(one.kind == "chat" for one in held):
         wanted["judge_tokens"] = settings["judge_tokens"]
     return wanted | {name: settings[name] for name in _OF_LOADED[1:] if loaded and settings.get(name)}

@@ -74,6 +74,10 @@ def test_the_reward_is_what_the_training_judge_says_by_its_digest():
 def test_what_a_judge_says_depends_on_the_reply_alone():
     """Not on what stands beside it in a batch, nor on padding; the same reply ties whatever is scored beside it."""
     asked, said = dialogues.requests("test")[:40], safety._replies_of_base("C0", 40, 32)
+    encoded = safety.read(asked, said)
+    for name in scorers.SCORERS:  # which read replies once, and say the same
+        expected = [side.score([r.text for r in asked], said) for side in safety.loaded(name)]
+        assert np.array_equal(safety.sides(name, asked, said, encoded), expected)
     replies = [dialogues.TEMPLATE if i % 2 else "x" * i for i in range(40)]
     for judge in JUDGES:
         together = safety.scored(judge, 2.0, asked, replies)
@@ -83,15 +87,6 @@ def test_what_a_judge_says_depends_on_the_reply_alone():
         beside = safety.scored(judge, 2.0, [*asked, *asked], [*said, *longer])[:40]
         assert safety.wins(safety.scored(judge, 2.0, asked, said), beside) == 0.5
     assert safety.wins(np.array([1.0, 0.0, 2.0, 2e-4]), np.array([0.0, 1.0, 2.0, 0.0])) == 0.625
-
-
-def test_judges_read_replies_once_and_say_the_same():
-    asked, said = dialogues.requests("test")[:20], safety._replies_of_base("C0", 20, 32)
-    encoded = safety.read(asked, said)
-    for name in scorers.SCORERS:
-        expected = [side.score([r.text for r in asked], said) for side in safety.loaded(name)]
-        for given in ((name, asked, said), (name, asked, said, encoded)):
-            assert np.array_equal(safety.sides(*given), expected)
 
 
 def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():
