@@ -178,13 +178,14 @@ def _check_endpoint(endpoint: Endpoint) -> None:
     try:
         with openai.OpenAI(api_key=key or "none", base_url=endpoint.base_url, timeout=20, max_retries=0) as client:
             known = [one.id for one in client.models.list()]
-    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        refused = f"the endpoint refuses the key in {endpoint.api_key_env}" if key else "the endpoint needs a key"
-        raise ValueError(f"{judge}: {refused} (HTTP {error.status_code}), set {endpoint.api_key_env}.") from None
-    except openai.APIStatusError:
-        known = []  # it answers, and lists no models
     except openai.APIError as error:
-        raise ValueError(f"{judge} does not answer ({type(error).__name__}): see whether it runs.") from None
+        status = getattr(error, "status_code", None)
+        if status in (401, 403, None):
+            refused = (
+                f"does not answer ({type(error).__name__})" if status is None else f"refuses the key (HTTP {status})"
+            )
+            raise ValueError(f"{judge} {refused}: see whether it runs, and set {endpoint.api_key_env}.") from None
+        known = []  # it answers, and lists no models
     if not endpoint.model or (known and endpoint.model not in known):
         raise ValueError(f"{judge}: write the address, # and the name of a model there, such as {known[:5]}.")
 

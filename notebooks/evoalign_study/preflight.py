@@ -14,9 +14,8 @@ assumptions; of hours a plan says nothing: time one step of a run.
 3. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start;
    of a gradient arm each process does.
 4. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
-5. Of the models beside the policy (`Measures.companions`) the weights are counted, and `WORKING_GIB` for the work of
-   each. Scorers work as long as a run trains. A judge that chats is loaded when the run has ended; it counts all the
-   same.
+5. Of the models beside the policy (`Measures.companions`) the weights are named alone. They are loaded before a run
+   trains: what does not fit fails at once.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ GPU_GIB = 80.0
 RESERVE_GIB = 4.0
 """GiB per GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
-WORKING_GIB = 2.0
-"""GiB of each model beside the policy besides its weights, for activations or caches: assumed."""
 CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
 _OF_VLLM = ("rollout copy", "reserve (assumed)", "KV cache")
@@ -306,47 +303,32 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         print(own.text(f"runs {len(alike)}: settings {len(settings)}, seeds {seeds}"), end="\n\n")
     completions = sum(own.completions * len(alike) for own, alike in plans.values())
     tokens = sum(own.completions * own.new * len(alike) for own, alike in plans.values())
-    held = max((own.processes * _gib(own.host_memory) for own, _ in plans.values()), default=0.0)
-    host_gib = _host_gib() if seen or local else None
-    left = None if host_gib is None else max(host_gib - held, 0.0)
     problems = [own.problem for own, _ in plans.values() if own.problem]
-    problems += _beside([s for s in planned if s["kind"] == "train"], runs, seen, gpu_gib, left)
+    problems += _beside([s for s in planned if s["kind"] == "train"], seen)
     if problems:
         more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
         raise DoesNotFit(problems[0] + more)
     print(f"{len(planned)} runs, {runs} at once: {completions:,} completions, at most {tokens:,} tokens generated")
 
 
-def _beside(
-    specs: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float, host_gib: float | None
-) -> list[str]:
-    """Print what training runs need beside their models, equal needs once, and return why some do not fit."""
-    needs = {(tuple(measures.get(spec["task"]).companions(spec)), _gpus_of(spec)) for spec in specs}
+def _beside(specs: Sequence[Mapping[str, Any]], seen: int) -> list[str]:
+    """Print what training runs need beside their models, equal needs once, and return why some cannot have it."""
+    needs = {(model, _gpus_of(spec)) for spec in specs for model in measures.get(spec["task"]).companions(spec)}
     problems = []
-    for models, gpus in sorted(needs, key=str):
-        at: dict[str, Memory] = {}
-        for model in models:
-            if model.at in ("server", "endpoint"):
-                print(f"beside       {model.role} {model.name} {model.at}, {model.requests:,} questions a run")
-                continue
+    for model, gpus in sorted(needs, key=str):
+        said, index = f"{model.role} {model.name} on {model.at}", -1
+        if model.at in ("server", "endpoint"):
+            said += f", {model.requests:,} questions a run"
+        else:
             size = weight_bytes(model.name, model.dtype or ("float32" if model.at == "cpu" else ""))
-            name = f"{model.role} {model.name}{' (weights not known)' if size is None else ''}"
-            at.setdefault(model.at, {})[name] = runs * ((size or 0.0) + WORKING_GIB * GIB)
-        for device, parts in at.items():
-            room = host_gib if device == "cpu" else memory.USABLE * gpu_gib
-            head = (
-                f"models beside those of {runs} runs on {device}, with {WORKING_GIB:g} for the work of each (assumed)"
+            said += f", {'size not known' if size is None else f'{size / GIB:.1f} GiB of weights'}"
+            index = -1 if model.at == "cpu" else int(model.at.rpartition(":")[2])
+        print(f"{'beside':13}{said}")
+        if 0 <= index < gpus or 0 < seen <= index:
+            problems.append(
+                f"scorer_device={model.at!r} is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
+                f"take 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
             )
-            print("\n".join(f"{name:13}{value}" for name, value in _table(head, parts, room)), end="\n\n")
-            index, problem = -1 if device == "cpu" else int(device.rpartition(":")[2]), ""
-            if 0 <= index < gpus:
-                problem = f"scorer_device={device!r} is one of the run's {gpus} GPUs: take 'cuda:{gpus}' or 'cpu'"
-            elif 0 < seen <= index:
-                problem = f"scorer_device={device!r}: this machine has {seen} GPUs"
-            elif room is not None and _gib(parts) > room:
-                problem = f"the models beside the policy need {_gib(parts):.1f} GiB on {device}, and {room:.1f} may be "
-                problem += "used: give scorer_dtype='bfloat16' or another device"
-            problems += [f"{problem}, or serve the models elsewhere (evoalign serve-scorer)."] if problem else []
     return problems
 
 

@@ -272,10 +272,11 @@ def test_the_plan_states_the_memory_of_all_models(files, given, capsys):
     spec = one_spec(files, given | {"held_out": files["other"], "held_out_text": "continued"})
     preflight.check([spec], workers=1)
     said = capsys.readouterr().out
-    assert all(f"model {files[side]}" in said for side in ("reward", "cost")) and f"judge {files['other']}" in said
-    assert "6.0  in all" in said and "with 2 for the work of each (assumed)" in said
+    assert all(f"model {files[side]} on cpu, 0.0 GiB" in said for side in ("reward", "cost"))
     count = sum(p.numel() for p in RewardModel(files["reward"], text="continued").model.base_model.parameters())
-    assert preflight.weight_bytes(files["reward"], "float32") == 4 * count
+    assert preflight.weight_bytes(files["reward"], "float32") == 4 * count and f"judge {files['other']}" in said
+    with pytest.raises(preflight.DoesNotFit, match="scorer_device='cuda:0'"):
+        preflight.check([spec | {"reward_at": "cuda:0", "gpus": 1}], workers=1)
 
 
 def test_the_notebooks_groups_at_scale_full(files):
