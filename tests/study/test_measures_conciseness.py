@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 
 import numpy as np
@@ -143,13 +142,12 @@ def test_a_record_of_sixteen_points_and_all_questions_can_be_stored():
 
 
 def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for():
-    [plain] = train_specs("es", ["B0"], [0], ES | dict.fromkeys(SMALLER), "tiny")
-    assert [plain] == train_specs("es", ["B0"], [0], ES, "tiny") and not SMALLER.keys() & plain.keys()
-    [spec] = train_specs("es", ["B0"], [0], ES | SMALLER, "tiny")
-    assert spec == plain | SMALLER and SMALLER.items() <= base_specs(["B0"], ES | SMALLER, "tiny")[0].items()
+    plain, [spec] = (train_specs("es", ["B0"], [0], ES | own, "tiny") for own in (dict.fromkeys(SMALLER), SMALLER))
+    assert plain == train_specs("es", ["B0"], [0], ES, "tiny") and spec == plain[0] | SMALLER
     sets = training.world(spec)[2]
-    assert sets["validation"] == questions.problems("validation")[:8]
-    assert sets["test"] == questions.problems("test")[:12]
+    assert [sets[name] for name in ("validation", "test")] == [
+        questions.problems("validation")[:8], questions.problems("test")[:12]
+    ]  # fmt: skip
 
 
 def test_measuring_under_noise_puts_the_weights_back():
@@ -180,7 +178,6 @@ GRID = (0.0003, 0.001, 0.01)
     [
         (0.005, 1.0, 1.0, []),  # the grid holds it
         (0.05, 1.0, 1.0, [0.02, 0.04, 0.08]),
-        (1e-4, 1.0, 1.0, [7.5e-5, 0.00015]),
         (100.0, 1.0, 1.0, [0.01 * 2**i for i in range(1, 9)]),  # not reached
         (1e-9, 1.0, 1.0, [float(f"{0.0003 / 2**i:g}") for i in range(8, 0, -1)]),
         (0.005, 0.4, 1.0, []),  # split A is wrong where B is right: without noise it is as if half were broken
@@ -225,24 +222,21 @@ ELSEWHERE = {"unique_prompts": None, "steps": 1, "curve_points": 2, "curve_spaci
 def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_own(model, own, tmp_path, monkeypatch):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
     changed = ELSEWHERE | {"questions": own}
-    specs = base_specs([model], ES | changed, "smoke")
-    for arm, settings in BOTH.items():
-        specs += train_specs(arm, [model], [0], settings | changed, "smoke")
+    specs = base_specs([model], ES | changed, "smoke") + train_specs("es", [model], [0], ES | changed, "smoke")
     digest = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
     assert all(s["questions_sha256"] == digest and s["noise_draws"] == 1 for s in specs)
     assert not any({"unique_prompts", "questions"} & s.keys() for s in specs)
-    base, *trained = sweep.load_or_run(specs, "03_conciseness", "smoke", workers=1)
+    base, trained = sweep.load_or_run(specs, "03_conciseness", "smoke", workers=1)
     assert own.name not in json.dumps([base, trained])
     assert list(base["breaking"])[:6] == ["0.0003", "0.001", "0.002", "0.003", "0.005", "0.01"]
     assert 0.01 < collapse.breaking_sigma(base) < 0.1  # beyond the sigmas of models from elsewhere: it is a tiny one
-    for record in (base, *trained):
+    for record in (base, trained):
         assert record["test"]["n"] == len(record["shown"]) == 4
         assert set(record["jensen"]["gaps"]) == {"0.0003", "0.001", "0.003"}
-    for record in trained:
-        check_curve(record, 4)
-        assert record["curve"]["step"] == [0, 1] and record["update_norm"] > 0
-        first = {name: record["curve"][name][0] for name in ("proxy_greedy", "proxy_t1")}
-        assert first.items() <= base["point"].items() and collapse.end(record) in ("hacked", "clean", "no gain")
+    check_curve(trained, 4)
+    assert trained["curve"]["step"] == [0, 1] and trained["update_norm"] > 0
+    first = {name: trained["curve"][name][0] for name in ("proxy_greedy", "proxy_t1")}
+    assert first.items() <= base["point"].items() and collapse.end(trained) in ("hacked", "clean", "no gain")
 
 
 @pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (17, (8, 4, 5))])
@@ -276,9 +270,7 @@ def test_without_own_questions_the_published_ones_are_asked(model, external_data
 
 
 def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
-    before = dict(os.environ)
     [spec] = train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
-    assert dict(os.environ) == before
     digest, text = spec["questions_sha256"], own.read_bytes()
     own.write_bytes(text + b"\n")
     with pytest.raises(ValueError, match=f"has changed: .*{digest}"):

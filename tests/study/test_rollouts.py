@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import grpo, ledger, models, noise, tiny
-from evoalign_lib.analysis import kl
+from evoalign_lib.analysis import gradient, kl
+from evoalign_lib.engines.base import as_given
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig
 
@@ -118,21 +119,18 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
     fitness = es._evaluate_members(0, members).rewards
     engine, prompts, key = es.engine, es.engine.prompts["train"], noise.sampling_key(es.run_key, 0)
     indices = es._indices(0)
-    written = [engine.generate_rows("train", indices, seed=key, draw=draw) for draw in range(6)]
-    texts = [
-        [{"role": "assistant", "content": text}] if prompts.conversational else text for r in written for text, _ in r
-    ]
+    written = [pair for i in range(6) for pair in engine.generate_rows("train", indices, seed=key, draw=i)]
+    texts = as_given(prompts, written)
     rewards = np.array([hash_of(text) for text in texts]).reshape(6, 4)
     advantages = (rewards - rewards.mean(0)) / rewards.size
     engine.model.zero_grad()
-    for row, ids in enumerate(ids for r in written for _, ids in r):
+    for row, (_, ids) in enumerate(written):
         i = indices[row % 4]
         known = torch.tensor([*prompts.ids[i][prompts.mask[i] == 1].tolist(), *ids])[None]
         logps = engine.model(known).logits[0, :-1].log_softmax(-1).gather(1, known[0, 1:, None])[-len(ids) :]
         (float(advantages.flat[row]) * logps.sum()).backward()
-    along = np.zeros(engine.layout.size)  # in the layout of the engine's weights
-    for name, view in engine.layout.views(along).items():
-        view[...] = dict(engine.model.named_parameters())[name].grad.reshape(view.shape)
+    slopes = {name: p.grad.numpy() for name, p in engine.model.named_parameters()}
+    along = gradient.flat(engine.layout, slopes).astype(np.float64)
     expected = []
     for member in members:
         with engine.weights.member(member.key, sigma, member.sign) as perturbed:
@@ -141,29 +139,22 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
     assert np.polyfit(expected, fitness, 1)[0] == pytest.approx(1, abs=0.02)
 
 
-def test_a_step_costs_one_set_of_completions_and_a_pass_per_member(tmp_path):
-    es = weighted(tmp_path)
+def test_a_step_costs_one_set_of_completions_and_a_pass_per_member_and_its_run_goes_on(tmp_path):
+    es, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
     es.train()
     assert es.budget["completions"] == 3 * 4 * 3 and es.passes == 2 + 4
     lengths = es.train_prompts.lengths
-    prompt_tokens = sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
-    assert es.budget["prompt_tokens"] == prompt_tokens
+    assert es.budget["prompt_tokens"] == sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
     assert es.budget["generated_tokens"] == sum(step.tokens for step in es.ledger.steps)
     logged = [entry["completions/mean_length"] for entry in es.state.log_history]
     assert logged == pytest.approx([step.tokens / 12 for step in es.ledger.steps])
     assert set(es.summary()) == set(rollouts.TOLD) and 0 < es.summary()["effective_share"] <= 1
-
-
-def test_its_ledger_replays_and_its_run_goes_on(tmp_path):
-    whole, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
-    whole.train()
     parts.train()
     again = weighted(tmp_path / "parts")
     again.train(resume_from_checkpoint=True)
-    assert models.flat_digest(again.engine.master) == models.flat_digest(whole.engine.master)
-    assert again.summary() == whole.summary() and again.budget["completions"] == whole.budget["completions"]
-    replayed = ledger.replay(tmp_path / "whole" / ledger.NAME, "A0")
-    assert np.array_equal(replayed, whole.engine.master)
+    assert models.flat_digest(again.engine.master) == models.flat_digest(es.engine.master)
+    assert again.summary() == es.summary() and again.budget["completions"] == es.budget["completions"]
+    assert np.array_equal(ledger.replay(tmp_path / "whole" / ledger.NAME, "A0"), es.engine.master)
 
 
 @pytest.mark.parametrize("rewards", [[[1.0, np.nan], [0.0, np.nan]], [[1.0, 0.5], [0.0, np.nan]]])
