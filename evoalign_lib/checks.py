@@ -68,12 +68,19 @@ def address(name: str, url: str) -> str:
     return url.rstrip("/")
 
 
-def key_in(variable: str) -> str:
-    """Return the key for a server that an environment variable holds, "" where there is none.
+def key_in(variable: str, needed: bool = True) -> str:
+    """Return the key for a server that an environment variable holds.
 
-    Raises ValueError where no HTTP header can hold it: the errors of HTTP libraries would show it.
+    Args:
+        variable: its name.
+        needed: whether there has to be one; "" is returned where there is none and need not be.
+
+    Raises:
+        ValueError: there is none, or one that no HTTP header can hold: the errors of HTTP libraries would show it.
     """
     key = os.environ.get(variable, "").strip()
+    if needed and not key:
+        raise ValueError(f"no key in the environment: set {variable}.")
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"the key in {variable} is no single line of ASCII characters, as a key must be: set it anew.")
     return key

@@ -627,9 +627,7 @@ class HTTPScorer(_Scorer):
 
         headers = {"Content-Type": "application/json"}
         if self.api_key_env is not None:
-            if not (key := key_in(self.api_key_env)):
-                raise ValueError(f"no key in the environment: set {self.api_key_env}.")
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {key_in(self.api_key_env)}"
         for attempt in range(self.retries + 1):
             if attempt:
                 self.counts["retries"] += 1

@@ -151,9 +151,7 @@ def serve(
     """
     import uvicorn
 
-    key = None
-    if api_key_env is not None and not (key := key_in(api_key_env)):
-        raise ValueError(f"no key in the environment: set {api_key_env}.")
+    key = None if api_key_env is None else key_in(api_key_env)
     if key is None and not _is_local(host):
         raise ValueError(f"host={host!r} can be reached by others: name a variable with a key as api_key_env.")
     scorer = RewardModel(model, **options)

@@ -13,7 +13,7 @@ import uvicorn
 def answering(reply):
     """Serve what `reply(path, body, headers)` returns, a value or a status and a value, as JSON unless it is bytes.
 
-    body: of a request, read as JSON; None of a GET. A reply of None sends nothing. Yields the address.
+    body: of a request, read as JSON; None of a GET. A reply of None closes the connection. Yields the address.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -22,6 +22,7 @@ def answering(reply):
         def do_GET(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"]))) if self.command == "POST" else None
             said = reply(self.path, body, self.headers)
+            self.close_connection = said is None
             status, value = said if isinstance(said, tuple) else (200, said)
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was killed, or waits no longer

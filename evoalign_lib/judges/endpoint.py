@@ -94,9 +94,7 @@ class Endpoint:
             EndpointError: a wrong key, an unknown model, a spent account, or 20 questions in a row without an answer
                 after all retries.
         """
-        key = key_in(self.api_key_env)
-        if not key and self.base_url is None:
-            raise ValueError(f"no key in the environment: set {self.api_key_env}, or give the base_url of a server.")
+        key = key_in(self.api_key_env, needed=self.base_url is None)
         import openai
 
         url, failures, stopped = self.base_url or _OPENAI, 0, threading.Event()
@@ -154,7 +152,7 @@ class Endpoint:
         except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             answer = Answer(None, error="malformed", detail=f"no chat completion: {error!r}")
         # some servers repeat the key
-        text, detail = (said and said.replace(key or "\0", "***") for said in (answer.text, answer.detail))
+        text, detail = (said.replace(key, "***") if key and said else said for said in (answer.text, answer.detail))
         if stops:  # outside the handlers, so that no error carries the request, and with it the key
             raise EndpointError(
                 f"{url} refuses {self.model!r}: {stops}: {detail:.200}. Correct the model, the base_url, its settings, "

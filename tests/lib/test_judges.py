@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from servers import answering, completion
 
@@ -177,13 +177,6 @@ def test_no_part_of_a_quoted_text_is_read_as_a_verdict(parts):
     quoted = quote("".join(parts), 1000).text
     for rubric in RUBRICS:
         assert all(rubric.read(quoted[:end]) is None for end in range(len(quoted) + 1))
-
-
-@settings(max_examples=40)
-@given(st.text(), st.text(), st.text())
-def test_any_three_texts_are_found_by_their_code(question, a, b):
-    shown = [quote(text, 100) for text in (question, a, b)]
-    assert blocks(SAFE_RLHF_HELPFUL.messages(shown[0], (shown[1], shown[2]))) == [text.text for text in shown]
 
 
 def test_what_is_changed_is_counted():
@@ -396,17 +389,12 @@ _RUBRIC = {"name": "n", "task": "t", "request": "r", "form": "scores"}
         (lambda: judge_texts(ChatJudge(_CHAT.backend, ARENA), []), ValueError, "judge_pairs"),
         (lambda: Pair("p", None, "b"), TypeError, "None"),
         (lambda: judge_texts(_CHAT, [("p", None)]), TypeError, "None"),
-        (lambda: ChatJudge(_CHAT.backend, ARENA, max_characters=0), ValueError, "max_characters"),
         (lambda: ScoreJudge(len, "n", margin=-1.0), ValueError, "margin"),
         (lambda: Rubric(**_RUBRIC | {"form": "score s"}), ValueError, "score s"),
         (lambda: Rubric(**_RUBRIC, low=5.0, high=5.0), ValueError, "5"),
-        (lambda: Rubric(**_RUBRIC, high=math.nan), ValueError, "nan"),
         (lambda: Rubric(**_RUBRIC, margin=-1.0), ValueError, "margin"),
         (lambda: Endpoint("m", "http://user:word@localhost/v1"), ValueError, "^base_url(?!.*word@)"),
-        (lambda: Endpoint("m", "https://localhost/v1?key=1"), ValueError, "base_url"),
         (lambda: Endpoint("m", "localhost:8000"), ValueError, "localhost:8000"),
-        (lambda: Endpoint("m", retries=-1), ValueError, "retries"),
-        (lambda: Endpoint("m", max_tokens=0), ValueError, "max_tokens"),
         (lambda: Endpoint("m", concurrency=0), ValueError, "concurrency"),
         (lambda: Endpoint("m", timeout=0), ValueError, "timeout"),
         (lambda: Endpoint("m", temperature=3.0), ValueError, "temperature"),
@@ -495,7 +483,10 @@ def test_a_killed_tournament_goes_on(tmp_path):
     assert resumed.judgements == whole.judgements and whole.spent.questions == 60
 
 
-def test_an_interrupt_loses_nothing(tmp_path):
+def test_an_interrupt_loses_nothing(tmp_path, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def script(messages, call):
         if call == 10:
             os.kill(os.getpid(), signal.SIGINT)

@@ -8,18 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
-)
 
 from evoalign_lib.reward_models import TEXTS, RewardModel, ScorerError, fingerprint
 from evoalign_lib.rewards import Rewards
@@ -39,9 +30,9 @@ def settings(**changed):
 
 
 MODELS = {
-    "qwen2": (Qwen2Config, Qwen2ForSequenceClassification, {"num_key_value_heads": 1}),
-    "llama": (LlamaConfig, LlamaForSequenceClassification, {"num_key_value_heads": 1}),
-    "bert": (BertConfig, BertForSequenceClassification, {}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForSequenceClassification, {"num_key_value_heads": 1}),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForSequenceClassification, {"num_key_value_heads": 1}),
+    "bert": (transformers.BertConfig, transformers.BertForSequenceClassification, {}),
 }
 
 
@@ -54,7 +45,7 @@ def classifier(kind="qwen2", **changed):
 def beaver(folder, size=10**9, drop=(), extra=None, **changed):
     """A random score model in the files that Safe-RLHF saves: configuration, body, head and normaliser."""
     torch.manual_seed(5)
-    body = LlamaModel(LlamaConfig(**settings(num_key_value_heads=2)))
+    body = transformers.LlamaModel(transformers.LlamaConfig(**settings(num_key_value_heads=2)))
     tensors = {f"model.{name}": tensor for name, tensor in body.state_dict().items()}
     tensors |= {"score_head.weight": torch.randn(1, 16), "normalizer.count": torch.tensor([7])}
     tensors |= {"normalizer.mean": torch.tensor([0.0]), "normalizer.var": torch.tensor([1.0])} | (extra or {})
@@ -354,9 +345,9 @@ def test_the_identity_tells_apart_what_gives_other_scores(tmp_path):
 
 @pytest.mark.parametrize(("name", "side"), [("praise 1", "cost"), ("bert", "reward"), ("gpt2", "cost")])
 def test_the_shipped_scorers_say_what_they_were_trained_to_say(name, side):
-    """What is scored here is what AutoModelForSequenceClassification makes of the same files, batched and padded."""
+    """What is scored here is what transformers makes of the same files, batched and padded."""
     folder = scorers.folder(name) / side
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     texts = [scorers.rendered(p, c, TOK) for p, c in zip(ASKED, SAID, strict=True)]
     filled = TOK(texts, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
     with torch.inference_mode():
