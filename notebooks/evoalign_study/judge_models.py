@@ -168,9 +168,10 @@ def _judge(name: str, settings: Mapping[str, Any]) -> Model:
 
 @lru_cache(maxsize=64)
 def _check_endpoint(endpoint: Endpoint) -> None:
-    """Raise ValueError for an endpoint that does not answer, refuses the key, or says that it has no such model.
+    """Refuse an endpoint that would fail on every question; one that passes is asked once per process.
 
-    One that passes is asked once per process.
+    Raises:
+        ValueError: it does not answer, refuses the key, or says that it has no such model.
     """
     import openai
 

@@ -223,14 +223,33 @@ class Measures:
     # ---- specs
 
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a spec that only this task has, checked. Raises ValueError for what it cannot run."""
+        """Return the fields of a spec that only this task has, checked.
+
+        Args:
+            base: the model that a run starts from.
+            settings: those of the run.
+
+        Raises:
+            ValueError: a setting that no run can have; the message says which.
+        """
         return {}
 
     def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError for a training run that the task cannot have."""
+        """Refuse a training run that the task cannot have.
+
+        Raises:
+            ValueError: the message says which setting, and what to set.
+        """
 
     def check_validates(self, what: str) -> None:
-        """Raise ValueError, with what needs it, where the task validates by a proxy and not by right answers."""
+        """Refuse what needs right answers, where the task validates by a proxy.
+
+        Args:
+            what: needs them, in words.
+
+        Raises:
+            ValueError: the task has no validation by right answers.
+        """
         if self.validated_by is None:
             raise ValueError(f"{what}, and the reward of task {self.task!r} does not know them: take 'countdown'.")
 
