@@ -10,7 +10,7 @@ import torch
 from evoalign_study import base_models, kinds, measures, paths, sweep, weight_cache
 from evoalign_study.kinds import decode
 from evoalign_study.kinds.train import train_specs
-from evoalign_study.records import record_line, spec_hash, unpack_counts, unpack_integers
+from evoalign_study.records import append_record, record_line, spec_hash, unpack_counts, unpack_integers
 from evoalign_study.sweep import load_or_run
 from helpers import random_model, tokenizer
 from safetensors.torch import save_file
@@ -77,8 +77,9 @@ def test_best_of_n_is_the_share_of_problems_that_n_samples_solve():
 @pytest.fixture(scope="module")
 def trained(place):
     """A run of each trainer; that of ES has its ledger among the committed records."""
-    es = train_specs("es", ["A0"], [0], SETTINGS, "tiny")
-    [record] = load_or_run(es, "nb", "tiny", workers=1, keep_ledgers=es)
+    [es] = train_specs("es", ["A0"], [0], SETTINGS, "tiny")
+    kept = place / "kept.jsonl.gz"
+    record = append_record(paths.RESULTS / "nb" / "tiny.jsonl", run_of(es, kept), kept)
     others = {arm: run_of(train_specs(arm, ["A0"], [0], SETTINGS, "tiny")[0]) for arm in ("grpo", "sft")}
     return {"es": record} | others
 
