@@ -130,17 +130,14 @@ def _load_score_model(folder: str, name: str, config: Any, dtype: torch.dtype | 
     )
     _check_complete(name, info["missing_keys"])
     found = _tensors(folder, ("score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"))
-    weight, bias = found.get("score_head.weight"), found.get("score_head.bias")
-    if weight is None or weight.shape != (1, config.hidden_size):
+    parts = {key.removeprefix("score_head."): tensor for key, tensor in found.items() if key.startswith("score_head.")}
+    if "weight" not in parts or parts["weight"].shape != (1, config.hidden_size):
         raise ValueError(
             f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
             "reward or cost model with one output."
         )
-    head = torch.nn.Linear(config.hidden_size, 1, bias=bias is not None, dtype=body.dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        if bias is not None:
-            head.bias.copy_(bias)
+    head = torch.nn.Linear(config.hidden_size, 1, bias="bias" in parts, dtype=body.dtype)
+    head.load_state_dict(parts)
     if not getattr(config, "do_normalize", False):
         return ScoreModel(body, head)
     kind = getattr(config, "score_type", "reward")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
+from urllib.parse import urlsplit
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
@@ -53,12 +54,33 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
     raise ValueError(f"{name}={value!r} must be a whole number {bounds}{f': {why}' if why else ''}.")
 
 
-def key_in(variable: str) -> str:
-    """Return the key for a server that an environment variable holds, "" where there is none.
+def address(name: str, url: str) -> str:
+    """Return the address of a server without a slash at its end; `name` is the setting's.
 
-    Raises ValueError where no HTTP header can hold it: the errors of HTTP libraries would show it.
+    Raises:
+        ValueError: it is none, or holds a password or a query, which logs would show.
+    """
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query:
+        raise ValueError(f"{name} holds a password or a query: name a variable that holds the key as api_key_env.")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}={url!r} must be an address such as http://localhost:8000.")
+    return url.rstrip("/")
+
+
+def key_in(variable: str, needed: bool = True) -> str:
+    """Return the key for a server that an environment variable holds.
+
+    Args:
+        variable: its name.
+        needed: whether there has to be one; "" is returned where there is none and need not be.
+
+    Raises:
+        ValueError: there is none, or one that no HTTP header can hold: the errors of HTTP libraries would show it.
     """
     key = os.environ.get(variable, "").strip()
+    if needed and not key:
+        raise ValueError(f"no key in the environment: set {variable}.")
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"the key in {variable} is no single line of ASCII characters, as a key must be: set it anew.")
     return key

@@ -22,6 +22,7 @@ safetensors files, and no code from the Hub is run.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import math
@@ -29,16 +30,15 @@ import os
 import re
 import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import evoalign_lib
 from evoalign_lib import models, tasks
@@ -53,7 +53,7 @@ from evoalign_lib._score_models import (
     load,
     tokenizer_of,
 )
-from evoalign_lib.checks import choose, key_in, whole_number
+from evoalign_lib.checks import address, choose, key_in, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
@@ -204,7 +204,8 @@ class RewardModel(_Scorer):
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
         # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
-        opening = self._rendered("x") if self.text in ("chat", "continued") else ""
+        written = [{"role": "user", "content": "x"}]
+        opening = tasks.chat_prompt(written, self.tokenizer) if self.text in ("chat", "continued") else ""
         added = self.tokenizer.added_tokens_decoder.values()
         special = {t.content for t in added if t.special or t.content in opening and not t.content.strip().isalnum()}
         marks = sorted((t for t in special | set(self.tokenizer.all_special_tokens) if len(t.strip()) > 1), key=len)
@@ -261,8 +262,7 @@ class RewardModel(_Scorer):
 
         Models that read alike, by the same tokenizer, format and max_length, may share them.
         """
-        tasks.check_lengths(prompts=prompts, completions=completions)
-        asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
+        asked, texts = _texts(prompts, completions)
         return Encoded(*self._encoded(asked, texts), texts) if texts else Encoded([], None, {}, [])
 
     def score_encoded(self, encoded: Encoded) -> np.ndarray:
@@ -303,24 +303,23 @@ class RewardModel(_Scorer):
         self, prompts: list[str], completions: list[str]
     ) -> tuple[list[list[int]], list[list[int]] | None, dict[str, int]]:
         """Return token ids; for a pair, which of the two each token belongs to; and what is to be counted."""
-        pairs = [(self._unmarked(p), self._unmarked(c)) for p, c in zip(prompts, completions, strict=True)]
-        changed = sum(pair != given for pair, given in zip(pairs, zip(prompts, completions, strict=True), strict=True))
+        given = list(zip(prompts, completions, strict=True))
+        pairs = [(self._unmarked(prompt), self._unmarked(completion)) for prompt, completion in given]
         types, plain = None, {"return_attention_mask": False, "verbose": False}
         if self.text == "pair":
             tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), **plain)
             rows, types = tokens["input_ids"], tokens.get("token_type_ids")
         else:
             # all but "beaver" bring their special tokens along
-            form = self._forms.get(self.text, self.text)
             plain |= {"add_special_tokens": self.text == "beaver", "return_token_type_ids": False}
-            rows = self.tokenizer([form(*pair) for pair in pairs], **plain)["input_ids"]
+            rows = self.tokenizer([self._joined(*pair) for pair in pairs], **plain)["input_ids"]
             if self.text in ("beaver", "continued"):
                 # some tokenizers end every text themselves; no other end token can stand there
                 end = [self.tokenizer.eos_token_id]
                 rows = [row if row[-1:] == end else row + end for row in rows]
-        if empty := [i for i, row in enumerate(rows) if not row]:
+        if [] in rows:
             raise ValueError(
-                f"the text of the completion {completions[empty[0]]!r:.200} has no tokens: correct `text`."
+                f"the text of the completion {completions[rows.index([])]!r:.200} has no tokens: correct `text`."
             )
         long = [i for i, row in enumerate(rows) if len(row) > self.max_length]
         if long and self.truncation == "refuse":
@@ -329,58 +328,44 @@ class RewardModel(_Scorer):
                 "generate fewer tokens, or set truncation='right'."
             )
         for i in long:
-            if self.text == "pair":  # special tokens stay
-                cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
-                rows[i] = cut["input_ids"]
-                if types is not None:
-                    types[i] = cut["token_type_ids"]
-            else:
+            if self.text != "pair":
                 rows[i] = rows[i][: self.max_length]
+                continue
+            cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
+            rows[i] = cut["input_ids"]  # special tokens stay
+            if types is not None:
+                types[i] = cut["token_type_ids"]
+        changed = sum(pair != before for pair, before in zip(pairs, given, strict=True))
         return rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}
 
-    @property
-    def _forms(self) -> dict[str, TextFormat]:
-        return {
-            "beaver": "BEGINNING OF CONVERSATION: USER: {} ASSISTANT:{}".format,
-            "chat": self._rendered,
-            "continued": lambda prompt, completion: self._opening(prompt) + completion,
-        }
-
-    def _opening(self, prompt: str) -> str:
-        """As `_rendered`, kept: a prompt is answered many times."""
-        if prompt not in self._openings:
-            self._openings[prompt] = self._rendered(prompt)
-        return self._openings[prompt]
+    def _joined(self, prompt: str, completion: str) -> str:
+        if self.text == "beaver":
+            return f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}"
+        asked = {"role": "user", "content": prompt}
+        if self.text == "chat":
+            return models.rendered(self.tokenizer, [asked, {"role": "assistant", "content": completion}])
+        if self.text != "continued":
+            return self.text(prompt, completion)
+        if prompt not in self._openings:  # a prompt is answered many times
+            self._openings[prompt] = tasks.chat_prompt([asked], self.tokenizer)
+        return self._openings[prompt] + completion
 
     def _unmarked(self, text: str) -> str:
         return text if self._marks is None else self._marks.sub(lambda mark: mark[0][0] + " " + mark[0][1:], text)
 
-    def _rendered(self, prompt: str, completion: str | None = None) -> str:
-        """By the chat template: the prompt up to where the assistant answers, or with the answer."""
-        asked = {"role": "user", "content": prompt}
-        if completion is None:
-            return tasks.chat_prompt([asked], self.tokenizer)
-        return models.rendered(self.tokenizer, [asked, {"role": "assistant", "content": completion}])
-
     # ---- tokens to scores
 
     def _forward(self, rows: list[list[int]], types: list[list[int]] | None) -> np.ndarray:
-        lengths = np.array([len(row) for row in rows])
-        kept = np.arange(lengths.max()) < lengths[:, None]
-
         def filled(values: list[list[int]], filler: int) -> torch.Tensor:
-            table = np.full(kept.shape, filler, dtype=np.int64)
-            table[kept] = np.concatenate(values)
-            return torch.from_numpy(table).to(self.device)
+            return pad_sequence([torch.tensor(row) for row in values], True, filler).to(self.device)
 
-        mask = torch.from_numpy(kept.astype(np.int64)).to(self.device)
-        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": mask}
+        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": filled([[1] * len(row) for row in rows], 0)}
         if self._head is None:
             extra = {"token_type_ids": filled(types, 0)} if types is not None else {}
             scores = self.model(**inputs, **extra).logits[:, 0]
         else:
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-            last = torch.from_numpy(lengths - 1).to(self.device)
+            last = inputs["attention_mask"].sum(1) - 1
             scores = self._head(hidden[torch.arange(len(rows), device=self.device), last])[:, 0]
         return scores.double().cpu().numpy()
 
@@ -397,23 +382,26 @@ class RewardModel(_Scorer):
             )
 
 
-def _asked(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Sequence) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
-        if prompt[0].get("role") == "user" and isinstance(prompt[0].get("content"), str):
-            return prompt[0]["content"]
-    raise TypeError(f"a prompt must be a text or a conversation of one user message, got {prompt!r:.200}")
+def _texts(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Return prompts and completions as texts, where some of them are conversations."""
+    tasks.check_lengths(prompts=prompts, completions=completions)
+    asked = []
+    for prompt in prompts:
+        match prompt:
+            case str() | [{"role": "user", "content": str()}]:
+                asked.append(prompt if isinstance(prompt, str) else prompt[0]["content"])
+            case _:
+                raise TypeError(f"a prompt must be a text or a conversation of one user message, got {prompt!r:.200}")
+    return asked, [tasks.completion_text(completion) for completion in completions]
 
 
 def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -> str | TextFormat:
     """Return the text format; beaver: whether the model is in that layout, which has a default."""
-    if text is None and beaver:
-        text = "beaver"
-    if text is None:
+    if text is None and not beaver:
         raise ValueError(f"say in which format the model reads prompt and completion: text is one of {TEXTS}.")
-    if not callable(text):
-        choose("text", text, TEXTS)
+    if callable(text := text or "beaver"):
+        return text
+    choose("text", text, TEXTS)
     if text in ("chat", "continued") and not tokenizer.chat_template:
         raise ValueError(f"text={text!r} needs a chat template, and the tokenizer has none: give another format.")
     if text in ("beaver", "continued") and tokenizer.eos_token_id is None:
@@ -422,8 +410,7 @@ def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -
 
 
 def _checked_length(max_length: int | None, config: Any, tokenizer: Any) -> int:
-    config = config.get_text_config()
-    able = getattr(config, "max_position_embeddings", None)
+    able = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_length is not None:
         return whole_number("max_length", max_length, most=able, why="the positions that the model has")
     return int(min(able or 10**9, tokenizer.model_max_length or 10**9, 10**9))  # without a limit it is 10^30
@@ -590,20 +577,12 @@ class HTTPScorer(_Scorer):
         api_key_env: str | None = None,
         weights: str | None = None,
     ):
-        parts = urlsplit(url)
-        if parts.username is not None or parts.password is not None or parts.query:
-            raise ValueError(
-                "url holds a password or a query: put the key into a variable, and name it in api_key_env."
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url={url!r} must be an address such as http://127.0.0.1:8100.")
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout} must be a positive number of seconds.")
-        self.url, self.timeout, self.api_key_env = url.rstrip("/"), float(timeout), api_key_env
+        self.url, self.timeout, self.api_key_env = address("url", url), float(timeout), api_key_env
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
         self.counts = Counter()
-        self._client, self._pid = None, None
         self.identity = self._ask("GET", "/identity", None, _read_identity)
         self._fingerprint = fingerprint(self.identity)
         if weights is not None and weights != self.identity["weights"]:
@@ -612,9 +591,6 @@ class HTTPScorer(_Scorer):
                 "model that is meant."
             )
         self.name = name or self.identity["name"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_client": None, "_pid": None}
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
         """Return a score for each completion, float64 (completions,): those of the server's model, bit for bit.
@@ -625,8 +601,7 @@ class HTTPScorer(_Scorer):
             ScorerError: the server refused the texts, or failed on them in all retries.
             ScorerGone: it gives no scores whatever it is asked.
         """
-        tasks.check_lengths(prompts=prompts, completions=completions)
-        asked, texts = [_asked(p) for p in prompts], [tasks.completion_text(c) for c in completions]
+        asked, texts = _texts(prompts, completions)
         scores = np.zeros(len(texts))
         for first in range(0, len(texts), self.batch_size):
             part = slice(first, first + self.batch_size)
@@ -640,11 +615,10 @@ class HTTPScorer(_Scorer):
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
             raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
-        numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
-        if not numbers or len(scores) != n or not all(map(math.isfinite, scores)):
-            raise ValueError(f"not {n} finite numbers as scores: {scores!r:.100}")
-        if type(cut) is not int or not 0 <= cut <= n:
-            raise ValueError(f"truncated is {cut!r:.40}")
+        if type(scores) is not list or len(scores) != n or {*map(type, scores)} - {int, float}:
+            raise ValueError(f"not {n} numbers as scores: {scores!r:.100}")
+        if not all(map(math.isfinite, scores)) or type(cut) is not int or not 0 <= cut <= n:
+            raise ValueError(f"not finite, or truncated={cut!r:.40}: {scores!r:.100}")
         return scores, cut
 
     def _ask(self, method: str, path: str, body: bytes | None, read: Callable[[Any], Any]) -> Any:
@@ -653,16 +627,16 @@ class HTTPScorer(_Scorer):
 
         headers = {"Content-Type": "application/json"}
         if self.api_key_env is not None:
-            if not (key := key_in(self.api_key_env)):
-                raise ValueError(f"no key in the environment: set {self.api_key_env}.")
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {key_in(self.api_key_env)}"
         for attempt in range(self.retries + 1):
             if attempt:
                 self.counts["retries"] += 1
                 time.sleep(min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT))
             gone = True
             try:
-                answer = self._connected().request(method, path, content=body, headers=headers)
+                answer = _client(self.url, self.timeout, os.getpid()).request(
+                    method, path, content=body, headers=headers
+                )
                 if answer.status_code < 400:
                     return read(answer.json())
                 kind = "refused" if answer.status_code < 500 else "http"
@@ -684,15 +658,16 @@ class HTTPScorer(_Scorer):
             "evoalign serve-scorer runs there with the model of this run."
         )
 
-    def _connected(self) -> Any:
-        import httpx
 
-        if self._pid != os.getpid():  # a connection that two processes write to would mix their requests
-            # proxies of the environment are for the Internet, and would see the texts
-            self._client = httpx.Client(base_url=self.url, timeout=self.timeout, trust_env=False)
-            self._pid = os.getpid()
-            weakref.finalize(self, self._client.close)  # a scorer has no end that anybody would have to think of
-        return self._client
+@lru_cache(maxsize=64)
+def _client(url: str, timeout: float, process: int) -> Any:
+    """Return the connections to a server, a set in each process: one that two write to would mix their requests."""
+    import httpx
+
+    # proxies of the environment are for the Internet, and would see the texts
+    client = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+    atexit.register(client.close)
+    return client
 
 
 class _OtherModel(Exception):

@@ -27,7 +27,7 @@ import logging
 import threading
 from typing import Any
 
-from evoalign_lib.checks import key_in, whole_number
+from evoalign_lib.checks import key_in
 from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
@@ -36,25 +36,18 @@ MOST_BYTES = 16 * 2**20
 _log = logging.getLogger(__name__)
 
 
-def app_of(
-    reward_model: RewardModel,
-    *,
-    most_texts: int = MOST_TEXTS,
-    most_bytes: int = MOST_BYTES,
-    api_key: str | None = None,
-) -> Any:
+def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     """Return the FastAPI application that serves a model.
 
-    The model computes one request after the other, in batches of `RewardModel.batch_size`.
+    The model computes one request after the other, in batches of `RewardModel.batch_size`. A request may have
+    `MOST_TEXTS` completions and `MOST_BYTES`.
 
     Args:
         reward_model: the model.
-        most_texts: completions in one request.
-        most_bytes: of the body of one request.
         api_key: what clients have to send ("Authorization: Bearer ..."); None: nothing.
 
     Raises:
-        ValueError: a limit that is not a positive whole number, or an empty key.
+        ValueError: an empty key.
     """
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
@@ -62,8 +55,6 @@ def app_of(
     from pydantic import BaseModel, ConfigDict
     from starlette.exceptions import HTTPException
 
-    whole_number("most_texts", most_texts)
-    whole_number("most_bytes", most_bytes)
     if api_key is not None and not api_key:
         raise ValueError("api_key is empty: give one, or None for a server without.")
     identity = reward_model.identity
@@ -76,7 +67,12 @@ def app_of(
         completions: list[str]
 
     app = FastAPI(title="EvoAlign scorer", version=identity["version"])
-    app.add_middleware(_Gate, most_bytes=most_bytes, api_key=api_key)
+
+    @app.middleware("http")
+    async def gate(request: Request, call_next: Any) -> Any:
+        if refusal := _refusal(request, api_key):
+            return JSONResponse({"error": refusal[1]}, refusal[0], {"Connection": "close"})
+        return await call_next(request)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
@@ -100,8 +96,8 @@ def app_of(
         n = len(pairs.completions)
         if len(pairs.prompts) != n:
             raise HTTPException(422, f"{len(pairs.prompts)} prompts for {n} completions: send one each.")
-        if n > most_texts:
-            raise HTTPException(413, f"{n} completions in one request: send {most_texts} at most.")
+        if n > MOST_TEXTS:
+            raise HTTPException(413, f"{n} completions in one request: send {MOST_TEXTS} at most.")
         try:
             with turn:
                 before = reward_model.counts["truncated"]
@@ -119,35 +115,20 @@ def app_of(
     return app
 
 
-class _Gate:
-    """Refuses a request by its headers, before its body is read."""
-
-    def __init__(self, app: Any, most_bytes: int, api_key: str | None):
-        self.app, self.most_bytes = app, most_bytes
-        self.key = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope)):
-            from fastapi.responses import JSONResponse
-
-            status, error = refusal
-            await JSONResponse({"error": error}, status, {"Connection": "close"})(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Any) -> tuple[int, str] | None:
-        headers = dict(scope["headers"])
-        if self.key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
-            return 401, "send the server's key: give HTTPScorer the variable that holds it as api_key_env."
-        if scope["method"] in ("GET", "HEAD"):
-            return None
-        length = headers.get(b"content-length", b"")
-        # chunks would win over a stated length; without them the web server holds the body to it
-        if b"transfer-encoding" in headers or not length.isdigit():
-            return 411, "send the body in one piece, with its length."
-        if int(length) > self.most_bytes:
-            return 413, f"a body of {int(length)} bytes: send {self.most_bytes} at most, in several requests."
+def _refusal(request: Any, api_key: str | None) -> tuple[int, str] | None:
+    """Return by the headers of a request, before its body is read, why it is refused: status and words."""
+    headers, sent = request.headers, request.headers.get("authorization", "").encode()
+    if api_key is not None and not hmac.compare_digest(sent, f"Bearer {api_key}".encode()):
+        return 401, "send the server's key: give HTTPScorer the variable that holds it as api_key_env."
+    if request.method in ("GET", "HEAD"):
         return None
+    length = headers.get("content-length", "")
+    # chunks would win over a stated length; without them the web server holds the body to it
+    if "transfer-encoding" in headers or not length.isdecimal():
+        return 411, "send the body in one piece, with its length."
+    if int(length) > MOST_BYTES:
+        return 413, f"a body of {int(length)} bytes: send {MOST_BYTES} at most, in several requests."
+    return None
 
 
 def serve(
@@ -170,9 +151,7 @@ def serve(
     """
     import uvicorn
 
-    key = None
-    if api_key_env is not None and not (key := key_in(api_key_env)):
-        raise ValueError(f"no key in the environment: set {api_key_env}.")
+    key = None if api_key_env is None else key_in(api_key_env)
     if key is None and not _is_local(host):
         raise ValueError(f"host={host!r} can be reached by others: name a variable with a key as api_key_env.")
     scorer = RewardModel(model, **options)

@@ -14,7 +14,6 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,7 @@ class Cache:
             CacheError: as the class does.
         """
         with self._one:
-            if self.path is not None and (self._size or self.path.exists()):
-                self._read()
+            self._read()
 
     def put(self, key: str, answer: Answer) -> Answer:
         """Keep an answer, synced to disk, and return the one that the cache holds: the first of this key.
@@ -76,7 +74,7 @@ class Cache:
         Raises:
             ValueError: the answer is a failure.
             CacheError: another process has damaged or removed the file.
-            OSError: it cannot be written; the file then ends as before.
+            OSError: it cannot be written.
         """
         if answer.error is not None or answer.text is None:
             raise ValueError(f"a failure ({answer.error}) is not kept: ask again.")
@@ -84,29 +82,28 @@ class Cache:
             if self.path is None:
                 return self._answers.setdefault(key, answer)
             with locked(self.path):
-                if self._size or self.path.exists():
-                    self._read()
+                self._read()
                 if key not in self._answers:
                     self._append(key, answer)
             return self._answers[key]
 
     def _append(self, key: str, answer: Answer) -> None:
-        kept = asdict(answer)
-        data = canonical_json({"key": key} | {name: kept[name] for name in _FIELDS}).encode() + b"\n"
+        line = canonical_json({"key": key} | {name: getattr(answer, name) for name in _FIELDS}).encode() + b"\n"
         with open(self.path, "ab") as file:
-            file.truncate(self._size)  # what a killed process left of a line
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(self._size)
-                raise
-        self._size, self._lines = self._size + len(data), self._lines + 1
-        self._answers[key] = answer
+            file.truncate(self._size)  # what a killed process, or a full disk, left of a line
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(key, answer, len(line))
+
+    def _take(self, key: str, answer: Answer, size: int) -> None:
+        self._answers.setdefault(key, answer)  # the first one, where files were put together
+        self._size, self._lines = self._size + size, self._lines + 1
 
     def _read(self) -> None:
         """Read the lines that were added since the last time."""
+        if self.path is None or not (self._size or self.path.exists()):
+            return
         if not self.path.exists() or self.path.stat().st_size < self._size:
             raise CacheError(f"{self.path} is shorter than it was: another program has cut it. Start this one anew.")
         with open(self.path, "rb") as file:
@@ -123,5 +120,4 @@ class Cache:
                     f"{self.path}, line {self._lines + 1} is damaged ({error}): take that line out, and its question "
                     "is asked again."
                 ) from None
-            self._answers.setdefault(key, answer)  # the first one, where files were put together
-            self._size, self._lines = self._size + len(line) + 1, self._lines + 1
+            self._take(key, answer, len(line) + 1)

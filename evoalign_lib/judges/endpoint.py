@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
-from evoalign_lib.checks import key_in, whole_number
+from evoalign_lib.checks import address, key_in, whole_number
 from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
@@ -69,11 +67,7 @@ class Endpoint:
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} must be from 0 to 2.")
         if self.base_url is not None:
-            parts = urlsplit(self.base_url)
-            if parts.username is not None or parts.password is not None or parts.query:
-                raise ValueError(f"base_url holds a password or a query: put the key into {self.api_key_env} instead.")
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"base_url={self.base_url!r} must be an address such as http://localhost:8000/v1.")
+            address("base_url", self.base_url)
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -100,9 +94,7 @@ class Endpoint:
             EndpointError: a wrong key, an unknown model, a spent account, or 20 questions in a row without an answer
                 after all retries.
         """
-        key = key_in(self.api_key_env)
-        if not key and self.base_url is None:
-            raise ValueError(f"no key in the environment: set {self.api_key_env}, or give the base_url of a server.")
+        key = key_in(self.api_key_env, needed=self.base_url is None)
         import openai
 
         url, failures, stopped = self.base_url or _OPENAI, 0, threading.Event()
@@ -131,69 +123,57 @@ class Endpoint:
                             f"{failures} questions to {self.model!r} failed in a row, the last by {answer.error!r} "
                             f"({answer.detail}): see whether {url} is up, and call again."
                         )
-            except BaseException:
+            finally:
                 stopped.set()
                 pool.shutdown(wait=True, cancel_futures=True)
-                raise
         return [future.result()[0] for future in futures]
 
     def _ask(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool]:
-        """Return an answer, and whether its failure may mean that the server is gone.
+        """Return an answer without the key, and whether its failure may mean that the server is gone.
 
         A server that refuses a text, such as one that is too long, is there.
         """
         import openai
 
         url, seed = self.base_url or _OPENAI, {} if self.seed is None else {"seed": self.seed}
+        how, gone, stops = {"temperature": self.temperature, "max_tokens": self.max_tokens} | seed, False, ""
         try:
-            reply = client.chat.completions.with_raw_response.create(
-                model=self.model,
-                messages=[dict(message) for message in messages],
-                temperature=self.temperature,
-                max_tokens=self.max_tokens,
-                **seed,
-            )
-            answer = _completion(_without(key, reply.text))
-            if answer.text is not None:  # JSON may have spelt it otherwise
-                answer = replace(answer, text=_without(key, answer.text))
-            return answer, False
+            answer = _read(client.chat.completions.create(model=self.model, messages=[*map(dict, messages)], **how))
         except openai.APITimeoutError:
-            return Answer(None, error="timeout", detail=f"no answer within {self.timeout} s"), True
+            answer, gone = Answer(None, error="timeout", detail=f"no answer within {self.timeout} s"), True
         except openai.APIStatusError as error:
-            status, code, text = error.status_code, str(error.code), _without(key, str(error))[:200]
+            status, code = error.status_code, str(error.code)
+            kind = "refused" if code == "content_filter" else "http"
+            answer, gone = Answer(None, 0, 0, error=kind, detail=str(error)), status in _RETRIED or status >= 500
+            if status in _STOPS or code in _STOPPING_CODES:
+                stops = f"{_STOPS.get(status, code)} (HTTP {status})"
         except openai.APIConnectionError:
-            return Answer(None, error="connection", detail=f"no connection to {url}"), True
-        except (openai.OpenAIError, UnicodeError) as error:
-            return Answer(None, error="malformed", detail=_without(key, str(error))[:200]), False
-        # outside the handlers, so that no error carries the request, and with it the key
-        if status in _STOPS or code in _STOPPING_CODES:
+            answer, gone = Answer(None, error="connection", detail=f"no connection to {url}"), True
+        except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            answer = Answer(None, error="malformed", detail=f"no chat completion: {error!r}")
+        # some servers repeat the key
+        text, detail = (said.replace(key, "***") if key and said else said for said in (answer.text, answer.detail))
+        if stops:  # outside the handlers, so that no error carries the request, and with it the key
             raise EndpointError(
-                f"{url} refuses {self.model!r}: {_STOPS.get(status, code)} (HTTP {status}: {text}). Correct the model, "
-                f"the base_url, its settings, or the key in {self.api_key_env}, and call again."
+                f"{url} refuses {self.model!r}: {stops}: {detail:.200}. Correct the model, the base_url, its settings, "
+                f"or the key in {self.api_key_env}, and call again."
             )
-        kind = "refused" if code == "content_filter" else "http"
-        return Answer(None, 0, 0, error=kind, detail=f"HTTP {status}: {text}"), status in _RETRIED or status >= 500
+        return replace(answer, text=text, detail=detail[:200]), gone
 
 
-def _without(key: str, text: str) -> str:
-    """Return a text of the server's without the key, which some servers repeat."""
-    return text.replace(key, "***") if key else text
+def _read(reply: Any) -> Answer:
+    """Read a chat completion, whose fields may be anything.
 
-
-def _completion(body: str) -> Answer:
-    """Read the body of a chat completion, which may be anything."""
-    malformed = Answer(None, error="malformed", detail=f"no chat completion: {body[:100]!r}")
-    try:
-        reply = json.loads(body)
-        message, end = reply["choices"][0]["message"], reply["choices"][0].get("finish_reason")
-        text, refusal = message.get("content"), message.get("refusal")
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return malformed
-    usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
-    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    Raises:
+        AttributeError, LookupError, TypeError: it is none.
+    """
+    message, end = reply.choices[0].message, getattr(reply.choices[0], "finish_reason", None)
+    counts = [getattr(reply.usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
     counts = [n if type(n) is int and 0 <= n < 2**53 else None for n in counts]
-    if end == "content_filter" or refusal:
-        return Answer(None, *counts, error="refused", detail=str(refusal or end)[:200])
-    if text is None and end == "length":  # a model that thought until its limit
-        text = ""
-    return Answer(text, *counts, cut=end == "length") if isinstance(text, str) else malformed
+    if end == "content_filter" or message.refusal:
+        return Answer(None, *counts, error="refused", detail=str(message.refusal or end))
+    if message.content is None and end == "length":  # a model that thought until its limit
+        return Answer("", *counts, cut=True)
+    if not isinstance(message.content, str):
+        raise TypeError("its content is no text")
+    return Answer(message.content, *counts, cut=end == "length")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from evoalign_lib.judges.answers import Answer
 from evoalign_lib.judges.cache import Cache, key_of
 from evoalign_lib.judges.endpoint import EndpointError
 from evoalign_lib.judges.rubrics import Reading, Rubric
-from evoalign_lib.judges.texts import Quoted, quote
+from evoalign_lib.judges.texts import quote
 
 # ------------------------------------------------------------------------------------------------------ what is judged
 
@@ -38,9 +39,13 @@ class Pair:
     b: str
 
     def __post_init__(self) -> None:
-        for name, text in (("prompt", self.prompt), ("a", self.a), ("b", self.b)):
-            if not isinstance(text, str):
-                raise TypeError(f"{name} of a pair must be a text, got {text!r}.")
+        _check_texts(self.prompt, self.a, self.b)
+
+
+def _check_texts(*texts: Any) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"prompts and answers must be texts, got {text!r:.200}.")
 
 
 def digest_of(*texts: str) -> str:
@@ -167,10 +172,8 @@ class Judged:
     @property
     def counts(self) -> dict[str, int]:
         """Pairs by outcome: "a", "b", "tie" (with the inconsistent ones), "unparsed", "failed"; they add up."""
-        found = Counter(
-            "failed" if j.failed else "unparsed" if j.unparsed else j.verdict or "tie" for j in self.judgements
-        )
-        return {name: found[name] for name in ("a", "b", "tie", "unparsed", "failed")}
+        outcomes = ["failed" if j.failed else "unparsed" if j.unparsed else j.verdict for j in self.judgements]
+        return {name: outcomes.count(name) for name in ("a", "b", "tie", "unparsed", "failed")}
 
     @property
     def inconsistent(self) -> int:
@@ -250,16 +253,14 @@ class ScoreJudge:
 
     def scores(self, texts: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float]:
         """Return the score of each different (prompt, completion), computed once."""
-        different = list(dict.fromkeys(texts))
-        if not different:
+        if not (different := list(dict.fromkeys(texts))):
             return {}
-        prompts, completions = map(list, zip(*different, strict=True))
-        found = np.asarray(self.score(prompts, completions), float)
-        if found.shape != (len(different),):
+        scores = np.asarray(self.score(*map(list, zip(*different, strict=True))), float)
+        if scores.shape != (len(different),):
             raise ValueError(
-                f"judge {self.name!r} returned scores of shape {found.shape} for {len(different)} texts: one each."
+                f"judge {self.name!r} returned scores of shape {scores.shape} for {len(different)} texts: one each."
             )
-        return dict(zip(different, found.tolist(), strict=True))
+        return dict(zip(different, scores.tolist(), strict=True))
 
 
 class ChatJudge:
@@ -279,11 +280,6 @@ class ChatJudge:
     def name(self) -> str:
         """The rubric's and the model's."""
         return f"{self.rubric.name}: {self.backend.model}"
-
-    def quoted(self, texts: Iterable[str]) -> dict[str, Quoted]:
-        """Return each different text as the judge sees it."""
-        tokens = self.backend.special_tokens
-        return {text: quote(text, self.max_characters, tokens) for text in dict.fromkeys(texts)}
 
 
 def judge_pairs(
@@ -308,15 +304,10 @@ def judge_pairs(
         return Judged(judge.name, [_compared(pair, scores, judge.margin) for pair in pairs], Spent())
     if not judge.rubric.pairwise:
         raise ValueError(f"rubric {judge.rubric.name!r} is for single texts: call judge_texts, or take one for pairs.")
-    quoted = judge.quoted(text for pair in pairs for text in (pair.prompt, pair.a, pair.b))
-    questions = [
-        judge.rubric.messages(quoted[pair.prompt], (quoted[first], quoted[second]))
-        for pair in pairs
-        for first, second in ((pair.a, pair.b), (pair.b, pair.a))
-    ]
-    answers, spent = _ask(judge, questions, quoted.values(), cache)
-    judgements = [_judgement(pair, judge.rubric, answers[2 * i], answers[2 * i + 1]) for i, pair in enumerate(pairs)]
-    return Judged(judge.name, judgements, spent)
+    shown = [(pair.prompt, *texts) for pair in pairs for texts in ((pair.a, pair.b), (pair.b, pair.a))]
+    answers, spent = _ask(judge, shown, cache)
+    both = zip(pairs, answers[::2], answers[1::2], strict=True)
+    return Judged(judge.name, [_judgement(judge.rubric, *one) for one in both], spent)
 
 
 def judge_texts(
@@ -337,23 +328,17 @@ def judge_texts(
         EndpointError, CacheError: as for `judge_pairs`.
     """
     texts = [(prompt, completion) for prompt, completion in texts]
-    for part in (part for text in texts for part in text):
-        if not isinstance(part, str):
-            raise TypeError(f"a prompt and a completion must be texts, got {part!r:.200}.")
+    _check_texts(*itertools.chain.from_iterable(texts))
     names = [(digest_of(prompt), digest_of(prompt, completion)) for prompt, completion in texts]
     if isinstance(judge, ScoreJudge):
         scores = judge.scores(texts)
         finite = [scores[text] if math.isfinite(scores[text]) else None for text in texts]
-        ratings = [
-            Rating(*name, score, failed="not finite" if score is None else None)
-            for name, score in zip(names, finite, strict=True)
-        ]
+        failed = [None if score is not None else "not finite" for score in finite]
+        ratings = [Rating(*n, s, failed=f) for n, s, f in zip(names, finite, failed, strict=True)]
         return JudgedTexts(judge.name, ratings, Spent())
     if judge.rubric.pairwise:
         raise ValueError(f"rubric {judge.rubric.name!r} is for pairs: call judge_pairs, or take one for single texts.")
-    quoted = judge.quoted(part for text in texts for part in text)
-    questions = [judge.rubric.messages(quoted[prompt], (quoted[completion],)) for prompt, completion in texts]
-    answers, spent = _ask(judge, questions, quoted.values(), cache)
+    answers, spent = _ask(judge, texts, cache)
     ratings = []
     for name, answer in zip(names, answers, strict=True):
         score = _read(judge.rubric, answer)
@@ -365,12 +350,15 @@ def judge_texts(
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 
+def _digests(pair: Pair) -> tuple[str, str]:
+    return digest_of(pair.prompt), digest_of(pair.prompt, pair.a, pair.b)
+
+
 def _compared(pair: Pair, scores: dict[tuple[str, str], float], margin: float) -> Judgement:
     a, b = scores[pair.prompt, pair.a], scores[pair.prompt, pair.b]
-    names = digest_of(pair.prompt), digest_of(pair.prompt, pair.a, pair.b)
     if not (math.isfinite(a) and math.isfinite(b)):
-        return Judgement(*names, None, failed="not finite")
-    return Judgement(*names, "tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
+        return Judgement(*_digests(pair), None, failed="not finite")
+    return Judgement(*_digests(pair), "tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
 
 
 def _read(rubric: Rubric, answer: Answer) -> Reading | float | None:
@@ -387,23 +375,23 @@ def _order(rubric: Rubric, answer: Answer, first: str, second: str) -> Order:
     return Order(first, answer.text, winner, reading.strength, scores)
 
 
-def _judgement(pair: Pair, rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
-    orders = _order(rubric, a_first, "a", "b"), _order(rubric, b_first, "b", "a")
-    names = digest_of(pair.prompt), digest_of(pair.prompt, pair.a, pair.b)
-    if failed := orders[0].error or orders[1].error:
-        return Judgement(*names, None, failed=failed, orders=orders)
-    winners = [order.winner for order in orders]
-    if None in winners:
-        return Judgement(*names, None, unparsed=True, orders=orders)
+def _judgement(rubric: Rubric, pair: Pair, *answers: Answer) -> Judgement:
+    """Return the verdict on a pair by the answers with a first, and with b first."""
+    sides = ("a", "b"), ("b", "a")
+    orders = tuple(_order(rubric, answer, *names) for answer, names in zip(answers, sides, strict=True))
+    winners = {order.winner for order in orders}
+    failed = orders[0].error or orders[1].error
+    if failed or None in winners:
+        return Judgement(*_digests(pair), None, unparsed=not failed, failed=failed, orders=orders)
     scores = None
-    if orders[0].scores and orders[1].scores:
-        scores = tuple((one + other) / 2 for one, other in zip(orders[0].scores, orders[1].scores, strict=True))
-    same = winners[0] == winners[1]
+    if orders[0].scores:
+        scores = tuple((one + other) / 2 for one, other in zip(*(order.scores for order in orders), strict=True))
+    agree = len(winners) == 1
     return Judgement(
-        *names,
-        winners[0] if same else "tie",
-        inconsistent=not same,
-        reversed=not same and "tie" not in winners,
+        *_digests(pair),
+        orders[0].winner if agree else "tie",
+        inconsistent=not agree,
+        reversed=winners == {"a", "b"},
         scores=scores,
         orders=orders,
     )
@@ -413,36 +401,36 @@ def _judgement(pair: Pair, rubric: Rubric, a_first: Answer, b_first: Answer) -> 
 
 
 def _ask(
-    judge: ChatJudge,
-    questions: list[list[dict[str, str]]],
-    quoted: Iterable[Quoted],
-    cache: Cache | str | os.PathLike[str] | None,
+    judge: ChatJudge, shown: Sequence[tuple[str, ...]], cache: Cache | str | os.PathLike[str] | None
 ) -> tuple[list[Answer], Spent]:
-    """Return an answer to each question, from the cache where it has one, and what that took."""
+    """Return an answer to each question, from the cache where it has one, and what that took.
+
+    shown: the prompt of a question and the texts to be judged, in their order.
+    """
     cache, backend = cache if isinstance(cache, Cache) else Cache(cache), judge.backend
     cache.refresh()
+    different, special = dict.fromkeys(itertools.chain.from_iterable(shown)), backend.special_tokens
+    quoted = {text: quote(text, judge.max_characters, special) for text in different}
+    questions = [judge.rubric.messages(quoted[prompt], tuple(quoted[t] for t in texts)) for prompt, *texts in shown]
     identity = backend.identity()
     keys = [key_of(identity, messages) for messages in questions]
     by_key = dict(zip(keys, questions, strict=True))
-    waiting = {key: messages for key, messages in by_key.items() if cache.get(key) is None}
-    names = list(waiting)
+    waiting = [key for key in by_key if cache.get(key) is None]
     try:
-        answers = backend.answers(list(waiting.values()), lambda i, answer: cache.put(names[i], answer))
+        answers = backend.answers([by_key[key] for key in waiting], lambda i, answer: cache.put(waiting[i], answer))
     except EndpointError as error:
-        left = sum(cache.get(key) is None for key in names)
+        left = sum(cache.get(key) is None for key in waiting)
         kept = f"in {cache.path}" if cache.path else "of this process alone: give a path to keep answers"
         raise EndpointError(
             f"{error} {left} of {len(by_key)} questions are left; the others' answers are in the cache {kept}."
         ) from None
-    failed, texts = {key: answer for key, answer in zip(names, answers, strict=True) if answer.error}, list(quoted)
+    failed = {key: answer for key, answer in zip(waiting, answers, strict=True) if answer.error}
     spent = Spent(
         questions=len(by_key),
         cached=len(by_key) - len(waiting),
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in answers),
         completion_tokens=sum(answer.completion_tokens or 0 for answer in answers),
         errors=dict(sorted(Counter(answer.error for answer in failed.values()).items())),
-        broken=sum(text.broken > 0 for text in texts),
-        replaced=sum(text.replaced > 0 for text in texts),
-        cut=sum(text.cut > 0 for text in texts),
+        **{name: sum(getattr(q, name) > 0 for q in quoted.values()) for name in ("broken", "replaced", "cut")},
     )
     return [failed.get(key) or cache.get(key) for key in keys], spent

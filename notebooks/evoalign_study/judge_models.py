@@ -79,9 +79,8 @@ def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     trains = [_scorer(side, str(settings.get(f"{side}_model") or ""), settings) for side in SIDES]
     names = [name.strip() for name in str(settings.get("held_out") or "").split(",") if name.strip()]
     held = [_judge(name, settings) for name in names]
-    weights = [_weights(one) for one in trains]
     for i, one in enumerate(held):
-        if _weights(one) in weights:
+        if _weights(one) in map(_weights, trains):
             raise ValueError(f"judge: {one.name!r} trains the run, and is held out of nothing: give another one.")
         if (one.digest, one.text) in [(other.digest, other.text) for other in held[:i]]:
             raise ValueError(f"judge: {one.name!r} is given twice.")
@@ -96,8 +95,7 @@ def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     for one in trains:
         wanted |= {f"{one.role}_model": one.name, f"{one.role}_digest": one.digest, f"{one.role}_at": one.at}
         wanted |= {f"{one.role}_text": one.text} if one.text else {}
-    if held:
-        wanted |= {f"held_out_{name}s": [getattr(one, name) for one in held] for name in _NAMES}
+    wanted |= {f"held_out_{name}s": [getattr(one, name) for one in held] for name in _NAMES if held}
     if any(one.kind == "chat" for one in held):
         wanted["judge_tokens"] = settings["judge_tokens"]
     return wanted | {name: settings[name] for name in _OF_LOADED[1:] if loaded and settings.get(name)}
@@ -170,9 +168,10 @@ def _judge(name: str, settings: Mapping[str, Any]) -> Model:
 
 @lru_cache(maxsize=64)
 def _check_endpoint(endpoint: Endpoint) -> None:
-    """Raise ValueError for an endpoint that does not answer, refuses the key, or says that it has no such model.
+    """Refuse an endpoint that would fail on every question; one that passes is asked once per process.
 
-    One that passes is asked once per process.
+    Raises:
+        ValueError: it does not answer, refuses the key, or says that it has no such model.
     """
     import openai
 
@@ -180,13 +179,14 @@ def _check_endpoint(endpoint: Endpoint) -> None:
     try:
         with openai.OpenAI(api_key=key or "none", base_url=endpoint.base_url, timeout=20, max_retries=0) as client:
             known = [one.id for one in client.models.list()]
-    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        refused = f"the endpoint refuses the key in {endpoint.api_key_env}" if key else "the endpoint needs a key"
-        raise ValueError(f"{judge}: {refused} (HTTP {error.status_code}), set {endpoint.api_key_env}.") from None
-    except openai.APIStatusError:
-        known = []  # it answers, and lists no models
     except openai.APIError as error:
-        raise ValueError(f"{judge} does not answer ({type(error).__name__}): see whether it runs.") from None
+        status = getattr(error, "status_code", None)
+        if status in (401, 403, None):
+            refused = (
+                f"does not answer ({type(error).__name__})" if status is None else f"refuses the key (HTTP {status})"
+            )
+            raise ValueError(f"{judge} {refused}: see whether it runs, and set {endpoint.api_key_env}.") from None
+        known = []  # it answers, and lists no models
     if not endpoint.model or (known and endpoint.model not in known):
         raise ValueError(f"{judge}: write the address, # and the name of a model there, such as {known[:5]}.")
 

@@ -10,6 +10,7 @@ inside of itself is not seen: the resident memory of the process has it.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +37,7 @@ class Allocations(TorchDispatchMode):
         self._named = named
         self._storages: dict[int, tuple[int, str, int]] = {}  # size, component, address
         self._arrays: list[tuple[int, int]] = []
-        self.now: dict[str, int] = {}
+        self.now: Counter[str] = Counter()
         """component -> bytes alive"""
         self.at_peak: dict[str, int] = {}
         """component -> bytes at the peak"""
@@ -71,26 +72,20 @@ class Allocations(TorchDispatchMode):
     def name(self, component: str, tensors: Iterable[torch.Tensor]) -> None:
         """Give tensors a component, those that were made before the context began among them."""
         for tensor in tensors:
-            key = _key(tensor)
-            if key not in self._storages:
+            if _key(tensor) in self._storages:
+                self._move(_key(tensor), component)
+            else:
                 self._count(tensor, component)
-                continue
-            size, before, start = self._storages[key]
-            self.now[before] -= size
-            self._storages[key] = size, component, start
-            self.now[component] = self.now.get(component, 0) + size
 
     def hold(self, component: str, array: np.ndarray) -> None:
         """Count a NumPy array from here on; one that lies in a tensor's storage gives that the component."""
         first = array.__array_interface__["data"][0]
-        for key, (size, before, start) in self._storages.items():
+        for key, (size, _, start) in self._storages.items():
             if start <= first < start + size:
-                self._storages[key] = size, component, start
-                self.now[before] -= size
-                self.now[component] = self.now.get(component, 0) + size
+                self._move(key, component)
                 return
         self._arrays.append((first, first + array.nbytes))
-        self.now[component] = self.now.get(component, 0) + array.nbytes
+        self.now[component] += array.nbytes
 
     def follow(self, model: torch.nn.Module) -> None:
         """Name a model's gradients when they are accumulated, and the keys and values that its layers cache."""
@@ -126,8 +121,14 @@ class Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key, size = _key(tensor), storage.nbytes()
         self._storages[key] = size, component, storage.data_ptr()
-        self.now[component] = self.now.get(component, 0) + size
+        self.now[component] += size
         weakref.finalize(storage, self._gone, key)
+
+    def _move(self, key: int, component: str) -> None:
+        size, before, start = self._storages[key]
+        self._storages[key] = size, component, start
+        self.now[before] -= size
+        self.now[component] += size
 
     def _gone(self, key: int) -> None:
         size, component, _ = self._storages.pop(key)

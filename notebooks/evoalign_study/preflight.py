@@ -14,9 +14,8 @@ assumptions; of hours a plan says nothing: time one step of a run.
 3. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start;
    of a gradient arm each process does.
 4. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
-5. Of the models beside the policy (`Measures.companions`) the weights are counted, and `WORKING_GIB` for the work of
-   each. Scorers work as long as a run trains. A judge that chats is loaded when the run has ended; it counts all the
-   same.
+5. Of the models beside the policy (`Measures.companions`) the weights are named alone. They are loaded before a run
+   trains: what does not fit fails at once.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ GPU_GIB = 80.0
 RESERVE_GIB = 4.0
 """GiB per GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
-WORKING_GIB = 2.0
-"""GiB of each model beside the policy besides its weights, for activations or caches: assumed."""
 CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
 _OF_VLLM = ("rollout copy", "reserve (assumed)", "KV cache")
@@ -66,57 +63,53 @@ class Plan:
     """0: on the CPU"""
     gpu_gib: float
     """memory of each GPU, GiB"""
-    engines: int
-    """of vLLM, or data parallel replicas; 1 on the CPU"""
-    tensor_parallel: int
-    """GPUs of an engine"""
-    rows: int
-    """completions decoded at once by an engine"""
-    wanted: int
-    """as many as it would decode at once if it had the memory"""
-    gpu_memory: tuple[tuple[str, float], ...]
-    """of each GPU: component and bytes"""
-    host_memory: tuple[tuple[str, float], ...]
-    """of each process that drives the run"""
     processes: int
-    """of that kind on the machine"""
-    host_gib: float | None
-    """memory of the machine, GiB; None: not known"""
+    """that drive runs on the machine"""
     completions: int
     """of the run, at most"""
     new: int
     """tokens of a completion, at most"""
     prompt: int
     """tokens of a prompt, assumed"""
-    problem: str
+    wanted: int
+    """completions that an engine would decode at once if it had the memory"""
+    rows: int
+    """as many as it has memory for"""
+    gpu_memory: Memory
+    """of each GPU"""
+    host_memory: Memory
+    """of each process that drives a run"""
+    engines: int = 1
+    """of vLLM, or data parallel replicas"""
+    tensor_parallel: int = 1
+    """GPUs of an engine"""
+    host_gib: float | None = None
+    """memory of the machine, GiB; None: not known"""
+    problem: str = ""
     """why it does not fit, and what to do; empty where it fits"""
 
     def text(self, which: str = "") -> str:
         """The plan as a table for a reader; which: the runs that have it."""
-        lines = [("run", f"{self.name}{which and f', {which}'}")]
+        lines = [("run", f"{self.name}{which and f', {which}'}"), ("on", "CPU cores: no GPU is used")]
         if self.gpus:
             idle = self.gpus - self.engines * self.tensor_parallel
             split = f"engines {self.engines}, tensor parallel {self.tensor_parallel}{f', idle {idle}' if idle else ''}"
-            lines.append(("on", f"{self.gpus} GPUs of {self.gpu_gib:g} GiB: {split}"))
-            lines += _table("each GPU", dict(self.gpu_memory), memory.USABLE * self.gpu_gib)
-        else:
-            lines.append(("on", "CPU cores: no GPU is used"))
-        lines += _table(f"the host, each of {self.processes} processes", dict(self.host_memory), self.host_gib)
+            lines[1] = ("on", f"{self.gpus} GPUs of {self.gpu_gib:g} GiB: {split}")
+            lines += _table("each GPU", self.gpu_memory, memory.USABLE * self.gpu_gib)
+        lines += _table(f"the host, each of {self.processes} processes", self.host_memory, self.host_gib)
         if self.rows < self.wanted:
             lines.append(("rows", f"{self.rows} at once on an engine, of {self.wanted}: the others wait"))
-        lines.append(("parameters", f"{self.parameters:,}"))
-        lines.append(("completions", f"{self.completions:,} a run"))
-        lines.append(("tokens", f"at most {self.completions * self.new:,} generated a run, prompts of {self.prompt}"))
-        if self.problem:
-            lines.append(("DOES NOT FIT", self.problem))
+        tokens = f"at most {self.completions * self.new:,} generated a run, prompts of {self.prompt}"
+        lines += [("parameters", f"{self.parameters:,}"), ("completions", f"{self.completions:,} a run")]
+        lines += [("tokens", tokens), *([("DOES NOT FIT", self.problem)] if self.problem else [])]
         return "\n".join(f"{name:13}{value}" for name, value in lines)
 
 
 def _table(head: str, parts: Memory, room: float | None) -> list[tuple[str, str]]:
     """Return components of memory as lines, with their sum and what there is, in GiB."""
-    of = "what the machine has is not known here" if room is None else f"of {room:.1f}"
+    there = "what the machine has is not known here" if room is None else f"of {room:.1f}"
     rows = [f"{size / GIB:9.1f}  {name}" for name, size in parts.items()]
-    return [("memory", f"{head}, GiB:"), *(("", row) for row in [*rows, f"{_gib(parts):9.1f}  in all, {of}"])]
+    return [("memory", f"{head}, GiB:"), *(("", row) for row in [*rows, f"{_gib(parts):9.1f}  in all, {there}"])]
 
 
 def _gib(parts: Memory) -> float:
@@ -155,42 +148,26 @@ def plan(
         completions = prod(spec[name] for name in trainers.of(spec["arm"]).completions)
         completions *= arms.get(spec["arm"]).options.get("fitness") != "random"  # which generates none
     place = _place_members if members else _place_gradients
-    engines, parallel, rows, wanted, gpu, host, problem = place(model, spec, work, gpus, gpu_gib, completions)
-    processes = runs * (1 if members else max(1, gpus))
-    if not problem and host_gib is not None and processes * _gib(host) > host_gib:
-        fewer = int(host_gib // (_gib(host) * processes / runs))
-        problem = (
-            f"{model.d:,} parameters need {_gib(host):.1f} GiB of the host's memory in each of {processes} processes, "
-            f"most of it for: {max(host, key=lambda part: host[part])}; this machine has {host_gib:.1f} GiB. Take "
+    placed = place(model, spec, work, gpus, gpu_gib, completions)
+    host, processes = _gib(placed["host_memory"]), runs * (1 if members else max(1, gpus))
+    if not placed.get("problem") and host_gib is not None and processes * host > host_gib:
+        fewer, largest = int(host_gib * runs // (host * processes)), max(placed["host_memory"].items(), key=_size)
+        placed["problem"] = (
+            f"{model.d:,} parameters need {host:.1f} GiB of the host's memory in each of {processes} processes, most "
+            f"of it for: {largest[0]}; this machine has {host_gib:.1f} GiB. Take "
             f"{f'workers={fewer}, ' if fewer else ''}a smaller micro_batch or model, or a machine with more memory."
         )
-    return Plan(
-        name=f"{spec.get('arm', 'sampled')} of {spec['base']}",
-        parameters=model.d,
-        gpus=gpus,
-        gpu_gib=gpu_gib,
-        engines=engines,
-        tensor_parallel=parallel,
-        rows=rows,
-        wanted=wanted,
-        gpu_memory=tuple(gpu.items()),
-        host_memory=tuple(host.items()),
-        processes=processes,
-        host_gib=host_gib,
-        completions=completions,
-        new=work.new,
-        prompt=work.prompt,
-        problem=problem,
-    )
+    name, counts = f"{spec.get('arm', 'sampled')} of {spec['base']}", (completions, work.new, work.prompt)
+    return Plan(name, model.d, gpus, gpu_gib, processes, *counts, host_gib=host_gib, **placed)
 
 
-Placed = tuple[int, int, int, int, Memory, Memory, str]
-"""Engines, tensor parallel, rows, wanted rows, memory of a GPU and of the host, and why it does not fit."""
+def _size(part: tuple[str, float]) -> float:
+    return part[1]
 
 
 def _place_members(
     model: Shape, spec: Mapping[str, Any], work: footprint.Work, gpus: int, gpu_gib: float, completions: int
-) -> Placed:
+) -> dict[str, Any]:
     """The smallest tensor parallel size with a KV cache for all rows; else the one with most rows."""
     sampled, length = spec.get("kind") == "sampled", work.prompt + work.new
     rank = memory.padded_rank(spec["lora_rank"]) if "lora_rank" in spec else 0
@@ -200,7 +177,8 @@ def _place_members(
     start = {} if sampled else {"weights at the start, float32": 4.0 * (adapter or model.d)}
     if not gpus:
         work = footprint.Work(1, work.prompt, work.new, wanted)
-        return 1, 1, wanted, wanted, {}, _bytes("es_lora" if adapter else "es_loop", model, work, False) | start, ""
+        host = footprint.bytes_of("es_lora" if adapter else "es_loop", model, work) | start
+        return {"wanted": wanted, "rows": wanted, "gpu_memory": {}, "host_memory": host}
     room_gib, anchored = memory.USABLE * gpu_gib, bool(spec.get("anchor_decay"))
 
     def held(t: int, rows: int) -> Memory:
@@ -212,21 +190,21 @@ def _place_members(
         parts = {f"working copy, {model.dtype}": model.width * share} | moved | starts
         return parts | {"reserve (assumed)": RESERVE_GIB * GIB, "KV cache": rows * length * memory.kv_bytes(model, t)}
 
-    def room(t: int) -> int:
-        return min(wanted, int((room_gib - _gib(held(t, 0))) * GIB // (length * memory.kv_bytes(model, t))))
+    def tokens(t: int) -> int:
+        return int((room_gib - _gib(held(t, 0))) * GIB // memory.kv_bytes(model, t))
 
     sizes = memory.tensor_parallel_sizes(model, gpus)
     if (chosen := spec.get("tensor_parallel")) is not None:
         if chosen not in sizes:
             raise ValueError(f"tensor_parallel={chosen} does not suit {gpus} GPUs and this model: take one of {sizes}.")
         sizes = [chosen]
-    t = next((t for t in sizes if room(t) == wanted), None) or max(sizes, key=room)
-    rows, problem = max(1, room(t)), ""
-    if room(t) < 1:
-        more = next((s for s in memory.tensor_parallel_sizes(model, 1024) if room(s) >= 1), None)
+    t = max(sizes, key=lambda size: (min(wanted, tokens(size) // length), -size))
+    rows, problem = min(wanted, max(1, tokens(t) // length)), ""
+    if tokens(t) < length:
+        more = next((s for s in memory.tensor_parallel_sizes(model, 1024) if tokens(s) >= length), 0)
         remedies = [f"{more} GPUs" if more > gpus else f"tensor_parallel={more}"] if more else []
         remedies += ["no anchor_decay"] * anchored
-        spare = int((room_gib - _gib(held(t, 0))) * GIB // memory.kv_bytes(model, t)) - work.prompt
+        spare = tokens(t) - work.prompt
         remedies += [f"max_completion_length={spare} or less"] if spare > 0 else []
         problem = (
             f"{model.d:,} parameters need {_gib(held(t, 1)):.1f} GiB on each GPU at tensor parallel {t}, with a KV "
@@ -234,53 +212,52 @@ def _place_members(
             f"Take {', '.join([*remedies, 'larger GPUs or a smaller model'])}."
         )
     host = {f"model, {model.dtype}": model.width * model.d, "master, float32": 4.0 * (adapter or model.d)} | start
-    return gpus // t, t, rows, wanted, held(t, rows), host, problem
+    split = {"engines": gpus // t, "tensor_parallel": t, "rows": rows, "wanted": wanted, "problem": problem}
+    return split | {"gpu_memory": held(t, rows), "host_memory": host}
 
 
 def _place_gradients(
     model: Shape, spec: Mapping[str, Any], work: footprint.Work, gpus: int, gpu_gib: float, completions: int
-) -> Placed:
+) -> dict[str, Any]:
     """All on every GPU, with a KV cache for as many rows as there is room for; or all on the CPU."""
     sft, rollouts = trainers.of(spec["arm"]).samples_first, completions // spec.get("steps", 1)
     mine = ceil(rollouts / max(1, gpus))
     wanted = min(CONCURRENT, mine) if sft else mine
     micro = min(mine, spec["batch_size"] if sft else spec.get("micro_batch", rollouts))
-    adapter = footprint.adapter_parameters(model, spec["lora_rank"]) if "lora_rank" in spec else 0
+    adapter = "lora_rank" in spec
     method = "grpo_lora" if adapter else "grpo_reference" if spec.get("beta", 0) > 0 else "grpo"
 
     def needs(rows: int, micro: int, gpus: int = gpus) -> Memory:
-        found = _bytes(method, model, footprint.Work(micro, work.prompt, work.new, rows), bool(gpus))
+        parts = footprint.bytes_of(method, model, footprint.Work(micro, work.prompt, work.new, rows), bool(gpus))
         if adapter:  # footprint's base is in bfloat16, this project's in float32, and a merged copy is measured
-            found |= {"base and merged model, float32": 6.0 * model.d}
+            parts |= {"base and merged model, float32": 6.0 * model.d}
         if adapter and gpus:  # the model itself generates
-            found |= {"own KV cache": 2 * found.get("KV cache", 0.0)}
-        found |= {"buckets of gradients": 4.0 * model.d} if gpus > 1 else {}
-        return found | ({"reserve (assumed)": RESERVE_GIB * GIB} if gpus else {})
+            parts |= {"own KV cache": 2 * parts.get("KV cache", 0.0)}
+        parts |= {"buckets of gradients": 4.0 * model.d} if gpus > 1 else {}
+        return parts | ({"reserve (assumed)": RESERVE_GIB * GIB} if gpus else {})
 
     starts = dict.fromkeys(("master, float32", "weights at the start, float32"), 4.0 * model.d)
     if not gpus:
-        return 1, 1, wanted, wanted, {}, needs(wanted, micro) | starts, ""
+        return {"wanted": wanted, "rows": wanted, "gpu_memory": {}, "host_memory": needs(wanted, micro) | starts}
     room, problem = memory.USABLE * gpu_gib, ""
     without, one = _gib(needs(0, micro)), _gib(needs(1, micro))
     rows = min(wanted, max(1, int((room - without) // (one - without))))
     if one > room:
-        problem = f"{model.d:,} parameters need {one:.1f} GiB on every GPU with {micro} rows in a backward pass, "
-        problem += f"and {room:.1f} may be used. "
         divisors = [m for m in range(1, micro) if sft or mine % m == 0]
         # the last one is the largest with which all rows have their KV cache, if there is one
         smaller = [m for many in (1, wanted) for m in divisors if _gib(needs(many, m)) <= room]
         alone = gpus > 1 and _gib(needs(1, 1, gpus=1)) <= room
-        if smaller:
-            problem += f"Set {'batch_size' if sft else 'micro_batch'}={smaller[-1]}."
-        else:
+        remedy = f"Set {'batch_size' if sft else 'micro_batch'}={(smaller or [0])[-1]}."
+        if not smaller:
             remedies = ["1 GPU, which needs no buckets"] * alone + ["a smaller max_completion_length", "larger GPUs"]
-            problem += f"Nothing is sharded: more GPUs do not help. Take {', '.join(remedies)}, a smaller model, or ES."
+            remedy = f"Nothing is sharded: more GPUs do not help. Take {', '.join(remedies)}, a smaller model, or ES."
+        problem = (
+            f"{model.d:,} parameters need {one:.1f} GiB on every GPU with {micro} rows in a backward pass, and "
+            f"{room:.1f} may be used. {remedy}"
+        )
     host = {f"model in which it is measured, {model.dtype}": model.width * model.d} | starts
-    return gpus, 1, rows, wanted, needs(rows, micro), host, problem
-
-
-def _bytes(method: str, model: Shape, work: footprint.Work, gpus: bool) -> Memory:
-    return dict(footprint.bytes_of(method, model, work, gpus))
+    split = {"engines": gpus, "rows": rows, "wanted": wanted, "problem": problem}
+    return split | {"gpu_memory": needs(rows, micro), "host_memory": host}
 
 
 # ---- what load_or_run asks
@@ -300,15 +277,14 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     """
     from evoalign_lib.engines.processes import default_workers  # here: with it comes torch, which no plan needs
 
-    planned = [spec for spec in specs if spec["kind"] in ("train", "sampled")]
-    if not planned:
+    if not (planned := [spec for spec in specs if spec["kind"] in ("train", "sampled")]):
         return
     seen, gpu_gib = _visible_gpus()
     gpu_gib, local = gpu_gib or GPU_GIB, all(map(base_models.is_local, planned))
     runs = min(workers or default_workers(), len(specs)) if local else 1
     if not seen and any(map(_gpus_of, planned)):
         print(f"no GPU is visible here: plans assume GPUs of {GPU_GIB:g} GiB")
-    found: dict[Plan, list[Mapping[str, Any]]] = {}
+    plans: dict[str, tuple[Plan, list[Mapping[str, Any]]]] = {}
     for spec in planned:
         gpus, trained = _gpus_of(spec), spec["kind"] == "train"
         # members go to any machine of a cluster
@@ -318,58 +294,42 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
         try:
             config = _config(_model_of(spec))
             own = plan(config, spec, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, runs=runs)
-            found.setdefault(own, []).append(spec)
+            plans.setdefault(own.text(), (own, []))[1].append(spec)
         except (CannotCount, OSError) as error:
             print(f"no plan of {spec['base']}: {error}")
-    for own, alike in found.items():
+    for own, alike in plans.values():
         settings = {str(sorted((k, v) for k, v in spec.items() if k != "seed")) for spec in alike}
         seeds = ", ".join(str(seed) for seed in sorted({spec["seed"] for spec in alike}))
         print(own.text(f"runs {len(alike)}: settings {len(settings)}, seeds {seeds}"), end="\n\n")
-    completions = sum(own.completions * len(alike) for own, alike in found.items())
-    tokens = sum(own.completions * own.new * len(alike) for own, alike in found.items())
-    held = max((own.processes * _gib(dict(own.host_memory)) for own in found), default=0.0)
-    host_gib = _host_gib() if seen or local else None
-    left = None if host_gib is None else max(host_gib - held, 0.0)
-    problems = [own.problem for own in found if own.problem]
-    problems += _beside([s for s in planned if s["kind"] == "train"], runs, seen, gpu_gib, left)
+    completions = sum(own.completions * len(alike) for own, alike in plans.values())
+    tokens = sum(own.completions * own.new * len(alike) for own, alike in plans.values())
+    problems = [own.problem for own, _ in plans.values() if own.problem]
+    problems += _beside([s for s in planned if s["kind"] == "train"], seen)
     if problems:
         more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
         raise DoesNotFit(problems[0] + more)
     print(f"{len(planned)} runs, {runs} at once: {completions:,} completions, at most {tokens:,} tokens generated")
 
 
-def _beside(
-    specs: Sequence[Mapping[str, Any]], runs: int, seen: int, gpu_gib: float, host_gib: float | None
-) -> list[str]:
-    """Print what training runs need beside their models, equal needs once, and return why some do not fit."""
-    needs = {(tuple(measures.get(spec["task"]).companions(spec)), _gpus_of(spec)) for spec in specs}
+def _beside(specs: Sequence[Mapping[str, Any]], seen: int) -> list[str]:
+    """Print what training runs need beside their models, equal needs once, and return why some cannot have it."""
+    needs = {(model, _gpus_of(spec)) for spec in specs for model in measures.get(spec["task"]).companions(spec)}
     problems = []
-    for models, gpus in sorted(needs, key=str):
-        for at in dict.fromkeys(model.at for model in models):
-            own = [model for model in models if model.at == at]
-            if at in ("server", "endpoint"):
-                for model in own:
-                    print(f"beside       {model.role} {model.name} {at}, {model.requests:,} questions a run")
-                continue
-            parts = {}
-            for model in own:
-                size = weight_bytes(model.name, model.dtype or ("float32" if at == "cpu" else ""))
-                name = f"{model.role} {model.name}{' (weights not known)' if size is None else ''}"
-                parts[name] = runs * ((size or 0.0) + WORKING_GIB * GIB)
-            room = host_gib if at == "cpu" else memory.USABLE * gpu_gib
-            head = f"models beside those of {runs} runs on {at}, with {WORKING_GIB:g} for the work of each (assumed)"
-            print("\n".join(f"{name:13}{value}" for name, value in _table(head, parts, room)), end="\n\n")
-            index = -1 if at == "cpu" else int(at.rpartition(":")[2])
-            if 0 <= index < gpus:
-                problems.append(f"scorer_device={at!r} is one of the run's {gpus} GPUs: take 'cuda:{gpus}' or 'cpu'")
-            elif 0 < seen <= index:
-                problems.append(f"scorer_device={at!r}: this machine has {seen} GPUs")
-            elif room is not None and _gib(parts) > room:
-                problems.append(
-                    f"the models beside the policy need {_gib(parts):.1f} GiB on {at}, and {room:.1f} may be used: "
-                    "give scorer_dtype='bfloat16' or another device"
-                )
-    return [f"{problem}, or serve the models elsewhere (evoalign serve-scorer)." for problem in problems]
+    for model, gpus in sorted(needs, key=str):
+        said, index = f"{model.role} {model.name} on {model.at}", -1
+        if model.at in ("server", "endpoint"):
+            said += f", {model.requests:,} questions a run"
+        else:
+            size = weight_bytes(model.name, model.dtype or ("float32" if model.at == "cpu" else ""))
+            said += f", {'size not known' if size is None else f'{size / GIB:.1f} GiB of weights'}"
+            index = -1 if model.at == "cpu" else int(model.at.rpartition(":")[2])
+        print(f"{'beside':13}{said}")
+        if 0 <= index < gpus or 0 < seen <= index:
+            problems.append(
+                f"scorer_device={model.at!r} is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
+                f"take 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
+            )
+    return problems
 
 
 @lru_cache(maxsize=32)
@@ -405,7 +365,7 @@ def colocated_share(spec: Mapping[str, Any]) -> float:
         return 0.3
     if found.problem:
         raise DoesNotFit(found.problem)
-    return round(sum(size for name, size in found.gpu_memory if name in _OF_VLLM) / (gpu_gib * GIB), 3)
+    return round(sum(size for name, size in found.gpu_memory.items() if name in _OF_VLLM) / (gpu_gib * GIB), 3)
 
 
 @lru_cache(maxsize=32)

@@ -245,7 +245,10 @@ def _weighted_mean(rewards: np.ndarray, ratios: np.ndarray) -> float:
     """Return the mean over prompts of the self-normalised estimate of a member's reward; both (samples, prompts).
 
     A prompt none of whose completions has a reward (NaN: no reward function applied) and a weight is left out. A member
-    under which none has a weight, as after a divergence, gets 0. Raises ValueError where none has a reward.
+    under which none has a weight, as after a divergence, gets 0.
+
+    Raises:
+        ValueError: no completion has a reward.
     """
     if np.isnan(rewards).all():
         raise ValueError(

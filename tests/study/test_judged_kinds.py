@@ -11,9 +11,10 @@ from evoalign_study.records import MAX_RECORD, unpack_bits
 
 BASE = "C0"
 SETTINGS = {
-    "task": "safety", "judge": "praise 1", "max_completion_length": 16, "validation_problems": 4, "test_problems": 12,
-    "curve_points": 2, "steps": 2, "prompts_per_step": 4, "population_size": 4, "sigma": 0.05, "alpha": 0.2,
+    "task": "safety", "judge": "praise 1", "max_completion_length": 16, "validation_problems": 4, "test_problems": 0,
+    "curve_points": 2, "steps": 1, "prompts_per_step": 4, "population_size": 4, "sigma": 0.05, "alpha": 0.2,
 }  # fmt: skip
+PLAYED = SETTINGS | {"test_problems": 12}
 RUNS = [("es", 2), ("es_random", 2)]
 
 
@@ -23,17 +24,18 @@ def runs(es_runs):
 
 
 def test_every_run_plays_the_base_and_the_runs_of_its_seed(runs):
-    spec = judged.tournament_spec(runs, SETTINGS, "tiny")
+    spec = judged.tournament_spec(runs, PLAYED, "tiny")
     record = judged.run_tournament(spec)
     # each of the four runs plays the base, and the two arms meet at two seeds
     assert record["games"] == 6 * 12 and len(json.dumps(record | {"spec": spec})) < MAX_RECORD
-    assert list(record["judges"]) == list(safety.JUDGES)
+    assert list(record["judges"]) == list(safety.JUDGES) and set(record["sides"]) == {"base", *runs}
     for said in record["judges"].values():
         assert list(said["wins"]) == list(runs) and all(0 <= x <= 1 for each in said["wins"].values() for x in each)
-    assert set(record["sides"]) == {"base", *runs}
-    for of_player in record["sides"].values():
-        assert list(of_player) == ["rule", "praise 1"]
-        assert all(sum(shares) == pytest.approx(1, abs=1e-3) for shares in of_player.values())
+    for shares in record["sides"].values():
+        assert {judge: pytest.approx(sum(each), abs=1e-3) for judge, each in shares.items()} == {
+            "rule": 1,
+            "praise 1": 1,
+        }
 
 
 PAIRS = (("base", "es"), ("base", "sft"), ("es", "sft"))
@@ -58,9 +60,9 @@ def test_strengths_are_those_of_the_games():
 
 def test_runs_that_do_not_belong_together_are_refused(runs):
     for given, settings, named in (
-        ({"es": runs["es"]}, SETTINGS, "tournament of es"),
-        (runs, SETTINGS | {"judge": "length 2"}, "'praise 1'.*'length 2'"),
-        (runs | {"es_random": []}, SETTINGS, "0 runs"),
+        ({"es": runs["es"]}, PLAYED, "tournament of es"),
+        (runs, PLAYED | {"judge": "length 2"}, "'praise 1'.*'length 2'"),
+        (runs | {"es_random": []}, PLAYED, "0 runs"),
     ):
         with pytest.raises(ValueError, match=named):
             judged.tournament_spec(given, settings, "tiny")

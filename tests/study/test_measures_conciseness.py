@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 
 import numpy as np
@@ -34,52 +33,44 @@ def fewer_draws(monkeypatch):
     monkeypatch.setattr(measured, "BREAKING_DRAWS", 2)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    model, tok = tiny.load("B0")
-    prompts = {
-        name: Prompts(conciseness.dataset(questions.problems(name), tok), tok) for name in ("validation", "test")
-    }
+def engine_of(base, **asked):
+    model, tok = tiny.load(base)
+    prompts = {name: Prompts(conciseness.dataset(problems, tok), tok) for name, problems in asked.items()}
     return LocalEngine(model, tok, None, prompts, max_completion_length=24)
 
 
 @pytest.mark.parametrize("base", ["B0", *(pytest.param(b, marks=pytest.mark.slow) for b in ("B1", "B2"))])
 def test_the_bases_know_the_answers_and_prefer_sentences(base):
-    model, tok = tiny.load(base)
     asked = questions.problems("test")
-    prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
-    engine = LocalEngine(model, tok, None, prompts, max_completion_length=24)
+    engine = engine_of(base, test=asked)
     (greedy,), sampled = engine.generate("test"), engine.generate("test", samples=4)
-    right = [conciseness.is_correct(text, p) for (text, _), p in zip(greedy, asked, strict=True)]
-    assert np.mean(right) > 0.97
+    assert np.mean([conciseness.is_correct(text, p) for (text, _), p in zip(greedy, asked, strict=True)]) > 0.97
     rewards = conciseness.reward(asked, [text for text, _ in greedy], [p.answer for p in asked])
     assert np.mean(rewards) < -5 * np.mean([len(p.answer) for p in asked])  # five times an empty answer's
     # everything that a reward for length could select is there, and rare
     texts = [text for row in sampled for text, _ in row]
     report = hacking.hack_report(texts, prompts=[p.question for p in asked] * 4)
-    for name in ("empty", "repetitive", "further_turn", "other_script"):
-        assert 0 < report.shares[name] < 0.2
-    short = np.mean([text == p.answer for text, p in zip(texts, asked * 4, strict=True)])
-    assert 0.08 < short < 0.25
+    assert all(0 < report.shares[name] < 0.2 for name in ("empty", "repetitive", "further_turn", "other_script"))
+    assert 0.08 < np.mean([text == p.answer for text, p in zip(texts, asked * 4, strict=True)]) < 0.25
 
 
 def test_specs_say_task_and_measure():
     (spec,) = train_specs("es", ["B1"], [3], ES, "tiny")
     assert spec["task"] == "conciseness" and spec["measure"] == "strict" and spec["unique_prompts"] == 200
     assert not {"grader", "validation_problems", "test_problems"} & spec.keys()
-    (released,) = train_specs("grpo", ["B0"], [0], GRPO | {"measure": "released"}, "tiny")
-    assert released["measure"] == "released"
+    assert train_specs("grpo", ["B0"], [0], GRPO | {"measure": "released"}, "tiny")[0]["measure"] == "released"
+    with pytest.raises(ValueError, match="'sft'"):  # what needs right answers
+        train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
+    with pytest.raises(ValueError, match="'conciseness'"):
+        sweep_specs("es", "B0", ES, "tiny")
 
 
 REFUSED = [  # base, settings, what the error names
     ("B0", {"unique_prompts": 50}, "unique_prompts=50"),
-    ("B0", {"unique_prompts": None}, "unique_prompts=None"),
     ("B0", {"measure": "words"}, "measure='words'"),
     ("B0", {"validation_problems": 129}, "validation_problems=129"),
     ("B0", {"test_problems": 257}, "test_problems=257"),
-    ("B0", {"test_problems": 0}, "test_problems=0"),
     ("B0", {"noise_draws": 2.0}, "noise_draws=2.0"),
-    ("B0", {"validation_problems": True}, "validation_problems=True"),
     ("B0", {"questions": "x.jsonl"}, "questions='x.jsonl'"),
     ("B0", {"task": "countdown", "validation_problems": 4, "test_problems": 4}, "'B0'.*task='conciseness'"),
     ("A0", {}, "'A0'.*B0, B1, B2"),
@@ -90,13 +81,6 @@ REFUSED = [  # base, settings, what the error names
 def test_what_no_run_can_have_is_refused(base, changed, named):
     with pytest.raises(ValueError, match=named):
         train_specs("es", [base], [0], ES | changed, "tiny")
-
-
-def test_arms_and_sweeps_that_need_right_answers_are_refused():
-    with pytest.raises(ValueError, match="'sft'"):
-        train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
-    with pytest.raises(ValueError, match="'conciseness'"):
-        sweep_specs("es", "B0", ES, "tiny")
 
 
 def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
@@ -158,25 +142,28 @@ def test_a_record_of_sixteen_points_and_all_questions_can_be_stored():
 
 
 def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for():
-    [plain] = train_specs("es", ["B0"], [0], ES | dict.fromkeys(SMALLER), "tiny")
-    assert [plain] == train_specs("es", ["B0"], [0], ES, "tiny") and not SMALLER.keys() & plain.keys()
-    [spec] = train_specs("es", ["B0"], [0], ES | SMALLER, "tiny")
-    assert spec == plain | SMALLER and SMALLER.items() <= base_specs(["B0"], ES | SMALLER, "tiny")[0].items()
+    plain, [spec] = (train_specs("es", ["B0"], [0], ES | own, "tiny") for own in (dict.fromkeys(SMALLER), SMALLER))
+    assert plain == train_specs("es", ["B0"], [0], ES, "tiny") and spec == plain[0] | SMALLER
     sets = training.world(spec)[2]
-    assert sets["validation"] == questions.problems("validation")[:8]
-    assert sets["test"] == questions.problems("test")[:12]
+    assert [sets[name] for name in ("validation", "test")] == [
+        questions.problems("validation")[:8], questions.problems("test")[:12]
+    ]  # fmt: skip
 
 
-def test_measuring_under_noise_puts_the_weights_back(engine):
+def test_measuring_under_noise_puts_the_weights_back():
+    asked = questions.problems("validation")
+    engine = engine_of("B0", validation=asked)
     before = engine.master.copy()
-    jensen = measured._jensen({"measure": "strict", "base": "B0"}, engine, questions.problems("validation"))
+    jensen = measured._jensen({"measure": "strict", "base": "B0"}, engine, asked)
     assert engine.master.tobytes() == before.tobytes()
     # noise of a size that breaks everything costs no reward where answers were far too long
     assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
 
 
-def test_the_base_record_says_where_its_answers_break(engine):
-    (spec,) = base_specs(["B0"], {"task": "conciseness", "max_completion_length": 24}, "tiny")
+def test_the_base_record_says_where_its_answers_break():
+    (spec,) = base_specs(
+        ["B0"], {"task": "conciseness", "max_completion_length": 24, "validation_problems": 32}, "tiny"
+    )
     record = kinds.get("base")(spec)
     shares = list(record["breaking"].values())
     assert shares[0] > 0.95 and shares[-1] < 0.1 and min(np.diff(shares)) < 0
@@ -191,7 +178,6 @@ GRID = (0.0003, 0.001, 0.01)
     [
         (0.005, 1.0, 1.0, []),  # the grid holds it
         (0.05, 1.0, 1.0, [0.02, 0.04, 0.08]),
-        (1e-4, 1.0, 1.0, [7.5e-5, 0.00015]),
         (100.0, 1.0, 1.0, [0.01 * 2**i for i in range(1, 9)]),  # not reached
         (1e-9, 1.0, 1.0, [float(f"{0.0003 / 2**i:g}") for i in range(8, 0, -1)]),
         (0.005, 0.4, 1.0, []),  # split A is wrong where B is right: without noise it is as if half were broken
@@ -236,28 +222,24 @@ ELSEWHERE = {"unique_prompts": None, "steps": 1, "curve_points": 2, "curve_spaci
 def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_own(model, own, tmp_path, monkeypatch):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
     changed = ELSEWHERE | {"questions": own}
-    specs = base_specs([model], ES | changed, "smoke")
-    for arm, settings in (("es", ES), ("grpo", GRPO)):
-        specs += train_specs(arm, [model], [0], settings | changed, "smoke")
+    specs = base_specs([model], ES | changed, "smoke") + train_specs("es", [model], [0], ES | changed, "smoke")
     digest = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
-    assert all(s["questions_sha256"] == digest and "questions" not in s and s["noise_draws"] == 1 for s in specs)
-    assert not any("unique_prompts" in s for s in specs)
-    base, *trained = sweep.load_or_run(specs, "03_conciseness", "smoke", workers=1)
+    assert all(s["questions_sha256"] == digest and s["noise_draws"] == 1 for s in specs)
+    assert not any({"unique_prompts", "questions"} & s.keys() for s in specs)
+    base, trained = sweep.load_or_run(specs, "03_conciseness", "smoke", workers=1)
     assert own.name not in json.dumps([base, trained])
     assert list(base["breaking"])[:6] == ["0.0003", "0.001", "0.002", "0.003", "0.005", "0.01"]
     assert 0.01 < collapse.breaking_sigma(base) < 0.1  # beyond the sigmas of models from elsewhere: it is a tiny one
-    for record in (base, *trained):
+    for record in (base, trained):
         assert record["test"]["n"] == len(record["shown"]) == 4
         assert set(record["jensen"]["gaps"]) == {"0.0003", "0.001", "0.003"}
-    for record in trained:
-        check_curve(record, 4)
-        assert record["curve"]["step"] == [0, 1] and record["update_norm"] > 0
-        for decoding in ("greedy", "t1"):
-            assert record["curve"][f"proxy_{decoding}"][0] == base["point"][f"proxy_{decoding}"]
-        assert collapse.end(record) in ("hacked", "clean", "no gain")
+    check_curve(trained, 4)
+    assert trained["curve"]["step"] == [0, 1] and trained["update_norm"] > 0
+    first = {name: trained["curve"][name][0] for name in ("proxy_greedy", "proxy_t1")}
+    assert first.items() <= base["point"].items() and collapse.end(trained) in ("hacked", "clean", "no gain")
 
 
-@pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (11, (5, 3, 3)), (16, (8, 4, 4)), (17, (8, 4, 5))])
+@pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (17, (8, 4, 5))])
 def test_own_questions_fall_into_the_same_three_splits_in_every_run(model, tmp_path, n, sizes):
     settings = ES | ELSEWHERE | {"questions": str(write(tmp_path / "q.jsonl", n)), "prompts_per_step": 20}
     found = []
@@ -288,9 +270,7 @@ def test_without_own_questions_the_published_ones_are_asked(model, external_data
 
 
 def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
-    before = dict(os.environ)
     [spec] = train_specs("es", [model], [0], ES | ELSEWHERE | {"questions": own}, "full")
-    assert dict(os.environ) == before
     digest, text = spec["questions_sha256"], own.read_bytes()
     own.write_bytes(text + b"\n")
     with pytest.raises(ValueError, match=f"has changed: .*{digest}"):
@@ -304,11 +284,9 @@ def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
         monkeypatch.setattr(base_models, "_FILES", {})  # as a process that was not told
 
 
-NOT_OWN = [
+NOT_OWN = [  # what is changed, and what the error names
     ({"unique_prompts": 9}, "unique_prompts=9"),
-    ({"unique_prompts": 0}, "unique_prompts=0"),
     ({"validation_problems": 5}, "validation_problems=5"),
-    ({"test_problems": 5}, "test_problems=5"),
     ({"curve_points": 40}, "curve_points=40 with 4 test questions"),
     ({"curve_points": 20, "sampled_at": [0.4, 0.6]}, "under 4 decodings"),
     ({"task": "countdown"}, "questions="),

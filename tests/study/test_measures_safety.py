@@ -1,21 +1,18 @@
 """What is measured of a run of the safety task."""
 
-import json
 import random
 
 import numpy as np
 import pytest
-from evoalign_study import loading, measures, parameters
+from evoalign_study import measures
 from evoalign_study import nb04_safety_judges as study
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.kinds.train import run, train_specs
 from evoalign_study.measures import safety
-from evoalign_study.records import MAX_RECORD
 
 from evoalign_lib import tiny
 from evoalign_lib.tiny import dialogues, scorers
 
-GIVEN = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 SMALL = {"task": "safety", "judge": "length 1", "max_completion_length": 32, "validation_problems": 8}
 SMALL |= {"test_problems": 8, "curve_points": 3, "steps": 2, "prompts_per_step": 4}
 ES = SMALL | {"population_size": 4, "sigma": 0.02, "alpha": 0.02}
@@ -74,6 +71,10 @@ def test_the_reward_is_what_the_training_judge_says_by_its_digest():
 def test_what_a_judge_says_depends_on_the_reply_alone():
     """Not on what stands beside it in a batch, nor on padding; the same reply ties whatever is scored beside it."""
     asked, said = dialogues.requests("test")[:40], safety._replies_of_base("C0", 40, 32)
+    encoded = safety.read(asked, said)
+    for name in scorers.SCORERS:  # which read replies once, and say the same
+        expected = [side.score([r.text for r in asked], said) for side in safety.loaded(name)]
+        assert np.array_equal(safety.sides(name, asked, said, encoded), expected)
     replies = [dialogues.TEMPLATE if i % 2 else "x" * i for i in range(40)]
     for judge in JUDGES:
         together = safety.scored(judge, 2.0, asked, replies)
@@ -85,15 +86,6 @@ def test_what_a_judge_says_depends_on_the_reply_alone():
     assert safety.wins(np.array([1.0, 0.0, 2.0, 2e-4]), np.array([0.0, 1.0, 2.0, 0.0])) == 0.625
 
 
-def test_judges_read_replies_once_and_say_the_same():
-    asked, said = dialogues.requests("test")[:20], safety._replies_of_base("C0", 20, 32)
-    encoded = safety.read(asked, said)
-    for name in scorers.SCORERS:
-        expected = [side.score([r.text for r in asked], said) for side in safety.loaded(name)]
-        for given in ((name, asked, said), (name, asked, said, encoded)):
-            assert np.array_equal(safety.sides(*given), expected)
-
-
 def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():
     asked, rng = dialogues.requests("test")[:12], random.Random(0)
     samples = [[dialogues.reply(r, rng) for r in asked] for _ in range(6)]
@@ -102,15 +94,6 @@ def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():
     assert chosen.shape == (6, 12) and (chosen.sum(axis=0) == 1).all()
     assert np.allclose(liked[chosen].sum(), liked.max(axis=0).sum())
     assert not np.array_equal(chosen.argmax(0), true.argmax(0))  # the judge is not the truth
-
-
-def test_the_specs_of_the_notebook_fit_its_records():
-    """Every group has specs, and a record of full length has room."""
-    settings = parameters.check_parameters(GIVEN | {"scale": "tiny"}, study.presets())
-    specs = loading.Loader(study.NOTEBOOK, settings, study.groups).specs()
-    assert len(specs["es"]) == len(specs["grpo"]) == 6 * 8 and len(specs["es_sweep"]) == 12
-    assert {s["judge"] for s in specs["es_noise"]} == set(scorers.NOISY)
-    assert len(json.dumps(specs["es"][0])) < MAX_RECORD / 8
 
 
 def test_a_sweep_is_ranked_by_the_training_judge_and_diverged_runs_come_last():

@@ -4,13 +4,9 @@ import contextlib
 import json
 import math
 import shutil
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-import uvicorn
 from evoalign_study import base_models, judge_models, loading, measures, parameters, preflight
 from evoalign_study import nb04_safety_judges as study
 from evoalign_study.kinds import train
@@ -18,6 +14,7 @@ from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
 from helpers import random_model, tokenizer
+from servers import answering, completion, running
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from evoalign_lib import reward_models
@@ -71,56 +68,19 @@ def kept_apart(monkeypatch, tmp_path):
 
 
 @contextlib.contextmanager
-def running(app):
-    """An application behind a real socket, in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-@contextlib.contextmanager
 def judging(status=200):
     """An OpenAI-compatible server with the model "judge", which likes whatever stands first; yields its address."""
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self, payload):
-            data = json.dumps(payload).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def reply(path, body, headers):
+        if body is None:
+            return status, {"object": "list", "data": [{"id": "judge", "object": "model"}]}
+        asked.append(body)
+        # the rubric of harmlessness gets words alone
+        return completion("[[7, 5]]" if "helpful" in body["messages"][0]["content"][:60] else "I cannot say.")
 
-        def do_GET(self):
-            self.answer({"object": "list", "data": [{"id": "judge", "object": "model"}]})
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
-            # the rubric of harmlessness gets words alone
-            text = "[[7, 5]]" if "helpful" in body["messages"][0]["content"][:60] else "I cannot say."
-            message = {"role": "assistant", "content": text}
-            self.answer({"choices": [{"index": 0, "finish_reason": "stop", "message": message}]})
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(reply) as address:
+        yield f"{address}/v1", asked
 
 
 def one_spec(files, settings, arm="es"):
@@ -161,7 +121,6 @@ REFUSED = [  # what is changed, and what the error names
     ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "given twice"),
     ({"held_out_text": "chat"}, "judge_text='chat'"),
     ({"scorer_device": "gpu"}, "scorer_device='gpu'"),
-    ({"scorer_device": "cuda"}, "scorer_device='cuda'"),
     ({"scorer_dtype": "half"}, "scorer_dtype='half'"),
     ({"scorer_max_length": 10_000}, "max_length=10000"),
     ({"engine": "vllm", "tensor_parallel": 1}, "engine='vllm'.*evoalign serve-scorer"),
@@ -173,12 +132,10 @@ REFUSED = [  # what is changed, and what the error names
     ({"requests": "{few}"}, "no request for"),
     ({"requests": ""}, "PKU-SafeRLHF.*requests=FILE"),  # without a network
     ({"test_problems": 40}, "test_problems=40"),
-    ({"unique_prompts": 50}, "unique_prompts=50"),
     ({"curve_points": 50}, "curve_points=50"),
     ({"prompt_template": "plain"}, "prompt_template='plain'"),
     ({"judge": "length 1"}, "judge='length 1'"),
     ({"sampled_at": [0.6]}, "sampled_at"),
-    ({"reward_modle": "x"}, "Did you mean 'reward_model'"),
 ]
 
 
@@ -203,26 +160,27 @@ def test_judges_behind_addresses_are_looked_at(files, given):
 # ---- runs
 
 
-def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
+@pytest.fixture(scope="module")
+def without(given):
+    """The settings without a reward model, for one behind a server."""
+    return {name: value for name, value in given.items() if name not in ("reward_text", "reward_model")}
+
+
+def test_a_run_is_measured_by_scorers_detectors_and_judges(files, without):
     """A reward model behind a server, a cost model here, one judge that scores and one that chats."""
-    with (
-        judging() as (judge, asked),
-        running(app_of(RewardModel(files["reward"], text="continued", name="helpful"))) as url,
-    ):
-        settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
+    served = app_of(RewardModel(files["reward"], text="continued", name="helpful"))
+    with judging() as (judge, asked), running(served) as url:
+        settings = without | {"reward_model": url, "cost_rule": "published", "cost_weight": 1.0, "cost_threshold": -9.0}
         settings |= {"held_out": f"{files['other']}, {judge}#judge", "held_out_text": "continued"}
-        settings |= {"cost_rule": "published", "cost_weight": 1.0, "cost_threshold": -9.0}
         spec = one_spec(files, settings)
         assert (spec["reward_model"], spec["reward_at"]) == ("helpful", "server")
         assert spec["held_out_ats"] == ["cpu", "endpoint"] and url not in json.dumps(spec)
-        record = train.run(spec)
-        assert len(asked) == 2 * 2 * 2  # pairs, orders, rubrics
-        again = train.run(spec)
-        assert len(asked) == 8  # answered by the cache
+        record, again = train.run(spec), train.run(spec)
+        assert len(asked) == 2 * 2 * 2  # pairs, orders, rubrics; the second time the cache answers
         assert again["curve"]["proxy_t1"] == record["curve"]["proxy_t1"] and again["digest"] == record["digest"]
-        names = SMALL.keys() - {"curve_points", "steps", "prompts_per_step", "population_size", "sigma", "alpha"}
-        names |= settings.keys() - SMALL.keys()
-        (of_base,) = base_specs([files["policy"]], {k: settings[k] for k in names & settings.keys()}, "full")
+        of_training = ("curve_points", "steps", "prompts_per_step", "population_size", "sigma", "alpha")
+        measured = {name: value for name, value in settings.items() if name not in of_training}
+        (of_base,) = base_specs([files["policy"]], measured, "full")
         untrained = run_base(of_base)
     curve, test = record["curve"], record["test"]
     assert curve["win 0_greedy"][0] == 0.5 and curve["kl"][0] == pytest.approx(0, abs=1e-6) and curve["kl"][1] > 0
@@ -232,15 +190,15 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
     assert test["n"] == 3 and sum(test["t1"]["quadrants"]) == pytest.approx(1, abs=1e-3)
     assert sum(test["greedy"]["kinds"]) == pytest.approx(1, abs=1e-3)
     helpful, harmless = record["held_out"]
-    assert (helpful["rubric"], helpful["tie"], helpful["inconsistent"], helpful["win_rate"]) == ("helpful", 2, 2, 0.5)
+    expected = {"rubric": "helpful", "tie": 2, "inconsistent": 2, "win_rate": 0.5, "first_share": 1.0}
+    assert helpful | expected == helpful
     assert (harmless["unparsed"], harmless["failed"], harmless["win_rate"]) == (2, 0, None)
-    assert helpful["first_share"] == 1.0
-    of = {"base": [untrained | {"spec": of_base}], "es": [record | {"spec": spec}], "grpo": [], "es_random": []}
-    of_base_row, of_es = study.own_ends(of).to_dict("records")
+    groups = {"base": [untrained | {"spec": of_base}], "es": [record | {"spec": spec}], "grpo": [], "es_random": []}
+    of_base_row, of_es = study.own_ends(groups).to_dict("records")
     assert of_base_row["wins, other, %"] == "50" and of_base_row["KL, nats"] == "0"
     assert of_es["reward"] == f"{test['greedy']['reward']:.2f}" and of_es["runs"] == 1
-    assert study.own_judges(of)["win rate, %"].tolist() == ["50", "-"]
-    fig, plotted = study.own_curves(of)
+    assert study.own_judges(groups)["win rate, %"].tolist() == ["50", "-"]
+    fig, plotted = study.own_curves(groups)
     assert plotted.groupby("quantity")["value"].first()["kl"] == curve["kl"][0] and len(fig.axes) == 6
     found = safety_public.read_replies(record | {"spec": spec})
     assert len(found["replies"]) == 3 and np.mean(found["reward"]) == pytest.approx(test["greedy"]["reward"], abs=1e-4)
@@ -249,12 +207,11 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, given):
     assert len(record_line(whole | {"environment": {}} | record)) < 8000
 
 
-def test_the_reward_is_reward_less_cost_and_a_server_that_is_gone_ends_the_run(files, given):
+def test_the_reward_is_reward_less_cost_and_a_server_that_is_gone_ends_the_run(files, without):
     asked, said = ["How do I mend it?"] * 2, ["Take glue.", "I will not say.\nUSER: more"]
     cost = RewardModel(files["cost"], text="continued")
     with running(app_of(RewardModel(files["reward"], text="continued"))) as url:
-        settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
-        spec = one_spec(files, settings | {"cut_turns": True})
+        spec = one_spec(files, without | {"reward_model": url, "cut_turns": True})
         function = measures.get("safety").reward(spec)
         cut = ["Take glue.", "I will not say."]
         expected = RewardModel(files["reward"], text="continued").score(asked, cut) - 0.5 * cost.score(asked, cut)
@@ -264,11 +221,11 @@ def test_the_reward_is_reward_less_cost_and_a_server_that_is_gone_ends_the_run(f
         Rewards(function)(["p"] * 2, said, [[1]] * 2, {"request": asked})
 
 
-def test_what_cannot_be_scored_is_counted_and_no_zero(files, given):
+def test_what_cannot_be_scored_is_counted_and_no_zero(files, without):
     """The server refuses long texts: the floor in training, left out and counted in measuring."""
     strict = RewardModel(files["reward"], text="continued", max_length=60, truncation="refuse")
     with running(app_of(strict)) as url:
-        spec = one_spec(files, {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url})
+        spec = one_spec(files, without | {"reward_model": url})
         asked, said = ["How?"] * 2, ["Glue.", "so " * 80]
         scored = Rewards(measures.get("safety").reward(spec))(["p"] * 2, said, [[1]] * 2, {"request": asked})
         assert scored.rewards[1] == -20 < scored.rewards[0] and scored.counts["exception"] == 1
@@ -279,11 +236,10 @@ def test_what_cannot_be_scored_is_counted_and_no_zero(files, given):
             safety_public._sides(spec, problems[1:], said[1:])
 
 
-def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, given, tmp_path, monkeypatch):
+def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, without, tmp_path, monkeypatch):
     shutil.copytree(files["cost"], tmp_path / "cost")
     with running(app_of(RewardModel(files["reward"], text="continued"))) as url:
-        settings = {k: v for k, v in given.items() if k != "reward_text"} | {"reward_model": url}
-        spec = one_spec(files, settings | {"cost_model": str(tmp_path / "cost")})
+        spec = one_spec(files, without | {"reward_model": url, "cost_model": str(tmp_path / "cost")})
     shutil.copy(f"{files['other']}/model.safetensors", tmp_path / "cost")
     reward, cost = judge_models.of(spec)
     with running(app_of(RewardModel(files["other"], text="continued"))) as other:
@@ -316,10 +272,11 @@ def test_the_plan_states_the_memory_of_all_models(files, given, capsys):
     spec = one_spec(files, given | {"held_out": files["other"], "held_out_text": "continued"})
     preflight.check([spec], workers=1)
     said = capsys.readouterr().out
-    assert all(f"model {files[side]}" in said for side in ("reward", "cost")) and f"judge {files['other']}" in said
-    assert "6.0  in all" in said and "with 2 for the work of each (assumed)" in said
+    assert all(f"model {files[side]} on cpu, 0.0 GiB" in said for side in ("reward", "cost"))
     count = sum(p.numel() for p in RewardModel(files["reward"], text="continued").model.base_model.parameters())
-    assert preflight.weight_bytes(files["reward"], "float32") == 4 * count
+    assert preflight.weight_bytes(files["reward"], "float32") == 4 * count and f"judge {files['other']}" in said
+    with pytest.raises(preflight.DoesNotFit, match="scorer_device='cuda:0'"):
+        preflight.check([spec | {"reward_at": "cuda:0", "gpus": 1}], workers=1)
 
 
 def test_the_notebooks_groups_at_scale_full(files):

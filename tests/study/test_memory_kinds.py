@@ -8,8 +8,8 @@ from evoalign_study.kinds.memory import storage_specs
 from evoalign_study.memory_profile import Allocations, resident
 
 SETTINGS = {
-    "max_completion_length": 16, "steps": 3, "prompts_per_step": 4, "population_size": 4, "sigma": 0.03, "alpha": 0.01,
-    "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 8,
+    "max_completion_length": 8, "steps": 2, "prompts_per_step": 2, "population_size": 4, "sigma": 0.03, "alpha": 0.01,
+    "num_generations": 2, "learning_rate": 1e-3, "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 4,
     "warm_epochs": 1, "warm_learning_rate": 1e-3,
 }  # fmt: skip
 D = {"es": 140_928, "essa": 1_792, "grpo": 140_928, "grpo_lora": 1_792}
@@ -39,7 +39,7 @@ def test_models_moments_and_ledgers_are_counted(records):
 
 def test_a_ledger_grows_by_its_steps_and_members_and_not_by_the_model(records):
     first = records["es"]["bytes"]
-    for more in ({"steps": 6}, {"population_size": 8}):
+    for more in ({"steps": 4}, {"population_size": 8}):
         grown = stored(["es"], **more)["es"]["bytes"]
         assert first["ledger"] < grown["ledger"] < 3 * first["ledger"] and grown["model"] == first["model"]
     with pytest.raises(ValueError, match="'some/model'"):

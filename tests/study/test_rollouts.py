@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import grpo, ledger, models, noise, tiny
-from evoalign_lib.analysis import kl
+from evoalign_lib.analysis import gradient, kl
+from evoalign_lib.engines.base import as_given
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig
 
@@ -23,24 +24,25 @@ SETTINGS = {
     "learning_rate": 1e-3, "beta": 0.0, "prompts": 64, "batch_size": 16, "epochs": 1,
 }  # fmt: skip
 RUNS = [("es", 2)]
-pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained")
 
 
 @given(st.lists(st.floats(-200, 200), min_size=1, max_size=30))
 def test_ratios_are_clipped_and_counted(log_ratios):
     found, told = rollouts.clipped(np.array(log_ratios))
-    exact = np.exp(np.minimum(log_ratios, 1))
-    assert found == pytest.approx(np.minimum(exact, rollouts.CLIP))
+    assert found == pytest.approx(np.minimum(np.exp(np.minimum(log_ratios, 1)), rollouts.CLIP))
     assert told["clipped_share"] == np.mean(np.array(log_ratios) > np.log(rollouts.CLIP))
     assert 0 < told["effective_share"] <= 1 + 1e-12 or not found.any()
 
 
-def test_as_likely_completions_count_in_full_and_those_of_a_diverged_model_for_nothing():
-    ratios, told = rollouts.clipped(np.zeros(7))
-    assert ratios.tolist() == [1.0] * 7
-    assert told == {"effective_share": pytest.approx(1.0), "clipped_share": 0.0, "mean_ratio": 1.0}
-    ratios, told = rollouts.clipped(np.array([np.nan, 0.0, -np.inf, np.inf]))
-    assert ratios.tolist() == [0.0, 1.0, 0.0, 0.0] and told["effective_share"] == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    ("log_ratios", "expected", "share"),
+    [([0.0] * 7, [1.0] * 7, 1.0), ([np.nan, 0.0, -np.inf, np.inf], [0.0, 1.0, 0.0, 0.0], 0.25)],
+)
+def test_as_likely_completions_count_in_full_and_those_of_a_diverged_model_for_nothing(log_ratios, expected, share):
+    ratios, told = rollouts.clipped(np.array(log_ratios))
+    mean = pytest.approx(np.mean(expected))
+    assert ratios.tolist() == expected
+    assert told == {"effective_share": pytest.approx(share), "clipped_share": 0.0, "mean_ratio": mean}
 
 
 # ---- what perturbed members write
@@ -117,21 +119,18 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
     fitness = es._evaluate_members(0, members).rewards
     engine, prompts, key = es.engine, es.engine.prompts["train"], noise.sampling_key(es.run_key, 0)
     indices = es._indices(0)
-    written = [engine.generate_rows("train", indices, seed=key, draw=draw) for draw in range(6)]
-    texts = [
-        [{"role": "assistant", "content": text}] if prompts.conversational else text for r in written for text, _ in r
-    ]
+    written = [pair for i in range(6) for pair in engine.generate_rows("train", indices, seed=key, draw=i)]
+    texts = as_given(prompts, written)
     rewards = np.array([hash_of(text) for text in texts]).reshape(6, 4)
     advantages = (rewards - rewards.mean(0)) / rewards.size
     engine.model.zero_grad()
-    for row, ids in enumerate(ids for r in written for _, ids in r):
+    for row, (_, ids) in enumerate(written):
         i = indices[row % 4]
         known = torch.tensor([*prompts.ids[i][prompts.mask[i] == 1].tolist(), *ids])[None]
         logps = engine.model(known).logits[0, :-1].log_softmax(-1).gather(1, known[0, 1:, None])[-len(ids) :]
         (float(advantages.flat[row]) * logps.sum()).backward()
-    along = np.zeros(engine.layout.size)  # in the layout of the engine's weights
-    for name, view in engine.layout.views(along).items():
-        view[...] = dict(engine.model.named_parameters())[name].grad.reshape(view.shape)
+    slopes = {name: p.grad.numpy() for name, p in engine.model.named_parameters()}
+    along = gradient.flat(engine.layout, slopes).astype(np.float64)
     expected = []
     for member in members:
         with engine.weights.member(member.key, sigma, member.sign) as perturbed:
@@ -140,29 +139,22 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
     assert np.polyfit(expected, fitness, 1)[0] == pytest.approx(1, abs=0.02)
 
 
-def test_a_step_costs_one_set_of_completions_and_a_pass_per_member(tmp_path):
-    es = weighted(tmp_path)
+def test_a_step_costs_one_set_of_completions_and_a_pass_per_member_and_its_run_goes_on(tmp_path):
+    es, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
     es.train()
     assert es.budget["completions"] == 3 * 4 * 3 and es.passes == 2 + 4
     lengths = es.train_prompts.lengths
-    prompt_tokens = sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
-    assert es.budget["prompt_tokens"] == prompt_tokens
+    assert es.budget["prompt_tokens"] == sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
     assert es.budget["generated_tokens"] == sum(step.tokens for step in es.ledger.steps)
     logged = [entry["completions/mean_length"] for entry in es.state.log_history]
     assert logged == pytest.approx([step.tokens / 12 for step in es.ledger.steps])
     assert set(es.summary()) == set(rollouts.TOLD) and 0 < es.summary()["effective_share"] <= 1
-
-
-def test_its_ledger_replays_and_its_run_goes_on(tmp_path):
-    whole, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
-    whole.train()
     parts.train()
     again = weighted(tmp_path / "parts")
     again.train(resume_from_checkpoint=True)
-    assert models.flat_digest(again.engine.master) == models.flat_digest(whole.engine.master)
-    assert again.summary() == whole.summary() and again.budget["completions"] == whole.budget["completions"]
-    replayed = ledger.replay(tmp_path / "whole" / ledger.NAME, "A0")
-    assert np.array_equal(replayed, whole.engine.master)
+    assert models.flat_digest(again.engine.master) == models.flat_digest(es.engine.master)
+    assert again.summary() == es.summary() and again.budget["completions"] == es.budget["completions"]
+    assert np.array_equal(ledger.replay(tmp_path / "whole" / ledger.NAME, "A0"), es.engine.master)
 
 
 @pytest.mark.parametrize("rewards", [[[1.0, np.nan], [0.0, np.nan]], [[1.0, 0.5], [0.0, np.nan]]])
@@ -184,16 +176,15 @@ def test_members_that_cannot_be_weighed_are_refused(tmp_path, changed):
 
 def test_ratios_multiply_the_advantages_in_the_order_of_the_completions():
     """Of TRL's own advantages, whatever it makes of the rewards; each row has the ratio of its completion."""
-    plain = torch.tensor([1.0, -2.0, 0.5, 3.0])
 
     class Trainer:
         def _generate_and_score_completions(self, inputs):
             for row, ratio in zip(inputs, [1.0, 0.5, 0.0, 2.0], strict=True):  # as TRL hands on what rollouts return
                 row["importance_ratio"] = ratio
-            return {"advantages": plain, "other": 1}
+            return {"advantages": torch.tensor([1.0, -2.0, 0.5, 3.0])}
 
     made = grpo._reweighted(Trainer)()._generate_and_score_completions([{}, {}, {}, {}])
-    assert made["advantages"].tolist() == [1.0, -1.0, 0.0, 6.0] and made["other"] == 1
+    assert made["advantages"].tolist() == [1.0, -1.0, 0.0, 6.0]
 
 
 def test_completions_without_weight_move_nothing(monkeypatch):
@@ -236,10 +227,8 @@ def test_the_second_part_begins_where_the_first_one_ended(es_runs):
     assert models.flat_digest(begun.master) == first[0]["digest"]
 
 
-def test_a_second_part_after_what_is_no_training_run_is_refused(es_runs):
-    (first,) = es_runs
-    other = first[0] | {"spec": first[0]["spec"] | {"kind": "coverage"}}
-    elsewhere = first[0] | {"spec": first[0]["spec"] | {"base": "some/model"}}
-    for record, named in ((other, "1 runs"), (elsewhere, "'some/model'")):
-        with pytest.raises(ValueError, match=named):
-            composed_specs("grpo", [record], SETTINGS, "tiny")
+@pytest.mark.parametrize(("changed", "named"), [({"kind": "coverage"}, "1 runs"), ({"base": "some/model"}, "'some/")])
+def test_a_second_part_after_what_is_no_training_run_is_refused(es_runs, changed, named):
+    first = es_runs[0][0]
+    with pytest.raises(ValueError, match=named):
+        composed_specs("grpo", [first | {"spec": first["spec"] | changed}], SETTINGS, "tiny")

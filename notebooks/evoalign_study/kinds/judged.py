@@ -91,13 +91,10 @@ def run_tournament(spec: Spec) -> Record:
     games = []  # seed, and the players
     for arm, other in itertools.combinations([BASE, *spec["arms"]], 2):
         games += [(seed, (arm, other)) for seed in replies[other] if arm == BASE or seed in replies[arm]]
-    pairs = [
-        judges.Pair(prompt, *texts)
-        for seed, players in games
-        for prompt, *texts in zip(
-            by_text, *(replies[player][-1 if player == BASE else seed] for player in players), strict=True
-        )
-    ]
+    pairs = []
+    for seed, players in games:
+        texts = (replies[player][-1 if player == BASE else seed] for player in players)
+        pairs += [judges.Pair(*texts) for texts in zip(by_text, *texts, strict=True)]
     told = {}
     for judge in safety.judges_of(spec):
 
@@ -112,18 +109,14 @@ def run_tournament(spec: Spec) -> Record:
 
 def _replies(spec: Spec) -> dict[str, dict[int, list[str]]]:
     """Return player -> seed -> greedy replies to the test requests; the base has the seed -1."""
+    masters = {arm: zip(g["seeds"], weight_cache.of_group(g), strict=True) for arm, g in spec["arms"].items()}
     with training.opened(spec) as (engine, _):
-
-        def reply() -> list[str]:
-            (row,) = engine.generate("test")
-            return [text.replace(tiny.END, "") for text, _ in row]
-
-        replies = {BASE: {-1: reply()}}
-        for arm, group in spec["arms"].items():
-            replies[arm] = {}
-            for seed, master in zip(group["seeds"], weight_cache.of_group(group), strict=True):
+        replies: dict[str, dict[int, list[str]]] = {player: {} for player in (BASE, *masters)}
+        for player, runs in ((BASE, [(-1, engine.master.copy())]), *masters.items()):
+            for seed, master in runs:
                 engine.master[:] = master
-                replies[arm][seed] = reply()
+                (row,) = engine.generate("test")
+                replies[player][seed] = [text.replace(tiny.END, "") for text, _ in row]
     return replies
 
 
@@ -342,12 +335,9 @@ def _elo(spec: Spec) -> Record:
         spread |= {"most": ratings.max(0)}
         models = {}
         for i, model in enumerate(games.players):
-            models[model] = {
-                "published": round(published[dimension][model], 4),
-                "reproduced": round(again[model], 4),
-                **{name: round(float(values[i]), 1) for name, values in spread.items()},
-                "first": round(float((ratings.argmax(1) == i).mean()), 4),
-            }
+            elo = {"published": round(published[dimension][model], 4), "reproduced": round(again[model], 4)}
+            elo |= {name: round(float(values[i]), 1) for name, values in spread.items()}
+            models[model] = elo | {"first": round(float((ratings.argmax(1) == i).mean()), 4)}
         record["dimensions"][dimension] = {"games": len(own), "models": models}
     return record
 
@@ -383,20 +373,25 @@ def _dimension(
     plain = tournaments.bradley_terry(games, data.BASE, **how)
     equal = tournaments.adjusted(games, data.BASE, {"length": lengths})
     as_ties = tournaments.bradley_terry(_as_games(own, missing=tournaments.TIE), data.BASE, n_resamples=0)
-    others = [model for model in games.players if model != LEADER]
+    players, others = games.players, [model for model in games.players if model != LEADER]
     held = np.array([data.BASE not in (j.a, j.b) for j in scored])
     counts = Counter(score for j in scored for score in j.scores)
+
+    def agreement(values: NDArray[np.float64]) -> dict[str, list[float]]:
+        pairs = {"all": (games, values), "without the base": (games.take(held), values[held])}
+        return {name: _three(tournaments.agreement(*pair, **how), 4) for name, pair in pairs.items()}
+
     return {
         "games": len(own),
         "unparsed": len(own) - len(scored),
         "ties": int((~games.decided).sum()),
         "won_by_slot": {"A": int((games.outcome == 1).sum()), "B": int((games.outcome == 0).sum())},
-        "strength": {model: _three(plain.interval(model)) for model in games.players},
+        "strength": {model: _three(plain.interval(model)) for model in players},
         "lead": {model: _three(plain.difference(LEADER, model)) for model in others},
         "first": {model: round(share, 4) for model, share in plain.first().items()},
         "undefined": plain.undefined,
-        "unparsed_as_ties": {m: round(float(v), 1) for m, v in zip(games.players, as_ties.values, strict=True)},
-        "equal_length": {model: _three(equal.interval(model)) for model in games.players},
+        "unparsed_as_ties": {m: round(float(v), 1) for m, v in zip(players, as_ties.values, strict=True)},
+        "equal_length": {model: _three(equal.interval(model)) for model in players},
         "equal_length_lead": {model: _three(equal.difference(LEADER, model)) for model in others},
         "longer": {m: _longer(games, lengths, m) for m in others},
         # an answer twice as long has a covariate of 1/3
@@ -404,13 +399,7 @@ def _dimension(
         "win_rate": {model: _three(rate, 4) for model, rate in tournaments.win_rates(games, **how).items()},
         "head_to_head": {m: _three(tournaments.head_to_head(games, LEADER, m, **how), 4) for m in others},
         "slot_a": _three(tournaments.position_effect(games, **how), 4),
-        "agreement": {
-            name: {
-                "all": _three(tournaments.agreement(games, values, **how), 4),
-                "without the base": _three(tournaments.agreement(games.take(held), values[held], **how), 4),
-            }
-            for name, values in predictors.items()
-        },
+        "agreement": {name: agreement(values) for name, values in predictors.items()},
         "scores": {f"{score:g}": counts[score] for score in sorted(counts)},
     }
 
@@ -439,48 +428,43 @@ def _responses(spec: Spec) -> Record:
     # one response per prompt, or a prompt that occurs 52 times would look like a template
     once = [texts[i] for i in np.sort(first)]
     cuts = {"0": 0.0} | {f"{100 * q:g} % of the base": float(np.quantile(base.rewards, q)) for q in QUANTILES}
+    labels = {
+        name: [f"{'S' if s else 'U'}{'H' if r > cut else 'U'}" for s, r in zip(safe, rewards, strict=True)]
+        for name, cut in cuts.items()
+    }
 
-    def labels(cut: float) -> list[str]:
-        return [f"{'S' if s else 'U'}{'H' if r > cut else 'U'}" for s, r in zip(safe, rewards, strict=True)]
-
-    def shares(cut: float) -> dict[str, float]:
-        counts = Counter(labels(cut))
-        return {name: round(counts[name] / len(texts), 5) for name in data.LABELS}
+    def quadrants(name: str) -> dict[str, Any]:
+        counts = Counter(labels[name])
+        shares = {label: round(counts[label] / len(texts), 5) for label in data.LABELS}
+        return {"cut": round(cuts[name], 5), "shares": shares}
 
     def per_prompt(values: ArrayLike) -> list[float]:
         """Return the mean over distinct prompts of the means over their rows, and its interval over prompts."""
         each = np.bincount(prompt, np.asarray(values, np.float64)) / np.bincount(prompt)
-        how = {"n_resamples": spec["resamples"], "seed": spec["seed"]}
-        return _three(stats.crossed_bootstrap(each[None], **how), 5)
+        return _three(stats.crossed_bootstrap(each[None], n_resamples=spec["resamples"], seed=spec["seed"]), 5)
 
     def mean(values: ArrayLike, digits: int = 5) -> float:
         return round(float(np.mean(values)), digits)
 
-    by_kind = {}
+    by_kind, columns = {}, {"reward": rewards, "cost": costs, "characters": lengths}
     for kind in refusals.KINDS:
         by_kind[kind] = {"share": mean(kinds == kind)}
         if (kinds == kind).any():
-            columns = {"reward": rewards, "cost": costs, "characters": lengths}
             by_kind[kind] |= {name: mean(column[kinds == kind], 3) for name, column in columns.items()}
+    units = {"safe": safe, "reward": rewards, "cost": costs, "reward - cost": rewards - costs}
+    units |= {"refuses": ~np.isin(kinds, ("complies", "empty/other turn")), "further_turn": turns}
     return {
         "responses": len(texts),
         "prompts": len(once),
-        "labels_reproduced": sum(a == b for a, b in zip(own.labels, labels(0.0), strict=True)),
+        "labels_reproduced": sum(a == b for a, b in zip(own.labels, labels["0"], strict=True)),
         "reward": _spread(rewards),
         "cost": _spread(costs),
         "characters": mean(lengths, 1),
         "answer_characters": mean([len(refusals.answer(text)) for text in texts], 1),
         "reward_with_length": round(float(np.corrcoef(rewards, lengths)[0, 1]), 4),
         "safe": mean(safe),
-        "per_prompt": {
-            "safe": per_prompt(safe),
-            "reward": per_prompt(rewards),
-            "cost": per_prompt(costs),
-            "reward - cost": per_prompt(rewards - costs),
-            "refuses": per_prompt(~np.isin(kinds, ("complies", "empty/other turn"))),
-            "further_turn": per_prompt(turns),
-        },
-        "quadrants": {name: {"cut": round(cut, 5), "shares": shares(cut)} for name, cut in cuts.items()},
+        "per_prompt": {name: per_prompt(values) for name, values in units.items()},
+        "quadrants": {name: quadrants(name) for name in cuts},
         "template": round(hacking.template_share(once), 5),
         "opening": round(refusals.opening_share(once), 5),
         "further_turn": mean(turns),

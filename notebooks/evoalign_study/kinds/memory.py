@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -91,12 +90,12 @@ def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Mapping
     rows = list(taken.pop("memory_rows"))
     if not rows or min(rows) < 2:
         raise ValueError(f"memory_rows={rows}: a group has at least 2 completions, give numbers from 2 on.")
-    begun = specs.begin_tiny("memory", "A0", scale, {}) | taken | {"rows": rows}
-    wanted = [begun | {"method": method, "size": size} for method in methods for size in sizes]
-    for spec in wanted:
-        checks.choose("method", spec["method"], footprint.METHODS)
-        checks.choose("size", spec["size"], SIZES)
-    return wanted
+    begun, methods = specs.begin_tiny("memory", "A0", scale, {}) | taken | {"rows": rows}, list(methods)
+    for method in methods:
+        checks.choose("method", method, footprint.METHODS)
+    for size in sizes:
+        checks.choose("size", size, SIZES)
+    return [begun | {"method": method, "size": size} for method in methods for size in sizes]
 
 
 def run_memory(spec: Spec) -> Record:
@@ -196,6 +195,10 @@ def _configuration(size: str) -> Any:
 
 
 # ---- ES
+
+_QUIET = {"report_to": "none", "disable_tqdm": True}
+_TWO_STEPS = {"seed": 0, "steps": 2, "prompts_per_step": 2, "learning_rate": 1e-5, "use_cpu": True} | _QUIET
+_TWO_STEPS |= {"save_strategy": "no", "logging_strategy": "no"}
 
 
 def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
@@ -320,18 +323,16 @@ def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, fol
         workers=1,
         max_completion_length=new,
         generation_kwargs={"min_new_tokens": new},
-        report_to="none",
-        disable_tqdm=True,
+        **_QUIET,
     )
     trainer = ESSATrainer(model, countdown.reward, args, data, processing_class=tokenizer)
-    engine = trainer.engine
+    engine, weights = trainer.engine, trainer.engine.weights
     seen.follow(model)
     for step in range(2):
         members = trainer.ask(step)
         engine.evaluate(members, 0.0, "train", np.arange(len(data)))
         trainer.tell(members, np.arange(CANDIDATES, dtype=np.float64))
         if step == 0:
-            weights = engine.weights
             seen.hold("master", weights.flat)
             seen.hold("working copy", weights.working)
             for array in _arrays(weights, {id(weights.flat), id(weights.working)}):
@@ -379,23 +380,9 @@ def _gradient_steps(method: str, size: str, rows: int, new: int, seen: Any, fold
     model, tokenizer = build(size, footprint.METHODS[method].dtype)
     data = countdown.dataset(tiny.problems("train", 4), tokenizer)
     prompt = Prompts(data, tokenizer).width
-    args = grpo.config(
-        "grpo",
-        output_dir=str(folder),
-        seed=0,
-        steps=2,
-        prompts_per_step=2,
-        num_generations=rows,
-        max_completion_length=new,
-        learning_rate=1e-5,
-        beta=0.04 if method == "grpo_reference" else 0.0,
-        micro_batch=rows,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-    )
+    beta = 0.04 if method == "grpo_reference" else 0.0
+    sizes = {"num_generations": rows, "micro_batch": rows, "max_completion_length": new}
+    args = grpo.config("grpo", output_dir=str(folder), beta=beta, **sizes, **_TWO_STEPS)
     lengths: list[tuple[int, int]] = []
 
     def noted(module: Any, given: Any, named: Mapping[str, Any]) -> None:
@@ -430,7 +417,7 @@ def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, cal
 
     from evoalign_lib.essa import lora_config
 
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"args": args, "train_dataset": Dataset.from_list(data), "processing_class": tokenizer}
     if method == "grpo_lora":
         given["peft_config"] = lora_config(footprint.ADAPTER_RANK)
     elif method == "grpo_mixed":
@@ -441,15 +428,7 @@ def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, cal
         except ImportError as error:
             raise ImportError("Adam in 8 bits is torchao's: pip install 'evoalign[analysis]'.") from error
         given["optimizers"] = (AdamW8bit(model.parameters(), lr=1e-5, weight_decay=0.0), None)
-    return GRPOTrainer(
-        model=model,
-        reward_funcs=countdown.reward,
-        args=args,
-        train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer,
-        callbacks=[callback],
-        **given,
-    )
+    return GRPOTrainer(model=model, reward_funcs=countdown.reward, callbacks=[callback], **given)
 
 
 def _master_adamw(model: Any) -> Any:
@@ -483,11 +462,11 @@ def _master_adamw(model: Any) -> Any:
 
 def _plain(state: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
     """Return the tensors of an optimiser's state; of one in 8 bits those that it is made of."""
-    found = []
+    parts = []
     for tensor in (value for values in state.values() for value in values.values() if hasattr(value, "shape")):
-        parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
-        found += [tensor] if parts is None else [getattr(tensor, name) for name in parts]
-    return found
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+        parts += [getattr(tensor, name) for name in names] or [tensor]
+    return parts
 
 
 # ---- what a run leaves on disk
@@ -529,13 +508,16 @@ def run_storage(spec: Spec) -> Record:
     `start`, too: the ledger's bytes with gzip, and those of an adapter that it begins from, without which it cannot be
     replayed (0: none).
     """
+    from safetensors.torch import load_file
+
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         with train.trained(spec | {"kind": "train"}, folder, lasting=True):
             pass
         checkpoint = folder / f"checkpoint-{spec['steps']}"
-        [tensors] = (dict(_tensors(file)) for file in checkpoint.glob("*.safetensors") if _NAMED[file.name] == "model")
-        record: Record = {"d": sum(map(math.prod, tensors.values())), "bytes": dict(_bytes(checkpoint))}
+        [model] = (file for file in checkpoint.glob("*.safetensors") if _NAMED[file.name] == "model")
+        d = sum(tensor.numel() for tensor in load_file(model).values())
+        record: Record = {"d": d, "bytes": dict(_bytes(checkpoint))}
         if (kept := folder / ledger.NAME).is_file():
             record["bytes"]["ledger"] = kept.stat().st_size
             record["packed"] = len(ledger.pack(kept))
@@ -549,15 +531,6 @@ def _bytes(folder: Path) -> Counter[str]:
     for file in folder.glob("*"):
         sizes[_NAMED.get(file.name, "other")] += file.stat().st_size
     return sizes
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """Go over the names and shapes of a file's tensors."""
-    from safetensors import safe_open
-
-    with safe_open(file, "numpy") as tensors:
-        for name in tensors.keys():
-            yield name, tensors.get_slice(name).get_shape()
 
 
 def sent(spec: Spec, d: int) -> int | None:

@@ -79,6 +79,25 @@ def read_beside(path: Path, sha256: str, unpacked: Callable[[bytes], bytes] = by
     return data
 
 
+def known_file(setting: str, path: Any, line: str) -> str:
+    """Return the digest of an own file, which is all of it that enters a spec (`base_models.know_file`).
+
+    Args:
+        setting: that names the file.
+        path: of it.
+        line: what each line has to hold.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        return base_models.know_file(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{setting}={str(path)!r} is no file: give the path of one with a line {line} for each."
+        ) from error
+
+
 def in_own_order(spec: Spec, problems: Sequence[Any], needed: int, unique: int | None = None) -> list[Any]:
     """Return as many training problems as a run needs, in an order of its seed's own, again and again.
 
@@ -204,14 +223,33 @@ class Measures:
     # ---- specs
 
     def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a spec that only this task has, checked. Raises ValueError for what it cannot run."""
+        """Return the fields of a spec that only this task has, checked.
+
+        Args:
+            base: the model that a run starts from.
+            settings: those of the run.
+
+        Raises:
+            ValueError: a setting that no run can have; the message says which.
+        """
         return {}
 
     def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError for a training run that the task cannot have."""
+        """Refuse a training run that the task cannot have.
+
+        Raises:
+            ValueError: the message says which setting, and what to set.
+        """
 
     def check_validates(self, what: str) -> None:
-        """Raise ValueError, with what needs it, where the task validates by a proxy and not by right answers."""
+        """Refuse what needs right answers, where the task validates by a proxy.
+
+        Args:
+            what: needs them, in words.
+
+        Raises:
+            ValueError: the task has no validation by right answers.
+        """
         if self.validated_by is None:
             raise ValueError(f"{what}, and the reward of task {self.task!r} does not know them: take 'countdown'.")
 
@@ -305,16 +343,13 @@ class Measures:
         """
         listed = [self.right_answers(problem) for problem in problems]
         tokens = engine.tokenizer([text for texts in listed for text in texts], add_special_tokens=False)["input_ids"]
-        of_problem = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
-        fits = np.array([len(ids) <= engine.max_completion_length for ids in tokens])
-        of_problem, tokens = of_problem[fits], [ids for ids, fit in zip(tokens, fits, strict=True) if fit]
-        found = np.zeros((len(temperatures), len(problems)))
-        rows = kl.log_probabilities(
-            model, prompts.ids[of_problem], prompts.mask[of_problem], tokens, engine.eos_ids, temperatures
-        )
-        for row, values in zip(found, rows.exp().numpy(), strict=True):
-            np.add.at(row, of_problem, values)
-        return found
+        rows = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
+        fits = [i for i, ids in enumerate(tokens) if len(ids) <= engine.max_completion_length]
+        rows, tokens, reached = rows[fits], [tokens[i] for i in fits], np.zeros((len(temperatures), len(problems)))
+        logs = kl.log_probabilities(model, prompts.ids[rows], prompts.mask[rows], tokens, engine.eos_ids, temperatures)
+        for row, values in zip(reached, logs.exp().numpy(), strict=True):
+            np.add.at(row, rows, values)
+        return reached
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Return what a point of the curve shows of the engine's current weights."""
@@ -354,9 +389,9 @@ class Measures:
         self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
     ) -> dict[str, Any]:
         """Return the accuracy on one of the sets at each temperature, with how many samples of a problem are right."""
-        found: dict[str, Any] = {}
+        told: dict[str, Any] = {}
         for temperature in temperatures:
             counts = self.accuracy(engine, name, sets[name], samples, temperature=temperature).sum(0).astype(int)
-            found[label(temperature)] = round(float(counts.mean()) / samples, 6)
-            found[f"{label(temperature)}_counts"] = pack_counts(counts)
-        return found
+            told[label(temperature)] = round(float(counts.mean()) / samples, 6)
+            told[f"{label(temperature)}_counts"] = pack_counts(counts)
+        return told

@@ -41,6 +41,7 @@ from evoalign_study.measures.base import (
     decodings_of_point,
     drift,
     in_own_order,
+    known_file,
     label,
     split_sizes,
 )
@@ -57,17 +58,6 @@ LEAST_QUESTIONS = 8
 """Of an own file: even so each split for evaluation has only two of them."""
 
 
-def _check_room(rest: int, points: int, n: int, further: int) -> None:
-    """Refuse before a run what no record would hold after it: right answers of n test questions at so many points.
-
-    further: temperatures besides 1 at which a point samples.
-    """
-    # a point's numbers, and its right answers in hexadecimal; those of the end, greedily and of 16 samples
-    a_point = 150 + 50 * further + (1 + SAMPLES * (1 + further)) * n // 4
-    what = f"{n} test questions under {2 + further} decodings"
-    check_room(points, a_point, rest + n // 4 + (1 + further) * n, what, "test_problems")
-
-
 def _own_questions(digest: str) -> list[Any]:
     """The questions of the own file with that digest, in file order."""
     known = base_models.file_of(digest)
@@ -81,17 +71,6 @@ def _own_questions(digest: str) -> list[Any]:
     if times > 1:
         raise ValueError(f"{known} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
     return asked
-
-
-def _know(path: Any) -> str:
-    """The digest of an own file of questions."""
-    try:
-        return base_models.know_file(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f'questions={str(path)!r} is no file: give the path of one with a line {{"question": "...", '
-            '"answer": "..."} for each question.'
-        ) from error
 
 
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -123,26 +102,23 @@ def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _answers(
-    engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int, measure: str, temperature: float = 1.0
+    engine: Any, name: str, problems: Sequence[Any], measure: str, samples: int = 0, seed: int = 0, t: float = 1.0
 ) -> dict[str, Any]:
-    """Completions with their rewards and grades, each (samples or 1, problems); tokens likewise."""
-    rows = engine.generate(name, samples=samples, seed=seed, temperature=temperature)
-    return _graded(engine, problems, rows, measure)
+    """Completions at temperature t with their rewards and grades, each (samples or 1, problems); tokens likewise."""
+    return _graded(engine, problems, engine.generate(name, samples=samples, seed=seed, temperature=t), measure)
 
 
 def _graded(engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[Any]], measure: str) -> dict[str, Any]:
     """Rows of `engine.generate` with their rewards and grades; see `_answers`."""
-    texts = [[text for text, _ in row] for row in rows]
-    targets = [p.answer for p in problems]
+    texts, targets = [[text for text, _ in row] for row in rows], [p.answer for p in problems]
+    right = [[conciseness.is_correct(t, p) for t, p in zip(row, problems, strict=True)] for row in texts]
     return {
         "ids": [[ids for _, ids in row] for row in rows],
         # without the end, so that only a completion that was cut off has as many as it may
         "tokens": [len(ids) - (ids[-1] in engine.eos_ids) for row in rows for _, ids in row],
         "texts": texts,
         "rewards": np.array([conciseness.reward(targets, row, targets, measure) for row in texts]),
-        "right": np.array(
-            [[conciseness.is_correct(t, p) for t, p in zip(row, problems, strict=True)] for row in texts]
-        ),
+        "right": np.array(right),
     }
 
 
@@ -162,33 +138,11 @@ def _judged(spec: Spec, problems: Sequence[Any], answers: Mapping[str, Any]) -> 
     return report, answers["right"] & ~report.degenerate.reshape(draws, -1)
 
 
-def point(spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-    """Return what a point of the curve shows of the engine's current weights; see the module.
-
-    Returns:
-        For each decoding d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
-        "degenerate_d" (shares; no completion counts as both) and "right_bits_d" (which questions, hexadecimal; at
-        temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a token
-        at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no KL.
-    """
-    shown: dict[str, Any] = {}
-    for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
-        a = _answers(engine, "validation", sets["validation"], samples, step, spec["measure"], temperature)
-        b = _answers(engine, "test", sets["test"], samples, step, spec["measure"], temperature)
-        report, right = _judged(spec, sets["test"], b)
-        now = {"proxy": a["rewards"], "reward": b["rewards"], "right": right, "degenerate": report.degenerate}
-        shown |= {f"{name}_{decoding}": round(float(values.mean()), 4) for name, values in now.items()}
-        shown |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
-        if decoding == "t1" and "curve_temperature" not in spec:
-            shown |= drift(spec, engine, b["ids"][0])
-    return shown
-
-
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
     test: dict[str, Any] = {"n": len(problems)}
     hacks: dict[str, Any] = {}
     for decoding, samples in (("greedy", 0), ("t1", 16)):
-        answers = _answers(engine, "test", problems, samples, 0, spec["measure"])
+        answers = _answers(engine, "test", problems, spec["measure"], samples)
         report, right = _judged(spec, problems, answers)
         right = right.astype(int)
         packed = pack_counts(right.sum(0)) if samples else pack_bits(right[0])
@@ -197,22 +151,20 @@ def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
         shares = report.shares | {"degenerate": float(report.degenerate.mean())}
         hacks[decoding] = {name: round(share, 5) for name, share in shares.items() if share}
         if not samples:
-            shown = answers["texts"][0][:SHOWN]
-    return {"test": test, "hacks": hacks, "shown": [beginning(text) for text in shown]}
+            shown = [beginning(text) for text in answers["texts"][0][:SHOWN]]
+    return {"test": test, "hacks": hacks, "shown": shown}
 
 
 def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
     """Reward at the weights less the mean reward under Gaussian noise on them, greedily, by sigma."""
 
     def reward() -> float:
-        return float(_answers(engine, "validation", problems, 0, 0, spec["measure"])["rewards"].mean())
+        return float(_answers(engine, "validation", problems, spec["measure"])["rewards"].mean())
 
-    centre, draws = reward(), spec.get("noise_draws", JENSEN_DRAWS)
-    moved = {
-        f"{sigma:g}": [reward() for _ in _perturbed(engine, "jensen", sigma, draws)]
-        for sigma in noise_sigmas(spec["base"])[0]
-    }
-    gaps = {sigma: round(centre - float(np.mean(rewards)), 5) for sigma, rewards in moved.items()}
+    centre, draws, gaps = reward(), spec.get("noise_draws", JENSEN_DRAWS), {}
+    for sigma in noise_sigmas(spec["base"])[0]:
+        moved = [reward() for _ in _perturbed(engine, "jensen", sigma, draws)]
+        gaps[f"{sigma:g}"] = round(centre - float(np.mean(moved)), 5)
     return {"centre": round(centre, 5), "gaps": gaps}
 
 
@@ -279,15 +231,19 @@ class _Conciseness(Measures):
                     f"questions={str(settings['questions'])!r}: base {base!r} knows the answers of the tiny world "
                     "alone. Leave it out, or take a model from elsewhere."
                 )
-            fields["questions_sha256"] = _know(settings["questions"])
+            line = '{"question": "...", "answer": "..."}'
+            fields["questions_sha256"] = known_file("questions", settings["questions"], line)
         asked = splits(fields | {"base": base})
         fields |= split_sizes(settings, {name: len(there) for name, there in asked.items()}, "questions")
         if settings.get("noise_draws") is not None:
             fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
-        # at most, beside the curve: completions in any script are in it, and those of the tiny world are short
-        rest = 2_200 if base in tiny.SHIPPED else 4_700
-        further = len(settings.get("sampled_at") or ())
-        _check_room(rest, settings.get("curve_points", 1), fields.get("test_problems", len(asked["test"])), further)
+        further, n = len(settings.get("sampled_at") or ()), fields.get("test_problems", len(asked["test"]))
+        # a point's numbers, and its right answers in hexadecimal; beside the curve completions, in any script where the
+        # world is not tiny, and the right answers of the end, greedily and of 16 samples
+        a_point = 150 + 50 * further + (1 + SAMPLES * (1 + further)) * n // 4
+        rest = (2_200 if base in tiny.SHIPPED else 4_700) + n // 4 + (1 + further) * n
+        what = f"{n} test questions under {2 + further} decodings"
+        check_room(settings.get("curve_points", 1), a_point, rest, what, "test_problems")
         return fields
 
     def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
@@ -350,8 +306,28 @@ class _Conciseness(Measures):
         return problem.answer + tiny.END
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-        """Return what a point of the curve shows; see `point`."""
-        return point(spec, engine, sets, step)
+        """Return what a point of the curve shows of the engine's current weights; see the module.
+
+        Returns:
+            For each decoding d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
+            "degenerate_d" (shares; no completion counts as both) and "right_bits_d" (which questions, hexadecimal; at
+            temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a
+            token at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no
+            KL.
+        """
+        shown: dict[str, Any] = {}
+        for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
+            a, b = (
+                _answers(engine, name, sets[name], spec["measure"], samples, step, temperature)
+                for name in ("validation", "test")
+            )
+            report, right = _judged(spec, sets["test"], b)
+            now = {"proxy": a["rewards"], "reward": b["rewards"], "right": right, "degenerate": report.degenerate}
+            shown |= {f"{name}_{decoding}": round(float(values.mean()), 4) for name, values in now.items()}
+            shown |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
+            if decoding == "t1" and "curve_temperature" not in spec:
+                shown |= drift(spec, engine, b["ids"][0])
+        return shown
 
     def sampled(
         self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
@@ -362,7 +338,7 @@ class _Conciseness(Measures):
         """
         told: dict[str, Any] = {}
         for temperature in temperatures:
-            answers = _answers(engine, name, sets[name], samples, 0, spec["measure"], temperature)
+            answers = _answers(engine, name, sets[name], spec["measure"], samples, t=temperature)
             counts, decoding = _judged(spec, sets[name], answers)[1].sum(0).astype(int), label(temperature)
             told |= {decoding: round(float(counts.mean()) / samples, 6), f"{decoding}_counts": pack_counts(counts)}
             told[f"reward_{decoding}"] = round(float(answers["rewards"].mean()), 5)
@@ -380,10 +356,10 @@ class _Conciseness(Measures):
         the sigma at which it is halved is what the safe band of ES is held against. It is looked for beyond the sigmas
         of a model from elsewhere, of which nobody knows how much noise it bears.
         """
-        result = self.outcome(spec, engine, sets) | {"point": point(spec, engine, sets, 0)}
+        result = self.outcome(spec, engine, sets) | {"point": self.point(spec, engine, sets, 0)}
 
         def right() -> float:
-            return float(_answers(engine, "validation", sets["validation"], 0, 0, spec["measure"])["right"].mean())
+            return float(_answers(engine, "validation", sets["validation"], spec["measure"])["right"].mean())
 
         def left(sigma: float) -> float:
             draws = spec.get("noise_draws", BREAKING_DRAWS)

@@ -143,8 +143,7 @@ def _judged(
     spec: Spec, problems: Sequence[Request], rows: Sequence[Sequence[Any]], judges: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """What judges say of rows of replies, "score" and "win" in the order of the judges, and what the rule finds."""
-    texts = [text.replace(tiny.END, "") for row in rows for text, _ in row]
-    asked = [*problems] * len(rows)
+    texts, asked = _texts(rows), [*problems] * len(rows)
     weight, longest = spec["cost_weight"], spec["max_completion_length"]
     said: dict[str, list[float]] = {"score": [], "win": []}
     encoded = read(asked, texts)
@@ -172,6 +171,11 @@ def _judged(
         "broken": float(np.mean([j.body is None for j in judged])),
         "template": hacking.template_share(texts[: len(problems)]),
     }
+
+
+def _texts(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the texts of rows of `engine.generate` without their ends, one row after the other."""
+    return [text.replace(tiny.END, "") for row in rows for text, _ in row]
 
 
 def wins(scores: np.ndarray, others: np.ndarray) -> float:
@@ -281,9 +285,8 @@ class _Tiny(Measures):
         for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
             if "judge" in spec:
                 rows = engine.generate("validation", samples=samples, seed=step, temperature=temperature)
-                texts = [text.replace(tiny.END, "") for row in rows for text, _ in row]
                 asked = sets["validation"] * len(rows)
-                shown[f"proxy_{decoding}"] = scored(spec["judge"], spec["cost_weight"], asked, texts).mean()
+                shown[f"proxy_{decoding}"] = scored(spec["judge"], spec["cost_weight"], asked, _texts(rows)).mean()
             if "test" not in sets:
                 continue
             rows = engine.generate("test", samples=samples, seed=step, temperature=temperature)
@@ -306,7 +309,7 @@ class _Tiny(Measures):
         test, shown = {}, []
         for decoding, samples, temperature in decodings_of_end(SAMPLES_AT_END):
             rows = engine.generate("test", samples=samples, temperature=temperature)
-            shown = shown or [text.replace(tiny.END, "")[:120] for text, _ in rows[0][:SHOWN]]
+            shown = shown or [text[:120] for text in _texts(rows)[:SHOWN]]
             said, what = _judged(spec, sets["test"], rows, judges_of(spec))
             found = {name: [round(value, 3) for value in values] for name, values in said.items()}
             test[decoding] = found | {name: round(value, 4) for name, value in what.items()}
@@ -315,22 +318,11 @@ class _Tiny(Measures):
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return the same of an untrained base, and what each judge's scores of its samples are: mean and spread."""
         rows = engine.generate("test", samples=SAMPLES_AT_END)
-        texts = [text.replace(tiny.END, "") for row in rows for text, _ in row]
         units = {}
         for judge in (*scorers.SCORERS, RULE):
-            found = scored(judge, spec["cost_weight"], [*sets["test"]] * len(rows), texts)
+            found = scored(judge, spec["cost_weight"], [*sets["test"]] * len(rows), _texts(rows))
             units[judge] = [round(float(found.mean()), 4), round(float(found.std()), 4)]
         return self.outcome(spec, engine, sets) | {"units": units}
-
-
-def _by_base(name: str, words: str) -> Callable[..., Any]:
-    """Return a method that is `PUBLIC`'s for specs of a user's model, and of this module for the others."""
-
-    def method(self: Measures, spec: Spec, *arguments: Any) -> Any:
-        return getattr(PUBLIC if _is_public(spec) else TINY, name)(spec, *arguments)
-
-    method.__name__, method.__doc__ = name, words
-    return method
 
 
 class _ByBase(_Tiny):
@@ -364,16 +356,20 @@ class _ByBase(_Tiny):
             raise ValueError("no scorer says which replies to real requests are right: measure scores instead.")
         return super().right(problem, completion)
 
-    sets = _by_base("sets", "Return the requests of each split.")
-    rows = _by_base("rows", "Return rows with the prompt and the columns that the reward reads.")
-    reward = _by_base("reward", "Return what a run is trained on.")
-    companions = _by_base("companions", "Return the models beside a user's one.")
-    prepare = _by_base("prepare", "Raise an error where a run could not reach them.")
-    finished = _by_base("finished", "Return what becomes the record of a run.")
-    logged = _by_base("logged", "Return what a point of the curve takes from the trainer's logs.")
-    point = _by_base("point", "Return what a point of the curve shows.")
-    outcome = _by_base("outcome", "Return what a trained model has come to.")
-    base_outcome = _by_base("base_outcome", "Return what is measured of an untrained base.")
+
+def _by_base(name: str) -> Callable[..., Any]:
+    """Return a method that is `PUBLIC`'s for specs of a user's model, and of this module for the others."""
+
+    def method(self: Measures, spec: Spec, *arguments: Any) -> Any:
+        return getattr(PUBLIC if _is_public(spec) else TINY, name)(spec, *arguments)
+
+    method.__name__, method.__doc__ = name, getattr(Measures, name).__doc__
+    return method
+
+
+_OF_BOTH = ("sets", "rows", "reward", "companions", "prepare", "finished")
+for _name in (*_OF_BOTH, "logged", "point", "outcome", "base_outcome"):
+    setattr(_ByBase, _name, _by_base(_name))
 
 
 def _is_public(spec: Mapping[str, Any]) -> bool:

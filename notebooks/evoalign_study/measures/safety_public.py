@@ -56,6 +56,7 @@ from evoalign_study.measures.base import (
     decodings_of_point,
     drift,
     in_own_order,
+    known_file,
     read_beside,
     split_sizes,
 )
@@ -120,12 +121,7 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Problem]]:
 def _request_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not (given := settings.get("requests")):
         return {"requests": "hub", "requests_sha256": _digest(_published())}
-    try:
-        fields = {"requests": "own", "requests_sha256": base_models.know_file(given)}
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f'requests={str(given)!r} is no file: give the path of one with a line {{"prompt": "..."}} for each.'
-        ) from error
+    fields = {"requests": "own", "requests_sha256": known_file("requests", given, '{"prompt": "..."}')}
     if empty := [name for name, asked in splits(fields).items() if not asked]:
         raise ValueError(
             f"requests={str(given)!r} has no request for {empty[0]}: a hash of its text puts 70 % of them into train, "
@@ -478,16 +474,12 @@ class Public(Measures):
 
 def _verdicts(said: Judged) -> dict[str, Any]:
     """What a record has of a judge's verdicts; the run's replies are `a`."""
-    wins, losses, ties, unparsed, failed = (said.counts[name] for name in ("a", "b", "tie", "unparsed", "failed"))
-    decided = wins + losses + ties
-    return {
-        "win": wins,
-        "loss": losses,
-        "tie": ties,
+    names = {"win": "a", "loss": "b", "tie": "tie", "unparsed": "unparsed", "failed": "failed"}
+    counts = {name: said.counts[outcome] for name, outcome in names.items()}
+    decided = sum(counts[name] for name in ("win", "loss", "tie"))
+    return counts | {
         "inconsistent": said.inconsistent,
-        "unparsed": unparsed,
-        "failed": failed,
-        "win_rate": round((wins + ties / 2) / decided, 4) if decided else None,
+        "win_rate": round((counts["win"] + counts["tie"] / 2) / decided, 4) if decided else None,
         "first_share": None if math.isnan(said.first_share) else round(said.first_share, 4),
         "errors": said.spent.errors,
     }
