@@ -25,7 +25,7 @@ from evoalign_lib.checks import choose
 from evoalign_lib.files import canonical_json, locked, replace_text
 from evoalign_study import claims, execution, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
-from evoalign_study.records import SCALES, record_files, seal_problems
+from evoalign_study.records import SCALES, record_files, index_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -304,7 +304,7 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
     """Compare the committed records with their index, and the committed artefacts with what is drawn from them now.
 
-    First, and fast, the indices are checked (`unsealed`) and the lock of the claims
+    First, and fast, the indices are checked (`record_problems`) and the lock of the claims
     (`claims.lock_problems`). Then each notebook is executed as committed, by this interpreter, into a temporary folder;
     runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
     the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
@@ -323,7 +323,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     missing = sorted(set(notebooks or []) - set(committed))
     if missing:
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
-    unlike = unsealed() + _unlocked()
+    unlike = record_problems() + _unlocked()
     yield from unlike
     if unlike and write:
         return
@@ -375,10 +375,10 @@ def redraw(notebook: str) -> str | None:
         return failure
 
 
-def unsealed() -> list[str]:
+def record_problems() -> list[str]:
     """Return what does not match of the committed records of each scale, index, history and benchmark."""
     files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.index"))}
-    problems = [problem for path in sorted(files) for problem in seal_problems(path)] + (lost_from_history() or [])
+    problems = [problem for path in sorted(files) for problem in index_problems(path)] + (lost_from_history() or [])
     bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
     if bench.exists() or kept.exists():
         found = _sha256(bench) if bench.exists() else "no file"

@@ -8,7 +8,7 @@ The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it
 record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
 
 Beside each record file lies its index, <scale>.index: one line per record, in the order of the records, with the spec
-hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `seal_problems` computes
+hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `index_problems` computes
 it anew and names what does not match. Whoever edits a record and its index alike is found by the history of git: a line
 of an index that was ever committed stays (`artifacts.lost_from_history`).
 """
@@ -141,7 +141,7 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         stored, index = _mended(path)
         if missing := _add_missing(path, stored, index):
             what = "1 record" if missing == 1 else f"{missing} records"
-            print(f"sealed {what} of {path} that had no line in its index")
+            print(f"indexed {what} of {path} that had no line in its index")
         for spec, first in stored:
             if spec == own:
                 print(f"{path} has a record of {run_name(record['spec'])} already, made meanwhile: it stays")
@@ -192,21 +192,21 @@ def run_name(spec: Spec) -> str:
 
 # ---- the index
 
-_RESTORE, _SEAL_IT = "restore it from git", "run `python -m evoalign_study seal`"
+_RESTORE, _INDEX_IT = "restore it from git", "run `python -m evoalign_study seal`"
 _ROUNDED = 1e-6  # means are stored with six decimals
 
 
-def seal(path: Path) -> int:
+def index(path: Path) -> int:
     """Add to the index of a record file the lines that it lacks; return their number.
 
     They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
-    where a line of the index has no record (see `seal_problems`). Raises ValueError for a line that is not a record.
+    where a line of the index has no record (see `index_problems`). Raises ValueError for a line that is not a record.
     """
     with locked(path), interrupts_wait():
         return _add_missing(path, *_mended(path))
 
 
-def seal_problems(path: Path) -> list[str]:
+def index_problems(path: Path) -> list[str]:
     """Say where a record file, its index and its ledgers do not match, in one line per problem; empty: nowhere.
 
     Found are records that were edited, inserted, deleted or moved, changes of the index itself, ledgers that are
@@ -232,7 +232,7 @@ def seal_problems(path: Path) -> list[str]:
         if spec in whole:
             problems.append(f"{where} is a second record of its spec: delete one of the two")
         elif spec not in kept:
-            problems.append(f"{where} is not in the index: if its writer was killed, or it was merged, {_SEAL_IT}")
+            problems.append(f"{where} is not in the index: if its writer was killed, or it was merged, {_INDEX_IT}")
         elif indexed != kept[spec]:
             problems.append(f"{where} is not the record that its index has, one of them was edited: {_RESTORE}")
         else:
@@ -244,7 +244,7 @@ def seal_problems(path: Path) -> list[str]:
             name = line[:16].decode(errors="replace")
             problems.append(f"{index_file}, line {number}: there is no record of spec {name!r}: {_RESTORE}")
     if not problems and index != _lines(whole.values()):
-        problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_SEAL_IT}")
+        problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_INDEX_IT}")
     return problems
 
 
