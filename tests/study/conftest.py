@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -87,3 +88,32 @@ def drawn():
         style.use()
         yield
     plt.close("all")
+
+
+HERE = Path(__file__).parents[2]
+PLACES = {"ROOT": ".", "NOTEBOOKS": "notebooks", "FIGURES": "figures", "PAPER": "paper", "RUNS": "runs"}
+PLACES |= {"RESULTS": "paper/results", "GENERATED": "paper/generated"}
+
+
+def _enter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    from evoalign_study import paths
+
+    patch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{HERE / 'notebooks'}")
+    for variable in ("EVOALIGN_ARTIFACTS", "EVOALIGN_RUN_DIR"):
+        patch.delenv(variable, raising=False)
+    for name, place in PLACES.items():
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        patch.setattr(paths, name, folder / place)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def enter():
+    """A function that takes a folder for the repository."""
+    return _enter
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """An empty repository in the place of the real one."""
+    return _enter(tmp_path, monkeypatch)

@@ -16,7 +16,7 @@ import pytest
 from evoalign_study import measures, paths, sweep, training
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
-from evoalign_study.records import read_records, record_files, index_problems, spec_hash
+from evoalign_study.records import index_problems, read_records, record_files, spec_hash
 from evoalign_study.sweep import load_or_run
 from helpers import chained
 from typer.testing import CliRunner
