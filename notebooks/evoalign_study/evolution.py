@@ -1,7 +1,7 @@
 """Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
 
 Arms with `lora_rank` search an adapter over the frozen base, which may be fine-tuned on right answers before
-(`warm_starts`). The `d`, digest and distance of their records are those of the adapter's parameters.
+(`training.adapted`). The `d`, digest and distance of their records are those of the adapter's parameters.
 """
 
 from __future__ import annotations
@@ -18,27 +18,20 @@ import numpy as np
 from evoalign_lib import _adapters, arms, ledger, models, quantisation
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
-from evoalign_study import base_models, measures, training, warm_starts
+from evoalign_study import base_models, measures, training
 from evoalign_study.records import Spec
 from evoalign_study.rollouts import WeightedTrainer
 
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Train by an arm of ES or ESSA, and yield the model.
-
-    Args:
-        spec: of kind "train".
-        place: folder to work in.
-        lasting: whether checkpoints and logs stay there, and the run goes on from what is there.
-        keep: where the run's ledger goes, compressed; None: it is not kept.
-    """
+    """Train by an arm of ES or ESSA, and yield the model. Arguments as `trainers.train`."""
     model, tokenizer, sets = training.world(spec)
-    told = dict(arms.get(spec["arm"]).options) | training.reports(spec, lasting)
-    weighted = arms.get(spec["arm"]).rollouts == "unperturbed"
+    arm = arms.get(spec["arm"])
+    told, weighted = dict(arm.options) | training.reports(spec, lasting), arm.rollouts == "unperturbed"
     if weighted:
         told["num_generations"] = spec["num_generations"]
-    kind = ESSATrainer if arms.get(spec["arm"]).family == "cma" else WeightedTrainer if weighted else ESTrainer
+    kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else ESTrainer
     es, progress = trainer(spec, model, tokenizer, sets, place, kind, **told)
     with closing(es.engine) as engine:
         # with anchor_decay the weights keep a copy of their start, which is never written
@@ -66,7 +59,7 @@ def spent(es: Any) -> dict[str, Any]:
     d = es.engine.layout.d
     if _adapters.is_adapted(es.model):  # of which the frozen base computes, too
         d = sum(p.numel() for p in es.model.parameters())
-    return warm_starts.added(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
+    return training.with_warm_start(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
 
 
 def trainer(
@@ -93,9 +86,8 @@ def trainer(
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
     where: dict[str, Any] = {"workers": 1}
     if not base_models.is_local(spec):
-        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec} | {
-            "model_init_kwargs": {"dtype": "bfloat16"}
-        }
+        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+        where["model_init_kwargs"] = {"dtype": "bfloat16"}
         if "warm_rows" in spec and not issubclass(kind, ESSATrainer):  # fine-tuned here, before there is a trainer
             del where["model_init_kwargs"]
             model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
@@ -120,11 +112,12 @@ def trainer(
     adapter, warm = {}, None
     if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
         adapter["peft_config"] = lora_config(spec["lora_rank"])
-        adapter |= {"sft_dataset": warm_starts.rows(spec, tokenizer), "sft_args": warm_starts.arguments(spec, folder)}
+        adapter["sft_dataset"] = training.warm_rows(spec, tokenizer)
+        adapter["sft_args"] = training.warm_arguments(spec, folder)
     elif isinstance(model, str) and "lora_rank" in spec:
         adapter["peft_config"] = lora_config(spec["lora_rank"])
     elif "lora_rank" in spec:
-        model, warm = warm_starts.adapted(spec, model, tokenizer, folder)
+        model, warm = training.adapted(spec, model, tokenizer, folder)
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
     if not essa:
         made.warm_start_cost = warm

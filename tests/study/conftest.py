@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from evoalign_lib import tiny
-
 
 @pytest.fixture(scope="session")
 def committed_records():
@@ -47,8 +45,6 @@ def records(request, run):
     """Group -> committed records of that notebook."""
     from evoalign_study.loading import Loader
 
-    if not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES):
-        pytest.skip("the bases have not been trained yet")
     load = Loader(request.module.study.NOTEBOOK, run, request.module.study.groups)
     return load(*load.names)
 
@@ -63,8 +59,6 @@ def es_runs(request, tmp_path_factory):
     from evoalign_study.kinds.train import train_specs
 
     base = getattr(request.module, "BASE", "A0")
-    if not (tiny.bases_folder() / base).is_dir():
-        pytest.skip("the bases have not been trained yet")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
         yield [
