@@ -26,13 +26,12 @@ from evoalign_study.rollouts import WeightedTrainer
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
     """Train by an arm of ES or ESSA, and yield the model. Arguments as `trainers.train`."""
-    model, tokenizer, sets = training.world(spec)
-    arm = arms.get(spec["arm"])
+    world, arm = training.world(spec), arms.get(spec["arm"])
     told, weighted = dict(arm.options) | training.reports(spec, lasting), arm.rollouts == "unperturbed"
     if weighted:
         told["num_generations"] = spec["num_generations"]
     kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else ESTrainer
-    es, progress = trainer(spec, model, tokenizer, sets, place, kind, **told)
+    es, progress = trainer(spec, world, place, kind, **told)
     with closing(es.engine) as engine:
         # with anchor_decay the weights keep a copy of their start, which is never written
         start = engine.master.copy() if engine.weights.start is None else engine.weights.start
@@ -45,7 +44,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         result |= {"rollouts": es.summary()} if weighted else {}
         if "base_precision" in spec and spec.get("test_problems", 1):
             result["over_loaded"] = _over_loaded_base(spec, es.model)
-        yield training.Trained(engine, start, sets, result | kept, progress.diverged)
+        yield training.Trained(engine, start, world[2], result | kept, progress.diverged)
 
 
 def spent(es: Any) -> dict[str, Any]:
@@ -64,9 +63,7 @@ def spent(es: Any) -> dict[str, Any]:
 
 def trainer(
     spec: Spec,
-    model: Any,
-    tokenizer: Any,
-    sets: Mapping[str, list],
+    world: tuple[Any, Any, Mapping[str, list]],
     folder: Path,
     kind: type[ESTrainer] = ESTrainer,
     **changed: Any,
@@ -75,12 +72,12 @@ def trainer(
 
     Args:
         spec: with the settings of an arm of ES or ESSA.
-        model, tokenizer, sets: of `training.world`.
+        world: model, tokenizer and problems of each split (`training.world`).
         folder: for checkpoints, where they are kept, and the progress beside them.
         kind: the trainer, or a subclass that watches its own steps.
         **changed: of the trainer's configuration.
     """
-    measure = measures.get(spec["task"])
+    measure, (model, tokenizer, sets) = measures.get(spec["task"]), world
     general = {"report_to": "none", "save_strategy": "no"} | changed
     progress = training.Progress(None if general["save_strategy"] == "no" else folder)
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
@@ -96,16 +93,9 @@ def trainer(
     named += ("leading_share",) if essa else ("alpha", "rank")
     if not essa:
         general["anchor_decay"] = spec.get("anchor_decay", 0.0)
-    config = (ESSAConfig if essa else ESConfig)(
-        output_dir=str(folder),
-        seed=spec["seed"],
-        max_steps=spec["steps"],
-        max_completion_length=spec["max_completion_length"],
-        disable_tqdm=True,
-        **where,
-        **{name: spec[name] for name in named if name in spec},
-        **general,
-    )
+    settings = {"seed": spec["seed"], "max_steps": spec["steps"], "disable_tqdm": True} | where | general
+    settings |= {name: spec[name] for name in (*named, "max_completion_length") if name in spec}
+    config = (ESSAConfig if essa else ESConfig)(output_dir=str(folder), **settings)
     asked = measure.rows(spec, tokenizer, sets["train"])
     if "base_precision" in spec:
         model = quantisation.quantise(model, spec["base_precision"])

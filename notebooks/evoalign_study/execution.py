@@ -151,13 +151,8 @@ def _run(
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict())
 
-    client = NotebookClient(
-        content,
-        kernel_manager_class=ThisInterpreter,
-        timeout=timeout,
-        record_timing=False,
-        resources={"metadata": {"path": str(paths.NOTEBOOKS)}},
-    )
+    how = {"kernel_manager_class": ThisInterpreter, "timeout": timeout, "record_timing": False}
+    client = NotebookClient(content, resources={"metadata": {"path": str(paths.NOTEBOOKS)}}, **how)
     started.append(client)
     try:
         # closes the event loop of this thread

@@ -134,21 +134,15 @@ class Loader:
         run, found = self._run, {}
         wanted = {spec_hash(spec): spec for own in specs.values() for spec in own}
         anew = {spec_hash(spec) for name, own in specs.items() if made_anew(run, name) for spec in own}
-        ledgers = {name: getattr(groups[name], "ledgers", ()) for name in specs}
-        kept = {spec_hash(spec) for name, own in specs.items() for spec in own if spec.get("base") in ledgers[name]}
+        bases = {name: getattr(groups[name], "ledgers", ()) for name in specs}
+        kept = {spec_hash(spec) for name, own in specs.items() for spec in own if spec.get("base") in bases[name]}
         for again in (False, True):
             chosen = {h: spec for h, spec in wanted.items() if (h in anew) is again}
             for scale in dict.fromkeys(spec["scale"] for spec in chosen.values()):
                 of_scale = {h: spec for h, spec in chosen.items() if spec["scale"] == scale}
-                records = load_or_run(
-                    list(of_scale.values()),
-                    self._notebook,
-                    scale,
-                    force=again,
-                    aside=run.aside,
-                    dry_run=run.dry_run,
-                    keep_ledgers=[spec for h, spec in of_scale.items() if h in kept],
-                )
+                how = {"force": again, "aside": run.aside, "dry_run": run.dry_run}
+                ledgers = [spec for h, spec in of_scale.items() if h in kept]
+                records = load_or_run(list(of_scale.values()), self._notebook, scale, keep_ledgers=ledgers, **how)
                 found |= zip(of_scale, records, strict=True)
         return found
 

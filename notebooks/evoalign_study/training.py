@@ -290,10 +290,8 @@ def warm_rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
     problems = measure.sets(drawn | {"seed": spec["seed"] + _WARM_SEEDS})["train"]
     answers = [measure.right_answer(problem, rng).removesuffix(tiny.END) for problem in problems]
     asked = measure.rows(spec, tokenizer, problems)
-    return [
-        {"prompt": row["prompt"], "completion": text + tokenizer.eos_token}
-        for text, row in zip(answers, asked, strict=True)
-    ]
+    pairs = zip(asked, answers, strict=True)
+    return [{"prompt": row["prompt"], "completion": text + tokenizer.eos_token} for row, text in pairs]
 
 
 def warm_arguments(spec: Spec, folder: Path) -> Any:
@@ -301,18 +299,8 @@ def warm_arguments(spec: Spec, folder: Path) -> Any:
     import torch
     from trl import SFTConfig
 
-    return SFTConfig(
-        output_dir=str(folder / "sft"),
-        learning_rate=spec["warm_learning_rate"],
-        lr_scheduler_type="constant",
-        num_train_epochs=spec["warm_epochs"],
-        per_device_train_batch_size=16,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=base_models.is_local(spec) or not torch.cuda.is_available(),
-        seed=spec["seed"],
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    fixed = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16, "gradient_checkpointing": False}
+    own = {"learning_rate": spec["warm_learning_rate"], "num_train_epochs": spec["warm_epochs"], "seed": spec["seed"]}
+    on_cpu = base_models.is_local(spec) or not torch.cuda.is_available()
+    return SFTConfig(output_dir=str(folder / "sft"), use_cpu=on_cpu, bf16=False, **own, **fixed, **quiet)

@@ -111,6 +111,7 @@ sweep.load_or_run([{"kind": "base", "scale": scale}], "01_toy", scale, dry_run=r
 """
 
 
+@pytest.mark.slow
 def test_papermill_ends_a_dry_run_without_failure(tmp_path):
     """It names what is missing, from any folder, and nothing after it runs."""
     literals = "scale, model, engine = 'tiny', '', 'local'\ngpus = seeds = 0\nforce = dry_run = False"

@@ -253,13 +253,7 @@ def run_composed(spec: Spec) -> Record:
 
 
 def audit_specs(
-    base: str,
-    precision: str,
-    noise: str,
-    fitness: str,
-    seeds: Iterable[int],
-    settings: Mapping[str, Any],
-    scale: str,
+    base: str, precision: str, noise: str, fitness: str, seeds: Iterable[int], settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
     """Return specs of ES runs of a bfloat16 model that differ in arithmetic or noise alone.
 
@@ -329,8 +323,8 @@ def run_audit(spec: Spec) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
         # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
-        world = model.to(torch.bfloat16), tokenizer, sets, Path(folder)
-        trainer, progress = evolution.trainer(spec, *world, kind=Audited, arm="es", **changed)
+        world = model.to(torch.bfloat16), tokenizer, sets
+        trainer, progress = evolution.trainer(spec, world, Path(folder), Audited, arm="es", **changed)
         trainer.start = trainer.engine.weights.float32().copy()
         trainer.intended = np.zeros(trainer.engine.layout.size)
         trainer.train()
