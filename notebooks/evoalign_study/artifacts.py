@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from evoalign_lib.checks import choose
 from evoalign_lib.files import canonical_json, locked, replace_text
 from evoalign_study import claims, execution, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
-from evoalign_study.records import SCALES, record_files, seal_problems
+from evoalign_study.records import SCALES, index_problems, record_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +47,11 @@ class Shown:
     """What a notebook displays: as the value of a cell, or by `display`. Its texts have the same bytes each time."""
 
     def __init__(self, *outputs: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        """outputs: MIME type -> content, with "text/plain" among them, and MIME type -> metadata."""
+        """Take what is displayed, one after the other.
+
+        Args:
+            *outputs: MIME type -> content, with "text/plain" among them, and MIME type -> metadata.
+        """
         self.outputs = outputs
 
     def _ipython_display_(self) -> None:
@@ -67,13 +72,20 @@ class Shown:
 def show(frame: DataFrame, caption: str, formats: dict[str, str] | None = None) -> Shown:
     """Return a table that a notebook shows and does not save: settings, verdicts, checks.
 
-    Arguments and errors: as for `Store.save_table`.
+    Arguments and errors are those of `Store.save_table`.
     """
     return _shown_table(rendering.cell_text(frame, formats or {}), caption)
 
 
 def answers(sentences: Mapping[str, str]) -> Shown:
-    """Return questions with their answers for a notebook. sentences: question -> answer with number, interval and n."""
+    """Return questions with their answers for a notebook.
+
+    Args:
+        sentences: question -> answer with number, interval and n.
+
+    Raises:
+        ValueError: no sentences.
+    """
     if not sentences:
         raise ValueError("no answers: give question -> sentence, such as the study's answers(run, records)")
     return Shown(
@@ -102,9 +114,15 @@ class Store:
     def __init__(self, notebook: str, scale: str, records: list[dict[str, Any]], fresh: bool) -> None:
         """Prepare to write; nothing is written yet.
 
-        notebook: name without suffix, such as "01_es_countdown". scale: "smoke", "tiny" or "full".
-        records: all run records that the artefacts are drawn from. fresh: whether any of them was run just now.
-        Raises ValueError for an unknown scale or no records, KeyError for a record without provenance.
+        Args:
+            notebook: name without suffix, such as "01_es_countdown".
+            scale: "smoke", "tiny" or "full".
+            records: all run records that the artefacts are drawn from.
+            fresh: whether any of them was run just now.
+
+        Raises:
+            ValueError: an unknown scale, or no records.
+            KeyError: a record without provenance.
         """
         choose("scale", scale, SCALES)
         if not records:
@@ -122,9 +140,15 @@ class Store:
     def save_figure(self, fig: Figure, name: str, data: DataFrame, caption: str, of: str = "") -> Shown:
         """Write figures/NAME.pdf, .png and .csv (the plotted data), and generated/NAME.tex to include in the paper.
 
-        data: one row per plotted point; floats are written with 4 significant digits. caption: plain text. of: see
-        `save_table`.
-        Returns the picture with its caption below, as the last line of a cell displays it. The figure is closed.
+        Args:
+            fig: the figure; it is closed.
+            name: of the files: lower-case letters, digits and _.
+            data: one row per plotted point; floats are written with 4 significant digits.
+            caption: plain text.
+            of: as for `save_table`.
+
+        Returns:
+            The picture with its caption below, as the last line of a cell displays it.
         """
         from matplotlib import pyplot as plt
 
@@ -159,12 +183,19 @@ class Store:
     ) -> Shown:
         """Write generated/NAME.tex (caption, label and booktabs tabular, to stand in a table environment) and .csv.
 
-        frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
-        caption: plain text; notebook and scale are appended. formats: column -> format specification, such as ".1f".
-        published: the table quotes the literature; the caption says so, and no records are named.
-        of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
-        Returns the table with its caption above, as the last line of a cell displays it.
-        Raises ValueError for a float column without format.
+        Args:
+            frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
+            name: of the files: lower-case letters, digits and _.
+            caption: plain text; notebook and scale are appended.
+            formats: column -> format specification, such as ".1f".
+            published: whether the table quotes the literature; the caption then says so, and no records are named.
+            of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
+
+        Returns:
+            The table with its caption above, as the last line of a cell displays it.
+
+        Raises:
+            ValueError: a float column without format, a format without column, or a name that is taken.
         """
         name = self._name(name)
         cells = rendering.cell_text(frame, formats or {})
@@ -174,16 +205,16 @@ class Store:
         replace_text(self.generated / f"{name}.csv", rendering.csv_text(frame))
         return _shown_table(cells, text, name)
 
-    def save_number(self, name: str, value: float | str, fmt: str) -> None:
-        r"""Define one TeX macro \NAME: see `save_numbers`."""
-        self.save_numbers({name: (value, fmt)})
-
     def save_numbers(self, numbers: Mapping[str, tuple[float | str, str]]) -> None:
         r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and write their texts to the .json beside it.
 
-        numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}. Replaces macros
-        of these names and keeps the others.
-        Raises ValueError for a name of anything but letters, which TeX does not allow; nothing is written then.
+        Macros of these names are replaced, and the others kept.
+
+        Args:
+            numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}.
+
+        Raises:
+            ValueError: a name of anything but letters, which TeX does not allow; nothing is written then.
         """
         for name in numbers:
             if not re.fullmatch("[A-Za-z]+", name):
@@ -233,36 +264,28 @@ def render_readme_block(name: str, markdown: str) -> bool:
     path = paths.ROOT / "README.md"
     with locked(path):
         old = rendering.readme_block(_readme(), name)
-        if old is None:
-            return False
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        replace_text(path, _readme().replace(start + old + end, start + markdown + end))
-        return True
+        if old is not None:
+            start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+            replace_text(path, _readme().replace(start + old + end, start + markdown + end))
+        return old is not None
+
+
+_CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
+_CLAIM |= {"placebo": "placebo", "decodings": "decodings", "n": "n", "rule": "rule_hash"}
+"""Column of the table of claims -> field of a verdict."""
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
 
-    Returns the README's table.
+    Returns:
+        The README's table.
     """
     from pandas import DataFrame
 
     verdicts = list(verdicts)
-    rows = [
-        {
-            "claim": v.id,
-            "statement": v.statement,
-            "verdict": v.verdict,
-            "key": v.key,
-            "result": v.text,
-            "placebo": v.placebo,
-            "decodings": v.decodings,
-            "n": v.n,
-            "rule": v.rule_hash,
-        }
-        for v in verdicts
-    ]
-    replace_text(generated / "claims.csv", rendering.csv_text(DataFrame(rows)))
+    table = DataFrame([{column: getattr(v, field) for column, field in _CLAIM.items()} for v in verdicts])
+    replace_text(generated / "claims.csv", rendering.csv_text(table))
     caption = (
         "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
         "trained from scratch). A letter marks a rule that was declared after the data of the first were seen. "
@@ -271,11 +294,9 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
-    cells = DataFrame(rows)[["claim", "statement", "verdict", "result"]]
-    cells["checks"] = [
-        ". ".join(f"{what}: {found}" for what, found in (("Placebo", v.placebo), ("Decoding", v.decodings)) if found)
-        for v in verdicts
-    ]
+    found = [{"Placebo": v.placebo, "Decoding": v.decodings} for v in verdicts]
+    checks = [". ".join(f"{what}: {said}" for what, said in each.items() if said) for each in found]
+    cells = table[["claim", "statement", "verdict", "result"]].assign(checks=checks)
     replace_text(generated / "claims.tex", rendering.tex_long_table(cells, "claims", caption, columns))
     markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
@@ -304,26 +325,35 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
     """Compare the committed records with their index, and the committed artefacts with what is drawn from them now.
 
-    First, and fast, the indices are checked (`unsealed`) and the lock of the claims
-    (`claims.lock_problems`). Then each notebook is executed as committed, by this interpreter, into a temporary folder;
+    First, and fast, the indices are checked (`record_problems`) and the lock of the claims (`claims.lock_problems`).
+    Then each notebook is executed as committed, by this interpreter, into a temporary folder;
     runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
     the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
     those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
 
-    notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray files
-        are reported too).
-    write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing is
-        drawn from records that do not match their index.
-    drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing is
-        executed, and whether notebooks or records changed since then is not seen.
-    Yields one line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
-    Raises FileNotFoundError for a named notebook without committed records.
+    Args:
+        notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray
+            files are reported too).
+        write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing
+            is drawn from records that do not match their index.
+        drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing
+            is executed, and whether notebooks or records changed since then is not seen.
+
+    Yields:
+        A line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
+
+    Raises:
+        FileNotFoundError: a named notebook without committed records.
     """
     committed = [path.parent.name for path in record_files("tiny")]
     missing = sorted(set(notebooks or []) - set(committed))
     if missing:
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
-    unlike = unsealed() + _unlocked()
+    unlike = record_problems()
+    try:
+        unlike += claims.lock_problems()
+    except ValueError as error:  # claims or lock that cannot be read
+        unlike.append(str(error))
     yield from unlike
     if unlike and write:
         return
@@ -342,14 +372,11 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
             else:
                 yield from _compare(notebook, place)
     try:
-        verdicts = _verdicts()
-    except ValueError as error:  # damaged records, or claims that cannot be judged by them
-        yield str(error)
-        return
+        verdicts = _verdicts(tuple(map(_sha256, [paths.PAPER / "claims.yaml", *record_files("tiny")])))
     except Exception as error:
-        if not unlike:
+        if not (unlike or isinstance(error, ValueError)):  # damaged records, or claims that cannot be judged by them
             raise
-        yield f"the claims cannot be judged by what was damaged: {type(error).__name__}: {error}"
+        yield f"the claims cannot be judged: {type(error).__name__}: {error}"
         return
     if write:
         render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
@@ -366,7 +393,11 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
 def redraw(notebook: str) -> str | None:
     """Execute a notebook in place (`execution.execute`), and put what it drew in the place of its committed artefacts.
 
-    Returns what failed, and changes nothing then, or None. Raises FileNotFoundError for a notebook that is not there.
+    Returns:
+        What failed, and nothing is changed then; or None.
+
+    Raises:
+        FileNotFoundError: a notebook that is not there.
     """
     with tempfile.TemporaryDirectory() as folder:
         failure = execution.execute(notebook, Path(folder))
@@ -375,10 +406,10 @@ def redraw(notebook: str) -> str | None:
         return failure
 
 
-def unsealed() -> list[str]:
+def record_problems() -> list[str]:
     """Return what does not match of the committed records of each scale, index, history and benchmark."""
     files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.index"))}
-    problems = [problem for path in sorted(files) for problem in seal_problems(path)] + (lost_from_history() or [])
+    problems = [problem for path in sorted(files) for problem in index_problems(path)] + (lost_from_history() or [])
     bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
     if bench.exists() or kept.exists():
         found = _sha256(bench) if bench.exists() else "no file"
@@ -405,24 +436,10 @@ def lost_from_history() -> list[str] | None:
     ]
 
 
-def _unlocked() -> list[str]:
-    """Return what `claims.lock_problems` finds, or why claims and lock cannot be read."""
-    try:
-        return claims.lock_problems()
-    except ValueError as error:
-        return [str(error)]
-
-
-def _verdicts() -> list[Verdict]:
-    """Return the verdicts on the committed records of scale tiny, judged once as long as records and claims stay."""
-    files = [paths.PAPER / "claims.yaml", *record_files("tiny")]
-    key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
-    if key not in _JUDGED:
-        _JUDGED[key] = claims.evaluate_all("tiny")
-    return _JUDGED[key]
-
-
-_JUDGED: dict[str, list[Verdict]] = {}
+@lru_cache(maxsize=8)
+def _verdicts(digests: tuple[str, ...]) -> list[Verdict]:
+    """Return the verdicts on the committed records of scale tiny. digests: of the claims and of these records."""
+    return claims.evaluate_all("tiny")
 
 
 def undrawn() -> list[str]:
@@ -440,14 +457,11 @@ def _compare(notebook: str, folder: Path) -> list[str]:
     """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
     drawn = _entries(folder / "generated" / "manifest.json", notebook)
     committed = _entries(paths.GENERATED / "manifest.json", notebook)
-    problems = []
-    for name in sorted(drawn.keys() | committed.keys()):
-        if name not in committed:
-            problems.append(f"manifest.json: {name} of {notebook} is missing")
-        elif name not in drawn:
+    problems = [f"manifest.json: {name} of {notebook} is missing" for name in sorted(drawn.keys() - committed.keys())]
+    for name, entry in sorted(committed.items()):
+        if name not in drawn:
             problems.append(f"manifest.json: {name} is extra, {notebook} no longer makes it")
-        elif drawn[name] != committed[name]:
-            parts = [key for key in drawn[name] if drawn[name][key] != committed[name].get(key)]
+        elif parts := [key for key, value in drawn[name].items() if value != entry.get(key)]:
             problems.append(f"manifest.json: {name} of {notebook} differs in {', '.join(parts)}")
     return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
 
@@ -508,12 +522,11 @@ def _unaccounted(compared: Sequence[str]) -> list[str]:
 def _changed_outputs() -> list[str]:
     """Return the notebooks that display something else than what they displayed when they were executed."""
     kept = _read_manifest(paths.GENERATED / "manifest.json").get("outputs", {})
-    found = {path.stem: execution.outputs_digest(path) for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))}
     return [
-        f"notebooks/{name}.ipynb displays what `python -m evoalign_study execute` did not write: restore it from git, "
+        f"notebooks/{path.name} displays what `python -m evoalign_study execute` did not write: restore it from git, "
         "or execute it"
-        for name, digest in found.items()
-        if digest != kept.get(name)
+        for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+        if execution.outputs_digest(path) != kept.get(path.stem)
     ]
 
 
@@ -526,11 +539,7 @@ def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
     drawn = _read_manifest(folder / "generated" / "manifest.json")
     with locked(path):
         manifest = _read_manifest(path)
-        own = {
-            name
-            for name, entry in manifest["artefacts"].items()
-            if (entry["notebook"], entry["scale"]) == (notebook, "tiny")
-        }
+        own = _entries(path, notebook).keys()
         taken = (manifest["artefacts"].keys() - own) & drawn["artefacts"].keys()
         if taken:
             raise ValueError(f"{min(taken)!r} of {notebook} is already an artefact of another notebook: rename it")
@@ -571,8 +580,7 @@ def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Return the hash of the records, whatever their order, and their specs, versions and commits."""
     lines = sorted(canonical_json(record) for record in records)
     for record in records:
-        lacking = [key for key in ("spec_hash", "commit", "environment") if key not in record]
-        if lacking:
+        if lacking := [key for key in ("spec_hash", "commit", "environment") if key not in record]:
             raise KeyError(f"a record lacks {', '.join(lacking)}: {canonical_json(record)[:120]}")
     environments = [record["environment"] for record in records]
     named = {package: {e[package] for e in environments if package in e} for package in VERSIONS}
@@ -603,8 +611,7 @@ def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
     """Write a manifest, without the records that no artefact is drawn from and the pictures that none of them has."""
     used = {entry["records"] for entry in manifest["artefacts"].values()}
     files = {file for entry in manifest["artefacts"].values() for file in entry["files"]}
-    kept = {"records": used, "pictures": files}
-    for part, names in kept.items():
+    for part, names in (("records", used), ("pictures", files)):
         if part in manifest:
             manifest = manifest | {part: {name: value for name, value in manifest[part].items() if name in names}}
     replace_text(path, rendering.pretty_json(manifest))

@@ -171,20 +171,18 @@ def know_files(known: Mapping[str, str]) -> None:
 def know_file(path: str | os.PathLike[str]) -> str:
     """Return the digest by which specs name a file, 16 digits of its SHA-256, and remember where the file is.
 
-    Raises FileNotFoundError where there is no such file.
+    Raises:
+        FileNotFoundError: there is no such file.
     """
-    found = Path(path).expanduser().resolve()
-    if not found.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is not a file: give the path of one.")
-    digest = _file_digest(found)
-    _FILES[digest] = str(found)
-    return digest
+    return _known(path, "file", Path.is_file, _file_digest)
 
 
 def file_of(digest: str) -> Path:
     """Return the file that a spec names.
 
-    Raises FileNotFoundError where this process was not told where it is, or it is gone; ValueError where it changed.
+    Raises:
+        FileNotFoundError: this process was not told where it is, or it is gone.
+        ValueError: it has changed.
     """
     return _found(digest, "file", _file_digest)
 
@@ -205,22 +203,19 @@ def know_end(path: str | os.PathLike[str]) -> str:
     That of a ledger is its SHA-256; that of a folder, with a model or an adapter, the SHA-256 of names, sizes and
     SHA-256s of its configurations and safetensors files.
 
-    Raises FileNotFoundError where nothing is there, ValueError for what is none of these.
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it is none of these.
     """
-    found = Path(path).expanduser().resolve()
-    if not found.exists():
-        raise FileNotFoundError(
-            f"the end of training {str(path)!r} does not exist: give the path of a model's folder, or of a ledger."
-        )
-    digest = _end_digest(found)
-    _FILES[digest] = str(found)
-    return digest
+    return _known(path, "model's folder, nor a ledger", Path.exists, _end_digest)
 
 
 def end_of(digest: str) -> Path:
     """Return the folder or ledger that a spec names as an end of training.
 
-    Raises FileNotFoundError where this process was not told where it is, or it is gone; ValueError where it changed.
+    Raises:
+        FileNotFoundError: this process was not told where it is, or it is gone.
+        ValueError: it has changed.
     """
     return _found(digest, "end of training", _end_digest)
 
@@ -228,6 +223,17 @@ def end_of(digest: str) -> Path:
 def is_adapter(place: Path) -> bool:
     """Say whether a folder holds an adapter over a model, and no model of its own."""
     return (place / "adapter_config.json").is_file()
+
+
+def _known(
+    path: str | os.PathLike[str], what: str, there: Callable[[Path], bool], digest_of: Callable[[Path], str]
+) -> str:
+    found = Path(path).expanduser().resolve()
+    if not there(found):
+        raise FileNotFoundError(f"{str(path)!r} is not a {what}: give the path of one.")
+    digest = digest_of(found)
+    _FILES[digest] = str(found)
+    return digest
 
 
 def _found(digest: str, what: str, digest_of: Callable[[Path], str]) -> Path:
@@ -246,7 +252,7 @@ def _found(digest: str, what: str, digest_of: Callable[[Path], str]) -> Path:
 
 
 def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return _sha256(path)[:16]
 
 
 def _end_digest(path: Path) -> str:
@@ -279,8 +285,8 @@ def _files_of_end(path: Path) -> list[Path]:
     files = [*(path / name for name in _CONFIGS if (path / name).is_file()), *sorted(path.glob("*.safetensors"))]
     if (path / ledger.NAME).is_file() and len(files) < 2:
         raise ValueError(f"the end of training {str(path)!r} holds no model, but a ledger: give its {ledger.NAME}.")
-    for lacking, names in (("config.json", {"config.json", "adapter_config.json"}), ("*.safetensors", None)):
-        if not any(file.name in names if names else file.suffix == ".safetensors" for file in files):
+    for lacking in ("config.json", "*.safetensors"):
+        if not any(lacking in (file.name.removeprefix("adapter_"), f"*{file.suffix}") for file in files):
             raise ValueError(
                 f"the end of training {str(path)!r} has no {lacking}: give the folder of a model (save_pretrained), of "
                 "a LoRA adapter, or a ledger. Weights of other formats are not loaded, since they may hold code."

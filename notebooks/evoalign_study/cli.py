@@ -1,4 +1,4 @@
-"""The commands of the paper, `python -m evoalign_study`: check, execute and seal what a checkout holds.
+"""The commands of the paper, `python -m evoalign_study`: check, execute and index what a checkout holds.
 
 What is refused is a line on standard error and exit code 1, without traceback; a mistyped argument is exit code 2.
 """
@@ -95,11 +95,11 @@ def seal() -> None:
 
     for path in records.record_files():
         try:
-            if number := records.seal(path):
-                typer.echo(f"{path}: {number} records sealed")
+            if number := records.index(path):
+                typer.echo(f"{path}: {number} records indexed")
         except ValueError as error:
             typer.echo(f"{path}: {error}")
-    problems = artifacts.unsealed()
+    problems = artifacts.record_problems()
     typer.echo("\n".join(problems) or "every record is in its index")
     if problems:
         raise typer.Exit(1)
@@ -116,7 +116,7 @@ def claims(
 
     if lock and (id or as_json):
         raise typer.BadParameter("--lock prints the lines that it adds: leave --id and --json out")
-    if problems := artifacts.unsealed():
+    if problems := artifacts.record_problems():
         typer.echo("\n".join(problems), err=True)
         raise typer.Exit(1)
     with refusals():

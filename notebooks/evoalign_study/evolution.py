@@ -1,7 +1,7 @@
 """Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
 
 Arms with `lora_rank` search an adapter over the frozen base, which may be fine-tuned on right answers before
-(`warm_starts`). The `d`, digest and distance of their records are those of the adapter's parameters.
+(`training.adapted`). The `d`, digest and distance of their records are those of the adapter's parameters.
 """
 
 from __future__ import annotations
@@ -18,28 +18,20 @@ import numpy as np
 from evoalign_lib import _adapters, arms, ledger, models, quantisation
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
-from evoalign_study import base_models, measures, training, warm_starts
+from evoalign_study import base_models, measures, training
 from evoalign_study.records import Spec
 from evoalign_study.rollouts import WeightedTrainer
 
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Train by an arm of ES or ESSA, and yield the model.
-
-    Args:
-        spec: of kind "train".
-        place: folder to work in.
-        lasting: whether checkpoints and logs stay there, and the run goes on from what is there.
-        keep: where the run's ledger goes, compressed; None: it is not kept.
-    """
-    model, tokenizer, sets = training.world(spec)
-    told = dict(arms.get(spec["arm"]).options) | training.reports(spec, lasting)
-    weighted = arms.get(spec["arm"]).rollouts == "unperturbed"
+    """Train by an arm of ES or ESSA, and yield the model. Arguments as `trainers.train`."""
+    world, arm = training.world(spec), arms.get(spec["arm"])
+    told, weighted = dict(arm.options) | training.reports(spec, lasting), arm.rollouts == "unperturbed"
     if weighted:
         told["num_generations"] = spec["num_generations"]
-    kind = ESSATrainer if arms.get(spec["arm"]).family == "cma" else WeightedTrainer if weighted else ESTrainer
-    es, progress = trainer(spec, model, tokenizer, sets, place, kind, **told)
+    kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else ESTrainer
+    es, progress = trainer(spec, world, place, kind, **told)
     with closing(es.engine) as engine:
         # with anchor_decay the weights keep a copy of their start, which is never written
         start = engine.master.copy() if engine.weights.start is None else engine.weights.start
@@ -52,7 +44,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         result |= {"rollouts": es.summary()} if weighted else {}
         if "base_precision" in spec and spec.get("test_problems", 1):
             result["over_loaded"] = _over_loaded_base(spec, es.model)
-        yield training.Trained(engine, start, sets, result | kept, progress.diverged)
+        yield training.Trained(engine, start, world[2], result | kept, progress.diverged)
 
 
 def spent(es: Any) -> dict[str, Any]:
@@ -66,14 +58,12 @@ def spent(es: Any) -> dict[str, Any]:
     d = es.engine.layout.d
     if _adapters.is_adapted(es.model):  # of which the frozen base computes, too
         d = sum(p.numel() for p in es.model.parameters())
-    return warm_starts.added(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
+    return training.with_warm_start(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
 
 
 def trainer(
     spec: Spec,
-    model: Any,
-    tokenizer: Any,
-    sets: Mapping[str, list],
+    world: tuple[Any, Any, Mapping[str, list]],
     folder: Path,
     kind: type[ESTrainer] = ESTrainer,
     **changed: Any,
@@ -82,20 +72,19 @@ def trainer(
 
     Args:
         spec: with the settings of an arm of ES or ESSA.
-        model, tokenizer, sets: of `training.world`.
+        world: model, tokenizer and problems of each split (`training.world`).
         folder: for checkpoints, where they are kept, and the progress beside them.
         kind: the trainer, or a subclass that watches its own steps.
         **changed: of the trainer's configuration.
     """
-    measure = measures.get(spec["task"])
+    measure, (model, tokenizer, sets) = measures.get(spec["task"]), world
     general = {"report_to": "none", "save_strategy": "no"} | changed
     progress = training.Progress(None if general["save_strategy"] == "no" else folder)
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
     where: dict[str, Any] = {"workers": 1}
     if not base_models.is_local(spec):
-        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec} | {
-            "model_init_kwargs": {"dtype": "bfloat16"}
-        }
+        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+        where["model_init_kwargs"] = {"dtype": "bfloat16"}
         if "warm_rows" in spec and not issubclass(kind, ESSATrainer):  # fine-tuned here, before there is a trainer
             del where["model_init_kwargs"]
             model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
@@ -104,27 +93,21 @@ def trainer(
     named += ("leading_share",) if essa else ("alpha", "rank")
     if not essa:
         general["anchor_decay"] = spec.get("anchor_decay", 0.0)
-    config = (ESSAConfig if essa else ESConfig)(
-        output_dir=str(folder),
-        seed=spec["seed"],
-        max_steps=spec["steps"],
-        max_completion_length=spec["max_completion_length"],
-        disable_tqdm=True,
-        **where,
-        **{name: spec[name] for name in named if name in spec},
-        **general,
-    )
+    settings = {"seed": spec["seed"], "max_steps": spec["steps"], "disable_tqdm": True} | where | general
+    settings |= {name: spec[name] for name in (*named, "max_completion_length") if name in spec}
+    config = (ESSAConfig if essa else ESConfig)(output_dir=str(folder), **settings)
     asked = measure.rows(spec, tokenizer, sets["train"])
     if "base_precision" in spec:
         model = quantisation.quantise(model, spec["base_precision"])
     adapter, warm = {}, None
     if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
         adapter["peft_config"] = lora_config(spec["lora_rank"])
-        adapter |= {"sft_dataset": warm_starts.rows(spec, tokenizer), "sft_args": warm_starts.arguments(spec, folder)}
+        adapter["sft_dataset"] = training.warm_rows(spec, tokenizer)
+        adapter["sft_args"] = training.warm_arguments(spec, folder)
     elif isinstance(model, str) and "lora_rank" in spec:
         adapter["peft_config"] = lora_config(spec["lora_rank"])
     elif "lora_rank" in spec:
-        model, warm = warm_starts.adapted(spec, model, tokenizer, folder)
+        model, warm = training.adapted(spec, model, tokenizer, folder)
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
     if not essa:
         made.warm_start_cost = warm

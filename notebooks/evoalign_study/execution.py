@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
     """Execute notebooks as committed side by side, without running what has no record.
 
-    folders: notebook -> folder for its artefacts. Yields for each, in order, what failed, such as a missing record, or
-    None.
+    Args:
+        folders: notebook -> folder for its artefacts.
+
+    Yields:
+        For each, in order, what failed, such as a missing record, or None.
     """
     from evoalign_lib.engines.processes import default_workers
 
@@ -52,8 +55,13 @@ def execute(notebook: str, folder: Path) -> str | None:
     """Execute a notebook in place, its artefacts into a folder; what has no record is run.
 
     The notebook is written anew only if all cells ran: without the times of execution, with consecutive pieces of one
-    stream joined, and with what `stale` compares. Returns what failed, or None.
-    Raises FileNotFoundError for a notebook that is not there.
+    stream joined, and with what `stale` compares.
+
+    Returns:
+        What failed, or None.
+
+    Raises:
+        FileNotFoundError: a notebook that is not there.
     """
     import nbformat
 
@@ -77,7 +85,8 @@ def execute(notebook: str, folder: Path) -> str | None:
 def stale(content: NotebookNode) -> list[str]:
     """Return which code cells of a notebook were edited since it was executed.
 
-    Raises KeyError for a notebook that `execute` did not write.
+    Raises:
+        KeyError: a notebook that `execute` did not write.
     """
     kept, now = content.metadata["evoalign"]["cells"], _digests(content)
     if len(kept) != len(now):
@@ -142,13 +151,8 @@ def _run(
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict())
 
-    client = NotebookClient(
-        content,
-        kernel_manager_class=ThisInterpreter,
-        timeout=timeout,
-        record_timing=False,
-        resources={"metadata": {"path": str(paths.NOTEBOOKS)}},
-    )
+    how = {"kernel_manager_class": ThisInterpreter, "timeout": timeout, "record_timing": False}
+    client = NotebookClient(content, resources={"metadata": {"path": str(paths.NOTEBOOKS)}}, **how)
     started.append(client)
     try:
         # closes the event loop of this thread

@@ -1,8 +1,8 @@
-"""Runs of the arms that TRL trains, measured by an engine of ours along the way.
+"""Runs of the arms that TRL trains, GRPO's relatives and filtered fine-tuning, measured by an engine of ours.
 
 An arm with `lora_rank` trains an adapter over the frozen base, where ESSA adapts it (`essa.lora_config`), with first
-weights drawn from the seed of the run, which may be fine-tuned on right answers before (`warm_starts`). Everything is
-measured of the merged model (`training.take_weights`).
+weights drawn from the seed of the run, which may be fine-tuned on right answers before (`training.adapted`). Everything
+is measured of the merged model (`training.take_weights`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import copy
 import gc
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evoalign_lib import arms, grpo
+from evoalign_lib import arms, grpo, noise
 from evoalign_lib.engines import processes
 from evoalign_lib.engines.local import Prompts
-from evoalign_study import base_models, measures, preflight, rollouts, training, warm_starts
+from evoalign_study import base_models, measures, preflight, rollouts, training
 from evoalign_study.records import Record, Spec
 
 
@@ -28,8 +29,7 @@ from evoalign_study.records import Record, Spec
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
     """Train by one of TRL's trainers in this process (see `grpo`), and yield the model.
 
-    Arguments as `evolution.train`; keep: gradient arms have no ledger. With `lasting` the model stays in the folder, or
-    its adapter alone.
+    Arguments as `trainers.train`.
     """
     import trl
 
@@ -37,7 +37,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     # an adapter's layers come into the model itself, and the engine measures one without them
     measured, warm = copy.deepcopy(model) if "lora_rank" in spec else model, None
     if "warm_rows" in spec:
-        model, warm = warm_starts.adapted(spec, model, tokenizer, place)
+        model, warm = training.adapted(spec, model, tokenizer, place)
     with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
         training.take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
@@ -67,31 +67,45 @@ def _train(
     """
     from transformers import PrinterCallback
 
+    from evoalign_lib.essa import lora_config
+
     def take() -> None:
         training.take_weights(engine, trainer.model)
 
     def look() -> tuple[Any, Mapping[str, Any]]:
         take()
-        return engine, warm_starts.added(budget.spent(engine.layout.d), warm)
+        return engine, training.with_warm_start(budget.spent(engine.layout.d), warm)
 
+    local, arm = base_models.is_local(spec), arms.get(spec["arm"])
     progress = training.Progress(place if lasting else None)
     curve = training.curve_callback(spec, sets, progress, look)
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
     settings = {name: spec[name] for name in names}
     settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
-    rows = training.rows(spec, tokenizer, sets["train"])
     settings |= {"decoder": spec["decoder"]} if "decoder" in spec else {}
+    rows = training.rows(spec, tokenizer, sets["train"])
     # beside an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
-    colocated = not base_models.is_local(spec) and "lora_rank" not in spec
+    colocated = not local and "lora_rank" not in spec
     if colocated:
-        settings["vllm"] = _vllm_settings(spec, tokenizer, rows[: spec["steps"] * spec["prompts_per_step"]], engine)
-    elif not base_models.is_local(spec):
+        asked = Prompts(rows[: spec["steps"] * spec["prompts_per_step"]], tokenizer)
+        width = max(prompts.width for prompts in (asked, *engine.prompts.values()))
+        settings["vllm"] = {
+            "eos_ids": engine.eos_ids,
+            "max_model_length": width + spec["max_completion_length"],
+            "gpu_memory": preflight.colocated_share(spec),
+        }
+    elif not local:
         engine.settings["gpu_memory_utilization"] = preflight.colocated_share(spec)
-    general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | device_settings(spec)
+    general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
-    written = _rollouts(spec, engine, take)
-    given = {"rollouts": written, "peft_config": _adapter(spec)}
-    trainer, budget = grpo.trainer(model, _reward(spec), args, rows, tokenizer, [curve], **given)
+    reward = grpo.random_reward(spec["seed"]) if arm.reward == "random" else measures.get(spec["task"]).reward(spec)
+    written = None  # who writes the completions instead of the model itself
+    if arm.rollouts != "own":
+        own = spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"]
+        written = rollouts.PerturbedRollouts(engine, *own, take)
+    adapter = lora_config(spec["lora_rank"]) if "lora_rank" in spec and "warm_rows" not in spec else None
+    given = {"rollouts": written, "peft_config": adapter}
+    trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [curve], **given)
     if colocated:
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
@@ -110,29 +124,6 @@ def _train(
     return result | base_models.plan(spec, engine), progress.diverged
 
 
-def _adapter(spec: Spec) -> Any:
-    """The configuration of the adapter that an arm makes; None: it trains all weights, or the adapter that is there."""
-    if "lora_rank" not in spec or "warm_rows" in spec:
-        return None
-    from evoalign_lib.essa import lora_config
-
-    return lora_config(spec["lora_rank"])
-
-
-def _rollouts(spec: Spec, engine: Any, take: Callable[[], None]) -> rollouts.PerturbedRollouts | None:
-    """Who writes an arm's completions instead of the model itself; take: gives the engine the model's weights."""
-    if arms.get(spec["arm"]).rollouts == "own":
-        return None
-    return rollouts.PerturbedRollouts(engine, spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"], take)
-
-
-def _reward(spec: Spec) -> Callable[..., list[float | None]]:
-    """What an arm is trained on: the task's reward, or coins."""
-    if arms.get(spec["arm"]).reward == "random":
-        return grpo.random_reward(spec["seed"])
-    return measures.get(spec["task"]).reward(spec)
-
-
 def _last_checkpoint(place: Path, n: int) -> str | None:
     """The newest checkpoint of a gradient arm on n processes that no kill left incomplete."""
     complete = []
@@ -146,21 +137,88 @@ def _last_checkpoint(place: Path, n: int) -> str | None:
     return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
-def _vllm_settings(spec: Spec, tokenizer: Any, rows: Sequence[Mapping[str, Any]], engine: Any) -> dict[str, Any]:
-    """What `grpo.config` is told of vLLM beside the model: the memory is that of the run's plan."""
-    width = max(p.width for p in (Prompts(rows, tokenizer), *engine.prompts.values()))
-    return {
-        "eos_ids": engine.eos_ids,
-        "max_model_length": width + spec["max_completion_length"],
-        "gpu_memory": preflight.colocated_share(spec),
-    }
-
-
-def device_settings(spec: Spec) -> dict[str, bool]:
-    """Return where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
+def _device(spec: Spec) -> dict[str, bool]:
+    """Where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
     import torch
 
     gpus = torch.cuda.is_available()
     elsewhere = not base_models.is_local(spec) and gpus
     # said only where TRL would find out something else by itself
     return {"use_cpu": True} if not elsewhere and (gpus or processes.world_size() > 1) else {}
+
+
+# ---- filtered fine-tuning, the cheapest thing a user would try
+
+
+@contextmanager
+def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
+    """Fine-tune on what the task imitates of the base's samples (see `grpo.filtered_sft`), and yield the model.
+
+    Of an arm with perturbed rollouts, in the place of samples, among the greedy answers of copies of the base with
+    noise on their weights, one for each of num_generations.
+
+    Arguments as `trainers.train`. It starts anew after a kill. Of a base that is never right nothing passes the filter:
+    the model stays as it is, and `counts` says that 0 were kept.
+    """
+    import trl
+
+    measure = measures.get(spec["task"])
+    model, tokenizer, sets = training.world(spec)
+    engine = training.evaluation_engine(spec, model, tokenizer, sets)
+    training.take_weights(engine, model)
+    start, cpu = engine.master.copy(), time.process_time()
+    engine.prompts["train"] = prompts = Prompts(training.rows(spec, tokenizer, sets["train"]), tokenizer)
+    if arms.get(spec["arm"]).rollouts == "perturbed":
+        key = noise.run_key(spec["arm"], spec["seed"])
+        samples = rollouts.greedy_answers(engine, ["train"], key, spec["sigma"], spec["num_generations"])["train"]
+    else:
+        samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
+    good = measure.imitated(spec, sets["train"], [[text for text, _ in row] for row in samples])
+    pairs = [
+        (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
+        for row, goods in zip(samples, good, strict=True)
+        for i, ((_, ids), is_good) in enumerate(zip(row, goods, strict=True))
+        if is_good and ids[-1] in engine.eos_ids
+    ]
+    core_seconds = time.process_time() - cpu
+    sampled = {
+        "completions": len(samples) * len(prompts),
+        "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
+        "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
+    }
+    engine.close()  # the model has the GPU for itself
+    progress = training.Progress(None)
+    if pairs:
+        core_seconds += _fit(spec, model, tokenizer, pairs, place, lasting, progress)
+    elif lasting and processes.rank() == 0:
+        for part in (model, tokenizer):
+            part.save_pretrained(place / "model")
+    training.take_weights(engine, model)
+    del model
+    gc.collect()
+    trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
+    passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
+    budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
+    budget |= {"core_seconds": round(core_seconds, 2)}
+    result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
+    with closing(engine):
+        yield training.Trained(engine, start, sets, result | base_models.plan(spec, engine), progress.diverged)
+
+
+def _fit(
+    spec: Spec, model: Any, tokenizer: Any, pairs: list, place: Path, lasting: bool, progress: training.Progress
+) -> float:
+    """Train a model on what passed its filter; return the core seconds, without those of making the trainer."""
+    from transformers import PrinterCallback
+
+    settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
+    settings |= training.reports(spec, lasting) | {"save_strategy": "no", "disable_tqdm": True} | _device(spec)
+    trainer = grpo.filtered_sft(model, tokenizer, pairs, output_dir=str(place), **settings)
+    trainer.remove_callback(PrinterCallback)
+    training.watch_divergence(trainer, progress)
+    cpu = time.process_time()
+    trainer.train()
+    cpu = time.process_time() - cpu
+    if lasting:
+        trainer.save_model(str(place / "model"))
+    return cpu

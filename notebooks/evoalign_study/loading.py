@@ -90,15 +90,22 @@ class Loader:
 
     def table(self) -> DataFrame:
         """Return the groups as a table: arm or kind of run, bases, seeds, what is changed, and number of runs."""
-        from pandas import DataFrame
+        from pandas import DataFrame, Index
 
-        rows = []
-        for name, group in self._groups(self._run, self.records).items():
-            if specs := self._specs_of(name, group):  # none where they are made from records that are not loaded yet
-                row = {"group": name, "runs": len(specs), "arm or kind": _all("arm", specs) or _all("kind", specs)}
-                row |= {"bases": _all("base", specs), "seeds": _seeds_in_words(specs)}
-                rows.append(row | {"changed": _changes_in_words(group)})
-        return DataFrame(rows).set_index("group")
+        groups = self._groups(self._run, self.records).items()
+        made = {name: (group, self._specs_of(name, group)) for name, group in groups}
+        rows = {
+            name: {
+                "runs": len(specs),
+                "arm or kind": _all("arm", specs) or _all("kind", specs),
+                "bases": _all("base", specs),
+                "seeds": _seeds_in_words(specs),
+                "changed": _changes_in_words(group),
+            }
+            for name, (group, specs) in made.items()
+            if specs  # none where they are made from records that are not loaded yet
+        }
+        return DataFrame(rows.values(), index=Index(list(rows), name="group"))
 
     def __call__(self, *names: str) -> dict[str, list[Record]]:
         """Return the records of groups: load what exists, run what is missing, and first the groups they come after.
@@ -113,7 +120,7 @@ class Loader:
         for name in names:
             _check_name("load", name, self.names)
         groups = self._groups(self._run, self.records)
-        before = [n for name in names for n in _after(groups[name]) if n not in self.records]
+        before = [n for name in names for n in getattr(groups[name], "after", ()) if n not in self.records]
         if before:
             self(*dict.fromkeys(before))
             groups = self._groups(self._run, self.records)
@@ -127,25 +134,15 @@ class Loader:
         run, found = self._run, {}
         wanted = {spec_hash(spec): spec for own in specs.values() for spec in own}
         anew = {spec_hash(spec) for name, own in specs.items() if made_anew(run, name) for spec in own}
-        kept = {
-            spec_hash(spec)
-            for name, own in specs.items()
-            for spec in own
-            if isinstance(group := groups[name], Group) and spec["base"] in group.ledgers
-        }
+        bases = {name: getattr(groups[name], "ledgers", ()) for name in specs}
+        kept = {spec_hash(spec) for name, own in specs.items() for spec in own if spec.get("base") in bases[name]}
         for again in (False, True):
             chosen = {h: spec for h, spec in wanted.items() if (h in anew) is again}
             for scale in dict.fromkeys(spec["scale"] for spec in chosen.values()):
                 of_scale = {h: spec for h, spec in chosen.items() if spec["scale"] == scale}
-                records = load_or_run(
-                    list(of_scale.values()),
-                    self._notebook,
-                    scale,
-                    force=again,
-                    aside=run.aside,
-                    dry_run=run.dry_run,
-                    keep_ledgers=[spec for h, spec in of_scale.items() if h in kept],
-                )
+                how = {"force": again, "aside": run.aside, "dry_run": run.dry_run}
+                ledgers = [spec for h, spec in of_scale.items() if h in kept]
+                records = load_or_run(list(of_scale.values()), self._notebook, scale, keep_ledgers=ledgers, **how)
                 found |= zip(of_scale, records, strict=True)
         return found
 
@@ -171,18 +168,12 @@ def decodings(run: SimpleNamespace, of: Records, names: Sequence[str], *also: Ma
         names: groups, measured at `run.temperatures`.
         *also: further measurements: `groups`, and arguments of `decoding_specs` in the place of these.
     """
-    wanted = [{"groups": names, "temperatures": run.temperatures}, *also]
+    wanted = [{"groups": names, "temperatures": run.temperatures}, *map(dict, also)]
     asked = tuple(dict.fromkeys(name for one in wanted for name in one["groups"]))
     if run.bases[0] not in tiny.SHIPPED or any(name not in of for name in asked):
         return After([], asked)
-    specs = [
-        spec
-        for one in wanted
-        for spec in decoding_specs(
-            [record for name in one["groups"] for record in of[name]],
-            **{name: value for name, value in one.items() if name != "groups"},
-        )
-    ]
+    own = [([record for name in one.pop("groups") for record in of[name]], one) for one in wanted]
+    specs = [spec for records, how in own for spec in decoding_specs(records, **how)]
     return After(list({spec_hash(spec): spec for spec in specs}.values()), asked)
 
 
@@ -251,10 +242,6 @@ def of_size(settings: Mapping[str, Any], N: int) -> dict[str, Any]:
     """
     size = settings["population_size"]
     return {"population_size": N, "steps": round(settings["steps"] * size / N), "alpha": settings["alpha"] * N / size}
-
-
-def _after(group: Group | After | Sequence[Spec]) -> tuple[str, ...]:
-    return group.after if isinstance(group, (Group, After)) else ()
 
 
 def _changes(group: Group, base: str) -> Sequence[Mapping[str, Any]]:

@@ -68,8 +68,6 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters
-    if scale == "smoke" and "get_ipython" in namespace and not namespace["dry_run"]:
-        sweep.begin_imports()  # of the runs that the notebook's next cells make
     return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
 
 
@@ -103,14 +101,12 @@ def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
     from pandas import DataFrame
 
     first, *others = presets.values()
-    rows = {
-        name: [first.get(name, "")] for name in dict.fromkeys(name for preset in presets.values() for name in preset)
-    }
+    names = list(dict.fromkeys(name for preset in presets.values() for name in preset))
+    columns = [[first.get(name, "") for name in names]]
     for preset in others:
-        for name, row in rows.items():
-            same = name not in preset or (name in first and preset[name] == first[name])
-            row.append("" if same else preset[name])
-    return DataFrame(rows.values(), index=list(rows), columns=list(presets), dtype=object)
+        own = {name: value for name, value in preset.items() if name not in first or value != first[name]}
+        columns.append([own.get(name, "") for name in names])
+    return DataFrame(dict(zip(presets, columns, strict=True)), index=names, dtype=object)
 
 
 def _given(namespace: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -18,15 +18,14 @@ def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
     """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
     import torch
 
+    on_gpus = engine != "local" and torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
         "transformers": metadata.version("transformers"),  # one second less than its import takes
         "numpy": np.__version__,
         "evoalign": __version__,
-        "device": f"{gpus} x {torch.cuda.get_device_name()}"
-        if engine != "local" and torch.cuda.is_available()
-        else _device(),
+        "device": f"{gpus} x {torch.cuda.get_device_name()}" if on_gpus else _device(),
     }
 
 

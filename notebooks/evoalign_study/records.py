@@ -8,8 +8,8 @@ The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it
 record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
 
 Beside each record file lies its index, <scale>.index: one line per record, in the order of the records, with the spec
-hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `seal_problems` computes
-it anew and names what does not match. Whoever edits a record and its index alike is found by the history of git: a line
+hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `index_problems` does
+so anew and names what does not match. Whoever edits a record and its index alike is found by the history of git: a line
 of an index that was ever committed stays (`artifacts.lost_from_history`).
 """
 
@@ -22,7 +22,7 @@ import os
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,13 +42,48 @@ MAX_CURVE = 50
 _SAMPLES = 16
 _DIGITS = "0123456789abcdefg"
 
-Record = dict[str, Any]
-Spec = dict[str, Any]
+
+class Spec(TypedDict, total=False):
+    """What decides the result of a run; these entries, and those of its kind, its task and its arm."""
+
+    kind: str
+    """A key of `kinds.KINDS`."""
+    task: str
+    base: str
+    """A shipped base ("A0", ...), a model on the Hub, or a folder."""
+    base_digest: str
+    scale: str
+    engine_version: int
+    arm: str
+    """Of training runs: a key of `arms.ARMS`."""
+    seed: int
+    steps: int
+
+
+class Record(TypedDict, total=False):
+    """What is stored of a finished run; these entries, and those of its kind and its task."""
+
+    spec: Spec
+    spec_hash: str
+    notebook: str
+    status: str
+    commit: str
+    environment: dict[str, str]
+    budget: dict[str, float]
+    test: dict[str, Any]
+    curve: dict[str, list]
+    digest: str
+    """Of the weights that a training run ended with."""
+    ledger: dict[str, Any]
 
 
 def spec_hash(spec: Spec) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of a spec's canonical JSON."""
-    return hashlib.sha256(canonical_json(spec).encode()).hexdigest()[:16]
+    return _sha256(canonical_json(spec).encode())[:16]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def read_records(path: Path) -> list[Record]:
@@ -141,20 +176,24 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         stored, index = _mended(path)
         if missing := _add_missing(path, stored, index):
             what = "1 record" if missing == 1 else f"{missing} records"
-            print(f"sealed {what} of {path} that had no line in its index")
+            print(f"indexed {what} of {path} that had no line in its index")
         for spec, first in stored:
             if spec == own:
                 print(f"{path} has a record of {run_name(record['spec'])} already, made meanwhile: it stays")
                 return json.loads(first)
         if kept is not None:  # first: no record is without its ledger
-            replace_bytes(_ledger_file(path, own), kept.read_bytes(), sync=True)
+            replace_bytes(_ledger_file(path.parent, own), kept.read_bytes(), sync=True)
         _append(path, line)
         _append(_index_file(path), _index_line(record, line.rstrip(b"\n")) + b"\n")
     return record
 
 
 def record_line(record: Record) -> str:
-    """Return a record as its line in a file; raise ValueError, naming the run, if it may not be stored."""
+    """Return a record as its line in a file.
+
+    Raises:
+        ValueError: it may not be stored; names the run.
+    """
     name = run_name(record["spec"])
     bad: list[str] = []
     without_nonfinite(record, "", bad)
@@ -192,21 +231,24 @@ def run_name(spec: Spec) -> str:
 
 # ---- the index
 
-_RESTORE, _SEAL_IT = "restore it from git", "run `python -m evoalign_study seal`"
+_RESTORE, _INDEX_IT = "restore it from git", "run `python -m evoalign_study seal`"
 _ROUNDED = 1e-6  # means are stored with six decimals
 
 
-def seal(path: Path) -> int:
+def index(path: Path) -> int:
     """Add to the index of a record file the lines that it lacks; return their number.
 
     They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
-    where a line of the index has no record (see `seal_problems`). Raises ValueError for a line that is not a record.
+    where a line of the index has no record (see `index_problems`).
+
+    Raises:
+        ValueError: a line that is not a record.
     """
     with locked(path), interrupts_wait():
         return _add_missing(path, *_mended(path))
 
 
-def seal_problems(path: Path) -> list[str]:
+def index_problems(path: Path) -> list[str]:
     """Say where a record file, its index and its ledgers do not match, in one line per problem; empty: nowhere.
 
     Found are records that were edited, inserted, deleted or moved, changes of the index itself, ledgers that are
@@ -227,31 +269,30 @@ def seal_problems(path: Path) -> list[str]:
         except ValueError as error:
             problems.append(f"{where} {error}: {_RESTORE}, or delete the line if it is the last and torn")
             continue
-        where += f" ({run_name(record['spec'])}, spec {record['spec_hash']})"
         spec, indexed = record["spec_hash"].encode(), _index_line(record, line)
         if spec in whole:
-            problems.append(f"{where} is a second record of its spec: delete one of the two")
+            faults = ["is a second record of its spec: delete one of the two"]
         elif spec not in kept:
-            problems.append(f"{where} is not in the index: if its writer was killed, or it was merged, {_SEAL_IT}")
+            faults = [f"is not in the index: if its writer was killed, or it was merged, {_INDEX_IT}"]
         elif indexed != kept[spec]:
-            problems.append(f"{where} is not the record that its index has, one of them was edited: {_RESTORE}")
+            faults = [f"is not the record that its index has, one of them was edited: {_RESTORE}"]
         else:
-            faults = _ledger_faults(path, record) + _contradictions(record)
-            problems += [f"{where}: {fault}: {_RESTORE}" for fault in faults]
+            faults = [f"{fault}: {_RESTORE}" for fault in _ledger_faults(path, record) + _contradictions(record)]
+        problems += [f"{where} ({run_name(record['spec'])}, spec {record['spec_hash']}) {fault}" for fault in faults]
         whole.setdefault(spec, indexed)
     for number, line in _numbered(index):
         if line[:16] not in whole:
             name = line[:16].decode(errors="replace")
             problems.append(f"{index_file}, line {number}: there is no record of spec {name!r}: {_RESTORE}")
     if not problems and index != _lines(whole.values()):
-        problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_SEAL_IT}")
+        problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_INDEX_IT}")
     return problems
 
 
 def _index_line(record: Record, line: bytes) -> bytes:
     """Return the line of an index, without its end, for the record in a line."""
     ledger = record["ledger"]["sha256"] if "ledger" in record else "-"
-    return f"{record['spec_hash']} {hashlib.sha256(line).hexdigest()} {ledger}".encode()
+    return f"{record['spec_hash']} {_sha256(line)} {ledger}".encode()
 
 
 def _mended(path: Path) -> tuple[list[tuple[str, bytes]], list[bytes]]:
@@ -286,14 +327,14 @@ def _lines(lines: Iterable[bytes]) -> bytes:
 
 def _ledger_faults(path: Path, record: Record) -> list[str]:
     """Return what is wrong with the ledger that was kept with a record."""
-    file = _ledger_file(path, record["spec_hash"])
-    if "ledger" not in record or hashlib.sha256(_bytes(file)).hexdigest() == record["ledger"]["sha256"]:
+    file = _ledger_file(path.parent, record["spec_hash"])
+    if "ledger" not in record or _sha256(_bytes(file)) == record["ledger"]["sha256"]:
         return []
     return [f"its ledger {file} is {'not the one that was recorded' if file.is_file() else 'missing'}"]
 
 
-def _ledger_file(path: Path, spec: str) -> Path:
-    return path.parent / "ledgers" / f"{spec}.jsonl.gz"
+def _ledger_file(folder: Path, spec: str) -> Path:
+    return folder / "ledgers" / f"{spec}.jsonl.gz"
 
 
 def _index_file(path: Path) -> Path:
@@ -361,16 +402,16 @@ def ledger_file(record: Record) -> Path:
     Raises:
         ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
     """
-    spec, name = record["spec"], f"{record['spec_hash']}.jsonl.gz"
+    spec = record["spec"]
     if "ledger" not in record:
         raise ValueError(
             f"the record {record['spec_hash']} of {record['notebook']} ({run_name(spec)}) was made without keeping "
             "the run's ledger: delete its line to run it again, or leave its spec out of keep_ledgers."
         )
     beside = run_folder(record["notebook"], spec["scale"]) / "results"
-    found = [folder / "ledgers" / name for folder in (paths.RESULTS / record["notebook"], beside)]
+    found = [_ledger_file(folder, record["spec_hash"]) for folder in (paths.RESULTS / record["notebook"], beside)]
     for path in found:
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["ledger"]["sha256"]:
+        if _sha256(_bytes(path)) == record["ledger"]["sha256"]:
             return path
     raise ValueError(
         f"the ledger of the record {record['spec_hash']} (SHA-256 {record['ledger']['sha256']:.16}...) is neither "
@@ -384,9 +425,12 @@ def ledger_file(record: Record) -> Path:
 def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy") -> NDArray[np.float64]:
     """Return the test results of runs as a matrix (seeds, problems), rows in the order of the records.
 
-    records: run records with a `test` block. decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6"
-    (share of 16 samples).
-    Raises ValueError for no records, a decoding that a record lacks, and records with unequal numbers of problems.
+    Args:
+        records: with a `test` block.
+        decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6" (share of 16 samples).
+
+    Raises:
+        ValueError: no records, a decoding that a record lacks, or records with unequal numbers of problems.
     """
     key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
     lacking = [record for record in records if key not in record["test"]]
@@ -411,7 +455,11 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
 def pack_bits(bits: ArrayLike) -> str:
     """Return 0/1 results as hexadecimal text, eight problems per byte, the first one in the highest bit.
 
-    bits: (problems,), 0 or 1. Raises ValueError for other values.
+    Args:
+        bits: (problems,), 0 or 1.
+
+    Raises:
+        ValueError: other values.
 
     >>> pack_bits([1, 0, 0, 0, 0, 0, 0, 1, 1])
     '8180'
@@ -423,7 +471,11 @@ def pack_bits(bits: ArrayLike) -> str:
 
 
 def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
-    """Return the (n,) 0/1 results that `pack_bits` wrote. Raises ValueError if the text is not that of n problems."""
+    """Return the (n,) 0/1 results that `pack_bits` wrote.
+
+    Raises:
+        ValueError: the text is not that of n problems.
+    """
     packed = np.frombuffer(bytes.fromhex(text), np.uint8)
     if len(packed) != (n + 7) // 8:
         raise ValueError(f"{len(packed)} bytes of results where {n} problems need {(n + 7) // 8}: damaged record")
@@ -436,7 +488,11 @@ def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
 def pack_counts(counts: ArrayLike) -> str:
     """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) per problem.
 
-    counts: (problems,), integers 0..16. Raises ValueError for other values.
+    Args:
+        counts: (problems,), integers 0..16.
+
+    Raises:
+        ValueError: other values.
 
     >>> pack_counts([0, 9, 10, 16])
     '09ag'
@@ -448,7 +504,11 @@ def pack_counts(counts: ArrayLike) -> str:
 
 
 def unpack_counts(text: str) -> NDArray[np.int64]:
-    """Return the (problems,) counts 0..16 that `pack_counts` wrote. Raises ValueError for any other character."""
+    """Return the (problems,) counts 0..16 that `pack_counts` wrote.
+
+    Raises:
+        ValueError: any other character.
+    """
     strange = sorted(set(text) - set(_DIGITS))
     if strange:
         raise ValueError(f"{strange[0]!r} is not a base-17 digit (0-9a-g): damaged record")
@@ -466,7 +526,11 @@ _NEVER = 64**2 - 1
 def pack_integers(values: ArrayLike) -> str:
     """Return integers as text, two characters (base 64) for each.
 
-    values: (problems,), integers 0..4095. Raises ValueError for other values.
+    Args:
+        values: (problems,), integers 0..4095.
+
+    Raises:
+        ValueError: other values.
 
     >>> pack_integers([0, 64, 4095])
     'AABA__'
@@ -478,7 +542,11 @@ def pack_integers(values: ArrayLike) -> str:
 
 
 def unpack_integers(text: str) -> NDArray[np.int64]:
-    """Return the (problems,) integers that `pack_integers` wrote. Raises ValueError for any other text."""
+    """Return the (problems,) integers that `pack_integers` wrote.
+
+    Raises:
+        ValueError: any other text.
+    """
     strange = sorted(set(text) - set(_BASE64))
     if strange or len(text) % 2:
         what = f"{strange[0]!r} is no digit of base 64" if strange else f"{len(text)} digits are no pairs"
@@ -490,8 +558,13 @@ def unpack_integers(text: str) -> NDArray[np.int64]:
 def pack_probabilities(values: ArrayLike) -> str:
     """Return probabilities as text, two characters for each, to a quarter of a percent of themselves.
 
-    values: (problems,), 0 to 1, by a rounding above 1 at most 1e-9. What is below 1.3e-9 becomes 0. Raises ValueError
-    for other values.
+    What is below 1.3e-9 becomes 0.
+
+    Args:
+        values: (problems,), 0 to 1, by a rounding above 1 at most 1e-9.
+
+    Raises:
+        ValueError: other values.
 
     >>> unpack_probabilities(pack_probabilities([1, 0.5, 0.001, 0])).round(5).tolist()
     [1.0, 0.49907, 0.001, 0.0]
@@ -505,6 +578,10 @@ def pack_probabilities(values: ArrayLike) -> str:
 
 
 def unpack_probabilities(text: str) -> NDArray[np.float64]:
-    """Return the (problems,) probabilities that `pack_probabilities` wrote. Raises ValueError for any other text."""
+    """Return the (problems,) probabilities that `pack_probabilities` wrote.
+
+    Raises:
+        ValueError: any other text.
+    """
     steps = unpack_integers(text)
     return np.where(steps == _NEVER, 0.0, np.exp(-_LOG_STEP * steps))

@@ -73,19 +73,23 @@ def _numeric(column: Series) -> bool:
 def tex_table(cells: DataFrame, name: str, caption: str) -> str:
     """Return caption, label and a booktabs tabular; columns that hold only numbers are set flush right."""
     alignment = "".join("r" if _numeric(cells[c]) else "l" for c in cells)
-    rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
+    head, rows = _tex_rows(cells)
     lines = [r"\centering", rf"\caption{{{tex_escape(caption)}}}", rf"\label{{tab:{name}}}"]
-    lines += [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\"]
-    return "\n".join([*lines, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    lines += [rf"\begin{{tabular}}{{{alignment}}}", *head, *rows, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(lines) + "\n"
 
 
 def tex_long_table(cells: DataFrame, name: str, caption: str, columns: str) -> str:
     """Return a longtable with caption and label, which runs over several one-column pages under a repeated head."""
-    rows = [" & ".join(map(tex_escape, row)) + r" \\" for row in cells.itertuples(index=False)]
-    head = [r"\toprule", " & ".join(map(tex_escape, cells)) + r" \\", r"\midrule"]
+    head, rows = _tex_rows(cells)
     lines = [rf"\begin{{longtable}}{{{columns}}}", rf"\caption{{{tex_escape(caption)}}}\label{{tab:{name}}}\\"]
     lines += [*head, r"\endfirsthead", *head, r"\endhead", r"\bottomrule", r"\endfoot"]
     return "\n".join([*lines, *rows, r"\end{longtable}"]) + "\n"
+
+
+def _tex_rows(cells: DataFrame) -> tuple[list[str], list[str]]:
+    head, *rows = (" & ".join(map(tex_escape, row)) + r" \\" for row in (cells, *cells.itertuples(index=False)))
+    return [r"\toprule", head, r"\midrule"], rows
 
 
 def tex_numbers(numbers: dict[str, str]) -> str:

@@ -48,8 +48,12 @@ def begin_tiny(
 ) -> Spec:
     """Return what a spec begins with that only plain models of the tiny world can run, locally.
 
-    bases: those that can run it, by default Countdown's. Raises ValueError for any other base, task or engine, and what
-    `begin` refuses.
+    Args:
+        kind, base, scale, settings: as for `begin`.
+        bases: those that can run it, by default Countdown's.
+
+    Raises:
+        ValueError: any other base, task or engine, and what `begin` refuses.
     """
     if base not in bases:
         raise ValueError(
@@ -87,14 +91,23 @@ def check_names(settings: Mapping[str, Any]) -> None:
 def sizes(settings: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the fields that say how long completions may be and how many problems are asked.
 
-    names: those wanted; None: all that the task needs. Raises ValueError for one that is missing.
+    Args:
+        settings: of the notebook.
+        names: those wanted; None: all that the task needs.
+
+    Raises:
+        ValueError: one that is missing.
     """
     names = measures.get(settings.get("task", "countdown")).sizes if names is None else names
     return take(settings, ("max_completion_length", *names), "every run of the task")
 
 
 def take(settings: Mapping[str, Any], names: Sequence[str], whose: str) -> dict[str, Any]:
-    """Return the settings of these names. Raises ValueError, saying whose they are, for one that is missing."""
+    """Return the settings of these names.
+
+    Raises:
+        ValueError: one that is missing, saying whose it is.
+    """
     for name in names:
         if name not in settings:
             raise ValueError(f"{whose} needs the setting {name!r}.")
@@ -109,10 +122,18 @@ def engine_fields(
 ) -> dict[str, Any]:
     """Return the fields of an engine that is not the local one; the local one has none in a spec.
 
-    family: of the arm that trains; None: nothing is trained. The arms that TRL trains have vLLM beside the model, on
-    GPUs of one machine; fine-tuning is on one GPU, and on a cluster without GPUs both run locally.
-    adapter: whether an adapter is trained: its members share one engine of vLLM, on `tensor_parallel` GPUs, and
-    gradients have one GPU, however many there are.
+    The arms that TRL trains have vLLM beside the model, on GPUs of one machine; fine-tuning is on one GPU, and on a
+    cluster without GPUs both run locally.
+
+    Args:
+        bases: of the runs.
+        settings: of the notebook.
+        family: of the arm that trains; None: nothing is trained.
+        adapter: whether an adapter is trained: its members share one engine of vLLM, on `tensor_parallel` GPUs, and
+            gradients have one GPU, however many there are.
+
+    Raises:
+        ValueError: a base of the tiny world, which has the local engine alone.
     """
     if base_models.is_local(settings):
         return {}

@@ -117,7 +117,10 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
     The picture is stored with a palette of its own colours, in a quarter of the bytes. From the most frequent colour
     down, each takes the place of all that it moves by no more than `FURTHEST`: lines and areas keep theirs, and edges
     have few. Where 256 colours do not suffice, the picture is stored in full colour.
-    optimize: see `drawing.png`.
+
+    Args:
+        fig: the figure.
+        optimize: as for `drawing.png`.
     """
     import numpy as np
     from PIL import Image
@@ -141,8 +144,13 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
 def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
 
-    arm: a key of `ARMS`. decoding: a key of `STROKES`. n: number of seeds, shown in the legend.
-    Raises KeyError for an arm or decoding without a look.
+    Args:
+        arm: a key of `ARMS`.
+        decoding: a key of `STROKES`.
+        n: number of seeds, shown in the legend.
+
+    Raises:
+        KeyError: an arm or decoding without a look.
 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
@@ -152,20 +160,18 @@ def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, 
             raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to {room}.py")
     look, stroke = ARMS[arm], STROKES[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
+    drawn = {"color": look.color, "marker": look.marker, "linestyle": stroke.linestyle, "label": label}
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
-    return {
-        "color": look.color,
-        "marker": look.marker,
-        "markevery": 0.15,
-        "linestyle": stroke.linestyle,
-        "label": label,
-    }
+    return drawn | {"markevery": 0.15}
 
 
 def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
     """Shade the interval of a curve.
 
-    x, low, high: (points,), in the units of the axes. color: any matplotlib colour.
+    Args:
+        ax: the axes.
+        x, low, high: (points,), in the units of the axes.
+        color: any matplotlib colour.
     """
     ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
 
@@ -173,8 +179,13 @@ def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) ->
 def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str, width: float = 0.0) -> None:
     """Draw every run of an arm as a dot at x, failed ones as black crosses, and the mean of all as the arm's marker.
 
-    x, values: in the units of the axes; values: (runs,). failed: (runs,), bool. arm: a key of `ARMS`.
-    width: over which the dots are spread about x, so that none hides another; always in the same way.
+    Args:
+        ax: the axes.
+        x: place of the arm, in the units of the axes.
+        values: (runs,), in the units of the axes.
+        failed: (runs,), bool.
+        arm: a key of `ARMS`.
+        width: over which the dots are spread about x, so that none hides another; always in the same way.
     """
     import numpy as np
 
@@ -203,17 +214,20 @@ def jitter(n: int, width: float) -> NDArray[np.floating]:
 def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:
     """Put one legend below a figure: an entry per arm, with its number of seeds, and an entry per decoding.
 
-    arms: key of `ARMS` -> number of seeds (None: no seeds). decodings: keys of `STROKES`.
     Entries stand in as few rows as the width of the figure allows. The combinations of three arms and two decodings
     would not fit a column; an entry for each arm and one for each decoding do.
+
+    Args:
+        fig: the figure.
+        arms: key of `ARMS` -> number of seeds (None: no seeds).
+        decodings: keys of `STROKES`.
     """
     from matplotlib.lines import Line2D
 
-    of_arms = []
-    for arm, n in arms.items():
-        look = ARMS[arm]
-        label = look.label if n is None else f"{look.label} (n = {n})"
-        of_arms.append(Line2D([], [], color=look.color, marker=look.marker, label=label))
+    of_arms = [
+        Line2D([], [], color=look.color, marker=look.marker, label=look.label + ("" if n is None else f" (n = {n})"))
+        for look, n in ((ARMS[arm], n) for arm, n in arms.items())
+    ]
     strokes = [STROKES[decoding] for decoding in decodings]
     of_decodings = [Line2D([], [], color="black", linestyle=s.linestyle, label=s.label) for s in strokes]
     widest = max(len(of_arms), len(of_decodings))

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from multiprocessing import forkserver
 from pathlib import Path
 
 from evoalign_lib import ledger, tasks
@@ -28,6 +27,7 @@ from evoalign_lib.engines.processes import default_workers, start_worker
 from evoalign_lib.files import locked
 from evoalign_study import base_models, kinds, paths, preflight, progress_bar, provenance, trainers, training
 from evoalign_study.records import (
+    FINISHED,
     Record,
     Spec,
     append_record,
@@ -100,9 +100,8 @@ def load_or_run(
     hashes = [spec_hash(s) for s in specs]
     if len(set(hashes)) < len(hashes):
         raise ValueError("two of the specs are equal: every run must differ in at least its seed.")
-    for spec in specs:
-        if spec["scale"] != scale:
-            raise ValueError(f"a spec has scale {spec['scale']!r}, the notebook runs {scale!r}.")
+    if others := [spec["scale"] for spec in specs if spec["scale"] != scale]:
+        raise ValueError(f"a spec has scale {others[0]!r}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
         if h not in hashes or spec["kind"] != "train" or not trainers.of(spec["arm"]).has_members:
@@ -173,10 +172,8 @@ def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
     """
     pairs = [(r, committed[r["spec_hash"]]) for r in records if r["spec_hash"] in committed]
     text = f"beside committed records: {len(pairs)} of {len(records)} have the same spec"
-    trained = [(a, b) for a, b in pairs if "digest" in a]
-    if trained:
-        same = sum(a["digest"] == b["digest"] for a, b in trained)
-        text += f"; final weights have the same bits in {same} of {len(trained)}"
+    if trained := [a["digest"] == b["digest"] for a, b in pairs if "digest" in a]:
+        text += f"; final weights have the same bits in {sum(trained)} of {len(trained)}"
     tested = [  # by whichever decodings the runs have: models that are measured again have others
         abs(value - b["test"][decoding])
         for a, b in pairs
@@ -219,12 +216,9 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
     Raises:
         RuntimeError: a process was killed.
     """
-    alone = [s for s in specs if s["kind"] in kinds.ALONE]
-    shared = [s for s in specs if s not in alone]
-    if shared:
-        yield from _run_in_pool(shared, notebook, workers, keep, None)
-    if alone:
-        yield from _run_in_pool(alone, notebook, workers, keep, 1)
+    for alone in (False, True):
+        if own := [s for s in specs if (s["kind"] in kinds.ALONE) is alone]:
+            yield from _run_in_pool(own, notebook, workers, keep, 1 if alone else None)
 
 
 def _run_in_pool(
@@ -234,13 +228,11 @@ def _run_in_pool(
     from tqdm import tqdm
 
     _set_environment(any(map(base_models.is_local, specs)))
-    if not all(map(base_models.is_local, specs)):
-        workers = 1  # a run has all GPUs, or the cluster
-    workers = min(workers or default_workers(), len(specs))
+    local = all(map(base_models.is_local, specs))
+    # with another engine a run has all GPUs, or the cluster, and a process of its own, which leaves nothing on a GPU
+    workers = min((workers or default_workers()) if local else 1, len(specs))
     commit, failure = provenance.commit(), None
     others = set(multiprocessing.active_children())
-    # with another engine every run has a process of its own, which leaves nothing on a GPU
-    local = all(map(base_models.is_local, specs))
     settings = {
         "mp_context": _server() if local else multiprocessing.get_context("spawn"),
         "max_tasks_per_child": runs_a_process if local else 1,
@@ -289,17 +281,6 @@ _INSTRUCTIONS = {
 """What PyTorch, oneDNN and numba may use of the CPU in a run of the local engine. The committed records were made with
 AVX2; left to themselves all take AVX-512 where a CPU has it, whose kernels round differently: a gradient run ends with
 other weights, and a run of ES with others after a near-tie of two tokens."""
-
-
-def begin_imports() -> None:
-    """Start the server that forks the processes of local runs, where there is one; its imports go on beside us.
-
-    For a caller who knows that runs will follow and has work of its own first.
-    """
-    _set_environment(local=True)
-    context = _server()
-    if context.get_start_method() == "forkserver":
-        forkserver.ensure_running()
 
 
 def _set_environment(local: bool) -> None:
@@ -387,23 +368,14 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
             result["starts"] = started  # the times below are those of the last one
     else:
         result = run_kind(spec)
-    budget = result.setdefault("budget", {})
-    budget["core_seconds_total"] = round(_core_seconds() - cpu, 2)
-    budget["wall_seconds"] = round(time.perf_counter() - wall, 2)
+    spent = {"core_seconds_total": _core_seconds() - cpu, "wall_seconds": time.perf_counter() - wall}
+    result.setdefault("budget", {}).update({name: round(seconds, 2) for name, seconds in spent.items()})
     progress_bar.end()
     if "diverged" in result:
         result = without_nonfinite(result, "", [])
-    record = {
-        "spec": spec,
-        "spec_hash": spec_hash(spec),
-        "notebook": notebook,
-        "status": "finished",
-        "commit": commit,
-        "environment": provenance.environment(
-            spec.get("engine", "local"), spec.get("gpus") or spec.get("tensor_parallel", 1)
-        ),
-        **result,
-    }
+    gpus = spec.get("gpus") or spec.get("tensor_parallel", 1)
+    record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "status": FINISHED, "commit": commit}
+    record |= {"environment": provenance.environment(spec.get("engine", "local"), gpus)} | result
     record_line(record)  # an error of this run, and not of the process that stores it among others
     return record
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evoalign_lib import _adapters, files, models
+from evoalign_lib import _adapters, files, models, tiny
 from evoalign_lib.precision import copy_to
 from evoalign_study import base_models, measures, progress_bar, weight_cache
 from evoalign_study.records import Record, Spec
@@ -108,7 +109,8 @@ def outcome(spec: Spec, ended: Trained) -> Record:
 def workplace(folder: Path | None) -> Iterator[Path]:
     """Yield a temporary folder; or one that stays, emptied where the run in it was settled, for this process alone.
 
-    Raises RuntimeError where another process works in the folder.
+    Raises:
+        RuntimeError: another process works in the folder.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
@@ -249,3 +251,56 @@ def watch_divergence(trainer: Any, progress: Progress) -> None:
                 progress.diverge(state.global_step)
 
     trainer.callback_handler.add_callback(Watch())
+
+
+# ---- the adapter that a run begins from: a new one, or one fine-tuned on right answers to problems that no run sees
+# (for a model from outside the tiny world, whose runs have few problems, to some of those)
+
+WARM_START = ("warm_rows", "warm_epochs", "warm_learning_rate")
+"""Of a spec: how many right answers, and how the adapter is fine-tuned on them."""
+_WARM_SEEDS = 1 << 20
+"""What seeds of training problems for warm starts are apart from those of the runs."""
+
+
+def adapted(spec: Spec, model: Any, tokenizer: Any, folder: Path) -> tuple[Any, dict[str, Any] | None]:
+    """Return a model with the adapter that a spec begins from, drawn from its seed, and what fine-tuning it took.
+
+    A spec without `warm_rows` has a new adapter, whose B is zero, and None. folder: for TRL's files.
+    """
+    from evoalign_lib.essa import fine_tune, lora_config  # and transformers, which no plan needs
+
+    model = _adapters.attach(model, lora_config(spec["lora_rank"]), spec["seed"]).eval()
+    if "warm_rows" not in spec:
+        return model, None
+    return model, fine_tune(model, tokenizer, warm_rows(spec, tokenizer), warm_arguments(spec, folder))
+
+
+def with_warm_start(budget: Mapping[str, Any], cost: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the budget of a run with what fine-tuning its adapter took; None: nothing."""
+    if cost is None:
+        return dict(budget)
+    more = {name: budget[name] + cost[name] for name in ("forward_flops", "core_seconds")}
+    return dict(budget) | more | {"sft_tokens": cost["tokens"]}
+
+
+def warm_rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return prompts and right answers with the end token, `warm_rows` of them, drawn from the seed of a spec."""
+    measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
+    drawn = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
+    problems = measure.sets(drawn | {"seed": spec["seed"] + _WARM_SEEDS})["train"]
+    answers = [measure.right_answer(problem, rng).removesuffix(tiny.END) for problem in problems]
+    asked = measure.rows(spec, tokenizer, problems)
+    pairs = zip(asked, answers, strict=True)
+    return [{"prompt": row["prompt"], "completion": text + tokenizer.eos_token} for row, text in pairs]
+
+
+def warm_arguments(spec: Spec, folder: Path) -> Any:
+    """Return the `trl.SFTConfig` of a spec. folder: for its files."""
+    import torch
+    from trl import SFTConfig
+
+    quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    fixed = {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16, "gradient_checkpointing": False}
+    own = {"learning_rate": spec["warm_learning_rate"], "num_train_epochs": spec["warm_epochs"], "seed": spec["seed"]}
+    on_cpu = base_models.is_local(spec) or not torch.cuda.is_available()
+    return SFTConfig(output_dir=str(folder / "sft"), use_cpu=on_cpu, bf16=False, **own, **fixed, **quiet)

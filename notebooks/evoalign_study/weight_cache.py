@@ -11,7 +11,6 @@ import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ def keep(master: np.ndarray) -> Path:
 def kept(digest: str) -> np.ndarray | None:
     """Return the flat float32 weights that have a digest (`models.flat_digest`); None where they are not kept here.
 
-    Raises ValueError where the file of that name holds others.
+    Raises:
+        ValueError: the file of that name holds others.
     """
     path = _path(digest)
     if not path.is_file():
@@ -66,21 +66,15 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
         master, made = ledger.replay(source, spec["base"]), "replayed"
     else:
         few = {"curve_points": 1} if "curve_points" in spec else {}
-        train = import_module(trainers.of(spec["arm"]).trainer).train
-        with tempfile.TemporaryDirectory() as place, train(spec | few, Path(place), False) as found:
+        with tempfile.TemporaryDirectory() as place, trainers.train(spec | few, Path(place)) as found:
             master, made = found.engine.master.copy(), "trained again"
-    check(master, digest, made)
+    check_digest(models.flat_digest(master), digest, made)
     keep(master)
     return master, made
 
 
-def check(master: np.ndarray, digest: str, how: str) -> None:
-    """Raise ValueError where flat float32 weights, made in the way that `how` says, are not those of a record."""
-    check_digest(models.flat_digest(master), digest, how)
-
-
 def check_digest(found: str, wanted: str, how: str) -> None:
-    """Raise ValueError where the digest of weights is not that of a record."""
+    """Raise ValueError where the digest of weights, made in the way that `how` says, is not that of a record."""
     if found != wanted:
         raise ValueError(
             f"the weights, {how}, have the digest {found}, in the record it is {wanted}: this machine trains "
@@ -119,16 +113,14 @@ def layout_of(base: str) -> noise.Layout:
 def group(records: Sequence[Record]) -> dict[str, Any]:
     """Return how a spec names the weights of several runs: their common spec, their seeds and their digests.
 
-    Raises ValueError for no runs, runs that differ in more than their seeds, and what is no training run.
+    Raises:
+        ValueError: no runs, runs that differ in more than their seeds, or what is no training run.
     """
     specs = [{name: value for name, value in r["spec"].items() if name != "seed"} for r in records]
     if not specs or any(spec != specs[0] or spec["kind"] not in ("train", "composed") for spec in specs):
         raise ValueError(f"{len(specs)} runs make no group: take training runs that differ in their seeds alone.")
-    return {
-        "run": specs[0],
-        "seeds": [r["spec"]["seed"] for r in records],
-        "digests": [r["digest"] for r in records],
-    }
+    seeds, digests = [r["spec"]["seed"] for r in records], [r["digest"] for r in records]
+    return {"run": specs[0], "seeds": seeds, "digests": digests}
 
 
 def of_group(named: Mapping[str, Any]) -> list[np.ndarray]:
@@ -169,7 +161,12 @@ def end(
 def at_end(spec: Spec, end: Mapping[str, Any] | None) -> Spec:
     """Return the spec of what is asked of a base, or of a model that was trained from it.
 
-    end: the model, of `end`; None: the base itself. Raises ValueError for an end of another base.
+    Args:
+        spec: what is asked.
+        end: the model, of `end`; None: the base itself.
+
+    Raises:
+        ValueError: an end of another base.
     """
     if end is None:
         return spec
@@ -191,7 +188,8 @@ def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layo
     """
     found = _mean(named["of"], start)
     if "as_long_as" in named:
-        found *= _ratio(np.linalg.norm(_mean(named["as_long_as"], start)), np.linalg.norm(found))
+        own = np.linalg.norm(found)
+        found *= np.linalg.norm(_mean(named["as_long_as"], start)) / own if own else 0.0
     if "draw" in named:
         parts = layout.views(found)
         norms = {name: float(np.linalg.norm(part)) for name, part in parts.items()}
@@ -208,10 +206,6 @@ def moved(start: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 def _mean(named: Mapping[str, Any], start: np.ndarray) -> np.ndarray:
     return np.mean([master.astype(np.float64) - start for master in of_group(named)], axis=0)
-
-
-def _ratio(length: float, of: float) -> float:
-    return length / of if of else 0.0
 
 
 def _path(digest: str) -> Path:

@@ -4,17 +4,13 @@ Each rule on numbers and links is a function that returns what breaks it, and is
 """
 
 import re
-from base64 import b64decode, b64encode
 from html import unescape
-from io import BytesIO
 
 import nbformat
-import numpy as np
 import pytest
-from evoalign_study import execution, paths, style
+from evoalign_study import execution, paths
 from evoalign_study.records import read_records, record_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from PIL import Image
 
 FILES = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 UNITS = (
@@ -22,6 +18,7 @@ UNITS = (
     r"|minutes\b|parameters\b|seeds?\b|runs?\b|steps?\b|problems?\b|prompts\b|samples\b|members\b|times\b|FLOPs\b|core-seconds\b"
 )
 WORDS = "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty fifty hundred".split()
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 VALUES = dict(zip(WORDS, [*range(2, 13), 15, 16, 20, 30, 50, 100], strict=True))
 OF_RESULTS = r"%|per ?cent\b|points?\b|nats?\b|kilobytes\b|characters?\b|minutes\b"
 
@@ -87,7 +84,7 @@ def unproven_numbers(notebook):
     A sentence that links its source (arXiv) quotes it. Everything else says what the committed runs gave, under a
     heading or after the words "In the committed runs".
     """
-    held = {n.replace(",", "") for n in re.findall(r"\d[\d,]*(?:\.\d+)?", shown(notebook))}
+    held = {n.replace(",", "") for n in NUMBER.findall(shown(notebook))}
     problems = []
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type != "markdown":
@@ -108,70 +105,24 @@ def unproven_numbers(notebook):
 
 
 def unproven_in_readme(text, outputs, settings, trials):
-    """Numbers in the README's prose that nothing committed holds.
+    """Numbers with units in the README's prose that nothing committed holds.
 
     outputs: file of a notebook -> what it shows. A paragraph is held to the notebooks that it links, or to all if it
-    links none; a number with an interval must stand there with that interval. settings: text of the declared claims,
-    which may hold a number with its unit instead. trials: text that holds what commands take, in minutes and GB.
+    links none. settings: text of the declared claims, which may hold a number instead. trials: text that holds what
+    commands take, in minutes and GB.
     """
     prose = re.sub(r"```.*?```|<!-- (\w+) -->.*?<!-- /\1 -->|`[^`]*`", " ", text, flags=re.DOTALL)
-    declared = {(value, unit) for _, value, unit in quantities(settings)}
-    measured = {(value, unit) for _, value, unit in quantities(trials)}
+    declared, measured = ({(value, unit) for _, value, unit in quantities(source)} for source in (settings, trials))
     problems = []
     for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose):
         linked = [name for name in re.findall(r"\]\(notebooks/([^)]+)\)", paragraph) if name in outputs]
-        held = "\n".join(outputs[name] for name in linked or outputs).replace("\N{NO-BREAK SPACE}", " ")
-        numbers = {n.replace(",", "") for n in re.findall(r"\d[\d,]*(?:\.\d+)?", held)}
-        words = re.sub(r"\]\([^)]*\)|notebooks? \[?\d\d|\[\d\d|Python [\d.]+ to [\d.]+|temperature \d", " ", paragraph)
-        words = re.sub(r"\s+", " ", words)
-        intervals = re.findall(r"([-\d.]+)(?: points| %)? (\[[-\d.]+, [-\d.]+\])", words)
-        problems += [both for both in map(" ".join, intervals) if both not in held]
-        found = quantities(words)
-        of_units = " ".join(written for written, _, _ in found)
-        found += [
-            (n, n.replace(",", ""), "") for n in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", words) if n not in of_units
-        ]
-        for written, value, unit in found:
-            kept = measured if unit in ("minutes", "GB") else declared
-            if (value, unit) not in kept and (unit in ("minutes", "GB") or value not in numbers):
+        numbers = {n.replace(",", "") for name in linked or outputs for n in NUMBER.findall(outputs[name])}
+        words = re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)|notebooks? \[?\d\d|\[\d\d", " ", paragraph))
+        for written, value, unit in quantities(words):
+            proven = (value, unit) in measured if unit in ("minutes", "GB") else (value, unit) in declared
+            if not proven and (unit in ("minutes", "GB") or value not in numbers):
                 problems.append(written)
     return problems
-
-
-def wrong_colours(notebook):
-    """Pictures in a notebook that are small, or whose colours are not those of the saved picture."""
-    problems = []
-    for output in (output for cell in notebook.cells for output in outputs_of(cell)):
-        if "image/png" not in output.get("data", {}):
-            continue
-        name = output.metadata.get("evoalign", {}).get("artefact", "a picture that is not saved")
-        embedded = Image.open(BytesIO(b64decode(output.data["image/png"])))
-        if embedded.info.get("dpi", (0,))[0] < style.SCREEN_DPI - 0.5:
-            problems.append(f"{name}: under {style.SCREEN_DPI} pixels per inch")
-        if (saved := paths.FIGURES / f"{name}.png").exists():
-            with Image.open(saved) as picture:
-                problems += [f"{name}: {color} is not in the notebook" for color in lost(picture, embedded)]
-    return problems
-
-
-def lost(saved, embedded):
-    """Colours that fill some of a picture, and are not in another of the same figure."""
-    pixels = numbers_of(saved)
-    # squares of one colour: a row of half-covered pixels along an edge is none
-    corners = (pixels[1:, :-1], pixels[:-1, 1:], pixels[1:, 1:])
-    solid = np.all([pixels[:-1, :-1] == corner for corner in corners], axis=0)
-    colors, counts = np.unique(pixels[:-1, :-1][solid], return_counts=True)
-    filled, there = colors_of(colors[counts > 10]), colors_of(np.unique(numbers_of(embedded)))
-    return [tuple(map(int, color)) for color in filled if abs(there - color).max(1).min() > style.FURTHEST]
-
-
-def numbers_of(picture):
-    """A number for each pixel, (height, width), which sort as their colours do, and much faster."""
-    return np.asarray(picture.convert("RGB")).astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
-
-
-def colors_of(numbers):
-    return np.stack([numbers >> 16, numbers >> 8 & 255, numbers & 255], axis=-1)
 
 
 # ---- every notebook keeps them
@@ -196,10 +147,6 @@ def test_numbers_in_the_readme_are_those_of_the_notebooks():
     assert unproven_in_readme(readme, outputs, claims, log) == []
 
 
-def test_pictures_have_the_colours_of_the_saved_ones(notebook):
-    assert wrong_colours(notebook) == []
-
-
 def test_outputs_come_from_the_committed_sources(notebook):
     assert execution.stale(notebook) == []
     commit = notebook.metadata["evoalign"]["commit"]
@@ -207,25 +154,7 @@ def test_outputs_come_from_the_committed_sources(notebook):
     assert f"(commit {commit})" in shown(notebook)
 
 
-def test_sizes():
-    assert max(path.stat().st_size for path in FILES) < 300_000
-    assert sum(path.stat().st_size for path in paths.FIGURES.iterdir()) < 6_000_000
-
-
 # ---- the rules find what breaks them
-
-
-def picture(color, dpi=150, name=""):
-    drawn = BytesIO()
-    Image.new("RGB", (20, 20), color).save(drawn, "png", dpi=(dpi, dpi))
-    about = {"evoalign": {"artefact": name}} if name else {}
-    return new_output("display_data", {"image/png": b64encode(drawn.getvalue()).decode()}, metadata=about)
-
-
-def test_links_that_lead_nowhere_are_found():
-    contents = "[a](#1-Answer) [c](#3-None) [d](https://arxiv.org/abs/1) [e](99.ipynb) [01](01_es_countdown.ipynb)"
-    cells = [new_markdown_cell(contents), new_markdown_cell("## 1 Answer\n```\n# 3 None\n```")]
-    assert wrong_links(new_notebook(cells=cells)) == ["#3-None", "99.ipynb"]
 
 
 @pytest.mark.parametrize(
@@ -233,13 +162,9 @@ def test_links_that_lead_nowhere_are_found():
     [
         ("In the committed runs ES gains 14.6 points with 8 seeds, by 2,000 problems and 12.5 %.", None),
         ("In the committed runs ES gains 14.7 points.", "no output holds '14.7 points'"),
-        ("In the committed runs it keeps -3.1 % at the end.", "no output holds '-3.1 %'"),
         ("ES gains 14.6 points.", "'14.6 points' is so in the committed runs only"),
-        ("A population of thirty members takes two steps.", None),
         ("Qiu et al. ([arXiv](https://arxiv.org/abs/2509.24372)) gain 99.9 points.", None),
         ("Take $N = 99$ members, `99 points` or\n\n    99 points\n", None),
-        ("Brackets are 95 % intervals.", None),
-        ("## 4 Problems never seen\n- [4 Problems never seen](#4-Problems-never-seen)", None),
     ],
 )
 def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
@@ -255,28 +180,10 @@ def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
     ("prose", "said"),
     [
         ("ES gains 4.0 points [1.1, 6.9], with a look at five points ([notebook 02](notebooks/02.ipynb)).", []),
-        ("ES gains 4.0 points ([notebook 01](notebooks/01.ipynb)).", ["4.0 points"]),
-        ("ES gains 15.6\npoints [1.1, 6.9].", ["15.6 [1.1, 6.9]"]),
         ("It gains six points of 7 %.", ["six points", "7 %"]),
-        ("`7 %` at temperature 1 with Python 3.11 to 3.13\n<!-- claims -->\n7 %\n<!-- /claims -->", []),
-        ("The tests take 17 minutes, the install 3 GB.", []),
         ("The tests take 15 minutes, the install 4 GB.", ["15 minutes", "4 GB"]),
     ],
 )
 def test_numbers_in_the_readme_that_nothing_holds_are_found(prose, said):
     outputs = {"02.ipynb": "4.0 [1.1,\N{NO-BREAK SPACE}6.9] 15.6 and 15 and 4", "01.ipynb": "92"}
     assert unproven_in_readme(prose, outputs, "more than five points", "17 minutes and 3 GB") == said
-
-
-def test_pictures_in_other_colours_are_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(paths, "FIGURES", tmp_path)
-    Image.new("RGB", (30, 30), "#009E73").save(tmp_path / "gain.png")
-
-    def with_outputs(*found):
-        return new_notebook(cells=[new_code_cell("x", outputs=list(found))])
-
-    assert wrong_colours(with_outputs(picture("#009E73", name="gain"), picture("#0072B2"))) == []
-    assert wrong_colours(with_outputs(picture("#0072B2", name="gain"))) == [
-        "gain: (0, 158, 115) is not in the notebook"
-    ]
-    assert wrong_colours(with_outputs(picture("#0B9E73", dpi=96, name="gain"))) == ["gain: under 150 pixels per inch"]

@@ -57,13 +57,7 @@ def brought_to(module, place):
         (grpo_countdown, "A0"),
         (conciseness, "B0"),
         (conciseness, "random"),  # it answers nothing right
-        pytest.param(
-            safety_judges,
-            "random",
-            marks=pytest.mark.skipif(
-                not (paths.NOTEBOOKS / f"{safety_judges.NOTEBOOK}.ipynb").is_file(), reason="notebook 04 is not written"
-            ),
-        ),
+        (safety_judges, "random"),
         (stability, "A0"),
         (low_rank_and_cost, "A0"),
     ],

@@ -2,11 +2,10 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
-
-from evoalign_lib import tiny
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +45,6 @@ def records(request, run):
     """Group -> committed records of that notebook."""
     from evoalign_study.loading import Loader
 
-    if not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES):
-        pytest.skip("the bases have not been trained yet")
     load = Loader(request.module.study.NOTEBOOK, run, request.module.study.groups)
     return load(*load.names)
 
@@ -62,8 +59,6 @@ def es_runs(request, tmp_path_factory):
     from evoalign_study.kinds.train import train_specs
 
     base = getattr(request.module, "BASE", "A0")
-    if not (tiny.bases_folder() / base).is_dir():
-        pytest.skip("the bases have not been trained yet")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
         yield [
@@ -87,3 +82,32 @@ def drawn():
         style.use()
         yield
     plt.close("all")
+
+
+HERE = Path(__file__).parents[2]
+PLACES = {"ROOT": ".", "NOTEBOOKS": "notebooks", "FIGURES": "figures", "PAPER": "paper", "RUNS": "runs"}
+PLACES |= {"RESULTS": "paper/results", "GENERATED": "paper/generated"}
+
+
+def _enter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    from evoalign_study import paths
+
+    patch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{HERE / 'notebooks'}")
+    for variable in ("EVOALIGN_ARTIFACTS", "EVOALIGN_RUN_DIR"):
+        patch.delenv(variable, raising=False)
+    for name, place in PLACES.items():
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        patch.setattr(paths, name, folder / place)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def enter():
+    """A function that takes a folder for the repository."""
+    return _enter
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """An empty repository in the place of the real one."""
+    return _enter(tmp_path, monkeypatch)

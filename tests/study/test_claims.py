@@ -9,7 +9,7 @@ import yaml
 from evoalign_study import artifacts, claims, cli, paths
 from evoalign_study.claims import evaluate
 from evoalign_study.claims.findings import Finding
-from evoalign_study.records import pack_bits, pack_counts, seal, spec_hash
+from evoalign_study.records import index, pack_bits, pack_counts, spec_hash
 from typer.testing import CliRunner
 
 from evoalign_lib.analysis.stats import Interval
@@ -203,7 +203,7 @@ def _record(repository: Path, *records: dict) -> None:
     file = repository / "paper/results/01_toy/tiny.jsonl"
     file.write_text(lines)
     file.with_suffix(".index").unlink(missing_ok=True)
-    seal(file)
+    index(file)
 
 
 def _log(repository: Path, name: str) -> None:
@@ -312,7 +312,7 @@ def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, 
         result = CliRunner().invoke(cli.app, ["claims", *arguments])
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
         assert result.output.startswith(f"{file}, line 1 ") and "restore it from git" in result.output
-    # sealed as it is: still named, now by what could not be read in it
+    # indexed as it is: still named, now by what could not be read in it
     record = _run("A0", 10, arm=None)
     del record["test"]["n"]
     _record(repository, record, *_world({"A0": 12})[1:])

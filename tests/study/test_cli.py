@@ -66,7 +66,7 @@ def verdict(name: str) -> Verdict:
 @pytest.fixture
 def judged(monkeypatch):
     """Verdicts without the minute that it takes to judge; one has no interval."""
-    monkeypatch.setattr(artifacts, "unsealed", list)
+    monkeypatch.setattr(artifacts, "record_problems", list)
     monkeypatch.setattr(claims, "load_claims", lambda: [{"id": name} for name in ("E1", "C2b")])
     monkeypatch.setattr(claims, "evaluate_all", lambda: [verdict("E1"), verdict("C2b")])
 

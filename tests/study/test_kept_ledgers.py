@@ -16,7 +16,7 @@ import pytest
 from evoalign_study import measures, paths, sweep, training
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
-from evoalign_study.records import read_records, record_files, seal_problems, spec_hash
+from evoalign_study.records import index_problems, read_records, record_files, spec_hash
 from evoalign_study.sweep import load_or_run
 from helpers import chained
 from typer.testing import CliRunner
@@ -98,7 +98,7 @@ def test_a_record_describes_its_ledger(folder):
         "run/results/tiny.index",
         "run/results/tiny.jsonl",
     ]
-    assert seal_problems(folder / "results/nb/tiny.jsonl") == seal_problems(folder / "run/results/tiny.jsonl") == []
+    assert index_problems(folder / "results/nb/tiny.jsonl") == index_problems(folder / "run/results/tiny.jsonl") == []
 
 
 def test_a_kept_ledger_is_loaded_with_its_record(folder, capsys):
@@ -137,7 +137,7 @@ def test_a_ledger_that_is_missing_or_another(folder):
             load_or_run(specs(), "nb", "tiny", keep_ledgers=specs()[:1])
         with pytest.raises(ValueError, match="restore it from git"):
             sweep.check_ledger(one)
-        (problem,) = seal_problems(folder / "results/nb/tiny.jsonl")
+        (problem,) = index_problems(folder / "results/nb/tiny.jsonl")
         assert f"its ledger {path} is " in problem
 
 

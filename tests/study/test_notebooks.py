@@ -1,6 +1,5 @@
 """What stands behind the notebooks: presets, groups of runs, their loader, and the numbers that the paper quotes."""
 
-import json
 import re
 from functools import lru_cache
 from importlib import import_module
@@ -8,26 +7,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from evoalign_study import loading, parameters, paths, sweep
 from evoalign_study import nb01_es_countdown as es_countdown
 from evoalign_study import nb02_grpo_countdown as grpo_countdown
 from evoalign_study import nb03_conciseness as conciseness
 from evoalign_study import nb04_safety_judges as safety_judges
 from evoalign_study import nb05_stability as stability
+from evoalign_study import parameters, paths, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import read_records, record_files, spec_hash
 
-from evoalign_lib import tiny
 from tests.helpers import random_model, tokenizer
 
 MODULES = [
     import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(es_countdown.__file__).parent.glob("nb*.py"))
 ]
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
-pytestmark = pytest.mark.skipif(
-    not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="the bases have not been trained yet"
-)
 
 
 def run_of(module, **given):
@@ -118,14 +113,6 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
     assert names["tiny"] == names["smoke"] == names["full"] | {n for n in names["tiny"] if "filler" in n}
 
 
-def test_where_a_larger_model_is_the_tiny_worlds_records_are_shown(model_folder):
-    load = loader_of(es_countdown, scale="full", model=model_folder, dry_run=True)
-    steps = load("estimator")["estimator"]
-    assert len(steps) == 160 and {r["spec"]["base"] for r in steps} == {"A0"}
-    with pytest.raises(sweep.DryRun, match="0 of 1 runs have records"):
-        load("ledger")
-
-
 @pytest.mark.parametrize(
     ("module", "given", "value"),
     [
@@ -148,39 +135,6 @@ def test_where_a_larger_model_is_the_tiny_worlds_records_are_shown(model_folder)
 def test_what_no_run_can_have_is_refused_before_any_work(module, given, value):
     with pytest.raises(ValueError, match=value):
         loader_of(module, **given)
-
-
-def test_stand_ins_say_how_many_runs_there_are_at_most():
-    """Before the sweeps have run nobody knows the settings, but the number of runs is known."""
-    at_most, done = (sum(map(len, load.specs().values())) for load in (loader_of(stability), loaded(stability)))
-    assert at_most == done + 8  # one winner was the tuned setting, whose runs are there
-
-
-def test_an_arms_own_settings():
-    run = run_of(grpo_countdown, es_steps=7, grpo_steps=9, sft_epochs=3)
-    assert loading.own_settings(run, "es_random")["steps"] == 7
-    assert loading.own_settings(run, "rloo")["steps"] == 9
-    assert loading.own_settings(run, "sft")["epochs"] == 3 and "steps" not in loading.own_settings(run, "sft")
-
-
-def test_sweeps_are_scaled_and_cut():
-    run = run_of(grpo_countdown, sweep_size=2, sweep_factors={"alpha": 0.5})
-    assert loading.swept_choices(run, "es") == [{"sigma": 3e-3, "alpha": 1.25e-3}, {"sigma": 3e-3, "alpha": 2.5e-3}]
-    assert loading.ranked_choices(run, "es", None) == loading.swept_choices(run, "es")
-
-
-# ---- the paper's numbers
-
-
-def quoted(numbers):
-    return {macro: format(value, form) for macro, (value, form) in numbers.items()}
-
-
-def generated(notebook):
-    return json.loads((paths.GENERATED / f"numbers_{notebook}.json").read_text(encoding="utf-8"))
-
-
-# ---- what notebooks say and draw
 
 
 # ---- the loader
@@ -277,27 +231,15 @@ def test_a_mistaken_name_is_refused_before_any_work(given, names, value):
 # ---- tables of what there is
 
 
-def test_the_table_of_groups():
+def test_the_tables_of_groups_and_of_settings():
     table = Loader("01_small", small_run(), small_groups).table()
     assert list(table.index) == ["base", "both", "shared", "after"] and list(table["runs"]) == [1, 2, 1, 1]
     assert list(table["arm or kind"]) == ["base", "es", "es", "es"] and list(table["seeds"]) == ["", "0 to 1", "1", "0"]
     assert list(table["changed"]) == ["", "", "", "alpha 1"] and set(table["bases"]) == {"A0"}
 
-
-def test_the_table_of_groups_with_many_settings():
     table = loaded(stability).table()
     assert table.loc["es map", "changed"] == "9 settings" and table.loc["es map", "seeds"] == "0, 1, 2, 100"
-    assert table.loc["es N=8", "changed"] == "population_size 8, steps 780, alpha 0.00133333"
     assert table.loc["grpo best", "changed"] == "a setting per base" and table.loc["grpo best", "runs"] == 8
-
-
-def test_the_table_of_settings_says_what_differs():
-    table = parameters.table(
-        {"tiny": {"steps": 9, "bases": ["A0"], "few": None}, "full": {"steps": 9, "few": 2, "new": 1}}
-    )
-    assert table.to_dict("index") == {
-        "steps": {"tiny": 9, "full": ""},
-        "bases": {"tiny": ["A0"], "full": ""},
-        "few": {"tiny": None, "full": 2},
-        "new": {"tiny": "", "full": 1},
-    }
+    table = parameters.table({"tiny": {"steps": 9, "few": None}, "full": {"steps": 9, "few": 2, "new": 1}})
+    expected = {"tiny": {"steps": 9, "few": None, "new": ""}, "full": {"steps": "", "few": 2, "new": 1}}
+    assert table.to_dict() == expected

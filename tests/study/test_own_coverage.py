@@ -121,18 +121,6 @@ def test_expected_counts_are_those_of_all_deals(right, n):
     assert found.total == pytest.approx(len(right))
 
 
-def test_the_null_is_that_of_two_sets_of_samples_where_right_answers_are_rare():
-    p = np.full(200, 0.01)  # most counts of 64 samples are 0 or 1
-    one, other = RNG.binomial(32, p, size=(2, 4000, 200)) > 0
-    spread = (((other & ~one).sum(1) - (one & ~other).sum(1)) / (one | other).sum(1)).std()
-    nulls = [coverage.null_of_halves(RNG.binomial(64, p), 64, n_resamples=400) for _ in range(60)]
-    assert np.mean([null.support.kept for null in nulls]) == pytest.approx((one & other).sum(1).mean(), rel=0.05)
-    assert np.mean([null.sd for null in nulls]) == pytest.approx(spread, rel=0.05)
-    assert np.mean([null.low for null in nulls]) == pytest.approx(-1.96 * spread, rel=0.1)
-    nothing = coverage.null_of_halves([0, 0], 8)
-    assert np.isnan([nothing.sd, nothing.low, nothing.high]).all() and nothing.support.out == 2
-
-
 @pytest.mark.parametrize(
     ("right", "samples", "value"), [([1], 1, "samples=1"), ([[1, 2]], 4, r"\(1, 2\)"), ([5], 4, "right <= samples")]
 )

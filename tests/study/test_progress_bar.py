@@ -51,11 +51,6 @@ def test_what_cannot_be_read_or_written_is_left_out(folder):
     progress_bar.end()
 
 
-def test_without_a_folder_nothing_is_told(tmp_path):
-    progress_bar.tell(SPEC, 1, 1.0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_all_futures_are_yielded_and_the_bar_is_full(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress_bar, "SECONDS", 0.01)
     monkeypatch.setattr(progress_bar, "QUIET_SECONDS", 0.02)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -13,17 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evoalign_study import artifacts, claims, paths, records
-from evoalign_study.records import (
-    append_record,
-    read_records,
-    read_records_of,
-    record_files,
-    record_line,
-    seal,
-    seal_problems,
-    spec_hash,
-)
-from hypothesis import given
+from evoalign_study.records import append_record, index_problems, read_records, read_records_of, record_files, spec_hash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -39,11 +29,10 @@ def text(made: dict) -> bytes:
 @pytest.fixture
 def committed(tmp_path, monkeypatch) -> Path:
     """A copy of notebook 01's records, index and ledgers, to be damaged, in the place of the committed ones."""
+    source = paths.RESULTS / "01_es_countdown"
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "paper/results")
-    source = Path(__file__).parents[2] / "paper/results/01_es_countdown"
-    shutil.copytree(source, paths.RESULTS / source.name)
-    return paths.RESULTS / source.name / "tiny.jsonl"
+    return shutil.copytree(source, paths.RESULTS / source.name) / "tiny.jsonl"
 
 
 @pytest.fixture
@@ -63,17 +52,15 @@ PLAIN = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), PLAIN, max_size=5))
 def test_the_hash_of_a_spec_survives_order_and_json(spec):
     reordered = dict(reversed(list(spec.items())))
     assert spec_hash(spec) == spec_hash(reordered) == spec_hash(json.loads(json.dumps(spec)))
     assert spec_hash(spec | {"seed": -7}) != spec_hash(spec | {"seed": -8})
-
-
-def test_known_hash():
-    """Records are found by it for years: it must never change."""
-    spec = {"kind": "train", "seed": 3, "sigma": 0.01, "bases": ["A0"], "name": "é", "model": None}
-    assert spec_hash(spec) == "fdf16530714f308e"
+    # records are found by it for years: it must never change
+    known = {"kind": "train", "seed": 3, "sigma": 0.01, "bases": ["A0"], "name": "é", "model": None}
+    assert spec_hash(known) == "fdf16530714f308e"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), np.int64(3), {1, 2}])
@@ -98,19 +85,16 @@ def test_records_come_back_in_order(tmp_path):
         found[0]["test"]["greedy"] = 1.0
     file.write_bytes(file.read_bytes().replace(b'"seed":2', b'"seed":9'))  # of a record that nobody asks for
     for _ in range(2):
-        with pytest.raises(ValueError, match="line 3 was edited"):
+        with pytest.raises(ValueError, match="line 3"):
             read_records_of(file, asked)
 
 
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"curve": {"step": list(range(51))}}, "curve 'step' of train 2 has 51 points"),
-        ({"note": "x" * 7_900}, "the record of train 2 has 8"),
-        (
-            {"loss": float("nan"), "curve": {"reward": [0.5, -np.inf]}},
-            r"train 2 .* not finite: loss = nan",
-        ),
+        ({"curve": {"step": list(range(51))}}, "'step' of train 2 .*51"),
+        ({"note": "x" * 7_900}, "train 2 has 8"),
+        ({"loss": float("nan"), "curve": {"reward": [0.5, -np.inf]}}, "train 2 .*loss = nan"),
     ],
 )
 def test_limits_of_a_record(file, more, named):
@@ -130,14 +114,13 @@ def test_the_first_record_of_a_spec_stays_with_its_ledger(tmp_path, capsys):
     for written, own in (("first", first), ("second", second)):
         made.write_text(written)
         assert append_record(file, own, made) == first
-    assert "has a record of train 1 already" in capsys.readouterr().out
     assert append_record(file, record(2)) == record(2) and read_records(file) == [first, record(2)]
     ledger = tmp_path / f"results/ledgers/{first['spec_hash']}.jsonl.gz"
-    assert ledger.read_text() == "first" and seal_problems(file) == []
-    for change, named in ((lambda: ledger.write_text("other"), "not the one"), (ledger.unlink, "missing")):
+    assert ledger.read_text() == "first" and index_problems(file) == []
+    for change in (lambda: ledger.write_text("other"), ledger.unlink):
         change()
-        (problem,) = seal_problems(file)
-        assert f"its ledger {ledger} is {named}" in problem and first["spec_hash"] in problem
+        (problem,) = index_problems(file)
+        assert str(ledger) in problem and first["spec_hash"] in problem
 
 
 def test_committed_records_are_those_of_every_notebook(tmp_path, monkeypatch):
@@ -149,7 +132,7 @@ def test_committed_records_are_those_of_every_notebook(tmp_path, monkeypatch):
     other.write_bytes(other.read_bytes()[:-9])  # its writer was killed
     assert claims.committed_records("tiny") == [record(1), record(2)]
     append_record(one, record(2, note="of a merge"))
-    with pytest.raises(ValueError, match=f"spec {record(2)['spec_hash']} has two records, in .*01_a.* and in .*02_b"):
+    with pytest.raises(ValueError, match=f"{record(2)['spec_hash']} .*01_a.*02_b"):
         claims.committed_records("tiny")
 
 
@@ -175,34 +158,27 @@ def _writer(file: Path, first: int, count: int) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def test_a_killed_writer_loses_no_finished_record(tmp_path):
-    file, known, end = tmp_path / "tiny.jsonl", 0, time.monotonic() + 100
-    for _ in range(2):
-        with _writer(file, known, 10**6) as writer:
-            writer.stdin.close()
-            while not (file.is_file() and len(read_records(file)) >= known + 5):
-                assert time.monotonic() < end
-            writer.kill()
-        seeds = [r["spec"]["seed"] for r in read_records(file)]
-        assert seeds == list(range(len(seeds))) and len(seeds) >= known + 5
-        known = len(seeds)
-    seal(file)
-    assert seal_problems(file) == []
-
-
-def test_two_writers_of_one_file_lose_nothing(tmp_path):
-    """Unlocked, each cuts off what it takes for a torn line of the other."""
-    file, count = tmp_path / "tiny.jsonl", 60
-    with _writer(file, 0, count) as one, _writer(file, count, count) as other:
+def test_a_killed_writer_and_two_at_once_lose_no_finished_record(tmp_path):
+    """Unlocked, each of two would cut off what it takes for a torn line of the other."""
+    file, end = tmp_path / "tiny.jsonl", time.monotonic() + 100
+    with _writer(file, 0, 10**6) as killed:
+        killed.stdin.close()
+        while not (file.is_file() and len(read_records(file)) >= 5):
+            assert time.monotonic() < end
+        killed.kill()
+    records.index(file)  # mends what it left
+    known, count = len(read_records(file)), 40
+    assert [r["spec"]["seed"] for r in read_records(file)] == list(range(known)) and known >= 5
+    with _writer(file, known, count) as one, _writer(file, known + count, count) as other:
         assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
         one.stdin.close(), other.stdin.close()  # begin
     assert one.returncode == other.returncode == 0
     seeds = [r["spec"]["seed"] for r in read_records(file)]
-    assert sorted(seeds) == list(range(2 * count)) and seeds != sorted(seeds)  # none lost, and they did take turns
-    assert seal_problems(file) == []
+    assert sorted(seeds) == list(range(known + 2 * count)) and seeds != sorted(seeds)  # they did take turns
+    assert index_problems(file) == []
 
 
-def test_a_writer_killed_at_any_byte_leaves_what_the_next_one_mends(tmp_path, capsys):
+def test_a_writer_killed_at_any_byte_leaves_what_the_next_one_mends(tmp_path):
     """Of two records the second is torn: in the record's line, between the two files, or in the index."""
     file, index = tmp_path / "tiny.jsonl", tmp_path / "tiny.index"
     append_record(file, record(1)), append_record(file, record(2, note="ü"))
@@ -213,25 +189,23 @@ def test_a_writer_killed_at_any_byte_leaves_what_the_next_one_mends(tmp_path, ca
     for written, in_index in states:
         complete = len(written) >= len(whole) - 1  # but for its end
         known = [record(1), record(2, note="ü")][: 1 + complete]
-        for mend in (seal, lambda file: append_record(file, record(3))):
+        for mend in (records.index, lambda file: append_record(file, record(3))):
             file.write_bytes(written), index.write_bytes(in_index)
             assert read_records(file) == known
-            assert bool(seal_problems(file)) == (len(written) > whole.index(b"\n") + 1)
+            assert bool(index_problems(file)) == (len(written) > whole.index(b"\n") + 1)
             mend(file)
-            assert read_records(file)[: len(known)] == known and seal_problems(file) == []
+            assert read_records(file)[: len(known)] == known and index_problems(file) == []
             assert index.read_bytes().startswith(first)
-    assert f"sealed 1 record of {file}" in capsys.readouterr().out
 
 
 def test_what_was_merged_is_named_until_it_is_indexed(file):
-    merged = text(record(7)) + text(record(8))
-    file.write_bytes(merged + file.read_bytes())
-    assert [problem.split(" (")[0] for problem in seal_problems(file)] == [f"{file}, line {n}" for n in (1, 2)]
-    assert seal(file) == 2 and seal(file) == 0 and seal_problems(file) == []
+    file.write_bytes(text(record(7)) + text(record(8)) + file.read_bytes())
+    assert [problem.split(" (")[0] for problem in index_problems(file)] == [f"{file}, line {n}" for n in (1, 2)]
+    assert records.index(file) == 2 and records.index(file) == 0 and index_problems(file) == []
     file.with_suffix(".index").unlink()
-    assert len(seal_problems(file)) == 1 and seal(file) == 5 and seal_problems(file) == []
+    assert len(index_problems(file)) == 1 and records.index(file) == 5 and index_problems(file) == []
     file.unlink()
-    assert len(seal_problems(file)) == 5 and seal(file) == 0  # an index stays
+    assert len(index_problems(file)) == 5 and records.index(file) == 0  # an index stays
 
 
 # ---- what is committed, and who edits it
@@ -248,94 +222,87 @@ def test_the_committed_index(committed_file):
     assert committed_file.with_suffix(".index").read_text().splitlines() == wanted
     kept = {f"{r['spec_hash']}.jsonl.gz" for r in made if "ledger" in r}
     assert kept == {path.name for path in (committed_file.parent / "ledgers").glob("*")}
-    assert seal_problems(committed_file) == []
+    assert index_problems(committed_file) == []
 
 
 def test_one_changed_byte_is_found_in_records_and_index(committed):
     chosen = random.Random(0)
     for file in (committed, committed.with_suffix(".index")):
         whole = file.read_bytes()
-        for place in chosen.sample(range(len(whole)), 8):
+        for place in chosen.sample(range(len(whole)), 4):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            number, problems = whole[:place].count(b"\n") + 1, seal_problems(committed)
+            number, problems = whole[:place].count(b"\n") + 1, index_problems(committed)
             assert any(f", line {number}" in problem for problem in problems), problems
-            assert seal(committed) == 0 if file != committed else True
+            assert file == committed or records.index(committed) == 0
         file.write_bytes(whole)
 
 
+CHANGES = {
+    "deleted": lambda lines: lines.pop(1),
+    "moved": lambda lines: lines.insert(0, lines.pop()),
+    "repeated": lambda lines: lines.insert(1, lines[0]),
+    "half": lambda lines: lines.insert(1, lines[0][:40] + b"\n"),
+    "inserted": lambda lines: lines.insert(1, text(record(9))),
+    "no text": lambda lines: lines.__setitem__(1, b"\xff" + lines[1]),
+    "cleared": lambda lines: lines.clear(),
+}
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".index"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines: lines.pop(1),
-        lambda lines: lines.insert(0, lines.pop()),
-        lambda lines: lines.insert(1, lines[0]),
-        lambda lines: lines.insert(1, lines[0][:40] + b"\n"),
-        lambda lines: lines.insert(1, text(record(9))),
-        lambda lines: lines.__setitem__(1, b"\xff" + lines[1]),
-        lambda lines: lines.__setitem__(-1, lines[-1][:-1]),
-        lambda lines: lines.clear(),
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_deleted_moved_repeated_and_inserted_lines_are_found(file, change, suffix):
     edited = file.with_suffix(suffix)
     lines = edited.read_bytes().splitlines(keepends=True)
-    change(lines)
+    CHANGES[change](lines)
     edited.write_bytes(b"".join(lines))
-    assert seal_problems(file) or (suffix, lines[-1:]) == (".jsonl", [text(record(2))[:-1]])  # its end is no content
+    assert index_problems(file)
 
 
-DEEP = b',"deep":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DAMAGE = {
+    "half": lambda line: line[:40],
+    "no text": lambda line: b"\xff" + line,
+    "deep": lambda line: line[:-1] + b',"deep":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "long": lambda line: line[:-1] + b',"many":' + b"9" * 5000 + b"}",
+    "NaN": lambda line: line[:-1] + b',"rate":NaN}',
+    "no object": lambda line: b"[1,2]",
+    "no status": lambda line: line.replace(b'"status":', b'"state":'),
+    "hash": lambda line: line.replace(b'"spec_hash":"', b'"spec_hash":7,"hash":"'),
+    "ledger": lambda line: line[:-1] + b',"ledger":{"sha":"0"}}',
+    "status": lambda line: line.replace(b'"finished"', b"[0]"),
+    "spec": lambda line: line.replace(b'"seed":1', b'"seed":9'),
+}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda line: line[:40],
-        lambda line: b"\xff" + line,
-        lambda line: line[:-1] + DEEP,
-        lambda line: line[:-1] + b',"many":' + b"9" * 5000 + b"}",
-        lambda line: line[:-1] + b',"rate":NaN}',
-        lambda line: b"[1,2]",
-        lambda line: line.replace(b'"status":', b'"state":'),
-        lambda line: line.replace(b'"spec_hash":"', b'"spec_hash":7,"hash":"'),
-        lambda line: line[:-1] + b',"ledger":{"sha":"0"}}',
-        lambda line: line.replace(b'"finished"', b"[0]"),
-        lambda line: line.replace(b'"seed":1', b'"seed":9'),
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_line_is_named_with_its_file(file, damage):
     lines = file.read_bytes().splitlines()
-    file.write_bytes(b"\n".join([lines[0], damage(lines[1]), lines[2]]) + b"\n")
-    for reads in (read_records, seal, lambda file: append_record(file, record(9))):
-        with pytest.raises(ValueError, match=r"tiny\.jsonl, line 2 .*Restore the file from git"):
+    file.write_bytes(b"\n".join([lines[0], DAMAGE[damage](lines[1]), lines[2]]) + b"\n")
+    for reads in (read_records, records.index, lambda file: append_record(file, record(9))):
+        with pytest.raises(ValueError, match=r"tiny\.jsonl, line 2 .*from git"):
             reads(file)
-    assert any(problem.startswith(f"{file}, line 2 ") for problem in seal_problems(file))
+    assert any(problem.startswith(f"{file}, line 2 ") for problem in index_problems(file))
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"greedy": 0.9}, "test.greedy is 0.9"),
-        ({"t1": 0.99}, "test.t1 is 0.99"),
+        ({"greedy": 0.9}, "test.greedy"),
+        ({"t1": 0.99}, "test.t1"),
         ({"t1_counts": "0" * 1999}, "test.t1_counts n is 2000"),
-        ({"t1_counts": "z" * 2000}, "test.t1_counts cannot be read"),
-        ({"greedy_bits": "zz"}, "test.greedy_bits cannot be read"),
-        ({"greedy": None}, "test.greedy_bits cannot be read"),
-        ({"n": None}, "test.greedy_bits cannot be read"),
+        ({"t1_counts": "z" * 2000}, "test.t1_counts cannot"),
+        ({"greedy_bits": "zz"}, "test.greedy_bits cannot"),
+        ({"greedy": None}, "test.greedy_bits cannot"),
+        ({"n": None}, "test.greedy_bits cannot"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_found_though_its_index_was_made_anew(committed, change, named):
-    lines = committed.read_bytes().splitlines(keepends=True)
-    number = next(i for i, line in enumerate(lines) if b'"greedy_bits"' in line and b'"t1_counts"' in line)
-    made = json.loads(lines[number])
-    made["test"] |= change
-    lines[number] = text(made)
-    committed.write_bytes(b"".join(lines))
-    committed.with_suffix(".index").unlink()
-    assert seal(committed) == len(lines)
-    problems = seal_problems(committed)
-    assert any(named in problem for problem in problems) and all(made["spec_hash"] in problem for problem in problems)
+def test_a_record_that_contradicts_itself_is_found_though_its_index_was_made_anew(tmp_path, change, named):
+    test = {"n": 2000, "greedy": 0.5, "t1": 0.25, "greedy_bits": "f0" * 250, "t1_counts": "4" * 2000}
+    file = tmp_path / "tiny.jsonl"
+    append_record(file, record(0, test=test))
+    assert index_problems(file) == []
+    append_record(file, record(1, test=test | change))
+    problems = index_problems(file)
+    assert any(named in problem for problem in problems) and all(", line 2 " in problem for problem in problems)
 
 
 # ---- the history of git
@@ -346,47 +313,32 @@ def git(*arguments: str) -> None:
     subprocess.run(["git", *user, *arguments], cwd=paths.ROOT, check=True, capture_output=True)
 
 
-def better(made: dict) -> dict:
-    return made | {"test": {"greedy": 1.0}}
+BETTER = {"test": {"greedy": 1.0}}
 
 
-@pytest.mark.parametrize("forged", [[better(record(0)), record(1)], [record(0)], [better(record(1)), record(0)], []])
+@pytest.mark.parametrize(
+    "forged", [[record(0, **BETTER), record(1)], [record(0)], [record(1, **BETTER), record(0)], []]
+)
 def test_whoever_rewrites_records_and_index_is_found_by_the_history(tmp_path, monkeypatch, forged):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "paper/results")
     file = paths.RESULTS / "01_a/tiny.jsonl"
     assert artifacts.lost_from_history() is None  # no git here
     git("init", "-q")
-    append_record(file, record(0)), git("add", "."), git("commit", "-qm", "one")
-    append_record(file, record(1)), git("add", "."), git("commit", "-qm", "two")
-    assert artifacts.unsealed() == []
+    for seed in range(2):
+        append_record(file, record(seed)), git("add", "."), git("commit", "-qm", "a record")
+    assert artifacts.record_problems() == []
     lost = set(file.with_suffix(".index").read_text().splitlines())
     file.unlink(), file.with_suffix(".index").unlink()
     for made in forged:
         append_record(file, made)
     if forged:
-        assert seal_problems(file) == []
+        assert index_problems(file) == []
         lost -= set(file.with_suffix(".index").read_text().splitlines())
     for _ in range(2):  # a commit of the forgery changes nothing
-        named = artifacts.unsealed()
+        named = artifacts.record_problems()
         assert len(named) == len(lost) > 0
         assert all(any(line[:16] in problem and str(file.parent) in problem for problem in named) for line in lost)
         git("add", "."), git("commit", "-qm", "forged", "--allow-empty")
     (tmp_path / "LOG.md").write_text("Withdrawn: " + ", ".join(line[17:29] for line in lost))
-    assert artifacts.unsealed() == []
-
-
-def test_the_largest_record_of_a_tiny_run_fits():
-    rng = np.random.default_rng(0)
-    test = {"n": 2000, "greedy": 0.123456, "t1": 0.123456}
-    test["greedy_bits"] = records.pack_bits(rng.integers(0, 2, 2000))
-    test["t1_counts"] = records.pack_counts(rng.integers(0, 17, 2000))
-    curve = {str(i) * 15: rng.random(50).round(5).tolist() for i in range(8)}
-    assert len(record_line(record(0, test=test, curve=curve))) < 7_500
-
-
-def test_the_run_folder(monkeypatch):
-    monkeypatch.delenv("EVOALIGN_RUN_DIR", raising=False)
-    assert records.run_folder("01_x", "tiny") == paths.RUNS / "01_x-tiny" and os.path.isabs(paths.RUNS)
-    monkeypatch.setenv("EVOALIGN_RUN_DIR", "/some/where")
-    assert records.run_folder("01_x", "tiny") == Path("/some/where")
+    assert artifacts.record_problems() == []

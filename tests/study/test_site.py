@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from types import ModuleType
 
 import nbformat
@@ -58,11 +57,10 @@ def test_every_notebook_is_a_page_with_its_committed_outputs(sources):
     for path in paths.NOTEBOOKS.glob("*.ipynb"):
         assert f"\nnotebooks/{path.stem}\n" in index  # the menu
         assert f"](notebooks/{path.name})" in index
-        committed, page = (nbformat.read(p, as_version=4) for p in (path, sources / "notebooks" / path.name))
-        code = [[c for c in notebook.cells if c.cell_type == "code"] for notebook in (committed, page)]
-        assert code[0] == code[1]
-        outputs += sum(len(cell.outputs) for cell in code[1])
-        assert committed.cells[0].source.splitlines()[0] == page.cells[0].source.splitlines()[0]
+        read = (nbformat.read(p, as_version=4) for p in (path, sources / "notebooks" / path.name))
+        committed, page = ([c for c in notebook.cells if c.cell_type == "code"] for notebook in read)
+        assert committed == page
+        outputs += sum(len(cell.outputs) for cell in page)
     assert outputs > 50
 
 
@@ -86,20 +84,12 @@ def test_every_claim_has_its_line_and_its_entry_with_the_generated_verdict(sourc
         assert yaml.safe_load(rule) == declares
 
 
-def test_every_figure_is_shown_with_caption_and_data(sources):
+def test_every_figure_and_public_module_is_on_a_page(sources):
     page = shown(text_of(sources, "figures.md"))
     pictures = sorted(path.stem for path in paths.FIGURES.glob("*.png"))
     assert sorted(re.findall(r"```\{figure\} figures/(\w+)\.png", page)) == pictures
-    for name in pictures:
-        for kind in ("pdf", "csv"):
-            assert f"(figures/{name}.{kind})" in page and (sources / "figures" / f"{name}.{kind}").is_file()
-    for notebook in pages.notebooks():
-        for figure in notebook.figures:
-            assert re.search(rf"\(notebook {notebook.number}, .*\)$", figure.caption) and "\\" not in figure.caption
-            assert page.count(figure.caption) >= 2  # below the picture, and in its place
-
-
-def test_every_public_module_is_in_the_reference(sources):
+    assert all((sources / "figures" / f"{name}.csv").is_file() for name in pictures)
+    assert all(figure.caption in page for notebook in pages.notebooks() for figure in notebook.figures)
     index = text_of(sources, "api.md")
     for path in (paths.ROOT / "evoalign_lib").rglob("*.py"):
         name = ".".join(path.relative_to(paths.ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -108,34 +98,18 @@ def test_every_public_module_is_in_the_reference(sources):
         assert index.count(f"(api/{name}.md)") == index.count(f"<api/{name}>") == public
 
 
-def test_committed_texts_are_on_pages(sources):
-    assert "make quickstart" in text_of(sources, "run.md") and "`make test`" in text_of(sources, "run.md")
-    assert "ESTrainer(model=model" in text_of(sources, "own_task.md")
-    for file, page in (("CONTRIBUTING.md", "contributing.md"), ("LOG.md", "log.md")):
-        assert text_of(sources, page) == text_of(paths.ROOT, file)
-    assert not [p.name for p in sources.glob("*.md") if "<!-- include" in p.read_text(encoding="utf-8")]
-
-
-def test_an_unknown_include_and_a_missing_section_are_errors():
-    with pytest.raises(ValueError, match="there is no such include"):
-        pages._included("<!-- include nonsense: x -->")
-    with pytest.raises(ValueError, match="0 sections of README.md hold"):
-        pages._included("<!-- include readme: no section has these words -->")
-
-
-def test_links_to_files_lead_to_pages_or_copies(tmp_path):
+def test_links_and_includes_lead_to_what_is_there(tmp_path):
     text = "[a](../LOG.md#x) [b](../CITATION.cff) [c](https://example.org#A) [d](#4-The-KL,-too) `[e](nowhere.md)`"
     expected = text.replace("../LOG.md", "../log.md").replace("#4-The-KL,-too", "#4-the-kl-too")
     assert pages._localised(tmp_path, text, "notebooks") == expected
     assert (tmp_path / "CITATION.cff").read_bytes() == (paths.ROOT / "CITATION.cff").read_bytes()
-    with pytest.raises(ValueError, match=r"gone\.py is no file of the repository"):
+    moved = "[a](notebooks/02_b.ipynb) [b](LOG.md#x) [c](notebooks/01_a.ipynb#2-the-task)"
+    assert pages._from_top("[a](02_b.ipynb) [b](../LOG.md#x) [c](#2-the-task)", "notebooks/01_a.ipynb") == moved
+    for wrong in ("<!-- include nonsense: x -->", "<!-- include readme: no section has these words -->"):
+        with pytest.raises(ValueError, match="include|README.md"):
+            pages._included(wrong)
+    with pytest.raises(ValueError, match=r"gone\.py"):
         pages._localised(tmp_path, "[f](gone.py)", "")
-
-
-def test_links_of_a_notebooks_answer_lead_from_the_start_page():
-    text = "[a](02_b.ipynb) [b](../LOG.md#x) [c](#2-the-task) [d](https://example.org)"
-    moved = "[a](notebooks/02_b.ipynb) [b](LOG.md#x) [c](notebooks/01_a.ipynb#2-the-task) [d](https://example.org)"
-    assert pages._from_top(text, "notebooks/01_a.ipynb") == moved
 
 
 # the solve explorer
@@ -176,44 +150,29 @@ def of_arm(coverages, arm):
     return [r for r, run in of_runs if run["arm"] == arm and all(run.get(k, v[0]) in v for k, v in usual.items())]
 
 
-class _Elements(HTMLParser):
-    """The elements of a page in their order with their attributes, and the texts of its scripts."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.elements, self.scripts = [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, attrs))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_comment(self, data):
-        self.elements.append(("comment", data))
-
-    def handle_data(self, data):
-        if self.elements and self.elements[-1][0] == "script":
-            self.scripts[-1] += data
+SCRIPT = re.compile(r"<script\b[^>]*>(.*?)</script>", re.S)
 
 
 def test_hostile_texts_are_nothing_but_data_of_the_explorer(coverages, tmp_path):
     (base,) = (r for r in coverages if "end" not in r["spec"])
     hostile = [answered(record, HOSTILE) for record in (base, *of_arm(coverages, "es")[:2])]
     data = explorer.data(coverages + hostile)
-    page, plain = explorer.html(data), _Elements(explorer.html({}))
-    found = _Elements(page)
-    assert found.elements == plain.elements and found.scripts[1] == plain.scripts[1] and len(found.scripts) == 2
-    shown = json.loads(found.scripts[0])
-    assert shown == data and {text[1:] for texts in shown["texts"] for text in texts} == set(HOSTILE)
-    embedded = explorer.embedded(data)
-    assert embedded.isascii() and not set("<>&'`\n") & set(embedded)
+    page = explorer.html(data)
+    # the one script that holds data is closed by its own end, and the rest of the page is that without data
+    one, other = SCRIPT.findall(page)
+    assert SCRIPT.sub("", page) == SCRIPT.sub("", explorer.html({})) and other == SCRIPT.findall(explorer.html({}))[1]
+    assert json.loads(one) == data and {text[1:] for texts in data["texts"] for text in texts} == set(HOSTILE)
+    one = one.strip()
+    assert one.isascii() and not set("<>&'`\n") & set(one)
     # what shows them knows no HTML
-    script = found.scripts[1]
-    assert "textContent" in script
+    assert "textContent" in other
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|Fragment|eval|Function\(", script
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|Fragment|eval|Function\(", other
     )
+    with pytest.raises(ValueError, match="no record says"):
+        explorer.data([record for record in coverages if "end" in record["spec"]])
+    with pytest.raises(ValueError, match="600000"):
+        explorer.html({"texts": ["x" * explorer.MOST]})
     # in a page of the site it is one fence, which no line of it ends
     fence = pages._INCLUDES["explorer"](RESULTS).split("\n")
     assert fence[0] == "```{raw} html" and [line for line in fence if line.startswith("```")] == [fence[0], "```"]
@@ -242,22 +201,6 @@ def test_categories_are_the_support_of_the_records(coverages):
         greedy = np.sum([unpack_bits(record["greedy_bits"], 256) for record in records], 0, dtype=int)
         assert np.array_equal(unpack_integers(model["greedy"]), greedy)
     assert sum(models[0]["expected"]) == pytest.approx(256, abs=0.3)
-
-
-def test_an_explorer_without_its_base_or_too_large_is_an_error(coverages):
-    with pytest.raises(ValueError, match="no record says what base 'A0' can solve"):
-        explorer.data([record for record in coverages if "end" in record["spec"]])
-    with pytest.raises(ValueError, match="at most 600000 are allowed: show fewer models"):
-        explorer.html({"texts": ["x" * explorer.MOST]})
-
-
-def test_the_explorer_is_a_page_that_others_lead_to(sources):
-    page = text_of(sources, "explorer.md")
-    assert '<script type="application/json" id="explorer-data">{"problems":' in page
-    index = text_of(sources, "index.md")
-    assert "](explorer.md)" in index and "\nexplorer\n" in index
-    notebook = nbformat.read(sources / "notebooks" / "07_solution_coverage.ipynb", as_version=4)
-    assert "](../explorer.md)" in notebook.cells[0].source
 
 
 # the texts of site/ are true
@@ -314,20 +257,15 @@ def test_a_good_site_has_no_problems(tmp_path):
     [
         ("body", '<a href="gone.html">a</a>', "no file"),
         ("body", '<a href="other.html#gone">a</a>', "a place that the page does not have"),
-        ("body", '<a href="#gone">a</a>', "a place that the page does not have"),
-        ("body", '<a href="../../etc/passwd">a</a>', "no file of the site"),
         ("body", '<a href="file:/tmp/a">a</a>', "another host"),
         ("head", '<link rel="next" href="gone.html">', "no file"),
         ("head", '<script src="//cdn.example.org/a.js"></script>', "another host"),
-        ("head", '<link href="https://fonts.example.org/css" rel="stylesheet">', "another host"),
         ("head", '<style>@import "https://example.org/a.css";</style>', "another host"),
         ("head", '<meta http-equiv="refresh" content="0; url=https://example.org">', "another host"),
         ("body", '<img src="static/a.png" srcset="https://example.org/a.png 2x">', "another host"),
-        ("body", '<img src="static/gone.png"/>', "no file of the site"),
         ("body", "<p style=\"background: url('https://example.org/a.png')\">", "another host"),
         ("style", "p{background:url(gone.png)}", "no file of the site"),
         ("script", 'await import("https://cdn.example.org/a.js")', "another host"),
-        ("script", "fetch('//example.org/a.json')", "another host"),
     ],
 )
 def test_each_fault_is_found(tmp_path, part, html, problem):
@@ -338,58 +276,15 @@ def test_each_fault_is_found(tmp_path, part, html, problem):
 # docstrings and formulas, where Sphinx is installed (make site)
 
 
-TEXT = """Return a mean, 2 * sd_ wide, of `a`s.
-
-values: (seeds,), one a seed; **more: |x|. Returns the interval:
-9. one that
-   goes on
-10. ten.
-
-Args:
-    a, b,
-        c: three.
-
->>> 1 * 2
-2"""
-
-
-def test_docstrings_of_either_style_are_set_without_a_warning():
-    pytest.importorskip("sphinx", reason="make site installs Sphinx")
-    from docutils.core import publish_doctree
-    from sphinx.ext.napoleon import Config, GoogleDocstring
-
-    lines = TEXT.split("\n")
-    load("conf")._plain_prose(None, "function", "f", None, None, lines)
-    tree = publish_doctree(str(GoogleDocstring(lines, Config())), settings_overrides={"halt_level": 2})
-    shown = tree.astext()
-    assert "2 * sd_ wide, of as." in shown and "**more: |x|" in shown and "one that goes on" in shown
-    assert len(list(tree.findall(lambda node: node.tagname == "list_item"))) >= 2 and ">>> 1 * 2\n2" in shown
-
-
-@pytest.fixture(scope="module")
-def mathml():
+def test_formulas_become_mathml():
     pytest.importorskip("math_core", reason="make site installs it")
-    return load("mathml")
-
-
-@pytest.mark.parametrize(
-    ("latex", "has"),
-    [
-        (r"\alpha\sqrt{d\,T_{\mathrm{eff}}/N}", "<msqrt>"),
-        (r"\begin{aligned} a &= b \\ \hat A_i &= \frac{r_i}{2} \end{aligned}", "<mtable"),
-        (r"\operatorname*{arg\,max}_\theta \sum_{n=1}^{N} z_n", "<munder"),
-    ],
-)
-def test_formulas_become_mathml(mathml, latex, has):
-    made = mathml.to_mathml(latex, display=True)
-    assert made.startswith("<math") and 'display="block"' in made and has in made
-    assert 'display="block"' not in mathml.to_mathml(latex, display=False)
-
-
-def test_a_formula_that_is_none_is_named(mathml):
-    with pytest.raises(ValueError, match="Unknown command") as error:
+    mathml = load("mathml")
+    for latex, has in ((r"\begin{aligned} a &= \sqrt b \end{aligned}", "<mtable"), (r"\sum_{n=1}^{N} z_n", "<munder")):
+        made = mathml.to_mathml(latex, display=True)
+        assert made.startswith("<math") and 'display="block"' in made and has in made
+        assert 'display="block"' not in mathml.to_mathml(latex, display=False)
+    with pytest.raises(ValueError, match="Unknown command"):
         mathml.to_mathml(r"\nocommand{x}", display=False)
-    assert "\x1b" not in str(error.value)
 
 
 def build(folder, text):

@@ -31,7 +31,6 @@ from evoalign_lib import files, ledger, models, tasks, tiny, weight_files
 from evoalign_lib.checks import whole_number
 from evoalign_lib.engines.base import Prompts, check_temperature
 from evoalign_study import base_models, measures, paths, specs, trainers, training, weight_cache
-from evoalign_study.kinds import train
 from evoalign_study.measures.base import Measures, label, read_beside
 from evoalign_study.measures.base import temperatures as checked
 from evoalign_study.records import Record, Spec, pack_bits, pack_integers, spec_hash
@@ -248,7 +247,7 @@ def _made_again(
     source = None if spec["kind"] == "base" else weight_cache.kept_ledger(spec, wanted["digest"])
     if spec["kind"] == "train" and source is None and (warm or "at_step" in wanted):
         few = {} if warm or "curve_points" not in spec else {"curve_points": 1}
-        with train.trained(spec | few | warm, place) as ended:
+        with trainers.train(spec | few | warm, place) as ended:
             curve = {}
             if warm:
                 end, every = f"_{label(warm['curve_temperature'])}", ended.result["curve"]

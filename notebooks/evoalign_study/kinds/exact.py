@@ -237,7 +237,5 @@ class ExactObjective:
 
     def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:
         """(texts,) answer scores under the strict grader."""
-        chosen = (self.problems[i] for i in prompts)
-        return np.array(
-            [countdown.grade(t, p.numbers, p.target).answer for t, p in zip(texts, chosen, strict=True)], np.float64
-        )
+        asked = zip(texts, (self.problems[i] for i in prompts), strict=True)
+        return np.array([countdown.grade(text, p.numbers, p.target).answer for text, p in asked], np.float64)

@@ -40,7 +40,7 @@ from evoalign_lib.precision import Weights, layout_of
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from evoalign_lib.update_rules import population
-from evoalign_study import specs
+from evoalign_study import specs, trainers
 from evoalign_study.kinds import train
 from evoalign_study.memory_profile import NOISE, Allocations, resident
 from evoalign_study.records import Record, Spec
@@ -512,7 +512,7 @@ def run_storage(spec: Spec) -> Record:
 
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        with train.trained(spec | {"kind": "train"}, folder, lasting=True):
+        with trainers.train(spec | {"kind": "train"}, folder, lasting=True):
             pass
         checkpoint = folder / f"checkpoint-{spec['steps']}"
         [model] = (file for file in checkpoint.glob("*.safetensors") if _NAMED[file.name] == "model")

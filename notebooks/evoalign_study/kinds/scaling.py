@@ -244,21 +244,13 @@ def _simulated(spec: Spec) -> Record:
     steps = [[_step(spec, machine, lengths, g) for g in gpus] for lengths in drawn]
     lost = [[scaling.stragglers(lambda m, g=g: _step(spec, machine, m, g), lengths) for g in gpus] for lengths in drawn]
     totals = [[significant(step.total) for step in row] for row in steps]
-    parts = {
-        name: [significant(np.mean([getattr(row[i], name) for row in steps])) for i in range(len(gpus))]
-        for name in ("generation", "update", "communication", "idle")
-    }
     stretched = np.concatenate([each.ravel() for each in drawn])
-    result = {
-        "simulation": True,
-        "unit": "seconds",
-        "histogram": {"tokens": list(seen), "counts": list(seen.values())},
-        "simulated_lengths": {"mean": significant(stretched.mean()), "std": significant(stretched.std())},
-        "gpus": list(gpus),
-        "total": totals,
-        **parts,
-        "stragglers": [significant(value) for value in np.mean(lost, axis=0)],
-    }
+    result = {"simulation": True, "unit": "seconds", "gpus": list(gpus), "total": totals}
+    result["histogram"] = {"tokens": list(seen), "counts": list(seen.values())}
+    result["simulated_lengths"] = {"mean": significant(stretched.mean()), "std": significant(stretched.std())}
+    result["stragglers"] = [significant(value) for value in np.mean(lost, axis=0)]
+    for name in ("generation", "update", "communication", "idle"):
+        result[name] = [significant(np.mean([getattr(row[i], name) for row in steps])) for i in range(len(gpus))]
     return result | ({"fitted": _fitted(spec, machine, drawn, np.mean(totals, axis=0))} if "fitted_to" in spec else {})
 
 

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from importlib import import_module
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.engines.processes import end_with
-from evoalign_study import base_models, measures, specs, trainers, training, warm_starts, weight_cache
+from evoalign_study import base_models, measures, specs, trainers, training, weight_cache
 from evoalign_study.measures.base import temperatures
 from evoalign_study.records import MAX_CURVE, Record, Spec
 
@@ -102,9 +101,9 @@ def train_specs(
     if "micro_batch" in entry.optional:
         rollouts = wanted["prompts_per_step"] * wanted["num_generations"]
         grpo.shared(rollouts, wanted.get("micro_batch"), wanted.get("gpus", 1))
-    given = [name for name in warm_starts.SETTINGS if name in wanted]
-    if given and len(given) < len(warm_starts.SETTINGS):
-        raise ValueError(f"{given[0]}={wanted[given[0]]}: a warm start needs all of {', '.join(warm_starts.SETTINGS)}.")
+    given = [name for name in training.WARM_START if name in wanted]
+    if given and len(given) < len(training.WARM_START):
+        raise ValueError(f"{given[0]}={wanted[given[0]]}: a warm start needs all of {', '.join(training.WARM_START)}.")
     if "base_precision" in wanted:
         choose("base_precision", wanted["base_precision"], quantisation.MODES)
     if "scale_rewards" in wanted:
@@ -163,15 +162,8 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
         return measure.finished(spec, result)
 
 
-def trained(
-    spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None
-) -> AbstractContextManager[training.Trained]:
-    """Train as a spec says; the model is there as long as the context lasts. Arguments as `evolution.train`."""
-    return import_module(trainers.of(spec["arm"]).trainer).train(spec, place, lasting, keep)
-
-
 def _measured(spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None) -> Record:
-    with trained(spec, place, lasting, keep) as ended:
+    with trainers.train(spec, place, lasting, keep) as ended:
         result = ended.result | training.outcome(spec, ended)
         if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED and spec.get("test_problems", 1):
             with suppress(OSError):  # a full disk takes no record with it: whoever measures the model trains it again
@@ -261,13 +253,7 @@ def run_composed(spec: Spec) -> Record:
 
 
 def audit_specs(
-    base: str,
-    precision: str,
-    noise: str,
-    fitness: str,
-    seeds: Iterable[int],
-    settings: Mapping[str, Any],
-    scale: str,
+    base: str, precision: str, noise: str, fitness: str, seeds: Iterable[int], settings: Mapping[str, Any], scale: str
 ) -> list[Spec]:
     """Return specs of ES runs of a bfloat16 model that differ in arithmetic or noise alone.
 
@@ -337,8 +323,8 @@ def run_audit(spec: Spec) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
         # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
-        world = model.to(torch.bfloat16), tokenizer, sets, Path(folder)
-        trainer, progress = evolution.trainer(spec, *world, kind=Audited, arm="es", **changed)
+        world = model.to(torch.bfloat16), tokenizer, sets
+        trainer, progress = evolution.trainer(spec, world, Path(folder), Audited, arm="es", **changed)
         trainer.start = trainer.engine.weights.float32().copy()
         trainer.intended = np.zeros(trainer.engine.layout.size)
         trainer.train()

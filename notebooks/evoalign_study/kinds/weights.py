@@ -61,6 +61,11 @@ def _at_end(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
         yield engine, sets
 
 
+def _right(measure: Measures, problems: Sequence[Any], row: Sequence[tuple[str, Any]]) -> np.ndarray:
+    """Return which completions of a row are right, (problems,) of 0 and 1."""
+    return np.array([measure.right(p, text) for p, (text, _) in zip(problems, row, strict=True)], dtype=int)
+
+
 def _check_sigmas(name: str, sigmas: Sequence[float], most: int | None = None) -> None:
     """Raise ValueError for standard deviations that are none, too many, there twice, or not finite and above 0."""
     known = all(0 < sigma < np.inf for sigma in sigmas)
@@ -146,13 +151,11 @@ def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Seque
         rows: (samples, problems) completions, without their end tokens.
     """
     n_right, voted, entropies, among_listed = [], [], [], 0
+    end = engine.tokenizer.eos_token
     for problem, texts in zip(problems, zip(*rows, strict=True), strict=True):
-        listed = {answer.removesuffix(engine.tokenizer.eos_token) for answer in measure.right_answers(problem)}
-        counts = Counter(texts)
-        right = {text: n for text, n in counts.items() if measure.right(problem, text)}
-        answers = Counter()
-        for text, n in counts.items():
-            answers[measure.answer(text)] += n
+        listed = {answer.removesuffix(end) for answer in measure.right_answers(problem)}
+        right = {text: n for text, n in Counter(texts).items() if measure.right(problem, text)}
+        answers = Counter(map(measure.answer, texts))
         n_right.append(sum(right.values()))
         voted.append(vote_is_right(measure, problem, texts))
         entropies.append(coverage.answer_entropy(list(answers.values())))
@@ -243,8 +246,7 @@ def run_answers(spec: Spec) -> Record:
         result: Record = {"n": len(problems)}
         for name, samples in ANSWERED.items():
             (row,) = engine.generate("test", samples=samples)
-            right = [int(measure.right(problem, text)) for problem, (text, _) in zip(problems, row, strict=True)]
-            result[f"{name}_bits"] = pack_bits(right)
+            result[f"{name}_bits"] = pack_bits(_right(measure, problems, row))
             written[name] = [_answered(measure, text) for text, _ in row]
     bits = sum(len(result[f"{name}_bits"]) for name in ANSWERED)
     room = MAX_RECORD - _REST - len(canonical_json(spec)) - bits
@@ -355,23 +357,20 @@ def run_perturbed(spec: Spec) -> Record:
     run_key = noise.run_key("perturbed", spec["repeat"])
     with training.opened(spec) as (engine, sets):
         answered = greedy_answers(engine, ["test", "validation"], run_key, spec["sigma"], spec["members"])
-        rows = {name: [[text for text, _ in row] for row in copies] for name, copies in answered.items()}
-        right = {
-            name: np.array([[measure.right(p, text) for p, text in zip(sets[name], row, strict=True)] for row in texts])
-            for name, texts in rows.items()
-        }
+        rows = [[text for text, _ in row] for row in answered["test"]]
+        right = {name: np.array([_right(measure, sets[name], row) for row in answered[name]]) for name in answered}
         accuracies = right["test"].mean(1)
         # of equally good copies the earlier
         order = np.argsort(-right["validation"].mean(1), kind="stable")
         best = {}
         for size in (size for size in BEST if size <= spec["members"]):
-            chosen = zip(*(rows["test"][i] for i in order[:size]), strict=True)
+            chosen = zip(*(rows[i] for i in order[:size]), strict=True)
             votes = [vote_is_right(measure, *pair) for pair in zip(sets["test"], chosen, strict=True)]
             mean = round(float(accuracies[order[:size]].mean()), 6)
             best[str(size)] = {"mean": mean, "vote": round(float(np.mean(votes)), 6)}
         return {
             "n": len(sets["test"]),
-            "drawn": summary(measure, engine, sets["test"], rows["test"]),
+            "drawn": summary(measure, engine, sets["test"], rows),
             "validation": pack_integers(right["validation"].sum(0)),
             "member": {"mean": round(float(accuracies.mean()), 6), "sd": round(float(accuracies.std(ddof=1)), 6)},
             "best": best,
@@ -434,8 +433,7 @@ def run_noise(spec: Spec) -> Record:
             scores = {}
             for name, how in DECODINGS.items():
                 (row,) = engine.generate("validation", **how)
-                right = [measure.right(p, text) for p, (text, _) in zip(sets["validation"], row, strict=True)]
-                scores[name] = round(float(np.mean(right)), 5)
+                scores[name] = round(float(_right(measure, sets["validation"], row).mean()), 5)
             return scores
 
         result: Record = {"n": len(sets["validation"]), "clean": accuracies()}
