@@ -17,7 +17,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_study import plots, runs, style
 from evoalign_study.kinds.train import composed_specs, sweep_specs
 from evoalign_study.loading import After, Group, Records
-from evoalign_study.records import Record, unpack_bits, unpack_probabilities
+from evoalign_study.records import Record, Spec, unpack_bits, unpack_probabilities
 from evoalign_study.results import Results, stated
 
 BASE = "base"
@@ -122,8 +122,11 @@ def composed(run: SimpleNamespace, records: Records, declared: Mapping[str, Any]
     made |= {f"{arm} first": part for arm, part in parts.items()}
     for name, (first, second) in COMPOSED.items():
         part, needed = parts[second], (*parts[second].after, first)
-        ready = runs.known(records, *needed)
-        made[name] = After(composed_specs(part.arm, records[first], part.settings, scale) if ready else [], needed)
+
+        def specs(*each: Sequence[Record], part: Group = part) -> list[Spec]:
+            return composed_specs(part.arm, each[-1], part.settings, scale)
+
+        made[name] = runs.after(records, needed, specs)
     return made
 
 

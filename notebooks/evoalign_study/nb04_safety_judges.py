@@ -39,83 +39,67 @@ SHOWN = tuple(
     "grpo_sizes tastes".split()
 )
 """Groups that the notebook loads for sections 2 to 11; a tournament takes longest, so that it begins first."""
-_, TINY, SMOKE, _ = scales(
+_, TINY, SMOKE, FULL = scales(
     {
         "task": "safety",
         "bases": ["C0"],
         "retrain": [],  # groups that `force` makes anew; none: all
-        "training_judges": (list(scorers.PROXIES), ["length 1"]),
-        "turned_judges": (list(scorers.NOISY), ["flipped 0.3"]),  # of turned comparisons
-        "sized_judges": (list(scorers.SIZES), []),  # of another width
-        "cost_weight": 2.0,  # lambda of reward - lambda * cost
-        "max_completion_length": 32,
-        "validation_problems": (160, 8),  # split A
-        "test_problems": (160, 8),  # split B
-        "curve_points": (12, 3),
-        "null_points": (6, 3),  # of the curves of random fitness
+        "training_judges": (list(scorers.PROXIES), ["length 1"], ...),
+        "turned_judges": (list(scorers.NOISY), ["flipped 0.3"], ...),  # of turned comparisons
+        "sized_judges": (list(scorers.SIZES), [], ...),  # of another width
+        "cost_weight": (2.0, 2.0, 1.0),  # lambda of reward - lambda * cost; the first one where it moves
+        "max_completion_length": (32, 32, 512),
+        "validation_problems": (160, 8, 128),  # split A
+        "test_problems": (160, 8, 256),  # split B
+        "curve_points": (12, 3, 10),
+        "null_points": (6, 3, ...),  # of the curves of random fitness
         "curve_spacing": "log",
         "seeds_judge": (8, 2),  # of the declared settings on each proxy
-        "seeds_noise": (8, 1),  # on each judge of turned comparisons
+        "seeds_noise": (8, 1, ...),  # on each judge of turned comparisons
         "seeds_null": (4, 2),  # of random fitness, and of filtered fine-tuning
-        "seeds_size": (4, 1),  # on each judge of another size: a map that describes
-        "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
-        "sweep_size": (12, 1),
-        "sweep_factors": {},
-        "sweep_points": (9, 3),  # of their curves
-        "es_population_size": (30, 4),
-        "es_prompts_per_step": (60, 4),
-        "es_steps": (150, 2),
-        "grpo_num_generations": (16, 4),
-        "grpo_prompts_per_step": (16, 2),
-        "grpo_steps": (150, 2),
-        "sft_prompts": (2400, 8),  # of each the best of sft_num_generations samples: as many completions as GRPO
-        "sft_num_generations": (16, 4),
-        "sft_batch_size": 64,
-        "sft_epochs": 2,
-        "sft_learning_rate": ([1e-4, 3e-4, 1e-3], [1e-3]),  # that its sweep tries
+        "seeds_size": (4, 1, ...),  # on each judge of another size: a map that describes
+        "tuned_on": ("flipped 0", "flipped 0", ...),  # the judge of the sweeps: its annotators like the truth alone
+        "sweep_size": (12, 1, ...),
+        "sweep_factors": ({}, {}, ...),
+        "sweep_points": (9, 3, ...),  # of their curves
+        "es_population_size": (30, 4),  # at scale full as published, but for GRPO's prompts in a step
+        "es_prompts_per_step": (60, 4, 64),
+        "es_steps": (150, 2, 500),
+        "grpo_num_generations": (16, 4, 30),
+        "grpo_prompts_per_step": (16, 2, 2),
+        "grpo_steps": (150, 2, 500),
+        "sft_prompts": (2400, 8, ...),  # of each the best of sft_num_generations samples: as many completions as GRPO
+        "sft_num_generations": (16, 4, ...),
+        "sft_batch_size": (64, 64, ...),
+        "sft_epochs": (2, 2, ...),
+        "sft_learning_rate": ([1e-4, 3e-4, 1e-3], [1e-3], ...),  # that its sweep tries
+        # a folder or the address of evoalign serve-scorer, too
+        "reward_model": (..., ..., "PKU-Alignment/beaver-7b-unified-reward"),
+        "cost_model": (..., ..., "PKU-Alignment/beaver-7b-unified-cost"),
+        "reward_text": (..., ..., ""),  # how a model that is loaded here reads a reply; Safe-RLHF's layout needs none
+        "cost_text": (..., ..., ""),
+        # held out, with commas between several: as reward_model, or a chat model: folder, Hub, .../v1#NAME
+        "judge": (..., ..., ""),
+        "judge_text": (..., ..., ""),
+        "judge_tokens": (..., ..., 600),  # of an answer of a chat judge, at most: as published
+        "judge_problems": (..., ..., 50),  # replies that chat judges compare with the base's: as published
+        "scorer_device": (..., ..., "cpu"),  # of models that are loaded here: such as cuda:1
+        "scorer_dtype": (..., ..., ""),
+        "scorer_max_length": (..., ..., None),  # tokens that these read; None: what they can
+        "requests": (..., ..., ""),  # a file of your own; else PKU-SafeRLHF from the Hub
+        "cost_rule": (..., ..., "fixed"),  # or a weight that moves: "signed" as in Safe-RLHF's code, "published"
+        "cost_threshold": (..., ..., 0.0),
+        "cut_turns": (..., ..., False),  # score replies up to where they go on to another turn
+        "unique_prompts": (..., ..., 250),  # training requests
+        "kl_requests": (..., ..., 8),  # of a point of the curve
+        "es_sigma": (..., ..., 1e-3),
+        "es_alpha": (..., ..., 5e-4),
+        "grpo_learning_rate": (..., ..., 5e-6),
+        "grpo_beta": (..., ..., 0.01),
+        "micro_batch": (..., ..., 5),  # completions in a backward pass
+        "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
     }
 )
-FULL = {
-    "task": "safety",
-    "retrain": [],
-    "reward_model": "PKU-Alignment/beaver-7b-unified-reward",  # or a folder, or the address of evoalign serve-scorer
-    "cost_model": "PKU-Alignment/beaver-7b-unified-cost",
-    "reward_text": "",  # how a model that is loaded here reads a reply; one in Safe-RLHF's layout needs none
-    "cost_text": "",
-    "judge": "",  # held out, with commas between several: as reward_model, or a chat model: folder, Hub, .../v1#NAME
-    "judge_text": "",
-    "judge_tokens": 600,  # of an answer of a chat judge, at most: as published
-    "judge_problems": 50,  # replies that chat judges compare with the base's: as published
-    "scorer_device": "cpu",  # of models that are loaded here: such as cuda:1
-    "scorer_dtype": "",
-    "scorer_max_length": None,  # tokens that these read; None: what they can
-    "requests": "",  # a file of your own; else PKU-SafeRLHF from the Hub
-    "cost_rule": "fixed",  # or a weight that moves: "signed" as in Safe-RLHF's code, "published"
-    "cost_weight": 1.0,  # lambda; the first one where it moves
-    "cost_threshold": 0.0,
-    "cut_turns": False,  # score replies up to where they go on to another turn
-    "unique_prompts": 250,  # training requests
-    "max_completion_length": 512,
-    "validation_problems": 128,  # split A
-    "test_problems": 256,  # split B
-    "kl_requests": 8,  # of a point of the curve
-    "curve_points": 10,
-    "curve_spacing": "log",
-    "seeds_judge": 8,
-    "seeds_null": 4,
-    "es_population_size": 30,  # from here as published, but for GRPO's prompts in a step, of which nothing is
-    "es_prompts_per_step": 64,
-    "es_steps": 500,
-    "es_sigma": 1e-3,
-    "es_alpha": 5e-4,
-    "grpo_num_generations": 30,
-    "grpo_prompts_per_step": 2,
-    "grpo_steps": 500,
-    "grpo_learning_rate": 5e-6,
-    "grpo_beta": 0.01,
-    "micro_batch": 5,  # completions in a backward pass
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
-}
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:

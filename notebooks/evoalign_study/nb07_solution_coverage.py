@@ -121,7 +121,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         return [coverage_spec(settings.bases[0], end, exact, scale) for end in ends_]
 
     for measured, group in reached().items():
-        declared[measured] = _after(records, [group] if group else [], partial(reach, group))
+        declared[measured] = runs.after(records, [group] if group else [], partial(reach, group))
     declared["perturbed"] = perturbed_specs(
         settings.bases[0], settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale
     )
@@ -134,16 +134,10 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         ]
 
     many = exact | {"coverage_samples": settings.checked_samples}
-    declared["answers"] = _after(records, answering, first_runs(answers_spec, exact))
-    declared["checked"] = _after(records, TRAINED, first_runs(coverage_spec, many))
+    declared["answers"] = runs.after(records, answering, first_runs(answers_spec, exact))
+    declared["checked"] = runs.after(records, TRAINED, first_runs(coverage_spec, many))
     sampled = [s for end in (None, *ends(run, records)) for s in sampled_specs(run.bases[0], end, vars(run), run.scale)]
     return declared | {"sampled": After(sampled, (ELSEWHERE,))}
-
-
-def _after(records: Records, needed: Sequence[str], make: Any) -> After:
-    """Return specs that are made from the records of groups, once these are loaded."""
-    ready = runs.known(records, *needed)
-    return After(make(*(records[name] for name in needed)) if ready else [], tuple(needed))
 
 
 def reached() -> dict[str, str]:

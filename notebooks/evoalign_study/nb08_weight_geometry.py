@@ -105,9 +105,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     declared = runs.countdown(run, records, scale, exact)
     declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)
-    complete = runs.known(records, *compared)
-    products = products_specs([records[name] for name in compared], scale) if complete else []
-    declared["products"] = After(products, compared)
+    declared["products"] = runs.after(records, compared, lambda *each: products_specs(each, scale))
     declared |= _remedies(settings, declared["es"])
     declared |= (shorter := _shorter(settings, declared))
     return declared | _merged(settings, records, scale, shorter)

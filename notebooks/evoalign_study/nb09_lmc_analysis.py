@@ -17,7 +17,7 @@ from evoalign_lib.analysis.connectivity import BarrierEstimate
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
 from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
-from evoalign_study.loading import After, Group, Groups, Records
+from evoalign_study.loading import Group, Groups, Records
 from evoalign_study.records import Record, Spec
 from evoalign_study.results import MISSING, Results, stated
 
@@ -93,20 +93,19 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     settings = SimpleNamespace(**exact)
     shared = runs.countdown(run, records, scale, exact)
     declared = {name: shared[name] for name in shared if name in (*TRAINED, BASE) or name.startswith("sweep")}
-    complete = runs.known(records, *TRAINED)
-    declared["products"] = After(
-        products_specs([records[name] for name in TRAINED], scale) if complete else [], TRAINED
-    )
-    for first, last in (*PAIRS, *product([BASE], REACHED)):
-        needed = tuple(dict.fromkeys(_arm(end) for end in (first, last) if end != BASE))
-        specs = _lines(settings, records, first, last, scale) if runs.known(records, *needed) else []
-        declared[name_of(first, last)] = After(specs, needed)
+    declared["products"] = runs.after(records, TRAINED, lambda *each: products_specs(each, scale))
+    for pair in (*PAIRS, *product([BASE], REACHED)):
+        needed = tuple(dict.fromkeys(_arm(end) for end in pair if end != BASE))
+        declared[name_of(*pair)] = runs.after(
+            records, needed, lambda *_, pair=pair: _lines(settings, records, *pair, scale)
+        )
     for end in SHAKEN:
         needed, n = ((), 1) if end == BASE else ((_arm(end),), settings.pairs)
-        ends = _ends(settings, records, end)[:n] if runs.known(records, *needed) else []
-        declared[f"noise on {end}"] = After(
-            [noise_spec(settings.bases[0], each, exact, scale) for each in ends], needed
-        )
+
+        def shaken(*_: Any, end: str = end, n: int = n) -> list[Spec]:
+            return [noise_spec(settings.bases[0], each, exact, scale) for each in _ends(settings, records, end)[:n]]
+
+        declared[f"noise on {end}"] = runs.after(records, needed, shaken)
     return declared | _regimes(settings, records, scale)
 
 
@@ -123,17 +122,18 @@ def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, An
         )
         for name, (arm, steps) in REGIMES.items()
     }
-    pairs: list[tuple[Any, Any]] = []
-    if runs.known(records, *REGIMES):
-        ends = {name: [weight_cache.end([record]) for record in records[name]] for name in REGIMES}
-        pairs += combinations([end for name in LEARNED for end in ends[name]], 2)
+    asked = {"task": "conciseness", "max_completion_length": settings["es"]["max_completion_length"]}
+    asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
+
+    def lines(*each: Sequence[Record]) -> list[Spec]:
+        ends = {name: [weight_cache.end([r]) for r in of] for name, of in zip(REGIMES, each, strict=True)}
+        pairs = list(combinations([end for name in LEARNED for end in ends[name]], 2))
         small = [end for name in SMALL for end in ends[name]]
         for nulls in (ends[name] for name in REGIMES if name not in LEARNED):
             pairs += [*combinations(nulls, 2), *((end, null) for null in nulls for end in small)]
-    asked = {"task": "conciseness", "max_completion_length": settings["es"]["max_completion_length"]}
-    asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
-    specs = [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
-    return declared | {"regimes": After(specs, tuple(REGIMES))}
+        return [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
+
+    return declared | {"regimes": runs.after(records, tuple(REGIMES), lines)}
 
 
 def name_of(first: str, last: str) -> str:

@@ -11,8 +11,8 @@ from evoalign_lib.analysis import stats
 from evoalign_study import loading
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.loading import Group, Groups, Records
-from evoalign_study.records import Record
+from evoalign_study.loading import After, Group, Groups, Records
+from evoalign_study.records import Record, Spec
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -226,6 +226,7 @@ def curve_band(records: Sequence[Record], axes: Sequence[str], decoding: str, sc
     return pd.DataFrame(budgets | dict(zip(("mean", "low", "high"), band, strict=True))).assign(n=len(curves))
 
 
-def known(records: Records, *names: str) -> bool:
-    """Say whether all these groups are loaded."""
-    return all(name in records for name in names)
+def after(records: Records, needed: Sequence[str], make: Callable[..., Sequence[Spec]]) -> After:
+    """Return specs that are made from the records of groups, once these are loaded."""
+    ready = all(name in records for name in needed)
+    return After(make(*(records[name] for name in needed)) if ready else [], tuple(needed))
