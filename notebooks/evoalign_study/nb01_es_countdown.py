@@ -293,6 +293,7 @@ def figure_curves(points: DataFrame, bases: Sequence[Record]) -> plt.Figure:
         for decoding, key in (("greedy", "greedy"), ("t1", "pass@1")):
             ax.axhline(100 * untrained["validation"][key], ls=style.DECODINGS[decoding].linestyle, **plots.BASE)
         ax.set(title=f"base {base.split('/')[-1]}", xlabel="completions")
+        ax.locator_params(axis="x", nbins=3)
     axes[0].set_ylabel("validation accuracy, %")
     style.legend(fig, points.groupby("arm", sort=False)["n"].last().to_dict() | {"base": None}, decodings=DECODINGS)
     return fig

@@ -565,7 +565,7 @@ def gaps_by_end(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
             if len(own) > 1 and (own[sigma] - median).abs().min() > _OUTLIERS * spread:
                 ax.annotate(name.replace(", ", "\n"), (x + 0.35, own[sigma].mean()), va="center", fontsize=6)
     ax.set(xticks=range(len(kinds)), xticklabels=[f"{LABELS[arm]},\n{end}" for arm, end in kinds])
-    ax.set_ylabel(f"Jensen gap at sigma {sigma}, characters; line: median")
+    ax.set(ylabel="Jensen gap, characters", title=f"at sigma {sigma}; lines are medians")
     ax.grid(axis="x", visible=False)
     return fig, table
 
@@ -579,7 +579,7 @@ def published_figure(points: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
     ax.set(xlabel=_AXES["away"], ylabel="right answers, %")
     ax.invert_xaxis()
     plots.plain_ticks(ax)
-    plots.key(fig, ax)
+    plots.key(fig, ax, 2)
     return fig, points[["arm", "setting", "seed", "shortfall", "right", "verdict", "all_empty", "kl_token"]]
 
 

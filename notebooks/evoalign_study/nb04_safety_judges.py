@@ -20,7 +20,7 @@ from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament_spec
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.records import Record
-from evoalign_study.results import MISSING, Results
+from evoalign_study.results import MISSING, Results, stated
 from evoalign_study.runs import scales
 
 NOTEBOOK = "04_safety_judges"
@@ -412,7 +412,7 @@ WORDS |= {
 def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
     """Return the `mean` of a quantity as text, shares in %; a dash where too few runs get there."""
     value, share = mean(of, arm, quantity, *asked), quantity in (*JUDGES, *SHARES)
-    return MISSING if value is None else f"{100 * value.value:.0f}" if share else f"{value.value:.2f}"
+    return stated(value and value.value, ".0%" if share else ".2f", MISSING)
 
 
 def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> pd.DataFrame:
@@ -451,9 +451,7 @@ def mean_and_range(values: Sequence[float | None], digits: int) -> str:
     known = [x for x in values if x is not None and np.isfinite(x)]
     if not known:
         return MISSING
-    low, middle, high = (
-        f"{round(float(x), digits) + 0.0:.{digits}f}" for x in (min(known), np.mean(known), max(known))
-    )
+    low, middle, high = (stated(float(of(known)), f".{digits}f") for of in (min, np.mean, max))
     return middle if len(known) == 1 else f"{middle} ({low} to {high})"
 
 
@@ -483,8 +481,7 @@ def own_judges(of: Records) -> pd.DataFrame:
     for run, verdict in [(r, x) for arm in _OWN for r in of[arm] for x in r.get("held_out", ())]:
         row = {"arm": LABELS[run["spec"]["arm"]], "seed": run["spec"]["seed"], "judge": verdict["judge"]}
         row |= {name: verdict[name] for name in ("rubric", "win", "tie", "loss", "inconsistent", "unparsed", "failed")}
-        rate = verdict["win_rate"]
-        rows.append(row | {"win rate, %": MISSING if rate is None else f"{100 * rate:.0f}"})
+        rows.append(row | {"win rate, %": stated(verdict["win_rate"], ".0%", MISSING)})
     return pd.DataFrame(rows)
 
 
@@ -557,8 +554,8 @@ def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
         ax.set_title(judge)
         ax.axhline(0, **plots.NULL)
         ax.set_ylim(bottom=-4.2)
-    fig.supylabel("gain in true reward")
-    fig.supxlabel("distance d from the base, square root of the KL in nats a completion")
+    axes[1, 0].set_ylabel("gain in\ntrue reward")
+    axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
     plots.key(fig, [plots.of_arm(arm, lw=1.1, ls=strokes[arm]) for arm in ARMS])
     return fig, pd.concat(points)
 

@@ -513,7 +513,7 @@ def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
     hot = {model: look | {"ms": 6, "label": None} for model, look in looks.items()}
     plots.lines(ax, points[points["temperature"] == 1], "across", "value", "model", hot)
     ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
-    plots.key(fig, ax, 5)
+    plots.key(fig, ax, 4)
     return fig, points
 
 

@@ -662,5 +662,5 @@ def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
         ax.set(xlabel="greedy test accuracy, %")
     axes[0].set(yscale="log", ylabel="KL from the base, nats per token", title="drift off the task")
     axes[1].set(ylabel="right, %", title="other skills")
-    plots.key(fig, axes[0], 4, 6.5)
+    plots.key(fig, axes[0], 3, 6.5)
     return fig, points

@@ -153,7 +153,7 @@ def captioned(name: str, **words: Any) -> str:
     Raises:
         KeyError: a name without caption, or a caption with a name that is not given.
     """
-    if (caption := told(_file("captions.yaml")[name], words)) is None:
+    if (caption := told(_file("captions.yaml")[name], words, "none")) is None:
         raise KeyError(f"the caption of {name!r} has names besides {sorted(words)}: give them all")
     return caption
 
