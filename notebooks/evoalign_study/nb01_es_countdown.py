@@ -188,7 +188,7 @@ def audits(records: Records) -> DataFrame:
     return DataFrame(rows).astype(numeric).sort_values("row", kind="stable", ignore_index=True)
 
 
-# ---- results, and what the paper quotes of them
+# ---- results
 
 _SETTINGS = ("sigma", "alpha", "population_size", "steps", "prompts_per_step", "test_problems", "audit_seeds")
 
@@ -247,7 +247,7 @@ def _arithmetic(record: Record) -> tuple[str, ...]:
     return tuple(record["spec"][name] for name in ("precision", "noise", "fitness"))
 
 
-# ---- answers and tables
+# ---- words
 
 
 def models_in_words(run: SimpleNamespace) -> str:

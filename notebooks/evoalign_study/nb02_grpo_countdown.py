@@ -382,7 +382,7 @@ def to_target(records: Records, gain: float, axis: str) -> Results:
     return values | (ratio if np.isfinite(medians).all() else {})
 
 
-# ---- results, and what the paper quotes of them
+# ---- results
 
 EFFECTS = {
     "scaling off": {"grpo": -0.5, "grpo_unscaled": 0.5, "dr_grpo_scaled": -0.5, "dr_grpo": 0.5},
@@ -463,7 +463,7 @@ def results(
     return MappingProxyType(values | _words(run, values))
 
 
-# ---- answers and tables
+# ---- what the answers say of the results
 
 
 def _sided(values: Results, keys: Iterable[str], above: str, below: str, neither: str) -> str:

@@ -252,15 +252,12 @@ def matched(of: Records, decoding: str, level: str) -> Results:
     for arm, first, at in zip(ARMS, scores["first"], scores["at"], strict=True):
         found |= {f"{arm} runs": len(first), f"{arm} right": 100 * np.mean(first) if first else None}
         found[f"{arm} at"] = float(np.mean(at)) if at else None
-    for how in ("first", "line", "best"):
-        es, grpo = scores[how]
-        if min(len(es), len(grpo)) < 2:
-            found[how] = None
-        else:
-            found[how] = (
-                stats.crossed_bootstrap(es, grpo) if how == "first" else stats.stratified_bootstrap([es], [grpo])
-            )
-    return found
+    tests = {"first": stats.crossed_bootstrap} | dict.fromkeys(("line", "best"), _over_seeds)
+    return found | {how: test(*scores[how]) if min(map(len, scores[how])) > 1 else None for how, test in tests.items()}
+
+
+def _over_seeds(es: Sequence[float], grpo: Sequence[float]) -> stats.Interval:
+    return stats.stratified_bootstrap([es], [grpo])
 
 
 # ---- what the notebook finds

@@ -344,7 +344,7 @@ def speed_points(records: Sequence[Record], lengths: str) -> DataFrame:
     return DataFrame(rows)
 
 
-# ---- results, and what the paper quotes of them
+# ---- results
 
 _RESAMPLES = 2000
 
@@ -433,7 +433,7 @@ def _at_equal_budgets(records: Records, groups: Sequence[str]) -> Results:
     return values
 
 
-# ---- answers
+# ---- what the answers say of the results
 
 ONLY_LOCAL = "only the local engine has bases of another precision"
 

@@ -518,6 +518,9 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     return entries | {"drifts": told(", ".join(drifts), entries), "shed": told("; ".join(shed), entries)}
 
 
+# ---- figures: each returns the figure and what it plots
+
+
 def figure_signal(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what the mean of K runs can do, and how far it drifts off the task, against K."""
     short, size = "es, one run as short", run.shrunk["es"]

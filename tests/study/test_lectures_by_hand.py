@@ -31,7 +31,7 @@ pytestmark = [
 def test_single_steps_and_audits():
     _, records = loaded(nb01)
     chosen = [r for r in records["estimator"] if (r["spec"]["fitness"], r["spec"]["targets"]) == ("expected", "any")]
-    row = nb01.single_steps(records["estimator"]).set_index(["fitness", "targets"]).loc[("expected", "any")].iloc[0]
+    row = nb01.single_steps(records["estimator"]).query("fitness == 'expected' and targets == 'any'").iloc[0]
     assert row["cosine"] == pytest.approx(np.mean([r["estimator"]["cosine"] for r in chosen]))
     assert row["cosine_low"] < row["cosine"] < row["cosine_high"] and row["repeats"] == len(chosen) == 16
     still = [r | {"path": {"cosine": [1.0, None]}} for r in records["audit"]]  # populations that were all tied
