@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -235,21 +235,13 @@ def crossing_table(run: SimpleNamespace, records: Records) -> DataFrame:
     )
 
 
-class Equal(NamedTuple):
-    """ES against GRPO where one sample of each is equally often right."""
+def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
+    """Compare ES with GRPO at both ends, hot and cold, of the accuracies of one sample that both have somewhere.
 
-    level: float
-    """How often that is, a fraction."""
-    more: Interval
-    """By how much more ES solves there within 256 samples, a fraction; over the resamples in which both get there."""
-    without: float
-    """The share of resamples in which one of them does not."""
+    The level is how often one sample is right there, "more" by how much more ES solves within 256 samples, over the
+    resamples in which both get there, and "without" the share of those in which one does not; all are fractions.
 
-
-def at_equal_accuracy(run: SimpleNamespace, records: Records) -> tuple[Equal, Equal]:
-    """Compare ES with GRPO at both ends of the accuracies of one sample that both have at some temperature.
-
-    These are that of GRPO at its hottest temperature, and the best one of ES. The other arm is taken on the line
+    The ends are the accuracy of GRPO at its hottest temperature, and the best one of ES. The other arm is on the line
     between the temperatures that were asked. Intervals are over runs and problems, the problems in common.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
@@ -276,12 +268,13 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> tuple[Equal, Eq
     values = compare(lambda n: np.full(n, 1 / n))
     drawn = np.array([compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n) for _ in range(_RESAMPLES)])
     n = min(both[0].shape[1] for both in solved_at.values())
-    made = []
-    for (level, more), draws in zip(values, drawn[:, :, 1].T, strict=True):
+    found: dict[str, Any] = {}
+    for end, (level, more), draws in zip(("hot", "cold"), values, drawn[:, :, 1].T, strict=True):
         without = float(np.isnan(draws).mean())
         low, high = (np.nan, np.nan) if without == 1 or np.isnan(more) else np.nanpercentile(draws, [2.5, 97.5])
-        made.append(Equal(level, Interval(more, float(low), float(high), n), without))
-    return made[0], made[1]
+        more = Interval(more, float(low), float(high), n)
+        found |= {f"{end} level": level, f"{end} more": more, f"{end} without": without}
+    return found
 
 
 # ---- problems won and lost
@@ -444,8 +437,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries[f"{model} cold"] = change(records, model, "t0.6")
     for model in ("es", "grpo", "es_random", MEAN):
         entries[f"{model} change"] = change(records, model, "t1")
-    for end, equal in zip(("hot", "cold"), at_equal_accuracy(run, records), strict=True):
-        entries |= {f"{end} level": equal.level, f"{end} more": equal.more, f"{end} without": equal.without}
+    entries |= at_equal_accuracy(run, records)
     chance = null(records, "t1")
     entries |= {"null low": chance.low, "null high": chance.high}
     entries["copies"] = solved_by_copies(records, entries["sigma"])
