@@ -23,7 +23,7 @@ from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.results import Results, told
+from evoalign_study.results import Results
 from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, curve_band, scales
 
 NOTEBOOK = "06_low_rank_and_cost"
@@ -397,11 +397,13 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any],
     }
     for what, each in steps.groupby("what", sort=False):
         values[f"{what}, speed-up"] = each["speed-up"].iloc[-1]
+        values |= {f"{what} on all, {c}": each[c].iloc[-1] for c in ("seconds", "stragglers")}
         values[f"{what}, GPUs to half"] = each["GPUs"][each["speed-up"] / each["GPUs"] >= 0.5].max()
     values |= {"GPUs": steps["GPUs"].max(), "draws": int(steps["draws"].max())}
     for what, published in PUBLISHED.items():
         values[f"{what}, times faster"] = published.minutes[0] / published.minutes[-1]
         values[f"{what}, times the GPUs"] = published.gpus[-1] / published.gpus[0]
+        values[f"{what}, share"] = values[f"{what}, times faster"] / values[f"{what}, times the GPUs"]
     return MappingProxyType(values | words(run, records, values, verdicts))
 
 
@@ -452,7 +454,7 @@ def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Map
             f"{words}: {percent(values, group)} and {percent(values, group, 't1')} %" for group, words in names.items()
         )
 
-    first, last = f"rank {run.ranks[0]}", values["GPUs"]
+    first = f"rank {run.ranks[0]}"
     said: dict[str, Any] = {f"verdict {claim}": verdict.verdict for claim, verdict in verdicts.items()}
     groups_ = {"es": "es", "first rank": first, "first rank as full rank": f"as full rank, {first}"}
     for alias, group in groups_.items():
@@ -463,28 +465,7 @@ def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Map
     if precisions(run):
         said["by precision"] = both({f"precision={precision}": precision for precision in precisions(run)})
     said["by adapted arm"] = both({group: name(records, group) for group in adapted(run)}, "; ")
-    ratios = []
-    for less in ("es", "es_inplace", "es_lora"):  # for a model, over three ways to hold ES
-        pairs = {more: f"{more} over {less}, 7B" for more in ("grpo", "grpo_adam8bit", "grpo_lora")}
-        each = [f"{values[key]:.2g} ({footprint.METHODS[more].label})" for more, key in pairs.items() if key in values]
-        ratios += [f"{footprint.METHODS[less].label}: {', '.join(each)}"] if each else []
-    linear = [
-        f"{words}: {{{what}, speed-up:.1f}} times ({{{what} on 1, seconds:.3g}} s, then "
-        f"{{{what} on {last}, seconds:.3g}} s), half the ideal or more up to {{{what}, GPUs to half}}"
-        for what, words in LABELS.items()
-    ]
-    waiting = [
-        f"{words} {{{what} on 1, stragglers:.0%}} % of its time on one GPU and {{{what} on {last}, stragglers:.0%}} % "
-        f"on {last}"
-        for what, words in LABELS.items()
-    ]
-    times = [
-        f"{about.what}: {{{what}, times faster:.1f}} times faster with {{{what}, times the GPUs:.0f}} times the GPUs "
-        f"({100 * values[f'{what}, times faster'] / values[f'{what}, times the GPUs']:.0f} %)"
-        for what, about in PUBLISHED.items()
-    ]
-    lists = {"memory at 7B": ratios, "linear": linear, "waiting": waiting, "published times": times}
-    return said | {key: told("; ".join(each), values) for key, each in lists.items()}
+    return said
 
 
 # ---- tables that several sections show
